@@ -1,0 +1,28 @@
+"""fastkv: a key-value cache of fixed size for stock Hugging Face models that remembers what it evicted.
+
+    import fastkv
+    fastkv.patch(model, policy="momentkv", budget=1024)
+    model.generate(...)
+
+Importing this package changes nothing in torch or transformers.
+"""
+
+from . import ops, policies, reference
+from .api import patch, patched, unpatch
+from .budget import Budget
+from .cache import FastKVCache
+from .errors import FastKVError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "FastKVCache",
+    "FastKVError",
+    "ops",
+    "patch",
+    "patched",
+    "policies",
+    "reference",
+    "unpatch",
+]

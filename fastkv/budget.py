@@ -1,0 +1,165 @@
+"""Budget: how much a compressed cache may keep, and how that is shared between layers.
+
+A budget is a promise in one unit (tokens per KV head, a share of the prompt, or bytes per sequence). It becomes a
+number of slots only when a layer is allocated, because only then are the prompt length and the head sizes known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import FastKVError
+
+PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta of the average
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer's state costs, in bytes per sequence: `per_slot` for each kept token, `fixed` for the rest."""
+
+    per_slot: int
+    fixed: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens each KV head keeps.
+
+    Exactly one of `tokens`, `keep` and `bytes` is given.
+
+    Args:
+        tokens: retained tokens per KV head, averaged over layers.
+        keep: share of the first prompt that is retained, in (0, 1]; resolved once, when the prompt is first read.
+        bytes: bytes per sequence for all compressed layers together, moments and positions included.
+        sinks: first tokens of a sequence that are never evicted.
+        recent: last tokens of a sequence that are never evicted.
+        layers: "uniform", "pyramid" (PyramidKV: linear from first to last layer, same total), or one positive weight
+            per compressed layer (layer l keeps `tokens * weight[l] / mean(weights)`).
+        heads: "uniform": every KV head of a layer keeps the same number of tokens.
+
+    Raises:
+        FastKVError: for a value outside its range, none or several units, or fewer tokens than sinks + recent.
+    """
+
+    tokens: int | None = None
+    keep: float | None = None
+    bytes: int | None = None
+    sinks: int = 4
+    recent: int = 32
+    layers: str | Sequence[float] = "uniform"
+    heads: str = "uniform"
+
+    def __post_init__(self) -> None:
+        given = [unit for unit in ("tokens", "keep", "bytes") if getattr(self, unit) is not None]
+        if len(given) != 1:
+            raise FastKVError(
+                f"Budget needs exactly one of tokens, keep and bytes, got {' and '.join(given) or 'none'}; "
+                "for example Budget(tokens=1024)"
+            )
+        for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise FastKVError(
+                    f"Budget {name} must be an integer of at least {least}, got {value!r}; pass a whole number"
+                )
+        if self.keep is not None:
+            is_number = isinstance(self.keep, (int, float)) and not isinstance(self.keep, bool)
+            if not is_number or not 0 < self.keep <= 1:
+                raise FastKVError(f"Budget keep must be in (0, 1], got {self.keep!r}; 0.25 keeps a quarter")
+        if self.tokens is not None and self.tokens < self.reserved:
+            raise FastKVError(
+                f"a budget of {self.tokens} tokens is smaller than sinks + recent = {self.sinks} + {self.recent}; "
+                "raise tokens or lower sinks and recent in Budget(...)"
+            )
+        if isinstance(self.layers, str):
+            if self.layers not in ("uniform", "pyramid"):
+                raise FastKVError(
+                    f"Budget layers must be 'uniform', 'pyramid' or a list of weights, got {self.layers!r}"
+                )
+        else:
+            weights = tuple(self.layers)
+            if not weights or any(isinstance(w, bool) or not isinstance(w, (int, float)) or not w > 0 for w in weights):
+                raise FastKVError(f"Budget layers must list positive weights, got {self.layers!r}; one per layer")
+            object.__setattr__(self, "layers", weights)
+        if self.heads != "uniform":
+            raise FastKVError(f"Budget heads must be 'uniform', got {self.heads!r}")
+
+    @classmethod
+    def of(cls, value: int | Budget) -> Budget:
+        """`Budget` unchanged, or an int as tokens per KV head. Raises FastKVError for anything else."""
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise FastKVError(
+                f"budget must be a whole number of tokens per KV head or a fastkv.Budget, got {value!r}; "
+                "for a share of the prompt use Budget(keep=0.25)"
+            )
+        return cls(tokens=value)
+
+    @property
+    def reserved(self) -> int:
+        """Tokens per KV head that no policy may evict."""
+        return self.sinks + self.recent
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise FastKVError unless explicit layer weights match the number of compressed layers."""
+        if not isinstance(self.layers, str) and len(self.layers) != num_layers:
+            raise FastKVError(
+                f"Budget layers lists {len(self.layers)} weights, but the model has {num_layers} compressed layers; "
+                "give one weight per full-attention layer"
+            )
+        if self.tokens is not None:
+            for index in range(num_layers):
+                self._share(self.tokens, index, num_layers)
+
+    def layer_tokens(self, index: int, num_layers: int, context: int, cost: LayerCost) -> int:
+        """Tokens per KV head for compressed layer `index` of `num_layers`.
+
+        Args:
+            context: length of the prompt being read, tokens (used by `keep`).
+            cost: bytes of this layer's state per sequence (used by `bytes`).
+        Raises:
+            FastKVError: if the layer would keep fewer tokens than sinks + recent.
+        """
+        self.check_layers(num_layers)
+        if self.tokens is not None:
+            average: float = self.tokens
+        elif self.keep is not None:
+            # A short prompt is never compressed below what is protected anyway.
+            average = max(math.ceil(self.keep * context), self.reserved, 1)
+        else:
+            assert self.bytes is not None
+            average = (self.bytes / num_layers - cost.fixed) // cost.per_slot
+            if average < max(self.reserved, 1):
+                need = num_layers * (cost.fixed + cost.per_slot * max(self.reserved, 1))
+                raise FastKVError(
+                    f"a budget of {self.bytes} bytes leaves {max(int(average), 0)} tokens per KV head, fewer than sinks + "
+                    f"recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"
+                )
+        return self._share(average, index, num_layers)
+
+    def _share(self, average: float, index: int, num_layers: int) -> int:
+        if self.layers == "uniform" or num_layers == 1:
+            return int(average)
+        if self.layers == "pyramid":
+            # Only what is not protected is shared out, so that every layer can hold sinks and recent.
+            base = float(self.reserved)
+            low = 1 / PYRAMID_BETA
+            weights: Sequence[float] = [
+                2 - low - (2 - 2 * low) * layer / (num_layers - 1) for layer in range(num_layers)
+            ]
+        else:
+            assert not isinstance(self.layers, str)
+            base, weights = 0.0, self.layers
+        unit = (average - base) * num_layers / sum(weights)
+        # Cumulative rounding: the layers' tokens add up to the total exactly.
+        before = unit * sum(weights[:index])
+        tokens = int(base) + round(before + unit * weights[index]) - round(before)
+        if tokens < max(self.reserved, 1):
+            raise FastKVError(
+                f"Budget layers gives layer {index} only {tokens} tokens, fewer than sinks + recent = {self.reserved}; "
+                "raise tokens, even out the weights, or lower sinks and recent"
+            )
+        return tokens

@@ -1,0 +1,98 @@
+"""The attention function of patched modules: stock attention where there is no compressed cache, ours where there is."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..cache import FastKVCache, FastKVLayer
+from ..errors import FastKVError
+
+NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
+
+
+def hand_over_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pre-hook of an attention module: pass its cache layer on, which attention functions are otherwise not given."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, FastKVCache):
+        kwargs["fastkv_layer"] = cache.layers[module.layer_idx]  # type: ignore[index]
+    return args, kwargs
+
+
+class _StockView:
+    """An attention module as its stock attention function expects it, with the original config."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, "_fastkv_stock_config" if name == "config" else name)
+
+
+def _stock_attention(module: Module) -> Any:
+    name = module._fastkv_stock_config._attn_implementation  # type: ignore[union-attr]
+    if name in (None, "eager"):
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device) -> Tensor:
+    """Which of the T new tokens are real, [B, T] bool, from whatever mask the stock implementation was given.
+
+    None (all), [B, *] (flash: 1 for real), or [B, 1, T, T] (sdpa: bool, eager: additive), where a real token sees itself.
+    """
+    if mask is None:
+        return torch.ones(batch, num, dtype=torch.bool, device=device)
+    if mask.ndim == 2:
+        return mask[:, -num:].bool()
+    if mask.shape[-1] != num:
+        raise FastKVError(
+            f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for its "
+            f"past and only the {num} new tokens can be masked; pass a 2-D padding mask"
+        )
+    own = mask[:, 0].diagonal(dim1=-2, dim2=-1)
+    real = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    return real.expand(batch, num)
+
+
+def fastkv_attention(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    fastkv_layer: FastKVLayer | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention interface: query [B, Hq, T, D], key, value [B, Hkv, T, D] post-RoPE, the new tokens only.
+
+    Without a compressed layer (training, `use_cache=False`, a cache of the user's own) this is the stock function.
+
+    Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
+    """
+    if kwargs.get("cache") is not None:
+        raise FastKVError(
+            "continuous batching brings its own paged cache, which would bypass the compressed one; call "
+            "fastkv.unpatch(model) first"
+        )
+    scale = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator]
+    extra = {} if softcap is None else {"softcap": softcap}  # sdpa of newer transformers refuses even softcap=None
+
+    def stock() -> tuple[Tensor, Tensor | None]:
+        return _stock_attention(module)(
+            _StockView(module), query, key, value, attention_mask, dropout=dropout, scaling=scale, **extra, **kwargs
+        )
+
+    if fastkv_layer is None:
+        return stock()
+    valid = valid_tokens(attention_mask, key.shape[0], key.shape[2], key.device)
+    out = fastkv_layer.attend(query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2))
+    return out.transpose(1, 2), None

@@ -1,0 +1,151 @@
+"""Attach a plan to one transformers model and take it off again, bit for bit.
+
+What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
+`base_model.forward`, one pre-hook of the model, and the entry points of `generate` that create caches and masks. The
+model's own config, weights, masks and sliding-window layers stay stock. Adding a family is one small file that
+registers a `Family`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..cache import FastKVLayer, build_layers
+from ..errors import FastKVError
+from ..plan import Plan
+from . import attention, generation
+
+BASES = ("eager", "sdpa", "flash_attention_2")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What fastkv must know of a model family.
+
+    Attributes:
+        name: for messages.
+        model_types: `config.model_type` of the text models that belong to it.
+        bases: attention implementations that compute what the model means.
+        softcap: name of the config field of the logit soft-cap that the family passes to attention, if any.
+        tested_with: a checkpoint a user would recognise.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    bases: tuple[str, ...] = BASES
+    softcap: str | None = None
+    tested_with: str = ""
+
+
+@dataclass
+class _Undo:
+    """What `detach` needs, kept on each touched module so that a deep copy of the model carries its own."""
+
+    attributes: dict[str, tuple[bool, Any]] = field(default_factory=dict)
+
+
+def _override(module: Module, name: str, value: Any) -> None:
+    """Set an instance attribute and remember what was there. Functions become bound methods, so deepcopy rebinds them."""
+    undo = module.__dict__.setdefault("_fastkv_undo", _Undo())
+    undo.attributes.setdefault(name, (name in module.__dict__, module.__dict__.get(name)))
+    object.__setattr__(module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value)
+
+
+def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Module]:
+    """The attention modules to compress. Raises FastKVError, having changed nothing, if the model cannot be patched."""
+    config = getattr(model, "config", None)
+    if not isinstance(model, Module) or config is None or not hasattr(config, "get_text_config"):
+        raise FastKVError(
+            f"patch needs a transformers model, got {type(model).__name__}; load one with AutoModelForCausalLM"
+        )
+    if hasattr(model, "peft_config"):
+        raise FastKVError(
+            f"patch needs the model inside the adapter, got {type(model).__name__}; patch model.get_base_model()"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise FastKVError("patch needs a model with weights, got one on the meta device; load or materialise it first")
+    text = config.get_text_config(decoder=True)
+    family = next((f for f in families if text.model_type in f.model_types), None)
+    if family is None:
+        known = ", ".join(sorted(t for f in families for t in f.model_types))
+        raise FastKVError(f"unknown model type {text.model_type!r}; fastkv knows {known}")
+    base = config._attn_implementation or "eager"
+    softcapped = family.softcap is not None and getattr(text, family.softcap, None) is not None
+    allowed = tuple(b for b in family.bases if not (softcapped and b == "sdpa"))
+    if base not in allowed:
+        why = f" (sdpa ignores {family.softcap})" if softcapped and base == "sdpa" else ""
+        raise FastKVError(
+            f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load the "
+            f"model with attn_implementation={allowed[0]!r}"
+        )
+    layers = build_layers(config, plan)
+    full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
+    if not full:
+        raise FastKVError(
+            f"{type(model).__name__} has no full-attention layer to compress, all {len(layers)} use a sliding window; "
+            "its cache is bounded already"
+        )
+    plan.budget.check_layers(len(full))
+    modules = [m for m in _decoder(model).modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
+    modules = [m for m in modules if m.layer_idx in full]
+    if len(modules) != len(full):
+        raise FastKVError(
+            f"found {len(modules)} attention modules for {len(full)} full-attention layers in {type(model).__name__}; "
+            "its layers are not laid out as this version of fastkv expects"
+        )
+    return modules
+
+
+def _decoder(model: Module) -> Module:
+    """The stack of layers; of a multimodal model, its language model."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    return decoder if decoder is not None else model.base_model  # type: ignore[return-value]
+
+
+def attach(model: Module, modules: list[Module], plan: Plan) -> None:
+    """Put the plan on a model that `check` accepted."""
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
+    for module in modules:
+        own = copy.copy(module.config)
+        own._attn_implementation_internal = attention.NAME  # type: ignore[union-attr]
+        _override(module, "_fastkv_stock_config", module.config)
+        _override(module, "config", own)
+        module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
+    # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
+    base: Module = model.base_model  # type: ignore[assignment]
+    _override(base, "_fastkv_plan", plan)
+    _override(base, "_fastkv_stock_forward", base.forward)
+    _override(base, "forward", functools.wraps(base.forward)(generation.forward_in_blocks))
+    if base is not model:
+        _override(model, "_fastkv_plan", plan)
+        model.register_forward_pre_hook(generation.announce_logits, with_kwargs=True)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        _override(model, "_prepare_cache_for_generation", generation.prepare_cache)
+    for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
+        if hasattr(model, name):
+            _override(model, name, generation.refuse_continuous_batching)
+
+
+def detach(model: Module) -> None:
+    """Take off whatever `attach` put on; a model that was never patched is left as it is."""
+    hooks: tuple[Callable[..., Any], ...] = (attention.hand_over_layer, generation.announce_logits)
+    for module in model.modules():
+        undo = module.__dict__.pop("_fastkv_undo", _Undo())
+        for name, (existed, value) in undo.attributes.items():
+            if existed:
+                object.__setattr__(module, name, value)
+            else:
+                module.__dict__.pop(name, None)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook in hooks]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for name in ("_compiled_call", "_last_compile_config"):  # transformers' compiled closure over the patched modules
+        model.__dict__.pop(name, None)

@@ -1,0 +1,144 @@
+"""What `generate` and plain calls need around attention: the right cache, and long inputs read in blocks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers.cache_utils import Cache
+
+from ..cache import FastKVCache, FastKVLayer
+from ..errors import FastKVError
+
+
+def announce_logits(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pre-hook of the model: tell the block loop how many last rows lm_head will read, so that it keeps no more."""
+    wanted = kwargs.get("logits_to_keep")
+    if type(wanted) is int and wanted > 0 and kwargs.get("labels") is None:
+        kwargs["fastkv_rows"] = wanted
+    return args, kwargs
+
+
+def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """`generate` asks for a cache here; give it a FastKVCache unless the user brought one or wants none."""
+    stock = type(self)._prepare_cache_for_generation
+    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        return stock(self, generation_config, model_kwargs, *args, **kwargs)
+    wanted = generation_config.cache_implementation
+    if wanted not in (None, "dynamic"):
+        raise FastKVError(
+            f"cache_implementation={wanted!r} conflicts with a patched model, which brings its own cache; leave it out or "
+            "call fastkv.unpatch(model) first"
+        )
+    if getattr(generation_config, "is_assistant", False):
+        raise FastKVError("a patched model cannot be the assistant of another; call fastkv.unpatch(assistant) first")
+    cache = FastKVCache(self)
+    mode = args[0] if args else kwargs.get("generation_mode")
+    if "assisted" in str(mode).lower():
+        if not hasattr(Cache, "activate_past_recording"):
+            raise FastKVError("assisted decoding needs transformers >= 5.14, which announces roll-backs; update it")
+        if not all(hasattr(layer, "activate_past_recording") for layer in cache.layers):
+            raise FastKVError(
+                "assisted decoding of a model with sliding-window layers needs transformers >= 5.17, whose sliding layers "
+                "can roll back; update it or decode without an assistant"
+            )
+    model_kwargs["past_key_values"] = cache
+    return None
+
+
+def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Continuous batching pages its own cache and would bypass the compressed one."""
+    raise FastKVError(
+        "continuous batching brings its own paged cache, which would bypass the compressed one; call "
+        "fastkv.unpatch(model) first"
+    )
+
+
+def forward_in_blocks(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    fastkv_rows: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Forward of the base model: makes a cache where the stock model would, and reads long inputs in blocks.
+
+    `fastkv_rows` (from `announce_logits`) bounds the rows of hidden states that are kept; None keeps all of them.
+    """
+    plan = self._fastkv_plan
+    wants_cache = self.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
+    if past_key_values is None and wants_cache and not self.training:
+        past_key_values = FastKVCache(self)
+    given = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "inputs_embeds": inputs_embeds,
+    }
+    call = functools.partial(self._fastkv_stock_forward, past_key_values=past_key_values, use_cache=use_cache)
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    if not isinstance(past_key_values, FastKVCache) or tokens is None:
+        return call(**given, **kwargs)
+    total = tokens.shape[1]
+    compressed = [layer for layer in past_key_values.layers if isinstance(layer, FastKVLayer)]
+    for layer in compressed:
+        layer.expected = total
+    mask = kwargs["attention_mask"] if "attention_mask" in kwargs else attention_mask
+    if total == 1 and past_key_values.fully_compressed and isinstance(mask, Tensor) and mask.ndim == 2:
+        given["attention_mask"] = None  # a decoded token is never padding
+    block = plan.prefill_block
+    if total == 1 or block is None or total <= block or kwargs.get("pixel_values") is not None:
+        return call(**given, **kwargs)
+    if isinstance(mask, dict) or (mask is not None and mask.ndim != 2):
+        raise FastKVError("reading a prompt in blocks needs a 2-D padding mask; got a prepared mask, pass the 2-D one")
+    token_types = kwargs.pop("token_type_ids", None)
+    edges = [*range(0, total, block), total]
+    recording = any(layer.recording for layer in compressed)
+    if recording and len(edges) > 2:
+        del edges[-2]  # everything that may be rolled back has to sit in the last block
+    outputs: list[Any] = []
+    for start, end in zip(edges[:-1], edges[1:]):
+        if recording:
+            for layer in compressed:
+                layer.settle(0)
+                layer.recording = end == total
+        if token_types is not None:
+            past = token_types.shape[1] - total
+            kwargs["token_type_ids"] = token_types[:, start:end] if past == 0 else token_types[:, : past + end]
+        outputs.append(call(**_block(given, start, end, total), **kwargs))
+        if fastkv_rows is not None:
+            while sum(o.last_hidden_state.shape[1] for o in outputs[1:]) >= fastkv_rows:
+                outputs.pop(0)
+    return _join(outputs)
+
+
+def _block(given: dict[str, Tensor | None], start: int, end: int, total: int) -> dict[str, Tensor | None]:
+    """The arguments for tokens [start, end) of an input of `total`; the mask also covers everything before them."""
+    ids, embeds = given["input_ids"], given["inputs_embeds"]
+    mask, positions = given["attention_mask"], given["position_ids"]
+    return {
+        "input_ids": None if ids is None else ids[:, start:end],
+        "inputs_embeds": None if embeds is None else embeds[:, start:end],
+        "attention_mask": None if mask is None else mask[:, : mask.shape[1] - total + end],
+        "position_ids": None if positions is None else positions[..., start:end],
+    }
+
+
+def _join(outputs: list[Any]) -> Any:
+    """One model output for all blocks."""
+    out = outputs[-1]
+    out.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
+    if out.get("hidden_states") is not None:
+        out.hidden_states = tuple(torch.cat(states, 1) for states in zip(*[o.hidden_states for o in outputs]))
+    if out.get("attentions") is not None:
+        out.attentions = None
+    if out.get("router_logits") is not None:
+        out.router_logits = tuple(torch.cat(logits, 0) for logits in zip(*[o.router_logits for o in outputs]))
+    return out

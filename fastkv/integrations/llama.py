@@ -1,0 +1,5 @@
+"""Llama 2 to 3.3 and models with its architecture: every layer full attention, no biases, no norms on q and k."""
+
+from .base import Family
+
+LLAMA = Family(name="Llama", model_types=("llama",), tested_with="meta-llama/Llama-3.1-8B-Instruct")

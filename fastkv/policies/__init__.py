@@ -1,0 +1,42 @@
+"""One selection rule a file. `names()` lists them, `get(name, **hyper)` makes one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ..errors import FastKVError
+from .base import Policy, Signals
+from .keydiff import KeyDiff
+from .momentkv import MomentKV
+from .random import Random
+from .snapkv import SnapKV
+from .streaming import Streaming
+
+ALL: tuple[type[Policy], ...] = (MomentKV, KeyDiff, SnapKV, Streaming, Random)
+
+__all__ = ["ALL", "KeyDiff", "MomentKV", "Policy", "Random", "Signals", "SnapKV", "Streaming", "get", "names"]
+
+
+def names() -> list[str]:
+    """The names that `fastkv.patch(model, policy=...)` accepts."""
+    return [policy.name for policy in ALL]
+
+
+def get(name: str | Policy, **hyper: Any) -> Policy:
+    """The policy called `name` with the given hyper-parameters; a Policy is returned as it is.
+
+    Raises: FastKVError for an unknown name (the error lists the known ones) or an unknown hyper-parameter.
+    """
+    if isinstance(name, Policy):
+        if hyper:
+            raise FastKVError(f"hyper-parameters {sorted(hyper)} came with a ready policy; set them where it is made")
+        return name
+    found = next((policy for policy in ALL if policy.name == name), None)
+    if found is None:
+        raise FastKVError(f"unknown policy {name!r}; choose one of {', '.join(names())}")
+    known = [field.name for field in fields(found)]
+    unknown = sorted(set(hyper) - set(known))
+    if unknown:
+        raise FastKVError(f"policy {name!r} has no hyper-parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+    return found(**hyper)

@@ -1,0 +1,50 @@
+"""The specification: every equation of fastkv in plain torch, under the names and signatures of `fastkv.ops`.
+
+Read in this order:
+
+- `moments`: what is remembered of evicted tokens, and what it says about a new query (MomentKV).
+- `attention`: attention over retained tokens, mixed with that estimate.
+- `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
+- `selection`: which tokens stay, and how the others are merged into the moments.
+
+Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
+Computation is in float32, or in float64 if the inputs are float64. This is also the CPU implementation.
+"""
+
+from .attention import append, decode_attention, decode_step, merge_partials, prefill_attention
+from .moments import Moments, moment_estimate, moment_residual
+from .scores import (
+    check_keydiff,
+    check_pool,
+    chunk_mean,
+    keydiff_scores,
+    pool_scores,
+    random_scores,
+    streaming_scores,
+    window_attention,
+    window_scores,
+)
+from .selection import Selection, compact, select
+
+__all__ = [
+    "Moments",
+    "Selection",
+    "append",
+    "check_keydiff",
+    "check_pool",
+    "chunk_mean",
+    "compact",
+    "decode_attention",
+    "decode_step",
+    "keydiff_scores",
+    "merge_partials",
+    "moment_estimate",
+    "moment_residual",
+    "pool_scores",
+    "prefill_attention",
+    "random_scores",
+    "select",
+    "streaming_scores",
+    "window_attention",
+    "window_scores",
+]

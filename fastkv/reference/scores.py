@@ -1,0 +1,184 @@
+"""How much each cached token matters. All scores are [B, Hkv, N] float, larger = keep, and never +-inf.
+
+Order of tokens along N does not matter to any of them: decode eviction overwrites slots, so whatever depends on order
+uses the stored `positions`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import FastKVError, check_groups, check_shape
+from .attention import masked_softmax, softcapped
+from .moments import compute_dtype
+
+ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
+DISTANCES = ("cosine", "dot", "euclidean")
+
+
+def check_keydiff(anchor: str, distance: str) -> None:
+    """Raise FastKVError unless the two name a variant that `keydiff_scores` knows."""
+    if anchor not in ANCHORS or distance not in DISTANCES:
+        raise FastKVError(
+            f"keydiff: anchor must be one of {', '.join(ANCHORS)} and distance one of {', '.join(DISTANCES)}, "
+            f"got {anchor!r} and {distance!r}"
+        )
+    if anchor == "pairwise" and distance != "cosine":
+        raise FastKVError(f"keydiff: anchor 'pairwise' is defined for cosine only, got {distance!r}; use cosine")
+
+
+def keydiff_scores(
+    keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None
+) -> Tensor:
+    """Keys unlike the others are kept: score_i = -cos(a, k_i) (KeyDiff, arXiv:2504.15364, Sec. 3.2).
+
+    The anchor a is the mean of the cached keys ("mean", the default), the mean of the normalised keys
+    ("normalized_mean", Eq. 8) or their coordinate-wise median ("median"). "pairwise" sums the cosine with every key
+    (Eq. 7) at O(N^2) cost. Distances other than cosine are the paper's ablation: -a.k ("dot") and |a - k| ("euclidean").
+
+    Args: keys [B, Hkv, N, D] post-RoPE; mask [B, Hkv, N] bool, true for real tokens (default all).
+    Returns: [B, Hkv, N] fp32 (fp64 for fp64 keys); computed in that dtype, because bf16 cosines tie massively.
+    Raises: FastKVError for an unknown anchor or distance.
+    """
+    check_keydiff(anchor, distance)
+    keys = keys.to(compute_dtype(keys))
+    real = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) if mask is None else mask
+    keys = torch.where(real[..., None], keys, 0)
+    count = real.sum(-1).clamp(min=1)[..., None]
+    unit = F.normalize(keys, dim=-1)
+    if anchor == "pairwise":
+        # The sum of cosines with every key is the cosine with their sum: no N x N matrix is needed.
+        return -(unit @ unit.sum(2)[..., None])[..., 0]
+    if anchor == "mean":
+        center = keys.sum(2) / count
+    elif anchor == "normalized_mean":
+        center = unit.sum(2) / count
+    else:
+        center = torch.where(real[..., None], keys, torch.nan).nanmedian(2).values.nan_to_num(0.0)
+    if distance == "cosine":
+        return -(unit @ F.normalize(center, dim=-1)[..., None])[..., 0]
+    if distance == "dot":
+        return -(keys @ center[..., None])[..., 0]
+    return (keys - center[:, :, None]).norm(dim=-1)
+
+
+def window_attention(
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    visible: Tensor | None = None,
+    query_valid: Tensor | None = None,
+    log_mass: Tensor | None = None,
+) -> Tensor:
+    """Mean attention weight that W queries give each key: the common signal of SnapKV and MomentKV.
+
+    Args:
+        q: [B, Hq, W, D].  keys: [B, Hkv, N, D].  visible: [B, Hkv, W, N] bool, which key each query may see.
+        query_valid: [B, W] bool; the mean runs over valid queries only (zeros if there is none).
+        log_mass: [B, Hq, W], log of the mass that also enters the denominator (the evicted tokens').
+    Returns: [B, Hkv, N], mean over the queries of a group and over valid queries.
+    """
+    batch, num_heads, num, dim = q.shape
+    heads, length = keys.shape[1:3]
+    groups = check_groups("window_attention", num_heads, heads)
+    check_shape("window_attention", "keys", keys, (batch, heads, length, dim))
+    dtype = compute_dtype(q)
+    logits = (q.to(dtype).reshape(batch, heads, groups * num, dim) * scale) @ keys.to(dtype).transpose(-1, -2)
+    logits = softcapped(logits, softcap).reshape(batch, heads, groups, num, length)
+    if visible is None:
+        visible = torch.ones(1, 1, num, length, dtype=torch.bool, device=q.device)
+    probs, lse = masked_softmax(logits, visible[:, :, None])
+    if log_mass is not None:
+        mass = log_mass.reshape(batch, heads, groups, num).to(dtype)
+        probs = probs * torch.sigmoid(lse - mass).nan_to_num(0.0)[..., None]
+    if query_valid is None:
+        return probs.mean((2, 3))
+    weight = query_valid.to(dtype) / query_valid.sum(-1, keepdim=True).clamp(min=1).to(dtype)
+    return torch.einsum("bhgwn,bw->bhn", probs, weight) / groups
+
+
+def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7) -> Tensor:
+    """Attention that the last W queries put on the keys before them, pooled (SnapKV, arXiv:2404.14469).
+
+    s[b, h, n] = mean over group and window of softmax(scale * q . k)[n], then average pooling over `pool` neighbours.
+
+    Args: q [B, Hq, W, D] post-RoPE; keys [B, Hkv, N, D] post-RoPE, all of them visible; pool: odd width.
+    Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs).  Raises: FastKVError if Hq % Hkv or if pool is even.
+    """
+    return pool_scores(window_attention(q, keys, scale), pool)
+
+
+def _by_position(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Order of the tokens by position, invalid ones last, and its inverse; both [B, Hkv, N]."""
+    last = torch.iinfo(positions.dtype).max
+    order = torch.where(valid, positions, last).argsort(dim=-1, stable=True)
+    return order, order.argsort(dim=-1)
+
+
+def check_pool(pool: int) -> None:
+    """Raise FastKVError unless `pool` is an odd width."""
+    if pool < 1 or pool % 2 == 0:
+        raise FastKVError(f"pool must be an odd width of at least 1, got {pool}; the field's values are 5 and 7")
+
+
+def pool_scores(scores: Tensor, pool: int, positions: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+    """Average pooling of width `pool` over neighbours in position order, zero beyond the ends.
+
+    Args: scores [B, Hkv, N]; positions [B, Hkv, N] and valid [B, Hkv, N] where tokens are not already in order.
+    """
+    check_pool(pool)
+    if pool == 1:
+        return scores
+    if positions is None or valid is None:
+        return F.avg_pool1d(scores, pool, stride=1, padding=pool // 2)
+    order, inverse = _by_position(positions, valid)
+    ordered = torch.where(valid, scores, 0).gather(-1, order)
+    return F.avg_pool1d(ordered, pool, stride=1, padding=pool // 2).gather(-1, inverse)
+
+
+def chunk_mean(scores: Tensor, chunk: int, positions: Tensor, valid: Tensor) -> Tensor:
+    """Mean score of the tokens with equal `position // chunk`, given to each of them (MomentKV Sec. 5.1: chunks of 4).
+
+    Args: scores, positions, valid [B, Hkv, N].  Returns: [B, Hkv, N]; 0 where not valid.
+    """
+    if chunk == 1:
+        return scores
+    order, inverse = _by_position(positions, valid)
+    label = torch.where(valid, positions // chunk, -1).gather(-1, order)
+    starts = F.pad(label[..., 1:] != label[..., :-1], (1, 0))
+    segment = starts.cumsum(-1)
+    inside = valid.gather(-1, order)
+    ordered = torch.where(inside, scores.gather(-1, order), 0)
+    total = torch.zeros_like(ordered).scatter_add_(-1, segment, ordered)
+    count = torch.zeros_like(ordered).scatter_add_(-1, segment, inside.to(ordered.dtype))
+    return (total / count.clamp(min=1)).gather(-1, segment).gather(-1, inverse)
+
+
+def streaming_scores(positions: Tensor) -> Tensor:
+    """The most recent tokens are kept (StreamingLLM, arXiv:2309.17453); sinks are protected by the selection.
+
+    Args: positions [B, Hkv, N] int.  Returns: [B, Hkv, N] fp32, exact below 2^24 tokens.
+    """
+    return positions.to(torch.float32)
+
+
+def random_scores(positions: Tensor, seed: int = 0, stream: int = 0) -> Tensor:
+    """A uniform number in [0, 1) per (head, position), the same whenever and in whatever batch it is asked for.
+
+    A counter-based hash (two rounds of multiply and xor-shift, in int64) instead of a generator: eviction in blocks, in
+    decode and in one shot then agree, and a row does not depend on its neighbours.
+
+    Args: positions [B, Hkv, N] int; seed; stream: a further counter, such as the layer index.
+    Returns: [B, Hkv, N] fp32, 24 random bits each.
+    """
+    head = torch.arange(positions.shape[1], device=positions.device, dtype=torch.int64)[:, None]
+    state = positions.to(torch.int64) * 0x9E3779B1 + head * 0x85EBCA77 + (seed * 0xC2B2AE3D + stream * 0x27D4EB2F)
+    for multiplier in (0x2C1B3C6D, 0x297A2D39):
+        state = state & 0xFFFFFFFF
+        state = ((state ^ (state >> 15)) * multiplier) & 0xFFFFFFFF
+        state = state ^ (state >> 13)
+    return (state >> 8).to(torch.float32) / 2**24

@@ -1,0 +1,89 @@
+"""Which tokens stay, and how those that leave are merged into the moments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import check_shape
+from .moments import Moments
+
+
+class Selection(NamedTuple):
+    """The kept candidates of each head.
+
+    Attributes:
+        indices: [B, Hkv, L] int64 into the candidates, in order of position; entries past `counts` are not kept.
+        counts: [B, Hkv] int64, how many of the indices count.
+        kept: [B, Hkv, N] bool, the same set as a mask.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    kept: Tensor
+
+
+def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int) -> Selection:
+    """Keep the `tokens` best valid candidates of each head: protected ones first, then by score.
+
+    Equal scores go to the lower position. NaN counts as the lowest score. The result does not depend on the order of
+    the candidates.
+
+    Args: scores, positions, valid, protected [B, Hkv, N]; tokens: how many to keep per head.
+    Returns: Selection with L = min(tokens, N).
+    """
+    shape = scores.shape
+    for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
+        check_shape("select", name, tensor, shape)
+    lowest = torch.finfo(scores.dtype).min
+    scores = torch.nan_to_num(scores, nan=lowest, neginf=lowest)
+    # Three stable sorts, least significant key first: position, score, class (protected, valid, invalid).
+    order = positions.argsort(dim=-1, stable=True)
+    order = order.gather(-1, scores.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    rank = torch.where(valid, torch.where(protected, 0, 1), 2)
+    order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))[..., :tokens]
+    chosen = valid.gather(-1, order)
+    counts = chosen.sum(-1)
+    kept = torch.zeros_like(valid).scatter_(-1, order, chosen)
+    # Back to position order, so that slots are positional after a prompt; what does not count goes last.
+    place = torch.where(chosen, positions.gather(-1, order), torch.iinfo(positions.dtype).max)
+    return Selection(order.gather(-1, place.argsort(dim=-1, stable=True)), counts, kept)
+
+
+def compact(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    moments: Moments,
+    new_keys: Tensor,
+    new_values: Tensor,
+    new_positions: Tensor,
+    valid: Tensor,
+    selection: Selection,
+) -> None:
+    """Merge the candidates that were not selected into the moments and move the selected ones to the front, in place.
+
+    The candidates are the first slots of the state followed by the new block: N = S + T, and `valid` [B, Hkv, N] says
+    which are real tokens. `selection` was made over them.
+
+    Args: keys, values [B, Hkv, C, D], positions [B, Hkv, C], lengths [B, Hkv], moments: mutated; new_keys, new_values
+        [B, Hkv, T, D], new_positions [B, Hkv, T].
+    """
+    used = valid.shape[-1] - new_keys.shape[2]
+    evicted = valid & ~selection.kept
+    gone = moments.add(keys[:, :, :used], values[:, :, :used], evicted[..., :used])
+    moments.copy_(gone.add(new_keys, new_values, evicted[..., used:]) if new_keys.shape[2] else gone)
+    size = min(selection.indices.shape[-1], keys.shape[2])
+    index = selection.indices[..., :size]
+
+    def take(old: Tensor, new: Tensor) -> Tensor:
+        rows = torch.cat([old[:, :, :used], new.to(old.dtype)], 2)
+        return rows.gather(2, index[..., None].expand(*index.shape, rows.shape[-1]))
+
+    keys[:, :, :size] = take(keys, new_keys)
+    values[:, :, :size] = take(values, new_values)
+    positions[:, :, :size] = take(positions[..., None], new_positions[..., None])[..., 0]
+    lengths.copy_(selection.counts)
