@@ -66,9 +66,15 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
         raise FastKVError(
             f"patch needs a transformers model, got {type(model).__name__}; load one with AutoModelForCausalLM"
         )
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "get_base_model"):
         raise FastKVError(
             f"patch needs the model inside the adapter, got {type(model).__name__}; patch model.get_base_model()"
+        )
+    adapters = getattr(model, "peft_config", {})
+    if any(adapter.is_prompt_learning for adapter in adapters.values()):
+        raise FastKVError(
+            "prefix and prompt tuning bring a past of their own, which a compressed cache cannot take; merge or drop the "
+            "adapter first"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise FastKVError("patch needs a model with weights, got one on the meta device; load or materialise it first")

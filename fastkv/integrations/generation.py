@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -86,6 +87,8 @@ def forward_in_blocks(
     tokens = input_ids if input_ids is not None else inputs_embeds
     if not isinstance(past_key_values, FastKVCache) or tokens is None:
         return call(**given, **kwargs)
+    if kwargs.get("output_attentions"):
+        warnings.warn("layers with a compressed cache return no attention weights", stacklevel=2)
     total = tokens.shape[1]
     compressed = [layer for layer in past_key_values.layers if isinstance(layer, FastKVLayer)]
     for layer in compressed:

@@ -1,0 +1,91 @@
+"""Tiny random models of every supported type, with logits spread widely enough that greedy tokens mean something."""
+
+import copy
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from fastkv.cache import FastKVLayer
+
+VOCAB = 98
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+GEMMA = {
+    **COMMON,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": False,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
+    "mistral": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**COMMON)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON)),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**COMMON, **MOE)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA, attn_logit_softcapping=5.0)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA)),
+}
+# Gemma 2 soft-caps its logits, which sdpa cannot do.
+COMBINATIONS = [(name, base) for name in FAMILIES for base in ("eager", "sdpa") if (name, base) != ("gemma2", "sdpa")]
+
+
+def build(name="llama", base="sdpa", **changes):
+    """A seeded model; `changes` override config fields."""
+    cls, config = FAMILIES[name]
+    config = copy.deepcopy(config)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    config._attn_implementation = base
+    torch.manual_seed(0)
+    return cls(config).eval()
+
+
+def prompt(batch=3, length=50, pads=(0, 7, 19), seed=1):
+    """Random ids and mask [B, T]; row b starts with pads[b] padding tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB - 1, (batch, length), generator=generator)
+    mask = torch.ones(batch, length, dtype=torch.long)
+    for row, pad in enumerate(pads[:batch]):
+        ids[row, :pad] = mask[row, :pad] = 0
+    return ids, mask
+
+
+def generate(model, ids, mask=None, new=12, **options):
+    """Greedy tokens unless the options say otherwise; always exactly `new` of them."""
+    options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, **options}
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+def compressed_layers(cache):
+    """Indices of the layers that fastkv keeps."""
+    return [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)]

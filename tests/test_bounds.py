@@ -1,0 +1,185 @@
+"""With eviction: memory stays within its bound at every moment, nothing is lost from the count, positions stay true."""
+
+import pytest
+import torch
+
+import fastkv
+from fastkv.cache import FastKVLayer
+
+from .models import COMBINATIONS, build, compressed_layers, generate, prompt
+
+TOKENS, EVERY = 20, 5
+
+
+def small(**options):
+    return fastkv.Budget(tokens=TOKENS, sinks=2, recent=4, **options)
+
+
+class Watch:
+    """Checks the bound inside the forward: after each layer's attention, for each block and each token."""
+
+    def __init__(self, model):
+        self.checks = 0
+        self.addresses = {}
+        self.positions = []
+        for module in model.modules():
+            if "_fastkv_stock_config" in module.__dict__:
+                module.register_forward_hook(self.check, with_kwargs=True)
+
+    def check(self, module, args, kwargs, output):
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        state = layer.state
+        assert state.keys.shape[2] == state.values.shape[2] == TOKENS + EVERY
+        assert int(state.lengths.max()) <= state.filled <= TOKENS + EVERY
+        assert torch.equal(state.lengths + state.moments.count, state.seen[:, None].expand_as(state.lengths))
+        address = self.addresses.setdefault(module.layer_idx, state.keys.data_ptr())
+        assert state.keys.data_ptr() == address, "slots are allocated once"
+        self.checks += 1
+        self.positions.append(kwargs["position_ids"])
+
+
+@pytest.mark.parametrize("block", [None, 13], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name,base", COMBINATIONS)
+def test_bound_and_conservation(name, base, block):
+    model = build(name, base)
+    ids, mask = prompt()
+    fastkv.patch(model, budget=small(), prefill_block=block, evict_every=EVERY)
+    watch = Watch(model)
+    out = generate(model, ids, mask, new=30, return_dict_in_generate=True)
+    cache = out.past_key_values
+    layers = compressed_layers(cache)
+    forwards = 29 + (1 if block is None else 4)
+    assert watch.checks == forwards * len(layers)
+    assert cache.get_seq_length() == 50 + 29
+    seen = mask.sum(-1, keepdim=True) + 29
+    for layer in layers:
+        stored, count = cache.stored(layer), cache.moments(layer).count
+        assert torch.equal(stored + count, seen.expand_as(stored))
+        assert cache.slots(layer) == TOKENS + EVERY
+        assert int(count.min()) > 0
+        assert torch.isfinite(cache.moments(layer).cross).all()
+    # RoPE goes on at the true position of each row, not at the number of stored tokens.
+    last = watch.positions[-1]
+    assert torch.equal(last[:, -1].expand(3), seen[:, 0] - 1)
+
+
+@pytest.mark.parametrize("policy", fastkv.policies.names())
+@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
+@pytest.mark.parametrize("every", [1, 7])
+def test_every_policy_and_correction_conserves(policy, correction, every):
+    model = build()
+    ids, mask = prompt()
+    fastkv.patch(model, policy, small(), prefill_block=16, correction=correction, evict_every=every)
+    cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
+    seen = (mask.sum(-1, keepdim=True) + 19).expand(3, 2)
+    for layer in range(4):
+        assert torch.equal(cache.stored(layer) + cache.moments(layer).count, seen)
+        assert cache.slots(layer) == TOKENS + every
+        assert int(cache.stored(layer).max()) <= TOKENS + every - 1
+        state = cache.layers[layer].state
+        held = torch.arange(state.slots) < state.lengths[..., None]
+        for row in range(3):
+            for head in range(2):
+                stored = state.positions[row, head][held[row, head]].tolist()
+                assert len(set(stored)) == len(stored), "a token is stored once"
+                assert {0, 1} <= set(stored), "sinks stay"
+                newest = int(seen[row, head]) - 1
+                assert set(range(newest - 3, newest + 1)) <= set(stored), "recent tokens stay"
+
+
+def test_slots_hold_the_keys_of_their_positions():
+    """With one-shot prefill, what is kept is exactly what the stock cache holds at those positions."""
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    stock = model(ids).past_key_values
+    fastkv.patch(model, "keydiff", small())
+    cache = model(ids).past_key_values
+    state = cache.layers[0].state
+    for head in range(2):
+        kept = state.positions[0, head, : int(state.lengths[0, head])].long()
+        assert torch.equal(state.keys[0, head, : len(kept)], stock.layers[0].keys[0, head, kept])
+        assert torch.equal(state.values[0, head, : len(kept)], stock.layers[0].values[0, head, kept])
+        gone = sorted(set(range(50)) - set(kept.tolist()))
+        assert int(cache.moments(0).count[0, head]) == len(gone)
+
+
+def test_moments_hold_exactly_what_was_evicted():
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    stock = model(ids).past_key_values.layers[0]
+    fastkv.patch(model, "momentkv", small())
+    cache = model(ids).past_key_values
+    state, moments = cache.layers[0].state, cache.moments(0)
+    for head in range(2):
+        gone = torch.tensor(sorted(set(range(50)) - set(state.positions[0, head, :TOKENS].tolist())))
+        keys, values = stock.keys[0, head, gone].double(), stock.values[0, head, gone].double()
+        torch.testing.assert_close(moments.key_mean[0, head].double(), keys.mean(0), atol=1e-6, rtol=1e-6)
+        cross = (keys - keys.mean(0)).T @ (values - values.mean(0))
+        torch.testing.assert_close(moments.cross[0, head].double(), cross, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", fastkv.policies.names())
+def test_a_padded_row_is_the_row_alone(policy):
+    model = build()
+    fastkv.patch(model, policy, small(), evict_every=EVERY)
+    ids, mask = prompt()
+    together = generate(model, ids, mask, new=25)
+    for row, pad in enumerate((0, 7, 19)):
+        alone = generate(model, ids[row : row + 1, pad:], new=25)
+        assert torch.equal(alone[0, -25:], together[row, -25:])
+
+
+def test_keep_share_counts_the_whole_prompt_in_both_modes():
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    for block in (None, 13):
+        fastkv.patch(model, budget=fastkv.Budget(keep=0.5, sinks=2, recent=4), prefill_block=block)
+        cache = model(ids).past_key_values
+        assert cache.stored(0).tolist() == [[25, 25]]
+
+
+def test_layer_shares_and_bytes_are_what_they_say():
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    fastkv.patch(model, budget=small(layers="pyramid"))
+    cache = model(ids).past_key_values
+    stored = [int(cache.stored(layer)[0, 0]) for layer in range(4)]
+    assert sum(stored) == 4 * TOKENS and stored == sorted(stored, reverse=True) and stored[0] > stored[-1]
+    fastkv.patch(model, budget=small(layers=[40, 20, 12, 8]))
+    cache = model(ids).past_key_values
+    assert [int(cache.stored(layer)[0, 0]) for layer in range(4)] == [40, 20, 12, 8]
+    for policy in ("momentkv", "keydiff"):
+        fastkv.patch(model, policy, budget=fastkv.Budget(bytes=40_000, sinks=2, recent=4))
+        cache = model(ids.repeat(2, 1)).past_key_values
+        per_slot = sum(layer.state.nbytes() // layer.state.slots for layer in cache.layers)
+        assert 40_000 - per_slot < cache.nbytes() / 2 <= 40_000
+
+
+def test_nbytes_counts_every_tensor():
+    model = build("gemma3")
+    ids, mask = prompt()
+    fastkv.patch(model, budget=small(), evict_every=EVERY)
+    cache = model(ids, attention_mask=mask).past_key_values
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, FastKVLayer):
+            batch, heads, slots, dim = layer.state.keys.shape
+            per_slot = 2 * dim * 4 + 4 + 4  # key and value, position, attention received
+            moments = 8 + 2 * dim * 4 + dim * dim * 4
+            total += batch * (heads * (slots * per_slot + moments + 4) + 8)
+        else:
+            total += layer.keys.nbytes + layer.values.nbytes
+    assert cache.nbytes() == total
+
+
+def test_reset_reuses_the_slots():
+    model = build()
+    ids, mask = prompt()
+    fastkv.patch(model, budget=small(), evict_every=EVERY)
+    cache = fastkv.FastKVCache(model)
+    first = generate(model, ids, mask, past_key_values=cache)
+    address = cache.layers[0].state.keys.data_ptr()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, ids, mask, past_key_values=cache), first)
+    assert cache.layers[0].state.keys.data_ptr() == address

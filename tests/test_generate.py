@@ -1,0 +1,335 @@
+"""Everything people do with a model keeps working on a patched one: decoding strategies, turns, training, adapters."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast, pipeline
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import fastkv
+
+from .models import FAMILIES, VOCAB, build, compressed_layers, generate, prompt
+
+SMALL = fastkv.Budget(tokens=20, sinks=2, recent=4)
+STRATEGIES = {
+    "beams": {"num_beams": 3},
+    "beam sequences": {"num_beams": 3, "num_return_sequences": 2},
+    "stock chunks": {"prefill_chunk_size": 16},
+    "no cache": {"use_cache": False},
+    "sampling": {"do_sample": True, "num_return_sequences": 3, "top_k": 5},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_decoding_strategies_match_stock(name, strategy):
+    model = build(name)
+    ids, mask = prompt()
+    torch.manual_seed(0)
+    expected = generate(model, ids, mask, **STRATEGIES[strategy])
+    fastkv.patch(model, budget=500, prefill_block=16)
+    torch.manual_seed(0)
+    assert torch.equal(generate(model, ids, mask, **STRATEGIES[strategy]), expected)
+
+
+@pytest.mark.parametrize("policy", ["momentkv", "keydiff"])
+def test_stock_chunks_evict_like_our_blocks(policy):
+    model = build()
+    ids, mask = prompt()
+    fastkv.patch(model, policy, SMALL, prefill_block=16)
+    expected = generate(model, ids, mask)
+    fastkv.patch(model, policy, SMALL)
+    assert torch.equal(generate(model, ids, mask, prefill_chunk_size=16), expected)
+
+
+def test_beams_with_eviction_reorder_the_whole_state():
+    """Beam search over copies of one row must find the same beams for each copy."""
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    fastkv.patch(model, budget=SMALL, evict_every=3)
+    out = generate(model, ids.repeat(2, 1), num_beams=3, new=20, return_dict_in_generate=True)
+    assert torch.equal(out.sequences[0], out.sequences[1])
+    cache = out.past_key_values
+    assert torch.equal(cache.stored(0) + cache.moments(0).count, torch.full((6, 2), 69))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_second_turn_continues_the_cache(name):
+    model = build(name)
+    ids, _ = prompt(1, 50, (0,))
+
+    def two_turns(cache=None):
+        extra = {} if cache is None else {"past_key_values": cache}
+        first = generate(model, ids, return_dict_in_generate=True, **extra)
+        second = torch.cat([first.sequences, ids[:, :9]], 1)
+        return generate(model, second, past_key_values=first.past_key_values, return_dict_in_generate=True)
+
+    expected = two_turns(DynamicCache(config=model.config)).sequences
+    fastkv.patch(model, budget=500, prefill_block=16)
+    assert torch.equal(two_turns().sequences, expected)
+    assert torch.equal(two_turns(DynamicCache(config=model.config)).sequences, expected)
+    fastkv.patch(model, budget=SMALL, evict_every=3)
+    cache = two_turns().past_key_values
+    layer = compressed_layers(cache)[0]
+    assert int((cache.stored(layer) + cache.moments(layer).count).min()) == cache.get_seq_length() == 50 + 12 + 9 + 11
+    assert int(cache.stored(layer).max()) <= 23
+
+
+def test_a_cache_made_by_hand_is_used():
+    model = fastkv.patch(build(), budget=SMALL)
+    ids, _ = prompt(1, 50, (0,))
+    cache = fastkv.FastKVCache(model)
+    tokens = generate(model, ids, past_key_values=cache)
+    assert cache.get_seq_length() == 61
+    assert torch.equal(tokens, generate(model, ids))
+
+
+@pytest.mark.parametrize("block", [None, 16])
+def test_inputs_embeds(block):
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    embeds = model.get_input_embeddings()(ids)
+    expected = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
+    with fastkv.patched(model, budget=500, prefill_block=block):
+        assert torch.equal(model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_all_outputs_are_joined_over_blocks(name):
+    model = build(name)
+    ids, mask = prompt()
+    extra = {"output_router_logits": True} if name == "qwen3_moe" else {}
+    expected = model(ids, attention_mask=mask, output_hidden_states=True, **extra)
+    fastkv.patch(model, budget=500, prefill_block=16)
+    got = model(ids, attention_mask=mask, output_hidden_states=True, **extra)
+    assert len(got.hidden_states) == len(expected.hidden_states)
+    for mine, theirs in zip(got.hidden_states, expected.hidden_states):
+        torch.testing.assert_close(mine[mask.bool()], theirs[mask.bool()], atol=1e-4, rtol=1e-4)
+    if extra:
+        assert [r.shape for r in got.router_logits] == [r.shape for r in expected.router_logits]
+
+
+def test_attention_weights_warn():
+    model = fastkv.patch(build(base="eager"), budget=SMALL)
+    with pytest.warns(UserWarning, match="no attention weights"):
+        model(prompt()[0], output_attentions=True)
+
+
+def test_training_is_untouched():
+    model = build()
+    ids, mask = prompt()
+    model.train()
+
+    def loss_and_gradient():
+        model.zero_grad()
+        with torch.enable_grad():
+            loss = model(ids, attention_mask=mask, labels=ids).loss
+            loss.backward()
+        return loss.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    expected = loss_and_gradient()
+    fastkv.patch(model, budget=SMALL, prefill_block=8)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        loss, gradient = loss_and_gradient()
+        assert torch.equal(loss, expected[0])
+        torch.testing.assert_close(gradient, expected[1], atol=1e-6, rtol=0)
+
+
+def test_gradients_flow_in_eval_mode_without_keeping_the_cache_alive():
+    model = fastkv.patch(build(), budget=SMALL)
+    ids, _ = prompt(1, 50, (0,))
+    with torch.enable_grad():
+        out = model(ids, labels=ids)
+        out.loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    assert not out.past_key_values.layers[0].state.keys.requires_grad
+
+
+def test_deepcopy_is_independent():
+    model = fastkv.patch(build(), budget=SMALL, prefill_block=16)
+    ids, mask = prompt()
+    expected = generate(model, ids, mask)
+    other = copy.deepcopy(model)
+    assert torch.equal(generate(other, ids, mask), expected)
+    for parameter in other.parameters():
+        parameter.zero_()
+    assert not torch.equal(generate(other, ids, mask), expected)
+    fastkv.unpatch(other)
+    assert "forward" not in other.model.__dict__ and "forward" in model.model.__dict__
+    assert torch.equal(generate(model, ids, mask), expected)
+
+
+def test_switching_the_base_implementation_keeps_the_patch():
+    model = fastkv.patch(build(), budget=SMALL, prefill_block=16)
+    ids, mask = prompt()
+    expected = generate(model, ids, mask)
+    model.set_attn_implementation("eager")
+    assert torch.equal(generate(model, ids, mask), expected)
+    assert model.model.layers[0].self_attn.config._attn_implementation == "fastkv"
+
+
+def test_saved_models_know_nothing_of_fastkv(tmp_path):
+    model = fastkv.patch(build(), budget=SMALL)
+    ids, mask = prompt()
+    model.save_pretrained(tmp_path)
+    assert "fastkv" not in (tmp_path / "config.json").read_text()
+    again = FAMILIES["llama"][0].from_pretrained(tmp_path)
+    fastkv.unpatch(model)
+    assert torch.equal(generate(again, ids, mask), generate(model, ids, mask))
+
+
+def test_accelerate_hooks(tmp_path):
+    model = build()
+    ids, mask = prompt()
+    expected = generate(fastkv.patch(model, budget=SMALL, prefill_block=16), ids, mask)
+    places = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    places += [f"model.layers.{layer}" for layer in range(4)]
+    hooked = dispatch_model(build(), device_map=dict.fromkeys(places, "cpu"), force_hooks=True)
+    assert torch.equal(generate(fastkv.patch(hooked, budget=SMALL, prefill_block=16), ids, mask), expected)
+
+
+def test_lora_adapters():
+    adapted = get_peft_model(build(), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    ids, mask = prompt()
+    expected = adapted.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    fastkv.patch(adapted.get_base_model(), budget=500)
+    assert torch.equal(adapted.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False), expected)
+    fastkv.patch(adapted.get_base_model(), budget=SMALL)
+    out = adapted.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, fastkv.FastKVCache)
+
+
+def word_tokenizer():
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", padding_side="left")
+
+
+def test_pipeline_with_padding():
+    model = build()
+    texts = ["w5 w6 w7 " * 10, "w9 w8 " * 5]
+    options = {"max_new_tokens": 8, "do_sample": False, "batch_size": 2}
+    pipe = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
+    expected = pipe(texts, **options)
+    fastkv.patch(model, budget=500, prefill_block=8)
+    assert pipe(texts, **options) == expected
+
+
+def test_threads_share_a_patched_model():
+    model = fastkv.patch(build(), budget=SMALL, prefill_block=16)
+    ids, _ = prompt()
+    expected = [generate(model, ids[row : row + 1, 20:]) for row in range(3)]
+    results = {}
+
+    def work(row):
+        with torch.no_grad():
+            results[row] = generate(model, ids[row : row + 1, 20:])
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[row], expected[row]) for row in range(3))
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_assisted_decoding_is_lossless(name, block):
+    model, draft = build(name), build(name)
+    for parameter in draft.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.01)  # an imperfect draft: some tokens accepted, some rejected
+    ids, _ = prompt(1, 50, (0,))
+    fastkv.patch(model, budget=500, prefill_block=block)
+    expected = generate(model, ids, new=24)
+    assert torch.equal(generate(model, ids, new=24, assistant_model=draft), expected)
+    assert torch.equal(generate(model, ids, new=24, prompt_lookup_num_tokens=3), expected)
+    fastkv.patch(model, budget=SMALL, prefill_block=block)
+    cache = generate(model, ids, new=24, assistant_model=draft, return_dict_in_generate=True).past_key_values
+    layer = cache.layers[compressed_layers(cache)[0]]
+    layer.settle(0)
+    total = layer.state.lengths + layer.state.moments.count
+    assert torch.equal(total, torch.full_like(total, cache.get_seq_length()))
+    assert int(layer.state.lengths.max()) <= 20 + 16
+
+
+def test_flash_attention_gets_its_own_config_and_masks(monkeypatch):
+    """flash-attn is not needed: a stand-in checks what the stock function would be given, and computes it with sdpa."""
+    calls = []
+
+    def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+        assert module.config._attn_implementation == "flash_attention_2"
+        assert attention_mask is None or attention_mask.ndim == 2
+        calls.append(query.shape[2])
+        num = query.shape[2]
+        visible = torch.ones(num, num, dtype=torch.bool).tril()[None, None]
+        if attention_mask is not None:
+            visible = visible & attention_mask[:, None, None, -num:].bool()
+            visible = visible | torch.eye(num, dtype=torch.bool)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, visible, dropout=dropout, scaling=scaling)
+
+    model = build()
+    ids, mask = prompt()
+    expected = generate(fastkv.patch(model, budget=SMALL), ids, mask)
+    fastkv.unpatch(model)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    fastkv.patch(model, budget=SMALL)
+    assert torch.equal(generate(model, ids, mask), expected)
+    assert calls == [50] * 4  # the prompt, once a layer; decoding is ours
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+def test_gemma3_inside_a_multimodal_model(block):
+    """What AutoModelForCausalLM gives for the larger Gemma 3 checkpoints, with text only."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    special = {"boi_token_index": 90, "eoi_token_index": 91, "image_token_index": 92}
+    text = {**FAMILIES["gemma3"][1].to_dict(), "pad_token_id": 0}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **special)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    ids, mask = prompt()
+    ids[ids >= 90] = 50
+    expected = generate(model, ids, mask)
+    fastkv.patch(model, budget=500, prefill_block=block)
+    assert torch.equal(generate(model, ids, mask), expected)
+    fastkv.patch(model, budget=SMALL, prefill_block=block)
+    cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
+    assert compressed_layers(cache) == [1, 3]
+    assert int(cache.stored(1).max()) <= 36
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models(dtype):
+    model = build().to(dtype)
+    ids, mask = prompt()
+    fastkv.patch(model, budget=SMALL, prefill_block=16)
+    cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
+    assert cache.layers[0].state.keys.dtype == dtype
+    assert cache.moments(0).cross.dtype == torch.float32
+    assert torch.isfinite(cache.moments(0).cross).all()
+
+
+def test_a_row_of_padding_only_stays_finite_and_alone():
+    model = fastkv.patch(build(), budget=SMALL)
+    ids, mask = prompt()
+    expected = generate(model, ids, mask)
+    mask[2] = 0
+    out = generate(model, ids, mask, return_dict_in_generate=True, output_logits=True)
+    assert all(torch.isfinite(logits).all() for logits in out.logits)
+    assert torch.equal(out.sequences[:2], expected[:2])

@@ -1,0 +1,211 @@
+"""What cannot work is refused in one sentence, and the model is as it was."""
+
+import copy
+
+import pytest
+import torch
+from peft import PrefixTuningConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import fastkv
+from fastkv import Budget, FastKVError
+
+from .models import build, generate, prompt
+from .test_exact import snapshot
+
+
+def sentence(error):
+    """One sentence: it ends without a newline and says what to do."""
+    text = str(error.value)
+    assert "\n" not in text and len(text) > 30
+    return text
+
+
+ARGUMENTS = {
+    "negative budget": ({"budget": -1}, "at least 1"),
+    "zero budget": ({"budget": 0}, "at least 1"),
+    "fractional budget": ({"budget": 12.5}, "whole number"),
+    "boolean budget": ({"budget": True}, "whole number"),
+    "text budget": ({"budget": "1024"}, "whole number"),
+    "budget below sinks + recent": ({"budget": 35}, r"sinks \+ recent = 4 \+ 32"),
+    "unknown policy": ({"policy": "h3o"}, "momentkv, keydiff, snapkv, streaming, random"),
+    "zero block": ({"prefill_block": 0}, "prefill_block must be a whole number of at least 1"),
+    "fractional eviction": ({"evict_every": 1.5}, "evict_every must be a whole number of at least 1"),
+    "unknown correction": ({"correction": "second"}, "auto, none, mean, moments"),
+    "unknown backend": ({"backend": "cuda"}, "backend must be one of auto, reference"),
+    "wrong number of layer weights": ({"budget": Budget(tokens=64, layers=[1, 2])}, "2 weights, but the model has 4"),
+    "a layer below sinks + recent": ({"budget": Budget(tokens=64, layers=[1, 1, 1, 9])}, "fewer than sinks"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_bad_arguments(case):
+    options, expected = ARGUMENTS[case]
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(FastKVError, match=expected) as error:
+        fastkv.patch(model, **options)
+    sentence(error)
+    assert snapshot(model) == before
+
+
+def test_a_failed_repatch_keeps_the_old_patch():
+    model = fastkv.patch(build(), "keydiff", budget=Budget(tokens=20, sinks=2, recent=4))
+    before = snapshot(model)
+    ids, mask = prompt()
+    expected = generate(model, ids, mask)
+    with pytest.raises(FastKVError):
+        fastkv.patch(model, "nothing")
+    assert snapshot(model) == before
+    assert torch.equal(generate(model, ids, mask), expected)
+
+
+BUDGETS = {
+    "nothing given": ({}, "exactly one of tokens, keep and bytes, got none"),
+    "two units": ({"tokens": 64, "keep": 0.5}, "tokens and keep"),
+    "keep of zero": ({"keep": 0.0}, r"in \(0, 1\]"),
+    "keep above one": ({"keep": 1.5}, r"in \(0, 1\]"),
+    "negative sinks": ({"tokens": 64, "sinks": -1}, "sinks must be an integer of at least 0"),
+    "fractional recent": ({"tokens": 64, "recent": 2.5}, "recent must be an integer"),
+    "zero bytes": ({"bytes": 0}, "bytes must be an integer"),
+    "unknown layers": ({"tokens": 64, "layers": "cone"}, "uniform', 'pyramid'"),
+    "negative weight": ({"tokens": 64, "layers": [1, -1]}, "positive weights"),
+    "unknown heads": ({"tokens": 64, "heads": "random"}, "heads must be 'uniform'"),
+}
+
+
+@pytest.mark.parametrize("case", BUDGETS)
+def test_bad_budgets(case):
+    options, expected = BUDGETS[case]
+    with pytest.raises(FastKVError, match=expected) as error:
+        Budget(**options)
+    sentence(error)
+
+
+def test_bytes_too_few_for_the_model():
+    model = fastkv.patch(build(), budget=Budget(bytes=2_000))
+    with pytest.raises(FastKVError, match="give at least") as error:
+        model(prompt()[0])
+    sentence(error)
+
+
+HYPER = {
+    "unknown": (("keydiff", {"anchr": "mean"}), "no hyper-parameter anchr"),
+    "anchor": (("keydiff", {"anchor": "mode"}), "anchor must be one of"),
+    "pairwise": (("keydiff", {"anchor": "pairwise", "distance": "dot"}), "cosine only"),
+    "window": (("keydiff", {"sliding_window": 1.2}), "share in"),
+    "pool": (("snapkv", {"pool": 4}), "odd width"),
+    "chunk": (("momentkv", {"chunk": 0}), "chunk must be an integer of at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", HYPER)
+def test_bad_hyper_parameters(case):
+    (name, hyper), expected = HYPER[case]
+    with pytest.raises(FastKVError, match=expected) as error:
+        fastkv.policies.get(name, **hyper)
+    sentence(error)
+
+
+def meta_model():
+    with torch.device("meta"):
+        return build()
+
+
+MODELS = {
+    "a non-model": (lambda: "llama", "needs a transformers model, got str"),
+    "a plain module": (lambda: torch.nn.Linear(2, 2), "needs a transformers model, got Linear"),
+    "a model on meta": (meta_model, "meta device"),
+    "all layers sliding": (lambda: build("mistral", sliding_window=16), "no full-attention layer"),
+    "unknown type": (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), "'gpt2'; fastkv knows gemma2"),
+    "flex attention": (lambda: build(base="flex_attention"), "got 'flex_attention'"),
+    "soft-cap on sdpa": (lambda: with_base(build("gemma2", "eager"), "sdpa"), "sdpa ignores attn_logit_softcapping"),
+}
+
+
+def with_base(model, base):
+    """Older transformers load Gemma 2 with sdpa, newer ones refuse to; set it the way the older ones leave it."""
+    model.config._attn_implementation_internal = base
+    return model
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_unusable_models(case):
+    make, expected = MODELS[case]
+    model = make()
+    before = snapshot(model) if isinstance(model, torch.nn.Module) else None
+    with pytest.raises(FastKVError, match=expected) as error:
+        fastkv.patch(model, budget=64)
+    sentence(error)
+    if before is not None:
+        assert snapshot(model) == before
+
+
+def test_adapters_that_wrap_or_bring_a_past():
+    adapted = get_peft_model(build(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(FastKVError, match="get_base_model"):
+        fastkv.patch(adapted)
+    base = adapted.get_base_model()
+    base.peft_config = adapted.peft_config
+    with pytest.raises(FastKVError, match="prefix and prompt tuning"):
+        fastkv.patch(base)
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
+def test_other_caches_in_generate(kind):
+    model = fastkv.patch(build(), budget=64)
+    with pytest.raises(FastKVError, match=f"cache_implementation='{kind}'") as error:
+        generate(model, prompt()[0], cache_implementation=kind)
+    sentence(error)
+
+
+def test_patched_assistant():
+    model = build()
+    assistant = fastkv.patch(copy.deepcopy(model), budget=64)
+    with pytest.raises(FastKVError, match="cannot be the assistant"):
+        generate(model, prompt(1, 50, (0,))[0], assistant_model=assistant)
+
+
+def test_continuous_batching():
+    model = fastkv.patch(build(), budget=64)
+    for entry in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
+        with pytest.raises(FastKVError, match="continuous batching"):
+            getattr(model, entry)([[5, 6, 7]])
+    attention = model.model.layers[0].self_attn
+    q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 16)
+    with pytest.raises(FastKVError, match="paged cache"):
+        fastkv.integrations.attention.fastkv_attention(attention, q, k, k, None, cache=object())
+
+
+def test_four_dimensional_masks():
+    model = fastkv.patch(build(), budget=64)
+    ids, _ = prompt(1, 50, (0,))
+    cache = model(ids).past_key_values
+    mask = torch.ones(1, 1, 4, 54, dtype=torch.bool)
+    with pytest.raises(FastKVError, match="4-D attention mask over 54 keys"):
+        model(ids[:, :4], past_key_values=cache, attention_mask=mask)
+    fastkv.patch(model, budget=64, prefill_block=16)
+    with pytest.raises(FastKVError, match="2-D padding mask"):
+        model(ids, attention_mask=torch.ones(1, 1, 50, 50, dtype=torch.bool))
+
+
+def test_crop_without_recording():
+    model = fastkv.patch(build(), budget=64)
+    cache = model(prompt(1, 50, (0,))[0]).past_key_values
+    with pytest.raises(FastKVError, match="cannot be cropped"):
+        cache.layers[0].crop(-1)
+    cache.layers[0].activate_past_recording()
+    model(prompt(1, 4, (0,))[0], past_key_values=cache)
+    with pytest.raises(FastKVError, match="cannot roll back 5 tokens"):
+        cache.layers[0].crop(-5)
+
+
+def test_caches_need_a_patched_model_and_a_compressed_layer():
+    with pytest.raises(FastKVError, match="needs a patched model"):
+        fastkv.FastKVCache(build())
+    model = fastkv.patch(build("gemma3"), budget=64)
+    cache = fastkv.FastKVCache(model)
+    with pytest.raises(FastKVError, match="layer 1 is empty"):
+        cache.stored(1)
+    with pytest.raises(FastKVError, match=r"layer 0 is not compressed; the compressed layers are \[1, 3\]"):
+        cache.slots(0)
