@@ -155,8 +155,7 @@ class Budget:
             base, weights = 0.0, self.layers
         unit = (average - base) * num_layers / sum(weights)
         # Cumulative rounding: the layers' tokens add up to the total exactly.
-        before = unit * sum(weights[:index])
-        tokens = int(base) + round(before + unit * weights[index]) - round(before)
+        tokens = int(base) + round(unit * sum(weights[: index + 1])) - round(unit * sum(weights[:index]))
         if tokens < max(self.reserved, 1):
             raise FastKVError(
                 f"Budget layers gives layer {index} only {tokens} tokens, fewer than sinks + recent = {self.reserved}; "
