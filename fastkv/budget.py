@@ -135,8 +135,8 @@ class Budget:
             if average < max(self.reserved, 1):
                 need = num_layers * (cost.fixed + cost.per_slot * max(self.reserved, 1))
                 raise FastKVError(
-                    f"a budget of {self.bytes} bytes leaves {max(int(average), 0)} tokens per KV head, fewer than sinks + "
-                    f"recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"
+                    f"a budget of {self.bytes} bytes leaves {max(int(average), 0)} tokens per KV head, fewer than "
+                    f"sinks + recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"
                 )
         return self._share(average, index, num_layers)
 

@@ -135,7 +135,7 @@ class FastKVLayer(CacheLayerMixin):
             absorb_block(self.state, q[:, :, kept], k[:, :, kept], v[:, :, kept], valid[:, kept], self.rule)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Roll back the last -tokens_to_remove tokens; a positive number is the absolute length to keep (until 5.12)."""
+        """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
         drop = self.seen - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
         if drop <= 0 and self.pending is None:
             return
@@ -193,6 +193,8 @@ class FastKVCache(Cache):
         FastKVError: if it is not.
     """
 
+    layers: list[Any]
+
     def __init__(self, model: Module) -> None:
         plan = model.__dict__.get("_fastkv_plan")
         if plan is None:
@@ -239,7 +241,7 @@ class FastKVCache(Cache):
         return self._state(layer).moments
 
 
-def build_layers(config: Any, plan: Plan) -> list[CacheLayerMixin]:
+def build_layers(config: Any, plan: Plan) -> list[Any]:
     """The stock layer structure for this config, with every plain full-attention layer replaced by a FastKVLayer."""
     stock = DynamicCache(config=config.get_text_config(decoder=True)).layers
     full = [index for index, layer in enumerate(stock) if type(layer) is DynamicLayer]

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import ops
 from .plan import LayerPlan
 from .policies import Signals
-from .select import keep_best
+from .select import recent_tokens
 from .state import LayerState
 
 
@@ -58,18 +58,17 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         decoding=True,
         attention=attention,
     )
-    none = slice(0, 0)
-    ops.compact(
+    ops.evict(
         state.keys,
         state.values,
         state.positions,
         state.lengths,
+        state.seen,
         state.moments,
-        state.keys[:, :, none],
-        state.values[:, :, none],
-        state.positions[:, :, none],
-        valid,
-        keep_best(signals, state.seen, rule),
+        rule.plan.policy.score(signals),
+        rule.tokens,
+        rule.plan.budget.sinks,
+        recent_tokens(rule),
     )
     state.filled = min(state.filled, rule.tokens)
     if state.attention is not None:

@@ -48,10 +48,10 @@ def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
     held = torch.arange(used, device=k.device) < state.lengths[..., None]
     state.seen += valid.sum(-1)
     signals = Signals(
-        keys=torch.cat([state.keys[:, :, :used], k.to(state.keys.dtype)], 2),
-        values=torch.cat([state.values[:, :, :used], v.to(state.values.dtype)], 2),
-        positions=torch.cat([state.positions[:, :, :used], new_positions], 2),
-        valid=torch.cat([held, inside], 2),
+        keys=joined(state.keys[:, :, :used], k),
+        values=joined(state.values[:, :, :used], v),
+        positions=joined(state.positions[:, :, :used], new_positions),
+        valid=joined(held, inside),
         moments=state.moments,
         scale=rule.scale,
         layer=rule.layer,
@@ -85,6 +85,11 @@ def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
     if state.attention is not None:
         state.attention.zero_()
     state.steps = 0
+
+
+def joined(held: Tensor, new: Tensor) -> Tensor:
+    """The candidates: slots, then the block; a first block is not copied."""
+    return torch.cat([held, new.to(held.dtype)], 2) if held.shape[2] else new
 
 
 def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule: LayerPlan) -> Signals:

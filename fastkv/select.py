@@ -12,9 +12,10 @@ from .policies import Signals
 from .reference import Selection
 
 
-def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
-    """Which tokens no policy may evict: position < sinks, or among the last `recent` of the `seen` [B] true tokens."""
-    return (positions < sinks) | (positions >= seen[:, None, None] - recent)
+def recent_tokens(rule: LayerPlan) -> int:
+    """How many of the latest tokens are protected: the budget's, or the policy's larger share; sinks always fit."""
+    budget, policy = rule.plan.budget, rule.plan.policy
+    return min(max(budget.recent, math.ceil(policy.recent_share * rule.tokens)), rule.tokens - budget.sinks)
 
 
 def keep_best(signals: Signals, seen: Tensor, rule: LayerPlan) -> Selection:
@@ -22,9 +23,6 @@ def keep_best(signals: Signals, seen: Tensor, rule: LayerPlan) -> Selection:
 
     Args: signals of the N candidates; seen [B]: true tokens absorbed, the candidates included.
     """
-    plan = rule.plan
-    budget = plan.budget
-    # The policy may ask for a larger share of recent tokens, but sinks stay.
-    recent = min(max(budget.recent, math.ceil(plan.policy.recent_share * rule.tokens)), rule.tokens - budget.sinks)
-    guard = protected(signals.positions, seen, budget.sinks, recent)
-    return ops.select(plan.policy.score(signals), signals.positions, signals.valid, guard, rule.tokens)
+    scores = rule.plan.policy.score(signals)
+    guard = ops.protected(signals.positions, seen, rule.plan.budget.sinks, recent_tokens(rule))
+    return ops.select(scores, signals.positions, signals.valid, guard, rule.tokens)

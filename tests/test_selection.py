@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from fastkv.plan import LayerPlan, Plan
 from fastkv.policies import KeyDiff, Streaming
-from fastkv.reference import Moments, compact, select
-from fastkv.select import keep_best, protected
+from fastkv.reference import Moments, compact, evict, protected, select
+from fastkv.select import keep_best
 from fastkv.policies import Signals
 from fastkv.budget import Budget
 
@@ -89,6 +89,21 @@ def test_compact_keeps_the_chosen_and_remembers_the_rest(data, used, new, tokens
     assert torch.equal(moments.count, expected.count)
     torch.testing.assert_close(moments.cross, expected.cross, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(moments.key_mean, expected.key_mean, atol=1e-6, rtol=1e-5)
+
+
+def test_evict_loses_only_what_is_too_much():
+    keys, values = torch.randn(2, 1, 8, 4), torch.randn(2, 1, 8, 4)
+    positions = torch.tensor([[[7, 1, 5, 0, 6, 3, 2, 4]], [[0, 1, 2, 0, 0, 0, 0, 0]]], dtype=torch.int32)
+    lengths, seen = torch.tensor([[8], [3]], dtype=torch.int32), torch.tensor([8, 3])
+    scores = torch.tensor([[[0.0, 5, 2, 0, 9, 2, 1, 3]], [[1.0, 1, 1, 9, 9, 9, 9, 9]]])
+    moments = Moments.empty(2, 1, 4, 4)
+    gone = keys[0, 0, [2, 6, 5]].clone()  # position 7 and 0 are protected; of the equal scores, 3 stays before 5
+    before = keys.clone()
+    evict(keys, values, positions, lengths, seen, moments, scores, tokens=6, sinks=1, recent=1)
+    assert lengths.tolist() == [[6], [3]] and moments.count.tolist() == [[2], [0]]
+    assert sorted(positions[0, 0, :6].tolist()) == [0, 1, 3, 4, 6, 7]
+    torch.testing.assert_close(moments.key_mean[0, 0], gone[:2].mean(0))
+    assert torch.equal(keys[1], before[1])
 
 
 def test_protection_is_sinks_and_recent():

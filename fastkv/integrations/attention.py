@@ -1,4 +1,4 @@
-"""The attention function of patched modules: stock attention where there is no compressed cache, ours where there is."""
+"""The attention function of patched modules: stock attention without a compressed cache, ours with one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _stock_attention(module: Module) -> Any:
 def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device) -> Tensor:
     """Which of the T new tokens are real, [B, T] bool, from whatever mask the stock implementation was given.
 
-    None (all), [B, *] (flash: 1 for real), or [B, 1, T, T] (sdpa: bool, eager: additive), where a real token sees itself.
+    None (all), [B, *] (flash: 1 for real), or [B, 1, T, T] (sdpa: bool, eager: additive): a real token sees itself.
     """
     if mask is None:
         return torch.ones(batch, num, dtype=torch.bool, device=device)
@@ -52,8 +52,8 @@ def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device
         return mask[:, -num:].bool()
     if mask.shape[-1] != num:
         raise FastKVError(
-            f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for its "
-            f"past and only the {num} new tokens can be masked; pass a 2-D padding mask"
+            f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
+            f"its past and only the {num} new tokens can be masked; pass a 2-D padding mask"
         )
     own = mask[:, 0].diagonal(dim1=-2, dim2=-1)
     real = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
@@ -83,7 +83,7 @@ def fastkv_attention(
             "continuous batching brings its own paged cache, which would bypass the compressed one; call "
             "fastkv.unpatch(model) first"
         )
-    scale = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator]
+    scale: float = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator, assignment]
     extra = {} if softcap is None else {"softcap": softcap}  # sdpa of newer transformers refuses even softcap=None
 
     def stock() -> tuple[Tensor, Tensor | None]:

@@ -53,10 +53,11 @@ class _Undo:
 
 
 def _override(module: Module, name: str, value: Any) -> None:
-    """Set an instance attribute and remember what was there. Functions become bound methods, so deepcopy rebinds them."""
+    """Set an instance attribute and remember what was there. Functions are bound, so that deepcopy rebinds them."""
     undo = module.__dict__.setdefault("_fastkv_undo", _Undo())
     undo.attributes.setdefault(name, (name in module.__dict__, module.__dict__.get(name)))
-    object.__setattr__(module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value)
+    bound = types.MethodType(value, module) if isinstance(value, types.FunctionType) else value
+    object.__setattr__(module, name, bound)
 
 
 def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Module]:
@@ -73,8 +74,8 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
     adapters = getattr(model, "peft_config", {})
     if any(adapter.is_prompt_learning for adapter in adapters.values()):
         raise FastKVError(
-            "prefix and prompt tuning bring a past of their own, which a compressed cache cannot take; merge or drop the "
-            "adapter first"
+            "prefix and prompt tuning bring a past of their own, which a compressed cache cannot take; merge or drop "
+            "the adapter first"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise FastKVError("patch needs a model with weights, got one on the meta device; load or materialise it first")
@@ -89,8 +90,8 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
     if base not in allowed:
         why = f" (sdpa ignores {family.softcap})" if softcapped and base == "sdpa" else ""
         raise FastKVError(
-            f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load the "
-            f"model with attn_implementation={allowed[0]!r}"
+            f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load "
+            f"the model with attn_implementation={allowed[0]!r}"
         )
     layers = build_layers(config, plan)
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]

@@ -7,12 +7,16 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import Module
 from transformers.cache_utils import Cache
 
 from ..cache import FastKVCache, FastKVLayer
 from ..errors import FastKVError
+
+SLIDING_ROLLBACK = Version("5.23")  # first transformers whose sliding-window layers can roll back
 
 
 def announce_logits(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -28,14 +32,14 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     stock = type(self)._prepare_cache_for_generation
     if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
         return stock(self, generation_config, model_kwargs, *args, **kwargs)
+    if getattr(generation_config, "is_assistant", False):
+        raise FastKVError("a patched model cannot be the assistant of another; call fastkv.unpatch(assistant) first")
     wanted = generation_config.cache_implementation
     if wanted not in (None, "dynamic"):
         raise FastKVError(
-            f"cache_implementation={wanted!r} conflicts with a patched model, which brings its own cache; leave it out or "
-            "call fastkv.unpatch(model) first"
+            f"cache_implementation={wanted!r} conflicts with a patched model, which brings its own cache; leave it out "
+            "or call fastkv.unpatch(model) first"
         )
-    if getattr(generation_config, "is_assistant", False):
-        raise FastKVError("a patched model cannot be the assistant of another; call fastkv.unpatch(assistant) first")
     cache = FastKVCache(self)
     mode = args[0] if args else kwargs.get("generation_mode")
     if "assisted" in str(mode).lower():
@@ -43,8 +47,8 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
             raise FastKVError("assisted decoding needs transformers >= 5.14, which announces roll-backs; update it")
         if not all(hasattr(layer, "activate_past_recording") for layer in cache.layers):
             raise FastKVError(
-                "assisted decoding of a model with sliding-window layers needs transformers >= 5.17, whose sliding layers "
-                "can roll back; update it or decode without an assistant"
+                "assisted decoding of a model with sliding-window layers needs transformers >= 5.17, whose sliding "
+                "layers can roll back; update it or decode without an assistant"
             )
     model_kwargs["past_key_values"] = cache
     return None

@@ -24,7 +24,7 @@ from .scores import (
     window_attention,
     window_scores,
 )
-from .selection import Selection, compact, select
+from .selection import Selection, compact, evict, protected, select
 
 __all__ = [
     "Moments",
@@ -36,12 +36,14 @@ __all__ = [
     "compact",
     "decode_attention",
     "decode_step",
+    "evict",
     "keydiff_scores",
     "merge_partials",
     "moment_estimate",
     "moment_residual",
     "pool_scores",
     "prefill_attention",
+    "protected",
     "random_scores",
     "select",
     "streaming_scores",

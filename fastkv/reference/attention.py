@@ -174,8 +174,8 @@ def prefill_attention(
     Args:
         q: [B, Hq, T, D].  keys, values: [B, Hkv, C, D] with `lengths` [B, Hkv] valid slots.
         new_keys, new_values: [B, Hkv, T, D].  new_valid: [B, T] bool, false for padding.
-    Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over retained, block and moments together (-inf, and
-        zeros in out, for a query that sees nothing).
+    Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over retained, block and moments together (-inf,
+        and zeros in out, for a query that sees nothing).
     """
     batch, num_heads, num, dim = q.shape
     heads, slots = keys.shape[1:3]

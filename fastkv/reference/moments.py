@@ -1,7 +1,8 @@
 """First and second moments of the evicted tokens, and the attention they stand for (MomentKV, arXiv:2606.01563).
 
 Let E be the evicted tokens of one KV head, n = |E|, with means k_mean, v_mean and the centred cross moment
-S = sum_j (k_j - k_mean)(v_j - v_mean)^T. With logits s_j = scale * q.k_j = s_mean + delta_j, exp(delta) ~ 1 + delta gives
+S = sum_j (k_j - k_mean)(v_j - v_mean)^T. With logits s_j = scale * q.k_j = s_mean + delta_j, exp(delta) ~ 1 + delta
+gives
 
     value   f(q)  = v_mean + (scale / n) * S^T q             (Eq. 9)
     mass    log Z = log n + scale * q.k_mean <= log sum_j exp(s_j)   (Eq. 11, Jensen)
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from ..errors import check_groups, check_shape
 
+CHUNK = 4096  # pairs centred at once: bounds the float32 copies that a long prompt needs
+
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """float64 for float64 inputs, else float32: half-precision inputs are never summed in half precision."""
@@ -37,12 +40,15 @@ class Moments:
         count: [B, Hkv] int64, size of the set.
         key_mean: [B, Hkv, Dk], value_mean: [B, Hkv, Dv]; zero for an empty set; absent for order None.
         cross: [B, Hkv, Dk, Dv], sum of (k - key_mean)(v - value_mean)^T; absent below order 1.
+        slope: optional half-precision copy of cross / count, [B, Hkv, Dk, Dv]: what the decode kernel reads instead of
+            cross. `copy_` and the eviction kernels refresh it; the reference does not read it.
     """
 
     count: Tensor
     key_mean: Tensor | None = None
     value_mean: Tensor | None = None
     cross: Tensor | None = None
+    slope: Tensor | None = None
 
     @classmethod
     def empty(
@@ -104,7 +110,12 @@ class Moments:
         if mask is not None:
             check_shape("Moments.add", "mask", mask, keys.shape[:3])
         dtype = torch.float32 if self.key_mean is None else self.key_mean.dtype
-        return self.merge(Moments.of(keys, values, mask, dtype, self.order))
+        total = self
+        for start in range(0, keys.shape[2], CHUNK):
+            part = slice(start, start + CHUNK)
+            inside = None if mask is None else mask[:, :, part]
+            total = total.merge(Moments.of(keys[:, :, part], values[:, :, part], inside, dtype, self.order))
+        return total
 
     def merge(self, other: Moments) -> Moments:
         """Moments of the union of two disjoint sets (Chan et al. 1979).
@@ -128,9 +139,12 @@ class Moments:
         """Overwrite in place, so that addresses stay what a captured graph has seen."""
         for mine, theirs in zip(self.tensors(), other.tensors()):
             mine.copy_(theirs)
+        if self.slope is not None:
+            assert self.cross is not None
+            self.slope.copy_(self.cross / self.count.clamp(min=1)[..., None, None])
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that are present, in field order."""
+        """The statistics that are present, in field order; `slope` follows from them and is not among them."""
         return [t for t in (self.count, self.key_mean, self.value_mean, self.cross) if t is not None]
 
 

@@ -36,7 +36,7 @@ def keydiff_scores(
 
     The anchor a is the mean of the cached keys ("mean", the default), the mean of the normalised keys
     ("normalized_mean", Eq. 8) or their coordinate-wise median ("median"). "pairwise" sums the cosine with every key
-    (Eq. 7) at O(N^2) cost. Distances other than cosine are the paper's ablation: -a.k ("dot") and |a - k| ("euclidean").
+    (Eq. 7) at O(N^2) cost. Distances other than cosine are the paper's ablation: -a.k ("dot"), |a - k| ("euclidean").
 
     Args: keys [B, Hkv, N, D] post-RoPE; mask [B, Hkv, N] bool, true for real tokens (default all).
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 keys); computed in that dtype, because bf16 cosines tie massively.

@@ -52,6 +52,11 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     return Selection(order.gather(-1, place.argsort(dim=-1, stable=True)), counts, kept)
 
 
+def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
+    """Which tokens no policy may evict: position < sinks, or among the last `recent` of the `seen` [B] true tokens."""
+    return (positions < sinks) | (positions >= seen[:, None, None] - recent)
+
+
 def compact(
     keys: Tensor,
     values: Tensor,
@@ -75,15 +80,42 @@ def compact(
     used = valid.shape[-1] - new_keys.shape[2]
     evicted = valid & ~selection.kept
     gone = moments.add(keys[:, :, :used], values[:, :, :used], evicted[..., :used])
-    moments.copy_(gone.add(new_keys, new_values, evicted[..., used:]) if new_keys.shape[2] else gone)
+    moments.copy_(gone.add(new_keys, new_values, evicted[..., used:]))
     size = min(selection.indices.shape[-1], keys.shape[2])
     index = selection.indices[..., :size]
 
     def take(old: Tensor, new: Tensor) -> Tensor:
-        rows = torch.cat([old[:, :, :used], new.to(old.dtype)], 2)
+        rows = torch.cat([old[:, :, :used], new.to(old.dtype)], 2) if used else new
         return rows.gather(2, index[..., None].expand(*index.shape, rows.shape[-1]))
 
     keys[:, :, :size] = take(keys, new_keys)
     values[:, :, :size] = take(values, new_values)
     positions[:, :, :size] = take(positions[..., None], new_positions[..., None])[..., 0]
     lengths.copy_(selection.counts)
+
+
+def evict(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    seen: Tensor,
+    moments: Moments,
+    scores: Tensor,
+    tokens: int,
+    sinks: int,
+    recent: int,
+) -> None:
+    """Shrink every head to `tokens` stored tokens: the lowest scores leave and are merged into the moments, in place.
+
+    A head that stores fewer loses none. Which tokens stay is `select`'s rule; in which slots is not specified.
+
+    Args: keys, values [B, Hkv, C, D], positions [B, Hkv, C], lengths [B, Hkv], moments: mutated; seen [B]; scores
+        [B, Hkv, C]; sinks, recent: what is protected.
+    """
+    valid = torch.arange(positions.shape[-1], device=positions.device) < lengths[..., None]
+    guard = protected(positions, seen, sinks, recent)
+    chosen = select(scores, positions, valid, guard, tokens)
+    none = slice(0, 0)
+    block = keys[:, :, none], values[:, :, none], positions[:, :, none]
+    compact(keys, values, positions, lengths, moments, *block, valid, chosen)

@@ -1,0 +1,148 @@
+"""The rules of the house, checked: flow order of imports, small files, sourced policies, no side effects of importing."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastkv
+from fastkv.policies import ALL
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fastkv"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Import order is flow order: a module may import only from rooms that come before its own (or its own).
+ROOMS = [
+    "errors",
+    "budget",
+    "reference",
+    "state",
+    "kernels",
+    "ops",
+    "policies",
+    "plan",
+    "select",
+    "prefill",
+    "decode",
+    "cache",
+    "integrations",
+    "api",
+    "demo",
+    "cli",
+]
+
+
+def room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path):
+    """Rooms that a file imports, at the top or inside functions."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - node.level + 1]
+                target = [*base, *(node.module.split(".") if node.module else [])]
+            else:
+                target = (node.module or "").split(".")
+            names = [[*target, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == "fastkv" and len(name) > 1 and name[1] in ROOMS:
+                yield name[1]
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.name != "__init__.py" or f.parent != PACKAGE], ids=lambda p: str(p.relative_to(ROOT)))
+def test_import_order_is_flow_order(path):
+    mine = room(path)
+    assert mine in ROOMS, f"{mine} is a new room: give it a place in the flow"
+    later = [other for other in imported_rooms(path) if ROOMS.index(other) > ROOMS.index(mine)]
+    assert not later, f"{path.name} imports {later}, which come after {mine}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_small_documented_and_plain(path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= 300
+    assert ast.get_docstring(tree), "a file says what it is for"
+    assert "utils" not in path.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None and ast.unparse(node.type) not in ("Exception", "BaseException")
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("os.environ", "os.getenv")):
+            raise AssertionError("behaviour does not hang on environment variables")
+        if isinstance(node, ast.Name) and node.id in ("eval", "exec"):
+            raise AssertionError("no eval")
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
+
+
+HOT = ["ops.py", "decode.py", "prefill.py", "select.py", "kernels", "policies"]
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if room(f) in [h.removesuffix(".py") for h in HOT]], ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_host_sync_on_the_hot_path(path):
+    calls = [node.func.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert not {"item", "tolist", "cpu", "nonzero", "numpy"} & set(calls)
+
+
+@pytest.mark.parametrize("policy", ALL, ids=lambda p: p.name)
+def test_every_policy_names_its_source(policy):
+    doc = inspect.getdoc(policy)
+    assert "Source:" in doc
+    module = inspect.getsourcefile(policy)
+    assert Path(module).stem == policy.name or policy.name.startswith(Path(module).stem)
+    assert policy.name in (ROOT / "README.md").read_text()
+    for name in policy.__dataclass_fields__:
+        assert re.search(rf"\b{name}:", doc), f"{policy.name} does not document {name}"
+    hash(policy())  # frozen
+
+
+def test_every_public_function_is_documented():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                nested = node.col_offset > 4
+                assert nested or ast.get_docstring(node), f"{path.name}:{node.lineno} {node.name} has no docstring"
+
+
+def test_public_names():
+    for name in ("patch", "unpatch", "patched", "Budget", "FastKVCache", "FastKVError", "policies", "reference", "ops"):
+        assert hasattr(fastkv, name)
+    assert fastkv.policies.names()[0] == "momentkv"
+
+
+IMPORT_PROBE = """
+import torch, transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+import transformers.models.llama.modeling_llama as llama
+
+def state():
+    return (
+        dict(ALL_ATTENTION_FUNCTIONS._global_mapping), dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
+        dict(vars(llama)), dict(vars(llama.LlamaAttention)), dict(vars(torch.nn.Module)), dict(vars(torch.Tensor)),
+        dict(vars(transformers.cache_utils)), torch.get_default_dtype(), torch.get_num_threads(),
+        torch.is_grad_enabled(), torch.random.get_rng_state().tolist(),
+    )
+
+before = state()
+import fastkv
+
+assert state() == before
+import sys
+print("matplotlib" in sys.modules, "rich" in sys.modules)
+"""
+
+
+def test_importing_changes_no_global_state():
+    result = subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["False", "False"], "plots and progress are imported where they are used"
