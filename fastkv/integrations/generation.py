@@ -45,9 +45,10 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     if "assisted" in str(mode).lower():
         if not hasattr(Cache, "activate_past_recording"):
             raise FastKVError("assisted decoding needs transformers >= 5.14, which announces roll-backs; update it")
-        if not all(hasattr(layer, "activate_past_recording") for layer in cache.layers):
+        # The sliding-window layers of 5.17 announce roll-backs but fail in them, so asking for a method does not tell.
+        if not cache.fully_compressed and Version(transformers.__version__) < SLIDING_ROLLBACK:
             raise FastKVError(
-                "assisted decoding of a model with sliding-window layers needs transformers >= 5.17, whose sliding "
+                "assisted decoding of a model with sliding-window layers needs transformers >= 5.23, whose sliding "
                 "layers can roll back; update it or decode without an assistant"
             )
     model_kwargs["past_key_values"] = cache

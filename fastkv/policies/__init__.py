@@ -38,5 +38,7 @@ def get(name: str | Policy, **hyper: Any) -> Policy:
     known = [field.name for field in fields(found)]
     unknown = sorted(set(hyper) - set(known))
     if unknown:
-        raise FastKVError(f"policy {name!r} has no hyper-parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+        raise FastKVError(
+            f"policy {name!r} has no hyper-parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+        )
     return found(**hyper)

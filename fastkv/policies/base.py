@@ -24,8 +24,8 @@ class Signals:
         scale: logit multiplier of the layer.
         layer: index of the layer in the model.
         decoding: true when called between generated tokens, false while a prompt is read.
-        attention: [B, Hkv, N], mean attention weight from the observation window: the last `policy.observation` queries of
-            the prompt block, or the queries since the last eviction when decoding. None unless the policy `needs` it.
+        attention: [B, Hkv, N], mean attention weight from the observation window: the last `policy.observation` queries
+            of the prompt block, or the queries since the last eviction when decoding; None unless the policy `needs` it
     """
 
     keys: Tensor
