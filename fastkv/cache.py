@@ -11,6 +11,9 @@ from torch.nn import Module
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from . import ops
+from .backend import uses_kernels
+from .budget import LayerCost
 from .decode import decode_token
 from .errors import FastKVError
 from .plan import LayerPlan, Plan
@@ -19,6 +22,25 @@ from .reference import Moments
 from .state import LayerState
 
 StockAttention = Callable[[], Tensor]
+
+
+class Scratch:
+    """Working memory of the decode kernels, one for all layers of a cache that have the same shape and device."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def get(self, q: Tensor, state: LayerState, backend: str) -> list[Tensor]:
+        """The scratch for queries [B, Hq, T, D] over this state, made on first use; empty for the reference."""
+        shape = (q.device, q.shape[1], *state.keys.shape, state.attention is not None)
+        if shape not in self.made:
+            collects = state.attention is not None
+            self.made[shape] = ops.workspace(q, state.keys, attention=collects, backend=backend)
+        return self.made[shape]
+
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(tensor.nbytes for made in self.made.values() for tensor in made)
 
 
 class FastKVLayer(CacheLayerMixin):
@@ -34,9 +56,9 @@ class FastKVLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, plan: Plan, layer: int, place: int, num_compressed: int) -> None:
+    def __init__(self, plan: Plan, layer: int, place: int, num_compressed: int, scratch: Scratch) -> None:
         super().__init__()
-        self.plan, self.layer = plan, layer
+        self.plan, self.layer, self.scratch = plan, layer, scratch
         self.place, self.num_compressed = place, num_compressed
         self.state: LayerState | None = None
         self.rule: LayerPlan | None = None
@@ -51,11 +73,15 @@ class FastKVLayer(CacheLayerMixin):
         """Allocate the slots, once, for the shapes and device of the first keys and values [B, Hkv, T, D]."""
         values = key_states if value_states is None else value_states
         plan = self.plan
-        kind: dict[str, Any] = {"order": plan.moment_order, "attention": plan.wants_attention}
+        kind: dict[str, Any] = {
+            "order": plan.moment_order,
+            "attention": plan.wants_attention,
+            "slope": uses_kernels(plan.backend, key_states.device),
+        }
         context = max(self.expected, key_states.shape[2])
-        per_slot = LayerState.cost(key_states, values, **kind)
-        slack = type(per_slot)(per_slot.per_slot, per_slot.fixed + per_slot.per_slot * plan.evict_every)
-        tokens = plan.budget.layer_tokens(self.place, self.num_compressed, context, slack)
+        cost = LayerState.cost(key_states, values, **kind)
+        with_slack = LayerCost(cost.per_slot, cost.fixed + cost.per_slot * plan.evict_every)
+        tokens = plan.budget.layer_tokens(self.place, self.num_compressed, context, with_slack)
         self.rule = LayerPlan(plan, self.layer, tokens, scale=0.0)
         self.state = LayerState.allocate(key_states, values, tokens + plan.evict_every, **kind)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -104,6 +130,8 @@ class FastKVLayer(CacheLayerMixin):
         first = self.seen == num
         if num == 1 and not first and not self.recording:
             return decode_token(state, q, k, v, self.rule)
+        if not state.scratch:
+            state.scratch = self.scratch.get(q, state, self.plan.backend)
         self.settle(0)  # another forward without a roll-back: everything pending was accepted
         k = torch.where(valid[:, None, :, None], k, 0)  # rows of padding may hold NaN
         v = torch.where(valid[:, None, :, None], v, 0)
@@ -153,6 +181,8 @@ class FastKVLayer(CacheLayerMixin):
         if self.state is not None:
             self.settle(0)
             self.state.map_batch_(change)
+            if self.state.keys.shape[0] != self.batch_size:
+                self.state.scratch = []
             self.batch_size = self.state.keys.shape[0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -201,7 +231,8 @@ class FastKVCache(Cache):
             raise FastKVError(
                 f"FastKVCache needs a patched model, got {type(model).__name__}; call fastkv.patch(model) first"
             )
-        super().__init__(layers=build_layers(model.config, plan))
+        self.scratch = Scratch()
+        super().__init__(layers=build_layers(model.config, plan, self.scratch))
         self.plan: Plan = plan
 
     def _state(self, layer: int) -> LayerState:
@@ -219,8 +250,8 @@ class FastKVCache(Cache):
         return all(isinstance(layer, FastKVLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
-        """Bytes of all layers: slots (used or not), positions, scores and moments, and stock sliding-window layers."""
-        total = 0
+        """Bytes of all layers: slots (used or not), positions, scores and moments, stock sliding-window layers, scratch."""
+        total = self.scratch.nbytes()
         for layer in self.layers:
             if isinstance(layer, FastKVLayer):
                 total += layer.state.nbytes() if layer.state is not None else 0
@@ -241,11 +272,11 @@ class FastKVCache(Cache):
         return self._state(layer).moments
 
 
-def build_layers(config: Any, plan: Plan) -> list[Any]:
+def build_layers(config: Any, plan: Plan, scratch: Scratch) -> list[Any]:
     """The stock layer structure for this config, with every plain full-attention layer replaced by a FastKVLayer."""
     stock = DynamicCache(config=config.get_text_config(decoder=True)).layers
     full = [index for index, layer in enumerate(stock) if type(layer) is DynamicLayer]
     return [
-        FastKVLayer(plan, index, full.index(index), len(full)) if index in full else layer
+        FastKVLayer(plan, index, full.index(index), len(full), scratch) if index in full else layer
         for index, layer in enumerate(stock)
     ]

@@ -31,6 +31,8 @@ def decode_token(state: LayerState, q: Tensor, k: Tensor, v: Tensor, rule: Layer
         rule.softcap,
         order=rule.plan.order,
         attention=state.attention,
+        scratch=state.scratch,
+        backend=rule.plan.backend,
     )
     state.filled = min(state.filled + 1, state.slots)
     state.steps += 1
@@ -57,6 +59,7 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         layer=rule.layer,
         decoding=True,
         attention=attention,
+        backend=rule.plan.backend,
     )
     ops.evict(
         state.keys,
@@ -69,6 +72,8 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         rule.tokens,
         rule.plan.budget.sinks,
         recent_tokens(rule),
+        scratch=state.scratch,
+        backend=rule.plan.backend,
     )
     state.filled = min(state.filled, rule.tokens)
     if state.attention is not None:

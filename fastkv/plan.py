@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .budget import Budget
 from .errors import FastKVError
-from .ops import BACKENDS
+from .backend import BACKENDS
 from .policies import Policy, get
 
 CORRECTIONS = {"auto": None, "none": None, "mean": 0, "moments": 1}
@@ -22,7 +22,7 @@ class Plan:
             it in blocks of that many tokens, so that no layer ever holds more than budget + block tokens.
         evict_every: decode steps between evictions; a layer holds at most budget + evict_every tokens.
         order: of the moment correction: 1, 0 (means only) or None.
-        backend: "auto" or "reference".
+        backend: "auto", "reference" or "triton".
     """
 
     policy: Policy

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import ops
 from .plan import LayerPlan
 from .policies import Signals
-from .reference import moment_estimate
+from .reference import Selection, joined
 from .select import keep_best
 from .state import LayerState
 
@@ -31,6 +31,7 @@ def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
         rule.scale,
         rule.softcap,
         order=rule.plan.order,
+        backend=rule.plan.backend,
     )
     return out
 
@@ -56,19 +57,14 @@ def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
         scale=rule.scale,
         layer=rule.layer,
         decoding=False,
+        backend=rule.plan.backend,
     )
     if used + num > rule.tokens:
         if rule.plan.wants_attention:
             signals = observe(signals, state, q, valid, rule)
         selection = keep_best(signals, state.seen, rule)
-    else:  # everything fits: no scores are needed, and an early return of the policy could not be told apart
-        selection = ops.select(
-            torch.zeros_like(signals.positions, dtype=torch.float32),
-            signals.positions,
-            signals.valid,
-            signals.valid,
-            used + num,
-        )
+    else:  # everything fits
+        selection = Selection(signals.valid, signals.valid.sum(-1))
     ops.compact(
         state.keys,
         state.values,
@@ -80,6 +76,7 @@ def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
         new_positions,
         signals.valid,
         selection,
+        backend=rule.plan.backend,
     )
     state.filled = min(used + num, rule.tokens)
     if state.attention is not None:
@@ -87,21 +84,24 @@ def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
     state.steps = 0
 
 
-def joined(held: Tensor, new: Tensor) -> Tensor:
-    """The candidates: slots, then the block; a first block is not copied."""
-    return torch.cat([held, new.to(held.dtype)], 2) if held.shape[2] else new
-
-
 def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule: LayerPlan) -> Signals:
     """Add the attention that the last queries of the block give to every candidate."""
     window = min(rule.plan.policy.observation, q.shape[2])
     q, query_valid = q[:, :, -window:], valid[:, -window:]
-    query_positions = (state.seen[:, None] - query_valid.flip(-1).cumsum(-1).flip(-1))[:, None, :, None]
-    visible = signals.valid[:, :, None] & (signals.positions[:, :, None] <= query_positions)
+    query_positions = state.seen[:, None] - query_valid.flip(-1).cumsum(-1).flip(-1)
     log_mass = None
     if rule.plan.order is not None:
-        log_mass = moment_estimate(q, state.moments, rule.scale, rule.softcap, order=0)[1]
+        log_mass = ops.moment_estimate(q, state.moments, rule.scale, rule.softcap, order=0)[1]
     attention = ops.window_attention(
-        q, signals.keys, rule.scale, rule.softcap, visible=visible, query_valid=query_valid, log_mass=log_mass
+        q,
+        signals.keys,
+        rule.scale,
+        rule.softcap,
+        positions=signals.positions,
+        query_positions=query_positions,
+        valid=signals.valid,
+        query_valid=query_valid,
+        log_mass=log_mass,
+        backend=rule.plan.backend,
     )
     return Signals(**{**vars(signals), "attention": attention})

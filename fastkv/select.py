@@ -25,4 +25,5 @@ def keep_best(signals: Signals, seen: Tensor, rule: LayerPlan) -> Selection:
     """
     scores = rule.plan.policy.score(signals)
     guard = ops.protected(signals.positions, seen, rule.plan.budget.sinks, recent_tokens(rule))
-    return ops.select(scores, signals.positions, signals.valid, guard, rule.tokens)
+    backend = rule.plan.backend
+    return ops.select(scores, signals.positions, signals.valid, guard, rule.tokens, backend=backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class LayerState:
         attention: [B, Hkv, C] fp32, attention received since `steps` was last zero; None if no policy asks for it.
         filled: upper bound of `lengths` that the host knows without a sync.
         steps: tokens decoded since the last eviction.
+        scratch: of the kernels, shared by the layers of a cache; empty where the reference runs.
     """
 
     keys: Tensor
@@ -39,12 +40,17 @@ class LayerState:
     attention: Tensor | None = None
     filled: int = 0
     steps: int = 0
+    scratch: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def allocate(
-        cls, like_keys: Tensor, like_values: Tensor, slots: int, *, order: int | None, attention: bool
+        cls, like_keys: Tensor, like_values: Tensor, slots: int, *, order: int | None, attention: bool, slope: bool
     ) -> LayerState:
-        """Empty state with `slots` slots for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D]."""
+        """Empty state with `slots` slots for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D].
+
+        Args: order of the moments; attention: whether to add up what slots receive; slope: whether to keep a
+            half-precision copy of the cross moment for the decode kernel (for half-precision keys only).
+        """
         batch, heads, _, key_dim = like_keys.shape
         value_dim = like_values.shape[-1]
         device = like_keys.device
@@ -52,24 +58,29 @@ class LayerState:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
+        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=order)
+        if slope and moments.cross is not None and like_keys.element_size() == 2:
+            moments.slope = zeros(heads, key_dim, value_dim, dtype=like_keys.dtype)
         return cls(
             keys=zeros(heads, slots, key_dim, dtype=like_keys.dtype),
             values=zeros(heads, slots, value_dim, dtype=like_values.dtype),
             positions=zeros(heads, slots, dtype=torch.int32),
             lengths=zeros(heads, dtype=torch.int32),
             seen=zeros(dtype=torch.int64),
-            moments=Moments.empty(batch, heads, key_dim, value_dim, device, order=order),
+            moments=moments,
             attention=zeros(heads, slots, dtype=torch.float32) if attention else None,
         )
 
     @classmethod
-    def cost(cls, like_keys: Tensor, like_values: Tensor, *, order: int | None, attention: bool) -> LayerCost:
+    def cost(
+        cls, like_keys: Tensor, like_values: Tensor, *, order: int | None, attention: bool, slope: bool
+    ) -> LayerCost:
         """Bytes per sequence that `allocate` would spend: per slot, and apart from slots."""
 
         def spent(slots: int) -> int:
             one = slice(0, 1)
             meta = [t[one].to("meta") for t in (like_keys, like_values)]
-            return cls.allocate(meta[0], meta[1], slots, order=order, attention=attention).nbytes()
+            return cls.allocate(meta[0], meta[1], slots, order=order, attention=attention, slope=slope).nbytes()
 
         return LayerCost(per_slot=spent(1) - spent(0), fixed=spent(0))
 

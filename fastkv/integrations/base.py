@@ -18,7 +18,8 @@ from typing import Any
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache import FastKVLayer, build_layers
+from ..backend import check_backend
+from ..cache import FastKVLayer, Scratch, build_layers
 from ..errors import FastKVError
 from ..plan import Plan
 from . import attention, generation
@@ -93,7 +94,7 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
             f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load "
             f"the model with attn_implementation={allowed[0]!r}"
         )
-    layers = build_layers(config, plan)
+    layers = build_layers(config, plan, Scratch())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
         raise FastKVError(
@@ -108,6 +109,9 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
             f"found {len(modules)} attention modules for {len(full)} full-attention layers in {type(model).__name__}; "
             "its layers are not laid out as this version of fastkv expects"
         )
+    for module in modules:
+        device, dtype = module.k_proj.weight.device, module.k_proj.weight.dtype
+        check_backend(plan.backend, device, dtype, module.head_dim, module.num_key_value_groups, plan.evict_every)
     return modules
 
 

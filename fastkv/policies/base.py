@@ -26,6 +26,7 @@ class Signals:
         decoding: true when called between generated tokens, false while a prompt is read.
         attention: [B, Hkv, N], mean attention weight from the observation window: the last `policy.observation` queries
             of the prompt block, or the queries since the last eviction when decoding; None unless the policy `needs` it
+        backend: to pass on to `fastkv.ops`.
     """
 
     keys: Tensor
@@ -37,6 +38,7 @@ class Signals:
     layer: int
     decoding: bool
     attention: Tensor | None = None
+    backend: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
+from ..reference import check_keydiff
 from .base import Policy, Signals
 
 
@@ -35,7 +36,7 @@ class KeyDiff(Policy):
             raise FastKVError(
                 f"keydiff: sliding_window must be a share in [0, 1], got {self.sliding_window!r}; the paper uses 0.2"
             )
-        ops.check_keydiff(self.anchor, self.distance)
+        check_keydiff(self.anchor, self.distance)
 
     @property
     def recent_share(self) -> float:
@@ -44,4 +45,7 @@ class KeyDiff(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """Negative similarity to the anchor of the cached keys."""
-        return ops.keydiff_scores(signals.keys, self.anchor, distance=self.distance, mask=signals.valid)
+        anchor, distance = self.anchor, self.distance
+        return ops.keydiff_scores(
+            signals.keys, anchor, distance=distance, mask=signals.valid, backend=signals.backend
+        )

@@ -44,8 +44,14 @@ class MomentKV(Policy):
     def score(self, signals: Signals) -> Tensor:
         """Window attention times the moment residual, averaged over chunks while the prompt is read."""
         assert signals.attention is not None
-        residual = ops.moment_residual(signals.keys, signals.values, signals.moments, signals.scale)
-        scores = signals.attention * residual
+        scores = ops.moment_scores(
+            signals.attention,
+            signals.keys,
+            signals.values,
+            signals.moments,
+            signals.scale,
+            backend=signals.backend,
+        )
         if signals.decoding:
             return scores
         return ops.chunk_mean(scores, self.chunk, signals.positions, signals.valid)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .. import ops
+from ..reference import check_pool
 from .base import Policy, Signals, check_at_least
 
 
@@ -31,7 +32,7 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         check_at_least(self, window=1, pool=1)
-        ops.check_pool(self.pool)
+        check_pool(self.pool)
 
     @property
     def observation(self) -> int:

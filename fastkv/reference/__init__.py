@@ -5,6 +5,7 @@ Read in this order:
 - `moments`: what is remembered of evicted tokens, and what it says about a new query (MomentKV).
 - `attention`: attention over retained tokens, mixed with that estimate.
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
+- `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
@@ -12,6 +13,7 @@ Computation is in float32, or in float64 if the inputs are float64. This is also
 """
 
 from .attention import append, decode_attention, decode_step, merge_partials, prefill_attention
+from .geometry import leverage_scores, manifold_scores, noncausal_attention_mass
 from .moments import Moments, moment_estimate, moment_residual
 from .scores import (
     check_keydiff,
@@ -24,7 +26,7 @@ from .scores import (
     window_attention,
     window_scores,
 )
-from .selection import Selection, compact, evict, protected, select
+from .selection import Selection, compact, evict, joined, protected, select
 
 __all__ = [
     "Moments",
@@ -37,10 +39,14 @@ __all__ = [
     "decode_attention",
     "decode_step",
     "evict",
+    "joined",
     "keydiff_scores",
+    "leverage_scores",
+    "manifold_scores",
     "merge_partials",
     "moment_estimate",
     "moment_residual",
+    "noncausal_attention_mass",
     "pool_scores",
     "prefill_attention",
     "protected",

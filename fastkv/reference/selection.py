@@ -12,17 +12,14 @@ from .moments import Moments
 
 
 class Selection(NamedTuple):
-    """The kept candidates of each head.
+    """Which candidates of each head stay.
 
     Attributes:
-        indices: [B, Hkv, L] int64 into the candidates, in order of position; entries past `counts` are not kept.
-        counts: [B, Hkv] int64, how many of the indices count.
-        kept: [B, Hkv, N] bool, the same set as a mask.
+        kept: [B, Hkv, N] bool.  counts: [B, Hkv] int64, how many.
     """
 
-    indices: Tensor
-    counts: Tensor
     kept: Tensor
+    counts: Tensor
 
 
 def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int) -> Selection:
@@ -32,7 +29,6 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     the candidates.
 
     Args: scores, positions, valid, protected [B, Hkv, N]; tokens: how many to keep per head.
-    Returns: Selection with L = min(tokens, N).
     """
     shape = scores.shape
     for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
@@ -45,16 +41,17 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     rank = torch.where(valid, torch.where(protected, 0, 1), 2)
     order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))[..., :tokens]
     chosen = valid.gather(-1, order)
-    counts = chosen.sum(-1)
-    kept = torch.zeros_like(valid).scatter_(-1, order, chosen)
-    # Back to position order, so that slots are positional after a prompt; what does not count goes last.
-    place = torch.where(chosen, positions.gather(-1, order), torch.iinfo(positions.dtype).max)
-    return Selection(order.gather(-1, place.argsort(dim=-1, stable=True)), counts, kept)
+    return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
     """Which tokens no policy may evict: position < sinks, or among the last `recent` of the `seen` [B] true tokens."""
     return (positions < sinks) | (positions >= seen[:, None, None] - recent)
+
+
+def joined(held: Tensor, new: Tensor) -> Tensor:
+    """The candidates: slots, then the block, along axis 2; a first block is not copied."""
+    return torch.cat([held, new.to(held.dtype)], 2) if held.shape[2] else new
 
 
 def compact(
@@ -71,6 +68,8 @@ def compact(
 ) -> None:
     """Merge the candidates that were not selected into the moments and move the selected ones to the front, in place.
 
+    The selected ones end up in order of position, so that slots are positional after a prompt.
+
     The candidates are the first slots of the state followed by the new block: N = S + T, and `valid` [B, Hkv, N] says
     which are real tokens. `selection` was made over them.
 
@@ -81,16 +80,17 @@ def compact(
     evicted = valid & ~selection.kept
     gone = moments.add(keys[:, :, :used], values[:, :, :used], evicted[..., :used])
     moments.copy_(gone.add(new_keys, new_values, evicted[..., used:]))
-    size = min(selection.indices.shape[-1], keys.shape[2])
-    index = selection.indices[..., :size]
+    everything = joined(positions[:, :, :used], new_positions)
+    last = torch.iinfo(everything.dtype).max
+    index = torch.where(selection.kept, everything, last).argsort(dim=-1, stable=True)[..., : keys.shape[2]]
+    size = index.shape[-1]
 
-    def take(old: Tensor, new: Tensor) -> Tensor:
-        rows = torch.cat([old[:, :, :used], new.to(old.dtype)], 2) if used else new
+    def take(rows: Tensor) -> Tensor:
         return rows.gather(2, index[..., None].expand(*index.shape, rows.shape[-1]))
 
-    keys[:, :, :size] = take(keys, new_keys)
-    values[:, :, :size] = take(values, new_values)
-    positions[:, :, :size] = take(positions[..., None], new_positions[..., None])[..., 0]
+    keys[:, :, :size] = take(joined(keys[:, :, :used], new_keys))
+    values[:, :, :size] = take(joined(values[:, :, :used], new_values))
+    positions[:, :, :size] = everything.gather(2, index)
     lengths.copy_(selection.counts)
 
 

@@ -1,0 +1,40 @@
+# Everything runs in a virtual environment that the first call creates. Needs Python >= 3.10 with pip.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml .ci/constraints.txt
+STAMP = $(VENV)/installed-
+
+.PHONY: help demo test check perf clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(STAMP)base ## the bundled model with the full cache and with every policy: table and picture
+	$(BIN)/fastkv demo $(ARGS)
+
+test: $(STAMP)dev ## all tests
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+check: $(STAMP)dev ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+perf: $(STAMP)perf ## decode and prompt speed on this machine's CPU, against the full cache
+	$(BIN)/python -m perf.cpu_decode --out perf/results/cpu_decode.json $(ARGS)
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info
+
+# One stamp for each set of extras: a second call is quick, and a changed input installs again.
+$(STAMP)base: EXTRAS =
+$(STAMP)dev: EXTRAS = [dev]
+$(STAMP)perf: EXTRAS = [perf]
+$(STAMP)base $(STAMP)dev $(STAMP)perf: $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.$(EXTRAS)'
+	touch $@

@@ -1,0 +1,198 @@
+"""The `fastkv` command. Each subcommand imports what it needs when it runs, so that help and mistakes are quick."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+TRITON_NEEDED = (3, 6)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with a mistake on the command line reported as one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the sentence and exit with code 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def comma_separated(text: str) -> list[str]:
+    """`a,b` as ["a", "b"]."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def whole_numbers(text: str) -> list[int]:
+    """`64,128` as [64, 128]."""
+    try:
+        return [int(part) for part in comma_separated(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers separated by commas, got {text!r}") from None
+
+
+def build_parser() -> Parser:
+    """All subcommands with their options."""
+    parser = Parser(
+        prog="fastkv",
+        description="A key-value cache of fixed size for Hugging Face models that remembers what it evicted.",
+        epilog="example: fastkv demo --quick",
+    )
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="ask the bundled model questions over long texts, with the full cache and with every policy",
+        description="Ask the bundled model questions over long generated texts, with the full cache and with "
+        "compressed caches of several sizes. Prints a table and writes demo.json and demo.png.",
+        epilog="example: fastkv demo --context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
+    )
+    demo.add_argument("--context", type=int, metavar="N", help="tokens of a prompt and its answer")
+    demo.add_argument("--budgets", type=whole_numbers, metavar="N,...", help="sizes of the cache, tokens per KV head")
+    demo.add_argument(
+        "--equal",
+        choices=("bytes", "tokens"),
+        help="what the policies share: the bytes that so many tokens take, so that a policy that also stores moments "
+        "keeps fewer tokens (the default), or the tokens",
+    )
+    demo.add_argument("--policies", type=comma_separated, metavar="NAME,...", help="policies to compare (default: all)")
+    demo.add_argument("--tasks", type=comma_separated, metavar="NAME,...", help="kinds of questions (default: all)")
+    demo.add_argument("--blocks", type=int, metavar="N", help="tokens of a block when the prompt is read in blocks")
+    demo.add_argument("--samples", type=int, metavar="N", help="texts for each task")
+    demo.add_argument("--seed", type=int, metavar="N", help="seed of the first text; the others follow it")
+    demo.add_argument("--out", type=Path, metavar="DIR", help="where the files go (default: fastkv-demo)")
+    demo.add_argument("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
+    demo.set_defaults(run=run_demo)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="print versions, devices and backends, and why one is not available",
+        description="Print the versions of what fastkv builds on, the devices, the backends and attention "
+        "implementations that can be used here, and for each that cannot, why.",
+        epilog="example: fastkv doctor",
+    )
+    doctor.set_defaults(run=run_doctor)
+    return parser
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """`fastkv demo`."""
+    from .demo.run import Settings, run
+
+    chosen = {name: value for name, value in vars(options).items() if value is not None}
+    for name in ("command", "run", "quick"):
+        chosen.pop(name)
+    run(Settings.make(quick=options.quick, **chosen))
+
+
+def run_doctor(options: argparse.Namespace) -> None:
+    """`fastkv doctor`."""
+    for title, lines in (
+        ("versions", versions()),
+        ("devices", devices()),
+        ("backends", backends()),
+        ("attention implementations", attention_implementations()),
+    ):
+        print(title)
+        width = max(len(name) for name, _ in lines)
+        for name, text in lines:
+            print(f"  {name:<{width}}  {text}")
+
+
+def versions() -> list[tuple[str, str]]:
+    """Python and the packages fastkv builds on, with the installed version."""
+    import importlib.metadata
+    import platform
+
+    from . import __version__
+
+    found = [("python", platform.python_version()), ("fastkv", __version__)]
+    for package in ("torch", "triton", "transformers", "numpy", "flash-attn"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        found.append((package, version))
+    return found
+
+
+def devices() -> list[tuple[str, str]]:
+    """The CPU and every GPU that torch sees."""
+    import platform
+
+    import torch
+
+    found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        found.append((f"cuda:{index}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"))
+    return found
+
+
+def backends() -> list[tuple[str, str]]:
+    """What can compute fastkv's operations here, and why the rest cannot."""
+    return [("reference", "available (plain torch, any device)"), ("triton", _state(_why_not_triton()))]
+
+
+def attention_implementations() -> list[tuple[str, str]]:
+    """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
+    return [
+        ("eager", "available"),
+        ("sdpa", "available (not for Gemma 2, whose logit soft-cap it ignores)"),
+        ("flash_attention_2", _state(_why_not_flash())),
+    ]
+
+
+def _state(why_not: str | None) -> str:
+    return "available" if why_not is None else f"not available: {why_not}"
+
+
+def _why_not_triton() -> str | None:
+    import importlib.metadata
+
+    import torch
+
+    from . import ops
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "triton is not installed"
+    if tuple(int(part) for part in version.split(".")[:2]) < TRITON_NEEDED:
+        return f"triton {version} is too old, {'.'.join(map(str, TRITON_NEEDED))} is needed"
+    if "triton" not in ops.BACKENDS:
+        return "this version of fastkv does not use its GPU kernels yet"
+    return None
+
+
+def _why_not_flash() -> str | None:
+    import importlib.util
+
+    import torch
+
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed (pip install fastkv[flash])"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
+    options = build_parser().parse_args(arguments)
+
+    from .errors import FastKVError
+
+    try:
+        options.run(options)
+    except FastKVError as error:
+        print(f"fastkv {options.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

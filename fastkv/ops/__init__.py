@@ -1,0 +1,50 @@
+"""The operations of the flow: names and signatures of `fastkv.reference`, plus a backend; every caller goes through here.
+
+Each operation that has a kernel is one opaque torch operator (`torch.ops.fastkv.*`) with declared mutation and a fake
+implementation, so it compiles, graph-captures and passes `opcheck`. Its body chooses: Triton kernels (imported on first
+use) on an accelerator, the reference on a CPU. `backend="triton"` on a CPU runs the kernels in Triton's interpreter,
+for tests. Functions without a kernel are the reference itself, which runs on any device.
+"""
+
+from ..reference import (
+    chunk_mean,
+    moment_estimate,
+    moment_residual,
+    pool_scores,
+    protected,
+    random_scores,
+    streaming_scores,
+)
+from .decode import decode_attention, decode_step, evict, workspace
+from .prefill import compact, prefill_attention, select
+from .scores import (
+    keydiff_scores,
+    manifold_scores,
+    moment_scores,
+    noncausal_attention_mass,
+    window_attention,
+    window_scores,
+)
+
+__all__ = [
+    "chunk_mean",
+    "compact",
+    "decode_attention",
+    "decode_step",
+    "evict",
+    "keydiff_scores",
+    "manifold_scores",
+    "moment_estimate",
+    "moment_residual",
+    "moment_scores",
+    "noncausal_attention_mass",
+    "pool_scores",
+    "prefill_attention",
+    "protected",
+    "random_scores",
+    "select",
+    "streaming_scores",
+    "window_attention",
+    "window_scores",
+    "workspace",
+]

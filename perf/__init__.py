@@ -1,0 +1,1 @@
+"""Measurements: resource checks without a GPU (`perf.aot`), timings with one."""
