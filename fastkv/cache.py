@@ -133,8 +133,7 @@ class FastKVLayer(CacheLayerMixin):
         if not state.scratch:
             state.scratch = self.scratch.get(q, state, self.plan.backend)
         self.settle(0)  # another forward without a roll-back: everything pending was accepted
-        k = torch.where(valid[:, None, :, None], k, 0)  # rows of padding may hold NaN
-        v = torch.where(valid[:, None, :, None], v, 0)
+        k, v = without_padding(k, valid), without_padding(v, valid)
         out = stock() if first else attend_block(state, q, k, v, valid, self.rule)
         if self.recording:
             self.pending = (q, k, v, valid)
@@ -270,6 +269,12 @@ class FastKVCache(Cache):
     def moments(self, layer: int) -> Moments:
         """Moments of what the layer has evicted."""
         return self._state(layer).moments
+
+
+def without_padding(rows: Tensor, valid: Tensor) -> Tensor:
+    """A contiguous copy of [B, H, T, D] with zeros where `valid` [B, T] is false: rows of padding may hold NaN."""
+    zero = rows.new_zeros(())
+    return torch.where(valid[:, None, :, None], rows, zero, out=rows.new_empty(rows.shape))
 
 
 def build_layers(config: Any, plan: Plan, scratch: Scratch) -> list[Any]:

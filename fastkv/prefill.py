@@ -42,7 +42,7 @@ def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
     Shapes as in `attend_block`, which comes first: every query sees its whole past before anything is evicted.
     """
     num, heads = k.shape[2], k.shape[1]
-    inside = valid[:, None].expand(-1, heads, -1)
+    inside = valid[:, None].repeat(1, heads, 1)
     # Padding gets the position of the token before it; it is never valid, so this is never read.
     new_positions = (state.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, heads, -1).to(torch.int32)
     used = state.filled
@@ -87,7 +87,7 @@ def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
 def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule: LayerPlan) -> Signals:
     """Add the attention that the last queries of the block give to every candidate."""
     window = min(rule.plan.policy.observation, q.shape[2])
-    q, query_valid = q[:, :, -window:], valid[:, -window:]
+    q, query_valid = q[:, :, -window:], valid[:, -window:].clone()
     query_positions = state.seen[:, None] - query_valid.flip(-1).cumsum(-1).flip(-1)
     log_mass = None
     if rule.plan.order is not None:

@@ -108,7 +108,9 @@ def main() -> None:
     if arguments.out:
         settings = {k: v for k, v in vars(arguments).items() if k != "out"}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"settings": settings, "environment": environment(), "rows": rows}, indent=1))
+        arguments.out.write_text(
+            json.dumps({"settings": settings, "environment": environment(), "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device
     if mask is None:
         return torch.ones(batch, num, dtype=torch.bool, device=device)
     if mask.ndim == 2:
-        return mask[:, -num:].bool()
+        return mask[:, -num:].bool().clone()  # kernels want rows without gaps
     if mask.shape[-1] != num:
         raise FastKVError(
             f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
@@ -57,7 +57,7 @@ def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device
         )
     own = mask[:, 0].diagonal(dim1=-2, dim2=-1)
     real = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
-    return real.expand(batch, num)
+    return real.expand(batch, num).clone()
 
 
 def fastkv_attention(

@@ -69,10 +69,11 @@ def manifold_scores(
 
 
 def sketch_matrix(
-    dim: int, size: int, generator: torch.Generator | None = None, *, kind: str = "gaussian", device=None
+    dim: int, size: int, generator: torch.Generator | None = None, *, kind: str = "gaussian", device: torch.device | str | None = None
 ) -> Tensor:
     """Right sketch Phi [dim, size], fp32, with E[Phi Phi^T] = I: entries N(0, 1 / size), or a subsampled Hadamard.
 
+    Entries are rounded to bfloat16, so that half-precision kernels multiply with exactly the same matrix.
     "srht" is sqrt(m / size) D H R: random signs, orthonormal Walsh-Hadamard transform of size m (the next power of two),
     `size` of its columns without replacement. The default generator is seeded with 0, so runs repeat.
     """
@@ -80,14 +81,16 @@ def sketch_matrix(
         generator = torch.Generator().manual_seed(0)
     where = generator.device
     if kind == "gaussian":
-        return (torch.randn(dim, size, generator=generator, device=where) / size**0.5).to(device or where)
+        sketch = torch.randn(dim, size, generator=generator, device=where) / size**0.5
+        return sketch.to(torch.bfloat16).to(device or where, torch.float32)
     padded = 1 << (dim - 1).bit_length()
     hadamard = torch.ones(1, 1, device=where)
     while hadamard.shape[0] < padded:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator, device=where) - 1
     columns = torch.randperm(padded, generator=generator, device=where)[:size]
-    return (signs[:, None] * hadamard[:dim, columns] / size**0.5).to(device or where)
+    sketch = signs[:, None] * hadamard[:dim, columns] / size**0.5
+    return sketch.to(torch.bfloat16).to(device or where, torch.float32)
 
 
 def _orthonormal_row_norms(rows: Tensor, method: str) -> Tensor:

@@ -46,7 +46,7 @@ def vector_decode_attention(
 
     Args: q [B, Hq, D]; keys, values, lengths, moments, scale, softcap, order: as in `decode_attention`.
         approx_keys: [B, Hkv, A, D] post-RoPE.  approx_positions: [B, Hkv, A] int.  approx_lengths: [B, Hkv] int.
-        weight: [Hkv, Dk, Dv], value = k~ @ weight.  cos, sin: [P, D/2] of the rotary embedding, without a scaling factor.
+        weight: [Hkv, Dk, Dv], value = k~ @ weight.  cos, sin: [P, D/2], no rotary scaling factor.
     Returns: out [B, Hq, Dv] in the dtype of q, lse_retained over both kinds of slots and lse_evicted, [B, Hq].
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
     """

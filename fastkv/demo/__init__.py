@@ -1,0 +1,38 @@
+"""The bundled model: a small trained Llama that answers questions about facts scattered in long texts.
+
+    from fastkv.demo import load
+    from fastkv.demo.tasks import generate
+
+    model, tokenizer = load()
+    sample = generate("facts", length=1024, seed=0)
+    inputs = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt")
+
+`tasks.py` writes the texts, `train.py` trains the model on them, `model/README.md` is the model card.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+MODEL_DIR = Path(__file__).parent / "model"
+
+
+def load(
+    attn_implementation: str = "sdpa", dtype: torch.dtype | None = None, directory: Path = MODEL_DIR
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The bundled model in eval mode on the CPU, and its tokenizer; reads local files only.
+
+    Args: attn_implementation: as in `from_pretrained`; dtype: of the weights, fp32 by default; directory: another model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation=attn_implementation, dtype=dtype or torch.float32, local_files_only=True
+    )
+    return model.eval(), AutoTokenizer.from_pretrained(directory, local_files_only=True)

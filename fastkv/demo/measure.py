@@ -1,0 +1,130 @@
+"""What one cache does to one model: right answers, bytes, speed, and the error of attention itself.
+
+Greedy decoding gives the reference answer exactly if, fed the reference answer word by word, the model's best next word
+is the reference's next word every time. So one pass over the reference answer tells whether the answer is right, and
+every cache is compared on the same inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cache import FastKVCache
+from .tasks import generate
+
+SPEED_STEPS = 32  # decode steps that are timed: two evictions at the default evict_every
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Equally long prompts of one task, prompts [N, P] and reference answers [N, A] as tokens."""
+
+    task: str
+    prompts: Tensor
+    answers: Tensor
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a cache did to the N questions of a task.
+
+    Attributes:
+        right: [N] bool, whether greedy decoding gives the reference answer.
+        attention: [layers, N, A - 1, Hq * Dv], attention output of every layer for the words of the reference answer.
+        nbytes: bytes of the cache per sequence.
+        kept: tokens per KV head that stay, mean over layers; None for a stock cache.
+        tokens_per_second: decoded, all sequences together; None if it was not timed.
+    """
+
+    right: Tensor
+    attention: Tensor
+    nbytes: int
+    kept: float | None
+    tokens_per_second: float | None
+
+
+def make_questions(tokenizer: PreTrainedTokenizerBase, task: str, context: int, samples: int, seed: int) -> Questions:
+    """One question to each of `samples` texts of `context` tokens, answer included; seeds are seed, seed + 1, ..."""
+    drawn = [generate(task, context, seed + index) for index in range(samples)]
+    prompts = tokenizer([f"{one.context} {one.questions[0]}" for one in drawn]).input_ids
+    answers = tokenizer([one.answers[0] for one in drawn], add_special_tokens=False).input_ids
+    return Questions(task, torch.tensor(prompts), torch.tensor(answers))
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, questions: Questions, *, timed: bool = False) -> Measured:
+    """Read the prompts, then decode the reference answers one word at a time. The model's own cache is used."""
+    out = model(questions.prompts, logits_to_keep=1, use_cache=True)
+    cache = out.past_key_values
+    logits = [out.logits[:, -1]]
+    with record_attention(model) as recorded:
+        for word in questions.answers[:, :-1].split(1, dim=1):
+            logits.append(model(word, past_key_values=cache).logits[:, -1])
+    guesses = torch.stack(logits, 1).argmax(-1)
+    rows = len(questions.prompts)
+    measured = Measured(
+        right=(guesses == questions.answers).all(-1),
+        attention=torch.stack([torch.cat(steps, 1) for steps in recorded]),
+        nbytes=cache_bytes(cache) // rows,
+        kept=kept_tokens(cache),
+        tokens_per_second=None,
+    )
+    if not timed:
+        return measured
+    word = questions.answers[:, -1:]
+    start = time.perf_counter()
+    for _ in range(SPEED_STEPS):
+        word = model(word, past_key_values=cache).logits[:, -1:].argmax(-1)
+    seconds = time.perf_counter() - start
+    return Measured(**{**vars(measured), "tokens_per_second": rows * SPEED_STEPS / seconds})
+
+
+def relative_error(attention: Tensor, full: Tensor) -> float:
+    """Mean of |o - o_full| / |o_full| over layers, sequences and tokens; both [layers, N, A - 1, Hq * Dv]."""
+    return ((attention - full).norm(dim=-1) / full.norm(dim=-1)).mean().item()
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors of a compressed or stock cache, all sequences together."""
+    if isinstance(cache, FastKVCache):
+        return cache.nbytes()
+    assert isinstance(cache, DynamicCache)
+    layers: list[Any] = cache.layers
+    return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+
+
+def kept_tokens(cache: Any) -> float | None:
+    """Tokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
+    if not isinstance(cache, FastKVCache):
+        return None
+    slots = [cache.slots(index) for index in range(len(cache.layers))]
+    return sum(slots) / len(slots) - cache.plan.evict_every
+
+
+@contextmanager
+def record_attention(model: PreTrainedModel) -> Iterator[list[list[Tensor]]]:
+    """Collect what every attention layer hands to its output projection, [N, T, Hq * Dv] for each forward."""
+    recorded: list[list[Tensor]] = []
+    hooks = []
+    for layer in model.get_decoder().layers:
+        steps: list[Tensor] = []
+
+        def keep(module: Module, args: tuple[Tensor, ...], steps: list[Tensor] = steps) -> None:
+            steps.append(args[0].detach().clone())
+
+        recorded.append(steps)
+        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(keep))
+    try:
+        yield recorded
+    finally:
+        for hook in hooks:
+            hook.remove()

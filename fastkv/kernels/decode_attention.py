@@ -1,0 +1,288 @@
+"""One query per sequence over the retained slots and the moments of the evicted tokens, append included: one launch.
+
+    out = (sum_j e^{s_j} v_j + Z_E f_E) / (sum_j e^{s_j} + Z_E),   s_j = softcap(scale q.k_j)
+    log Z_E = log n + scale q.k_mean,   f_E = v_mean + (scale / n) S^T q
+
+Source: MomentKV (arXiv:2606.01563, Eqs. 9, 11, 12); split softmax as in Flash-Decoding; the evicted set is one more
+partial, so mixing is free. Program (pair, s) reads a share of the slots, program (pair, splits) the moments, and the
+last of a pair to arrive merges; with many pairs one program does it all. Twin: `fastkv.reference.decode_step`.
+
+Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the moment matrix (4 D^2 in fp32).
+Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 256, float64, windows, padding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._partials import (
+    _add_attention,
+    _append_token,
+    _attend_slots,
+    _count_token,
+    _load_query,
+    _merge_accs,
+    _merge_tops,
+    _mix,
+    _moment_partial,
+    _store_lse,
+    _store_partial,
+)
+from ._tiles import (
+    CUDA_ARCHES,
+    HIP_ARCHES,
+    INTERPRET,
+    MIN_ROWS,
+    Variant,
+    check_contiguous,
+    check_decode,
+    decode_outputs,
+    on_hip,
+    pow2,
+    stages,
+)
+from ._workspace import Workspace, num_splits
+
+BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
+FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
+BLOCK_S = 256  # slots per step when attention is added up
+MERGE_TILE = 4096  # elements of partials summed at once
+
+
+@triton.jit
+def _decode_attention_kernel(
+    q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr,
+    k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr,
+    out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr,
+    slots, scale, softcap,
+    HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
+    MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect attention).
+    pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    length = tl.load(lengths_ptr + pair)
+    count = tl.load(count_ptr + pair)
+    held = length
+    if k_ptr is not None:
+        held = tl.minimum(length + 1, slots)
+    q_ptr += pair * G * D
+    keys_ptr += pair * slots * D
+    values_ptr += pair * slots * D
+    out_ptr += pair * G * D
+    if ORDER is not None:
+        key_mean_ptr += pair * D
+        value_mean_ptr += pair * D
+    if ORDER == 1:
+        matrix_ptr += pair * D * D
+    if attention_ptr is not None:
+        attention_ptr += pair * slots
+        logits_ptr += pair * G * slots
+
+    top = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    if split < SPLITS:
+        q = _load_query(q_ptr, G, M, D, BLOCK_D)
+        share = tl.cdiv(length, SPLITS)
+        start = split * share
+        top, total, acc = _attend_slots(
+            top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, tl.minimum(start + share, length), slots,
+            scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
+        )  # fmt: skip
+        if k_ptr is not None:
+            if split == 0:
+                top, total, acc = _append_token(
+                    top, total, acc, q, k_ptr + pair * D, v_ptr + pair * D, keys_ptr, values_ptr,
+                    positions_ptr + pair * slots, logits_ptr, length, length + count, slots, scale, softcap,
+                    G, M, D, BLOCK_D, HAS_CAP,
+                )  # fmt: skip
+
+    if SPLITS == 1:
+        moment_top = tl.full([M], -float("inf"), tl.float32)
+        moment_total = tl.zeros([M], tl.float32)
+        moment_acc = tl.zeros([M, BLOCK_D], tl.float32)
+        if ORDER is not None:
+            moment_top, moment_total, moment_acc = _moment_partial(
+                q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, count, scale, softcap,
+                G, M, D, BLOCK_D, BLOCK_K, ORDER, HAS_CAP, INTERP,
+            )  # fmt: skip
+        lse2, weight, moment_weight = _mix(top, total, moment_top, moment_total)
+        mixed = acc * weight[:, None] + moment_acc * moment_weight[:, None]
+        place, mask = rows[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D)[None, :]
+        tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+        _store_lse(lse_retained_ptr + pair * G, top, total, G, M)
+        _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
+        tl.debug_barrier()  # the logits are written and every thread has read length
+        if attention_ptr is not None:
+            _add_attention(attention_ptr, logits_ptr, lse2, held, slots, G, M, BLOCK_S)
+        if k_ptr is not None:
+            _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
+    else:
+        PARTS: tl.constexpr = SPLITS + (ORDER is not None)
+        if ORDER is not None:
+            if split == SPLITS:
+                top, total, acc = _moment_partial(
+                    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, count, scale, softcap,
+                    G, M, D, BLOCK_D, BLOCK_K, ORDER, HAS_CAP, INTERP,
+                )  # fmt: skip
+        accs_ptr += pair * PARTS * G * D
+        tops_ptr += pair * PARTS * G
+        totals_ptr += pair * PARTS * G
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+        tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+        if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+            heads = tl.arange(0, MERGE_M)
+            all_top, all_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, MERGE_M)
+            moment_top = tl.full([MERGE_M], -float("inf"), tl.float32)
+            moment_total = tl.zeros([MERGE_M], tl.float32)
+            if ORDER is not None:
+                moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS, 1, G, MERGE_M)
+            lse2, weight, moment_weight = _mix(all_top, all_total, moment_top, moment_total)
+            for first in tl.static_range(0, D, MERGE_D):
+                part = first + tl.arange(0, MERGE_D)
+                mixed = _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, MERGE_M, D) * weight[:, None]
+                place, mask = heads[:, None] * D + part[None, :], (heads < G)[:, None] & (part < D)[None, :]
+                if ORDER is not None:
+                    moment = tl.load(accs_ptr + SPLITS * G * D + place, mask=mask, other=0.0, cache_modifier=".cg")
+                    mixed += moment * moment_weight[:, None]
+                tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+            _store_lse(lse_retained_ptr + pair * G, all_top, all_total, G, MERGE_M)
+            _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, MERGE_M)
+            if attention_ptr is not None:
+                _add_attention(attention_ptr, logits_ptr, lse2, held, slots, G, MERGE_M, BLOCK_S)
+            if k_ptr is not None:
+                _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
+            tl.store(tickets_ptr + pair, 0)
+
+
+def _constants(
+    dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, splits: int,
+    order: int | None, capped: bool, hip: bool,
+) -> tuple[dict, int, int]:  # fmt: skip
+    """Constexpr arguments, warps and pipeline stages."""
+    padded = pow2(head_dim, 64)
+    block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
+    if matrix == torch.float32:
+        block_k = 32 if hip else 16  # its exact product needs several times the registers
+    merge_rows = pow2(groups)
+    merge_dims = min(padded, max(16, MERGE_TILE // (splits * merge_rows)))
+    constants = dict(
+        HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
+        BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order, HAS_CAP=capped,
+    )  # fmt: skip
+    return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
+
+
+def decode_attention(
+    *,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    count: Tensor,
+    key_mean: Tensor | None,
+    value_mean: Tensor | None,
+    matrix: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    order: int | None = 1,
+    attention: Tensor | None = None,
+    out: Tensor | None = None,
+    lse_retained: Tensor | None = None,
+    lse_evicted: Tensor | None = None,
+    workspace: Workspace | None = None,
+    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of one query per sequence, in one launch; everything contiguous, nothing copied, no host sync.
+
+    Args:
+        q: [B, Hq, D].  keys, values: [B, Hkv, C, D], same dtype.  lengths: [B, Hkv] int32.
+        count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
+        matrix: [B, Hkv, D, D], the cross moment in fp32 or cross / count in half precision; for order 1 only.
+        attention: [B, Hkv, C] fp32, to which the group mean of the weights of the slots in use is added.
+        out, lse_retained, lse_evicted: where to write the results.  workspace: see `Workspace.allocate`; made if None.
+        append: (k, v [B, Hkv, 1, D], positions [B, Hkv, C] int32, seen [B] int64): first store this token in slot
+            `lengths`, at position lengths + count; lengths and seen grow by one. Every head must have a free slot.
+    Returns: out [B, Hq, D] in the dtype of q, lse_retained and lse_evicted [B, Hq] fp32, natural log (-inf if empty).
+    Raises: FastKVError for shapes, strides or dtypes that are not as above.
+    """
+    groups = check_decode("decode_attention", q, keys, values)
+    batch, heads, slots, dim = keys.shape
+    k, v, positions, seen = append if append is not None else (None, None, None, None)
+    key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
+    matrix = matrix if order == 1 else None
+    check_contiguous(
+        "decode_attention", q=q, keys=keys, values=values, lengths=lengths, count=count, key_mean=key_mean,
+        value_mean=value_mean, matrix=matrix, attention=attention, k=k, v=v, positions=positions, seen=seen,
+    )  # fmt: skip
+    pairs = batch * heads
+    splits = num_splits(pairs, slots)
+    if workspace is None and (splits > 1 or attention is not None):
+        workspace = Workspace.allocate(batch, heads, groups, slots, dim, q.device, attention=attention is not None)
+    out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
+    constants, num_warps, num_stages = _constants(
+        q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, splits, order, softcap is not None,
+        on_hip(),
+    )  # fmt: skip
+    scratch = workspace if splits > 1 else None
+    _decode_attention_kernel[pairs, splits if splits == 1 or order is None else splits + 1](
+        q, keys, values, lengths, count, key_mean, value_mean, matrix, k, v, positions, seen, attention,
+        out, lse_retained, lse_evicted,
+        scratch and scratch.accs, scratch and scratch.tops, scratch and scratch.totals,
+        workspace.logits if workspace is not None and attention is not None else None, scratch and scratch.tickets,
+        slots, scale, softcap or 1.0,
+        **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
+    )  # fmt: skip
+    return out, lse_retained, lse_evicted
+
+
+def _variant(
+    head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
+    capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
+) -> Variant:  # fmt: skip
+    half, full = f"*{dtype}", "*fp32"
+    name_to_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    constants, num_warps, num_stages = _constants(
+        name_to_dtype[dtype], name_to_dtype[matrix], 8, groups, head_dim, splits, order, capped, arches == HIP_ARCHES
+    )
+    types = dict(
+        q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", count_ptr="*i64", out_ptr=half,
+        lse_retained_ptr=full, lse_evicted_ptr=full, slots="i32", scale="fp32", softcap="fp32",
+    )  # fmt: skip
+    if order is not None:
+        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
+    if order == 1:
+        types |= dict(matrix_ptr=f"*{matrix}")
+    if append:
+        types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
+    if attention:
+        types |= dict(attention_ptr=full, logits_ptr=full)
+    if splits > 1:
+        types |= dict(accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32")
+    name = (
+        f"decode {dtype} D{head_dim} G{groups} splits {splits} order {order}"
+        + (f" {matrix}" if order == 1 and matrix != dtype else "")
+        + " cap" * capped + " append" * append + " attention" * attention
+    )  # fmt: skip
+    return Variant(name, _decode_attention_kernel, types, constants, ("slots",), num_warps, num_stages, arches=arches)
+
+
+AOT = (
+    [_variant(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)]
+    + [_variant(128, s, o) for s in (1, 16) for o in (None, 0)]
+    + [_variant(d, s, 1, attention=True, capped=True) for d in (128, 256) for s in (1, 16)]
+    + [
+        _variant(d, s, 1, matrix="fp32", arches=a)
+        for d in (128, 256)
+        for s in (1, 4)
+        for a in (CUDA_ARCHES, HIP_ARCHES)
+    ]
+    + [_variant(128, 32, 1, groups=16, attention=True), _variant(128, 8, 1, groups=3), _variant(128, 4, 1, groups=1)]
+    + [_variant(128, 4, 1, append=False), _variant(128, 4, 1, "fp16", "fp16")]
+    + [_variant(d, 1, 1, "fp32", "fp32", arches=a) for d in (128, 256) for a in (CUDA_ARCHES, HIP_ARCHES)]
+)

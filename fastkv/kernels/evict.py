@@ -1,0 +1,300 @@
+"""Shrink every head to its budget: merge its lowest-scoring tokens into the moments and close the holes, in place.
+
+Of the slots in use the `drop = max(0, length - tokens)` lowest go: unprotected before protected, then by score, equal
+scores by descending position. With d = drop, means m and the centred rows of those that go (Chan et al. 1979):
+
+    S += sum (k - k_m)(v - v_m)^T + n d / (n + d) (k_m - k_mean)(v_m - v_mean)^T;   means += d / (n + d) (m - mean)
+
+Survivors in slots [tokens, length) then move into the holes. Program (pair, part) owns some columns of the values and
+of S; all parts need all evicted keys, so keys, positions and sizes are changed by the last part to finish. With more
+than MAX_SCAN slots a first launch finds candidates. Twins: `select` and `compact`, up to the order of slots.
+
+Bytes per pair: 8 C for scores and positions, 8 D^2 for S read and written, 2 D^2 for its copy, 8 R D for the rows.
+Does not handle: more than 64 tokens at once, Dv != Dk, head_dim above 256, float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import FastKVError, check_shape
+from ._tiles import (
+    CUDA_ARCHES,
+    HIP_ARCHES,
+    INTERPRET,
+    Variant,
+    _dot32,
+    _order_bits,
+    check_contiguous,
+    check_head_dim,
+    on_hip,
+    pow2,
+)
+
+MAX_DROP = 64
+MAX_SCAN = 2048  # slots one program looks at
+BLOCK_V = 32  # value columns of one program
+TILE = 16  # evicted rows at a time
+LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _rank_slots(scores_ptr, positions_ptr, slot, slots, length, seen, sinks, recent):
+    """uint64 that sort in order of eviction: class, score, descending position; LAST_KEY where nothing is stored."""
+    inside = slot < length
+    position = tl.load(positions_ptr + slot, mask=slot < slots, other=0)  # a mask by `inside` would make loads narrow
+    bits = _order_bits(tl.load(scores_ptr + slot, mask=slot < slots, other=0.0)).to(tl.uint64)
+    guarded = ((position < sinks) | (position >= seen - recent)).to(tl.uint64)
+    key = (guarded << 63) | (bits << 31) | (0x7FFFFFFF - position).to(tl.uint64)
+    return tl.where(inside, key, LAST_KEY)
+
+
+@triton.jit
+def _candidates_kernel(
+    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, candidate_keys_ptr, candidate_slots_ptr,
+    slots, tokens, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The R first to go among BLOCK_C slots: their keys (LAST_KEY beyond the slots in use) and slots."""
+    pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length, seen = tl.load(lengths_ptr + pair), tl.load(seen_ptr + pair // HEADS)
+    slot = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
+    keys = _rank_slots(
+        scores_ptr + pair * slots, positions_ptr + pair * slots, slot, slots, length, seen, sinks, recent
+    )
+    place = (pair * tl.num_programs(1) + chunk) * R
+    for r in range(R):
+        low = tl.min(keys, 0)
+        tl.store(candidate_keys_ptr + place + r, low.to(tl.int64, bitcast=True))
+        tl.store(candidate_slots_ptr + place + r, tl.max(tl.where(keys == low, slot, 0), 0))
+        keys = tl.where(keys == low, LAST_KEY, keys)
+
+
+@triton.jit
+def _holes(victims, drop, length, tokens, R: tl.constexpr):
+    """Which victims [R] leave a hole in [0, tokens), and the slot of the survivor beyond that fills it."""
+    index = tl.arange(0, R)
+    live = index < drop
+    tail = tokens + index
+    same = (victims[:, None] == tail[None, :]) & live[:, None]
+    stays = (tail < length) & (tl.sum(same.to(tl.int32), 0) == 0)
+    hole = live & (victims < tokens)
+    rank_hole, rank_tail = tl.cumsum(hole.to(tl.int32), 0), tl.cumsum(stays.to(tl.int32), 0)
+    match = (rank_hole[:, None] == rank_tail[None, :]) & stays[None, :]
+    return hole, tl.sum(tl.where(match, tail[None, :], 0), 1)
+
+
+@triton.jit
+def _some(vector, first, R: tl.constexpr, TILE: tl.constexpr):
+    """Elements [first, first + TILE) of an int vector [R] in registers; 0 past its end."""
+    match = (first + tl.arange(0, TILE))[:, None] == tl.arange(0, R)[None, :]
+    return tl.sum(tl.where(match, vector[None, :], 0), 1)
+
+
+@triton.jit
+def _load_rows(base_ptr, slots, live, cols, D: tl.constexpr):
+    mask = live[:, None] & (cols < D)[None, :]
+    return tl.load(base_ptr + slots[:, None] * D + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _move_rows(base_ptr, drop, hole, to_slot, from_slot, cols, D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
+    for first in range(0, drop, TILE):
+        live = _some(hole.to(tl.int32), first, R, TILE) > 0
+        rows = _load_rows(base_ptr, _some(from_slot, first, R, TILE), live, cols, D)
+        place = base_ptr + _some(to_slot, first, R, TILE)[:, None] * D + cols[None, :]
+        tl.store(place, rows, mask=live[:, None] & (cols < D)[None, :])
+
+
+@triton.jit
+def _evict_kernel(
+    keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
+    slope_ptr, scores_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
+    slots, tokens, sinks, recent, candidates, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
+    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(lengths_ptr + pair)
+    drop = length - tokens
+    if drop <= 0:
+        return
+    index = tl.arange(0, BLOCK_C)
+    if candidate_keys_ptr is not None:
+        inside = index < candidates
+        order = tl.load(candidate_keys_ptr + pair * candidates + index, mask=inside, other=-1).to(
+            tl.uint64, bitcast=True
+        )
+        slot = tl.load(candidate_slots_ptr + pair * candidates + index, mask=inside, other=0)
+    else:
+        slot = index
+        order = _rank_slots(
+            scores_ptr + pair * slots, positions_ptr + pair * slots, slot, slots, length,
+            tl.load(seen_ptr + pair // HEADS), sinks, recent,
+        )  # fmt: skip
+    row = tl.arange(0, R)
+    victims = tl.zeros([R], tl.int32)
+    for r in range(drop):
+        low = tl.min(order, 0)
+        victims = tl.where(row == r, tl.max(tl.where(order == low, slot, 0), 0), victims)
+        order = tl.where(order == low, LAST_KEY, order)
+    hole, source = _holes(victims, drop, length, tokens, R)
+
+    keys_ptr += pair * slots * D
+    values_ptr += pair * slots * D
+    cols, own = tl.arange(0, BLOCK_D), part * BLOCK_V + tl.arange(0, BLOCK_V)
+    before = tl.load(count_ptr + pair)
+    size, share = drop.to(tl.float32), drop.to(tl.float32) / (before + drop).to(tl.float32)
+    key_mean = tl.zeros([BLOCK_D], tl.float32)
+    if key_mean_ptr is not None:
+        value_mean = tl.zeros([BLOCK_V], tl.float32)
+        for first in range(0, drop, TILE):
+            gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
+            key_mean += tl.sum(_load_rows(keys_ptr, gone, live, cols, D).to(tl.float32), 0) / size
+            value_mean += tl.sum(_load_rows(values_ptr, gone, live, own, D).to(tl.float32), 0) / size
+        key_before = tl.load(key_mean_ptr + pair * D + cols, mask=cols < D, other=0.0)
+        value_before = tl.load(value_mean_ptr + pair * D + own, mask=own < D, other=0.0)
+        key_step, value_step = key_mean - key_before, value_mean - value_before
+        if cross_ptr is not None:
+            place = pair * D * D + cols[:, None] * D + own[None, :]
+            mask = (cols < D)[:, None] & (own < D)[None, :]
+            cross = tl.load(cross_ptr + place, mask=mask, other=0.0)
+            cross += (key_step * (before.to(tl.float32) * share))[:, None] * value_step[None, :]
+            for first in range(0, drop, TILE):
+                gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
+                k = _load_rows(keys_ptr, gone, live, cols, D).to(tl.float32) - key_mean[None, :]
+                v = _load_rows(values_ptr, gone, live, own, D).to(tl.float32) - value_mean[None, :]
+                k, v = tl.where(live[:, None], k, 0.0), tl.where(live[:, None], v, 0.0)
+                cross += _dot32(tl.trans(k), v, INTERP)
+            tl.store(cross_ptr + place, cross, mask=mask)
+            if slope_ptr is not None:
+                slope = cross / (before + drop).to(tl.float32)
+                tl.store(slope_ptr + place, slope.to(slope_ptr.dtype.element_ty), mask=mask)
+        tl.store(value_mean_ptr + pair * D + own, value_before + share * value_step, mask=own < D)
+        key_mean = key_before + share * key_step
+    tl.debug_barrier()  # every thread has read the evicted values before they are overwritten
+    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)
+
+    tl.debug_barrier()  # every thread has read what the last part changes
+    parts = tl.num_programs(1)
+    if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
+        moved = tl.load(positions_ptr + pair * slots + source, mask=hole, other=0)
+        tl.store(positions_ptr + pair * slots + victims, moved, mask=hole)
+        if key_mean_ptr is not None:
+            tl.store(key_mean_ptr + pair * D + cols, key_mean, mask=cols < D)
+        tl.store(count_ptr + pair, before + drop)
+        tl.store(lengths_ptr + pair, tokens)
+        tl.store(tickets_ptr + pair, 0)
+
+
+def _constants(heads: int, slots: int, tokens: int, head_dim: int, hip: bool) -> tuple[dict, int, int]:
+    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
+    most = pow2(slots - tokens, TILE)
+    chunks = triton.cdiv(slots, MAX_SCAN) if slots > MAX_SCAN else 0
+    scanned = pow2(chunks * most if chunks else slots, 16)
+    padded = pow2(head_dim, 64)
+    constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, BLOCK_V=BLOCK_V, TILE=TILE)
+    return constants, chunks, 8 if padded == 256 and not hip else 4
+
+
+def evict(
+    *,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    seen: Tensor,
+    count: Tensor,
+    key_mean: Tensor | None,
+    value_mean: Tensor | None,
+    cross: Tensor | None,
+    slope: Tensor | None,
+    scores: Tensor,
+    tokens: int,
+    sinks: int,
+    recent: int,
+    order: int | None,
+    tickets: Tensor | None = None,
+) -> None:
+    """Evict the lowest-scoring tokens of each head that holds more than `tokens`; everything is changed in place.
+
+    Args:
+        keys, values: [B, Hkv, C, D].  positions: [B, Hkv, C] int32.  lengths: [B, Hkv] int32.  seen: [B] int64.
+        count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
+        cross: [B, Hkv, D, D] fp32 and slope: None or [B, Hkv, D, D] in half precision, set to cross / count; order 1.
+        scores: [B, Hkv, C] fp32, larger = keep.  tokens: how many stay; at most 64 below C.
+        sinks, recent: positions below `sinks` and from seen - recent on are protected: they go last.
+        tickets: [B * Hkv] int32 zeros, left zero (`Workspace.tickets` will do); made if None.
+    Raises: FastKVError if more than 64 tokens could go, or for shapes or strides that are not as above.
+    """
+    batch, heads, slots, dim = keys.shape
+    check_head_dim("evict", dim)
+    check_shape("evict", "values", values, keys.shape)
+    check_shape("evict", "scores", scores, (batch, heads, slots))
+    if not 0 <= slots - tokens <= MAX_DROP:
+        raise FastKVError(f"evict removes at most {MAX_DROP} tokens, got {slots} slots for {tokens}; use compact")
+    key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
+    cross, slope = (cross, slope) if order == 1 else (None, None)
+    check_contiguous(
+        "evict", keys=keys, values=values, positions=positions, lengths=lengths, seen=seen, count=count,
+        key_mean=key_mean, value_mean=value_mean, cross=cross, slope=slope, scores=scores,
+    )  # fmt: skip
+    pairs = batch * heads
+    constants, chunks, num_warps = _constants(heads, slots, tokens, dim, on_hip())
+    candidates = chunks * constants["R"]
+    found = found_slots = None
+    if chunks:
+        found = torch.empty(pairs, candidates, dtype=torch.int64, device=keys.device)
+        found_slots = torch.empty(pairs, candidates, dtype=torch.int32, device=keys.device)
+        _candidates_kernel[pairs, chunks](
+            scores, positions, lengths, seen, found, found_slots, slots, tokens, sinks, recent,
+            HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
+        )  # fmt: skip
+    if tickets is None:
+        tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device)
+    _evict_kernel[pairs, triton.cdiv(dim, BLOCK_V)](
+        keys, values, positions, lengths, seen, count, key_mean, value_mean, cross, slope, scores,
+        found, found_slots, tickets, slots, tokens, sinks, recent, candidates,
+        **constants, INTERP=INTERPRET, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _variant(
+    head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
+    arches: tuple[str, ...] = (),
+) -> Variant:  # fmt: skip
+    half, full = f"*{dtype}", "*fp32"
+    constants, chunks, num_warps = _constants(8, slots, tokens, head_dim, arches == HIP_ARCHES)
+    types = dict(
+        keys_ptr=half, values_ptr=half, positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", count_ptr="*i64",
+        scores_ptr=full, tickets_ptr="*i32", slots="i32", tokens="i32", sinks="i32", recent="i32", candidates="i32",
+    )  # fmt: skip
+    if order is not None:
+        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
+    if order == 1:
+        types |= dict(cross_ptr=full, **(dict(slope_ptr=half) if slope else {}))
+    if chunks:
+        types |= dict(candidate_keys_ptr="*i64", candidate_slots_ptr="*i32")
+    name = f"evict {dtype} D{head_dim} slots {slots} drop {slots - tokens} order {order}" + " slope" * slope
+    return Variant(name, _evict_kernel, types, constants, ("slots", "candidates"), num_warps, arches=arches)
+
+
+CANDIDATES = dict(
+    scores_ptr="*fp32", positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", candidate_keys_ptr="*i64",
+    candidate_slots_ptr="*i32", slots="i32", tokens="i32", sinks="i32", recent="i32",
+)  # fmt: skip
+SCAN = dict(HEADS=8, BLOCK_C=MAX_SCAN)
+AOT = (
+    [_variant(d, 1040, 1024) for d in (64, 80, 96, 128)]
+    + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in (CUDA_ARCHES, HIP_ARCHES)]
+    + [_variant(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)]
+    + [_variant(128, 144, 128), _variant(128, 2048, 1984), _variant(128, 16400, 16384)]
+    + [_variant(128, 544, 512, dtype=t) for t in ("bf16", "fp16", "fp32")]
+    + [
+        Variant(f"evict candidates drop {r}", _candidates_kernel, CANDIDATES, SCAN | dict(R=r), ("slots",))
+        for r in (16, 64)
+    ]
+)

@@ -1,0 +1,268 @@
+"""Scores from the distance of each key to the mean key: KeyDiff (arXiv:2504.15364) and ManifoldKV.
+
+    keydiff   -cos(k_i, a), a the mean of the keys or of the normalised keys; ablations -a.k_i and |a - k_i|
+    manifold  |k_i - mu| in l2, l1 or linf, or 1 - cos(k_i, mu); mu of the head or of the token's window
+
+Two passes over the keys: sums per split of each window, then, after each program has added up the splits of its window
+in order, the scores. Everything in fp32; distances from differences, not from |k|^2 - 2 k.mu + |mu|^2, which cancels.
+Bytes: 2 N D per head in the keys' dtype, 4 N out, and the sums of at most 64 splits per window.
+Does not handle: the KeyDiff anchors "median" and "pairwise"; they stay in the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import FastKVError, check_shape
+from ..reference.geometry import check_metric
+from ._tiles import Variant, check_contiguous, check_head_dim, pow2
+
+BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}  # rows per tile, by padded head_dim
+LEAST_ROWS = 512  # of a split
+MAX_SPLITS = 64
+METRICS = {"keydiff": 0, "cosine": 1, "dot": 2, "l2": 3, "l1": 4, "linf": 5}
+TINY = tl.constexpr(1e-12)  # what torch.nn.functional.normalize never divides by less than
+
+
+@triton.jit
+def _load_rows(
+    keys_ptr, order_ptr, mask_ptr, row, rank, limit, length, stride_t,
+    D: tl.constexpr, BD: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Keys of the given ranks, fp32 and 0 where not real, with their indices, and which of them are real."""
+    index = rank
+    if HAS_ORDER:
+        index = tl.load(order_ptr + row + rank, mask=rank < limit, other=0).to(tl.int32)
+    real = (rank < limit) & (rank < length)
+    if HAS_MASK:
+        real = real & (tl.load(mask_ptr + row + rank, mask=rank < limit, other=0) != 0)
+    column = tl.arange(0, BD)[None, :]
+    spot = keys_ptr + index.to(tl.int64)[:, None] * stride_t + column
+    return tl.load(spot, mask=real[:, None] & (column < D), other=0.0).to(tl.float32), index, real
+
+
+@triton.jit
+def _norm(rows):
+    """max(|row|, TINY)."""
+    return tl.maximum(tl.sqrt(tl.sum(rows * rows, 1)), TINY)
+
+
+@triton.jit
+def _sum_kernel(
+    keys_ptr,
+    order_ptr,
+    mask_ptr,
+    lengths_ptr,
+    sums_ptr,
+    counts_ptr,
+    N,
+    window,
+    rows_per_split,
+    stride_b,
+    stride_h,
+    stride_t,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) // SPLITS * window
+    low = start + tl.program_id(1) % SPLITS * rows_per_split
+    high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
+    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
+    length = N
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + head).to(tl.int32)
+    total = tl.zeros([BD], tl.float32)
+    count = tl.zeros([], tl.int32)
+    for first in range(low, high, BLOCK_N):
+        rank = first + tl.arange(0, BLOCK_N)
+        k, _, real = _load_rows(
+            keys, order_ptr, mask_ptr, head * N, rank, high, length, stride_t, D, BD, HAS_ORDER, HAS_MASK
+        )
+        if UNIT:
+            k = k / _norm(k)[:, None]
+        total += tl.sum(k, 0)
+        count += tl.sum(real.to(tl.int32), 0)
+    part = head * tl.num_programs(1) + tl.program_id(1)
+    tl.store(sums_ptr + part * BD + tl.arange(0, BD), total)
+    tl.store(counts_ptr + part, count)
+
+
+@triton.jit
+def _score_kernel(
+    keys_ptr,
+    order_ptr,
+    mask_ptr,
+    lengths_ptr,
+    sums_ptr,
+    counts_ptr,
+    scores_ptr,
+    N,
+    window,
+    rows_per_split,
+    stride_b,
+    stride_h,
+    stride_t,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    METRIC: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) // SPLITS * window
+    low = start + tl.program_id(1) % SPLITS * rows_per_split
+    high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
+    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
+    length = N
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + head).to(tl.int32)
+    part = head * tl.num_programs(1) + tl.program_id(1) // SPLITS * SPLITS
+    total = tl.zeros([BD], tl.float32)
+    count = tl.zeros([], tl.int32)
+    for split in range(0, SPLITS):
+        total += tl.load(sums_ptr + (part + split) * BD + tl.arange(0, BD))
+        count += tl.load(counts_ptr + part + split)
+    center = total / tl.maximum(count, 1).to(tl.float32)
+    length_of_center = tl.maximum(tl.sqrt(tl.sum(center * center, 0)), TINY)
+    for first in range(low, high, BLOCK_N):
+        rank = first + tl.arange(0, BLOCK_N)
+        k, index, real = _load_rows(
+            keys, order_ptr, mask_ptr, head * N, rank, high, length, stride_t, D, BD, HAS_ORDER, HAS_MASK
+        )
+        if METRIC <= 2:
+            score = tl.sum(k * center[None, :], 1)
+            if METRIC <= 1:
+                score = score / (_norm(k) * length_of_center)
+            score = (1.0 if METRIC == 1 else 0.0) - score
+        else:
+            gap = tl.abs(k - center[None, :])
+            if METRIC == 3:
+                score = tl.sqrt(tl.sum(gap * gap, 1))
+            elif METRIC == 4:
+                score = tl.sum(gap, 1)
+            else:
+                score = tl.max(gap, 1)
+        tl.store(scores_ptr + head * N + index, tl.where(real, score, 0.0), mask=rank < high)
+
+
+def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Tensor | None, lengths: Tensor | None):
+    """The two launches. With windows and a mask, tokens are counted along `order`: real ones first, as they come."""
+    batch, heads, num, dim = keys.shape
+    check_head_dim("key_scores", dim)
+    check_contiguous("key_scores", mask=mask, lengths=lengths)
+    assert keys.stride(-1) == 1 and (mask is None or lengths is None)
+    if mask is not None:
+        check_shape("key_scores", "mask", mask, (batch, heads, num))
+    scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
+    if not scores.numel():
+        return scores
+    order = None
+    if window is None or window >= num:
+        window = num
+    elif mask is not None:
+        order, lengths, mask = mask.logical_not().to(torch.uint8).argsort(dim=-1, stable=True), mask.sum(-1), None
+    width = pow2(dim, 16)
+    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(window, MAX_SPLITS)), BLOCK_N[width]) * BLOCK_N[width]
+    splits = triton.cdiv(window, rows)
+    grid = (batch * heads, triton.cdiv(num, window) * splits)
+    sums = torch.empty(*grid, width, dtype=torch.float32, device=keys.device)
+    counts = torch.empty(*grid, dtype=torch.int32, device=keys.device)
+    inputs = (
+        keys,
+        scores if order is None else order,
+        scores if mask is None else mask.view(torch.uint8),
+        scores if lengths is None else lengths,
+    )
+    sizes = (num, window, rows, *keys.stride()[:3])
+    flags = {"HEADS": heads, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width], "SPLITS": splits}
+    flags |= {"HAS_ORDER": order is not None, "HAS_MASK": mask is not None, "HAS_LENGTHS": lengths is not None}
+    _sum_kernel[grid](*inputs, sums, counts, *sizes, UNIT=unit, **flags)
+    _score_kernel[grid](*inputs, sums, counts, scores, *sizes, METRIC=METRICS[metric], **flags)
+    return scores
+
+
+def keydiff_scores(
+    *,
+    keys: Tensor,
+    anchor: str = "mean",
+    distance: str = "cosine",
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Keys unlike the others are kept: -cos(a, k_i), or another distance to the anchor a.
+
+    Args: keys [B, Hkv, N, D], unit stride along D; anchor: "mean" or "normalized_mean"; distance: "cosine", "dot" or
+        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or the first lengths [B, Hkv], or all.
+    Returns: [B, Hkv, N] fp32, 0 where not real (the reference too, except for "euclidean").
+    Raises: FastKVError for another anchor or distance.  Cost: reads the keys twice, two launches, no host sync.
+    """
+    metric = {"cosine": "keydiff", "dot": "dot", "euclidean": "l2"}.get(distance)
+    if anchor not in ("mean", "normalized_mean") or metric is None:
+        raise FastKVError(
+            f"keydiff: the kernel has anchors mean and normalized_mean and distances cosine, dot and euclidean, "
+            f"got {anchor!r} and {distance!r}; use reference.keydiff_scores"
+        )
+    return _scores(keys, metric, anchor == "normalized_mean", None, mask, lengths)
+
+
+def manifold_scores(
+    *,
+    keys: Tensor,
+    window: int | None = None,
+    metric: str = "l2",
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Keys far from the mean key of the head, or of their window of `window` real tokens in order, are kept.
+
+    Args: as in `keydiff_scores`; metric: "l2", "l1", "linf" or "cosine" (1 - cos).
+    Returns: [B, Hkv, N] fp32, 0 where not real.  Cost: as there; windows with a mask add an argsort of the mask.
+    """
+    check_metric(metric, window)
+    return _scores(keys, metric, False, window, mask, lengths)
+
+
+_TYPES = {
+    "keys_ptr": "*bf16",
+    "order_ptr": "*i64",
+    "mask_ptr": "*u8",
+    "lengths_ptr": "*i64",
+    "sums_ptr": "*fp32",
+    "counts_ptr": "*i32",
+    "scores_ptr": "*fp32",
+    **dict.fromkeys(("N", "window", "rows_per_split", "stride_b", "stride_h", "stride_t"), "i32"),
+}
+
+
+def _variant(kernel, dim: int, metric: str, real: str) -> Variant:
+    flags = {"HAS_ORDER": real == "order", "HAS_MASK": real == "mask", "HAS_LENGTHS": real == "order"}
+    width = pow2(dim, 16)
+    flags |= {"HEADS": 8, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width], "SPLITS": 4}
+    flags |= {"UNIT": metric == "unit", "METRIC": METRICS.get(metric)}
+    return Variant(
+        f"{kernel.__name__.strip('_')} D{dim} {metric} {real}",
+        kernel,
+        {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES},
+        {name: value for name, value in flags.items() if name in kernel.arg_names},
+        div16=("N", "window", "rows_per_split", "stride_b", "stride_h", "stride_t"),
+    )
+
+
+AOT = [_variant(_sum_kernel, dim, "unit", "mask") for dim in (64, 80, 128, 256)]
+AOT += [_variant(_score_kernel, dim, "keydiff", "mask") for dim in (64, 80, 128, 256)]
+AOT += [_variant(_sum_kernel, 128, "sum", "order"), _variant(_score_kernel, 128, "linf", "order")]

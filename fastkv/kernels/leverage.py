@@ -1,0 +1,196 @@
+"""Approximate leverage of each key: Compactor, Alg. 1, by a sketch and a Cholesky factor.
+
+X = K Phi (Phi [D, k], k <= 128), X^T X = L L^T, score_i = |L^-1 x_i|^2. Twin of `reference.leverage_scores` for methods
+"cholesky" and "srht" (the sketch is an argument). Two passes over the keys: Gram partials per split, added up in order;
+then x_i again and its solved norm. In between torch factors the k x k matrices in float64 without a host sync; if the
+relative ridge of 1e-6 is lost in the rounding of rank-deficient keys, a second factor with 1e-4 takes its place, chosen
+on the device. With `centre` each split sums about the mean of its first keys, and splits merge as in Chan et al.
+
+Bytes: keys twice, 4 N out, 4 k^2 per split and head.
+Does not handle: unsketched keys with D > 128 and the QR and SVD methods; they stay in the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import FastKVError, check_shape
+from ..reference.geometry import RIDGE
+from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
+
+BLOCK_N = 64
+WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # by padded head_dim
+LEAST_ROWS = 512  # of a split
+MAX_SPLITS = 64
+MAX_SKETCH = 128
+
+
+@triton.jit
+def _sketch(sketch_ptr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Phi, padded to [BD, BK]."""
+    row, column = tl.arange(0, BD)[:, None], tl.arange(0, BK)[None, :]
+    return tl.load(sketch_ptr + row * K + column, mask=(row < D) & (column < K), other=0.0)
+
+
+@triton.jit
+def _sketched_keys(
+    keys_ptr, mask_ptr, sketch, row, first, high, stride_t,
+    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """X of BLOCK_N keys, fp32 and 0 where not real, their indices, and which are real."""
+    index = first + tl.arange(0, BLOCK_N)
+    real = index < high
+    if HAS_MASK:
+        real = tl.load(mask_ptr + row + index, mask=real, other=0) != 0
+    column = tl.arange(0, BD)[None, :]
+    spot = keys_ptr + index.to(tl.int64)[:, None] * stride_t + column
+    k = tl.load(spot, mask=real[:, None] & (column < D), other=0.0)
+    return _dot(k, sketch, INTERP), index, real
+
+
+@triton.jit
+def _gram_kernel(
+    keys_ptr, mask_ptr, sketch_ptr, grams_ptr, means_ptr, counts_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
+    low = tl.program_id(0) * rows_per_split
+    high = tl.minimum(low + rows_per_split, N)
+    sketch = _sketch(sketch_ptr, D, BD, K, BK)
+    gram = tl.zeros([BK, BK], tl.float32)
+    total = tl.zeros([BK], tl.float32)
+    shift = tl.zeros([BK], tl.float32)  # mean of the first tile with real keys: sums about it do not cancel
+    count = tl.zeros([], tl.int32)
+    for first in range(low, high, BLOCK_N):
+        x, _, real = _sketched_keys(
+            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK, INTERP
+        )
+        more = tl.sum(real.to(tl.int32), 0)
+        if CENTRE:
+            shift = tl.where(count == 0, tl.sum(x, 0) / tl.maximum(more, 1).to(tl.float32), shift)
+            x = tl.where(real[:, None], x - shift[None, :], 0.0)
+        gram += _dot32(tl.trans(x), x, INTERP)
+        total += tl.sum(x, 0)
+        count += more
+    mean = total / tl.maximum(count, 1).to(tl.float32)
+    if CENTRE:
+        gram -= (total[:, None] * mean[None, :]).to(tl.float32)
+    part = head * tl.num_programs(0) + tl.program_id(0)
+    row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
+    tl.store(grams_ptr + (part * K + row) * K + column, gram, mask=(row < K) & (column < K))
+    tl.store(means_ptr + part * K + tl.arange(0, BK), mean + shift, mask=tl.arange(0, BK) < K)
+    tl.store(counts_ptr + part, count)
+
+
+@triton.jit
+def _norm_kernel(
+    keys_ptr, mask_ptr, sketch_ptr, solve_ptr, mean_ptr, scores_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
+    low = tl.program_id(0) * rows_per_split
+    high = tl.minimum(low + rows_per_split, N)
+    sketch = _sketch(sketch_ptr, D, BD, K, BK)
+    row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
+    solve = tl.load(solve_ptr + (head * K + row) * K + column, mask=(row < K) & (column < K), other=0.0)
+    mean = tl.zeros([BK], tl.float32)
+    if CENTRE:
+        mean = tl.load(mean_ptr + head * K + tl.arange(0, BK), mask=tl.arange(0, BK) < K, other=0.0)
+    for first in range(low, high, BLOCK_N):
+        x, index, real = _sketched_keys(
+            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK, INTERP
+        )
+        y = _dot32(tl.where(real[:, None], x - mean[None, :], 0.0), solve, INTERP)
+        tl.store(scores_ptr + head * N + index, tl.sum(y * y, 1), mask=index < high)
+
+
+def _solve_matrix(grams: Tensor, means: Tensor, counts: Tensor, centre: bool) -> tuple[Tensor, Tensor]:
+    """L^-T and the mean from the splits [B, Hkv, splits, ...], in float64, never NaN and without a host sync."""
+    gram, mean = grams.double().sum(2), means.double()
+    share = counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
+    middle = (mean * share[..., None]).sum(2)
+    energy = middle.square().mean(-1)  # the ridge never falls below the rounding of x itself
+    if centre:
+        apart = mean - middle[..., None, :]
+        gram = gram + (apart * counts.double()[..., None]).transpose(-1, -2) @ apart
+    unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1) + 1e-12 * counts.sum(-1) * energy + 1e-30
+    factor, info = torch.linalg.cholesky_ex(gram + ridge[..., None, None] * unit, check_errors=False)
+    safe, _ = torch.linalg.cholesky_ex(gram + 100 * ridge[..., None, None] * unit, check_errors=False)
+    factor = torch.where(info[..., None, None] == 0, factor, safe)
+    solve = torch.linalg.solve_triangular(factor, unit.expand_as(gram), upper=False).transpose(-1, -2)
+    return solve.to(torch.float32, memory_format=torch.contiguous_format), middle.float()
+
+
+def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None, centre: bool = False) -> Tensor:
+    """Leverage of each key in the sketched space, |L^-1 x_i|^2 with x = k Phi and X^T X = L L^T.
+
+    Args: keys [B, Hkv, N, D] before the rotation, any strides, unit stride along D; sketch [D, k] fp32, k <= 128, from
+        `reference.sketch_matrix`, or the identity for D <= 128 (rounded to the keys' dtype, which changes neither); mask [B, Hkv, N] bool; centre: subtract the mean first.
+    Returns: [B, Hkv, N] fp32, 0 where not real.  Cost: reads the keys twice; two launches, and torch's on [B, Hkv, k, k].
+    Raises: FastKVError for a sketch that does not fit.
+    """
+    batch, heads, num, dim = keys.shape
+    size = sketch.shape[-1]
+    check_shape("leverage_scores", "sketch", sketch, (dim, None))
+    check_head_dim("leverage_scores", dim)
+    check_contiguous("leverage_scores", sketch=sketch, mask=mask)
+    if size > MAX_SKETCH or sketch.dtype != torch.float32:
+        raise FastKVError(
+            f"leverage_scores: the sketch must be fp32 with at most {MAX_SKETCH} columns, got {sketch.dtype} with {size}; "
+            "use reference.leverage_scores"
+        )
+    if mask is not None:
+        check_shape("leverage_scores", "mask", mask, (batch, heads, num))
+    assert keys.stride(-1) == 1
+    scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
+    if not scores.numel():
+        return scores
+    width = pow2(dim, 16)
+    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), BLOCK_N) * BLOCK_N
+    splits = triton.cdiv(num, rows)
+    grams = torch.empty(batch, heads, splits, size, size, dtype=torch.float32, device=keys.device)
+    means = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=keys.device)
+    counts = torch.empty(batch, heads, splits, dtype=torch.int32, device=keys.device)
+    inputs = (keys, scores if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype))
+    shape = (num, rows, *keys.stride()[:3])
+    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": BLOCK_N}
+    flags |= {"HAS_MASK": mask is not None, "CENTRE": centre, "INTERP": INTERPRET}
+    flags |= {"num_warps": WARPS[width], "num_stages": stages(2)}
+    grid = (splits, batch * heads)
+    _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
+    _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, **flags)
+    return scores
+
+
+_TYPES = {
+    **dict.fromkeys(("keys_ptr", "sketch_ptr"), "*bf16"),
+    "mask_ptr": "*u8",
+    "counts_ptr": "*i32",
+    **dict.fromkeys(("N", "rows_per_split", "stride_b", "stride_h", "stride_t"), "i32"),
+}
+
+
+def _variant(kernel, dim: int) -> Variant:
+    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": BLOCK_N}
+    flags |= {"HAS_MASK": True, "CENTRE": True, "INTERP": False}
+    names = [name for name in kernel.arg_names if name not in flags]
+    return Variant(
+        f"leverage {kernel.__name__.strip('_')} D{dim}",
+        kernel,
+        {name: _TYPES.get(name, "*fp32") for name in names},
+        {name: value for name, value in flags.items() if name in kernel.arg_names},
+        div16=("N", "rows_per_split", "stride_b", "stride_h", "stride_t"),
+        num_warps=WARPS[pow2(dim)],
+        num_stages=2,
+    )
+
+
+AOT = [_variant(kernel, dim) for kernel in (_gram_kernel, _norm_kernel) for dim in (64, 80, 128, 256)]

@@ -1,0 +1,135 @@
+"""What each stored token is worth: attention received times what the moments of the evicted set miss of its value.
+
+    score_j = attention_j |v_j - v_mean - (scale / n) S^T k_j|
+
+Source: MomentKV (arXiv:2606.01563, Eq. 10); the key is not centred, as there. Twin: `fastkv.reference.moment_residual`,
+times attention. A program takes a tile of slots and multiplies it with the whole moment matrix.
+
+Bytes per pair: 4 L D for keys and values in half precision, 8 C for attention and scores, 2 D^2 (4 D^2 in fp32) per
+tile for the matrix, from L2 after the first. Does not handle: Dv != Dk, head_dim above 256, float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import check_shape
+from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
+
+BLOCKS = {64: (64, 32, 4), 128: (64, 32, 4), 256: (64, 32, 8)}  # padded head_dim -> slots, matrix rows, warps
+FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8)}
+
+
+@triton.jit
+def _moment_scores_kernel(
+    attention_ptr, keys_ptr, values_ptr, lengths_ptr, value_mean_ptr, matrix_ptr, count_ptr, out_ptr, slots, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths_ptr + pair)
+    slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = slot < length
+    cols = tl.arange(0, BLOCK_D)
+    row = (pair * slots + slot)[:, None] * D
+    score = tl.zeros([BLOCK_N], tl.float32)
+    if tl.program_id(1) * BLOCK_N < length:
+        fitted = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        if matrix_ptr is not None:
+            for first in range(0, D, BLOCK_K):
+                rows = first + tl.arange(0, BLOCK_K)
+                if D % BLOCK_K == 0:
+                    k = tl.load(keys_ptr + row + rows[None, :], mask=inside[:, None], other=0.0)
+                else:
+                    k = tl.load(keys_ptr + row + rows[None, :], mask=inside[:, None] & (rows < D)[None, :], other=0.0)
+                mask = (rows < D)[:, None] & (cols < D)[None, :]
+                tile = tl.load(matrix_ptr + pair * D * D + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
+                if tile.dtype == tl.float32:
+                    fitted += _dot32(k.to(tl.float32), tile, INTERP)
+                else:
+                    fitted += _dot(k, tile.to(k.dtype), INTERP)
+            factor = scale + tl.zeros([1], tl.float32)
+            if matrix_ptr.dtype.element_ty == tl.float32:
+                factor = factor / tl.maximum(tl.load(count_ptr + pair), 1).to(tl.float32)
+            fitted = fitted * factor[:, None]
+        v = tl.load(values_ptr + row + cols[None, :], mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+        residual = v.to(tl.float32) - fitted
+        if value_mean_ptr is not None:
+            residual -= tl.load(value_mean_ptr + pair * D + cols, mask=cols < D, other=0.0)[None, :]
+        score = tl.sqrt(tl.sum(residual * residual, 1))
+        if attention_ptr is not None:
+            score *= tl.load(attention_ptr + pair * slots + slot, mask=inside, other=0.0)
+    tl.store(out_ptr + pair * slots + slot, tl.where(inside, score, 0.0), mask=slot < slots)
+
+
+def _constants(exact: bool, head_dim: int) -> tuple[dict, int]:
+    """Constexpr arguments, and warps; `exact` for fp32 products."""
+    padded = pow2(head_dim, 64)
+    block_n, block_k, num_warps = (FP32_BLOCKS if exact else BLOCKS)[padded]
+    return dict(D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k), num_warps
+
+
+def moment_scores(
+    *,
+    attention: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    value_mean: Tensor | None,
+    matrix: Tensor | None,
+    count: Tensor,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """Score every stored token; larger = keep. One launch, no host sync.
+
+    Args:
+        attention: [B, Hkv, C] fp32, or None for the residual alone.  keys, values: [B, Hkv, C, D].
+        lengths: [B, Hkv] int32.  value_mean: [B, Hkv, D] fp32 or None.  count: [B, Hkv] int64.
+        matrix: [B, Hkv, D, D], the cross moment in fp32 or cross / count in half precision; None below order 1.
+        out: [B, Hkv, C] fp32, written; 0 in slots that hold nothing.
+    Returns: out.  Raises: FastKVError for shapes or strides that are not as above.
+    """
+    batch, heads, slots, dim = keys.shape
+    check_head_dim("moment_scores", dim)
+    check_shape("moment_scores", "values", values, keys.shape)
+    check_shape("moment_scores", "out", out, (batch, heads, slots))
+    check_contiguous(
+        "moment_scores", attention=attention, keys=keys, values=values, lengths=lengths, value_mean=value_mean,
+        matrix=matrix, count=count, out=out,
+    )  # fmt: skip
+    exact = torch.float32 in (keys.dtype, None if matrix is None else matrix.dtype)
+    constants, num_warps = _constants(exact, dim)
+    _moment_scores_kernel[batch * heads, triton.cdiv(slots, constants["BLOCK_N"])](
+        attention, keys, values, lengths, value_mean, matrix, count, out, slots, scale,
+        **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(3),
+    )  # fmt: skip
+    return out
+
+
+def _variant(head_dim: int, matrix: str | None = "bf16", dtype: str = "bf16", attention: bool = True) -> Variant:
+    types = dict(
+        keys_ptr=f"*{dtype}", values_ptr=f"*{dtype}", lengths_ptr="*i32", value_mean_ptr="*fp32", count_ptr="*i64",
+        out_ptr="*fp32", slots="i32", scale="fp32",
+    )  # fmt: skip
+    if matrix is not None:
+        types |= dict(matrix_ptr=f"*{matrix}")
+    if attention:
+        types |= dict(attention_ptr="*fp32")
+    constants, num_warps = _constants("fp32" in (matrix, dtype), head_dim)
+    name = f"moment_scores {dtype} D{head_dim} matrix {matrix}" + " attention" * attention
+    return Variant(name, _moment_scores_kernel, types, constants, ("slots",), num_warps)
+
+
+AOT = (
+    [_variant(d) for d in (64, 80, 96, 128, 256)]
+    + [_variant(d, "fp32") for d in (128, 256)]
+    + [
+        _variant(128, None),
+        _variant(128, attention=False),
+        _variant(128, "fp16", "fp16"),
+        _variant(128, "fp32", "fp32"),
+    ]
+)

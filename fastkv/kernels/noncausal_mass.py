@@ -1,0 +1,225 @@
+"""Attention each key receives from the queries of its chunk, past and future: Compactor, Sec. 3.3, before pooling.
+
+Tokens are cut into chunks of C consecutive real tokens. Within a chunk, without a causal mask,
+mass_j = mean over the group of sum_i softmax(scale * q_i . k_j over j)[j]. The ragged last chunk has neither padded rows
+nor padded columns: the masses of a chunk of r tokens sum to r. Twin of `reference.noncausal_attention_mass`.
+
+C <= 256: one program per (chunk, KV head, sequence) keeps the keys of the chunk on chip and loops over its queries; a
+tile holds whole rows of the softmax, so there is one pass and no row statistics. Larger chunks (or fp32 keys too large
+for shared memory): a pass for the row log-sums, then programs that own columns. No atomics.
+Bytes: keys and queries once (twice for large chunks), 4 N out. Real tokens are addressed through a list if there is a
+mask. Does not handle: pooling (`window_scores.pool_scores`), and masks that differ within a group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import FastKVError, check_groups, check_shape
+from ._tiles import INTERPRET, LOG2E, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
+
+ON_CHIP = 256  # largest chunk of the single pass
+# padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
+SINGLE = {16: (64, 4), 32: (64, 4), 64: (64, 8), 128: (64, 8), 256: (32, 8)}
+# padded head_dim: (rows, columns, warps) of the two passes
+DOUBLE = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8)}
+
+
+@triton.jit
+def _address(order_ptr, head, N, rank, inside, HAS_ORDER: tl.constexpr):
+    """Index of the tokens of the given ranks, int64."""
+    index = rank.to(tl.int64)
+    if HAS_ORDER:
+        index = tl.load(order_ptr + head * N + rank, mask=inside, other=0)
+    return index
+
+
+@triton.jit
+def _rows(base_ptr, index, inside, stride, D: tl.constexpr, BD: tl.constexpr):
+    """Rows [len(index), BD], 0 where not inside."""
+    column = tl.arange(0, BD)[None, :]
+    return tl.load(base_ptr + index[:, None] * stride + column, mask=inside[:, None] & (column < D), other=0.0)
+
+
+@triton.jit
+def _single_kernel(
+    q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, scale, softcap, N, chunk,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    batch, kv = head // HEADS, head % HEADS
+    low = tl.program_id(0) * chunk
+    high = tl.minimum(low + chunk, N)
+    real = high
+    if HAS_ORDER:
+        real = tl.minimum(high, tl.load(count_ptr + head).to(tl.int32))
+    rank = low + tl.arange(0, BLOCK_C)
+    index = _address(order_ptr, head, N, rank, rank < high, HAS_ORDER)
+    k = _rows(keys_ptr + batch * stride_kb + kv * stride_kh, index, rank < real, stride_kt, D, BD)
+    sums = tl.zeros([BLOCK_C], tl.float32)
+    for group in range(0, G):
+        q_base = q_ptr + batch * stride_qb + (kv * G + group) * stride_qh
+        for first in range(low, real, BLOCK_M):
+            row = first + tl.arange(0, BLOCK_M)
+            asks = row < real
+            q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
+            logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+            logits = tl.where((rank < real)[None, :], logits, -float("inf"))
+            weights = tl.exp2(logits - tl.max(logits, 1)[:, None])
+            share = tl.where(asks, 1.0 / tl.sum(weights, 1), 0.0)
+            sums += tl.sum(weights * share[:, None], 0)
+    tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
+
+
+@triton.jit
+def _lse_kernel(
+    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, scale, softcap, N, chunk,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    batch, kv = head // HEADS, head % HEADS
+    tiles = tl.cdiv(chunk, BLOCK_M)
+    low = tl.program_id(0) // tiles * chunk
+    real = tl.minimum(low + chunk, N)
+    if HAS_ORDER:
+        real = tl.minimum(real, tl.load(count_ptr + head).to(tl.int32))
+    row = low + tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    asks = row < real
+    q_base = q_ptr + batch * stride_qb + (kv * G + tl.program_id(2)) * stride_qh
+    q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(low, real, BLOCK_N):
+        rank = first + tl.arange(0, BLOCK_N)
+        index = _address(order_ptr, head, N, rank, rank < real, HAS_ORDER)
+        k = _rows(keys_ptr + batch * stride_kb + kv * stride_kh, index, rank < real, stride_kt, D, BD)
+        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        logits = tl.where((rank < real)[None, :], logits, -float("inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(logits - new_top[:, None]), 1)
+        top = new_top
+    place = (head * G + tl.program_id(2)) * N + row
+    inside = (row < low + chunk) & (row < N)
+    tl.store(lse_ptr + place, tl.where(asks, top + tl.log2(tl.where(asks, total, 1.0)), 0.0), mask=inside)
+
+
+@triton.jit
+def _column_kernel(
+    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, mass_ptr, scale, softcap, N, chunk,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    batch, kv = head // HEADS, head % HEADS
+    tiles = tl.cdiv(chunk, BLOCK_N)
+    low = tl.program_id(0) // tiles * chunk
+    high = tl.minimum(low + chunk, N)
+    real = high
+    if HAS_ORDER:
+        real = tl.minimum(high, tl.load(count_ptr + head).to(tl.int32))
+    rank = low + tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    index = _address(order_ptr, head, N, rank, rank < high, HAS_ORDER)
+    k = _rows(keys_ptr + batch * stride_kb + kv * stride_kh, index, rank < real, stride_kt, D, BD)
+    sums = tl.zeros([BLOCK_N], tl.float32)
+    for group in range(0, G):
+        q_base = q_ptr + batch * stride_qb + (kv * G + group) * stride_qh
+        for first in range(low, real, BLOCK_M):
+            row = first + tl.arange(0, BLOCK_M)
+            asks = row < real
+            q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
+            logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+            lse = tl.load(lse_ptr + (head * G + group) * N + row, mask=asks, other=0.0)
+            seen = asks[:, None] & (rank < real)[None, :]
+            sums += tl.sum(tl.exp2(tl.where(seen, logits - lse[:, None], -float("inf"))), 0)
+    tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
+
+
+def noncausal_attention_mass(
+    *,
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    chunk: int = 256,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Column sums of the non-causal attention within each chunk, mean over the group, before pooling.
+
+    Args: q [B, Hq, N, D], keys [B, Hkv, N, D]: post-RoPE, in order of position, any strides, unit stride along D;
+        chunk: real tokens per chunk; mask [B, Hkv, N] bool, true for real tokens, which alone ask and are asked.
+    Returns: [B, Hkv, N] fp32, 0 where not real.
+    Cost: one launch up to chunk = 256, else two; with a mask an argsort of it; no host sync.
+    """
+    batch, num_heads, num, dim = q.shape
+    heads = keys.shape[1]
+    groups = check_groups("noncausal_attention_mass", num_heads, heads)
+    check_shape("noncausal_attention_mass", "keys", keys, (batch, heads, num, dim))
+    check_head_dim("noncausal_attention_mass", dim)
+    if chunk < 1:
+        raise FastKVError(f"noncausal_attention_mass: chunk must be at least 1 token, got {chunk}; the paper uses 256")
+    assert q.stride(-1) == keys.stride(-1) == 1
+    mass = torch.empty(batch, heads, num, dtype=torch.float32, device=q.device)
+    if not mass.numel():
+        return mass
+    order = count = mass
+    if mask is not None:
+        check_shape("noncausal_attention_mass", "mask", mask, (batch, heads, num))
+        check_contiguous("noncausal_attention_mass", mask=mask)
+        order, count = mask.logical_not().to(torch.uint8).argsort(dim=-1, stable=True), mask.sum(-1)
+    chunk = min(chunk, num)
+    width = pow2(dim, 16)
+    inputs = (q, keys, order, count)
+    sizes = (scale, softcap or 1.0, num, chunk, *q.stride()[:3], *keys.stride()[:3])
+    flags = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "HAS_ORDER": mask is not None}
+    flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET}
+    chunks = triton.cdiv(num, chunk)
+    if chunk <= ON_CHIP and (q.element_size() == 2 or width <= 128):
+        rows, warps = SINGLE[width]
+        _single_kernel[(chunks, batch * heads)](
+            *inputs, mass, *sizes, BLOCK_M=rows, BLOCK_C=pow2(chunk, 16), num_warps=warps, num_stages=stages(2), **flags
+        )
+        return mass
+    rows, columns, warps = DOUBLE[width]
+    lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
+    flags |= {"BLOCK_M": rows, "BLOCK_N": columns, "num_warps": warps, "num_stages": stages(2)}
+    _lse_kernel[(chunks * triton.cdiv(chunk, rows), batch * heads, groups)](*inputs, lse, *sizes, **flags)
+    _column_kernel[(chunks * triton.cdiv(chunk, columns), batch * heads)](*inputs, lse, mass, *sizes, **flags)
+    return mass
+
+
+_TYPES = {
+    **dict.fromkeys(("q_ptr", "keys_ptr"), "*bf16"),
+    **dict.fromkeys(("order_ptr", "count_ptr"), "*i64"),
+    **dict.fromkeys(("lse_ptr", "mass_ptr"), "*fp32"),
+    **dict.fromkeys(("scale", "softcap"), "fp32"),
+    **dict.fromkeys(("N", "chunk"), "i32"),
+    **{f"stride_{tensor}{axis}": "i32" for tensor in "qk" for axis in "bht"},
+}
+
+
+def _variant(kernel, dim: int, ordered: bool = False) -> Variant:
+    rows, columns, warps = (SINGLE[pow2(dim)][0], 256, 8) if kernel is _single_kernel else DOUBLE[pow2(dim)]
+    flags = {"HEADS": 8, "G": 4, "D": dim, "BD": pow2(dim), "HAS_ORDER": ordered, "HAS_CAP": False, "INTERP": False}
+    flags |= {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_C": columns}
+    names = [name for name in kernel.arg_names if name not in flags]
+    return Variant(
+        f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}",
+        kernel,
+        {name: _TYPES[name] for name in names},
+        {name: value for name, value in flags.items() if name in kernel.arg_names},
+        div16=("chunk", "N", *(name for name in names if name.startswith("stride"))),
+        num_warps=warps,
+        num_stages=2,
+    )
+
+
+AOT = [_variant(_single_kernel, dim) for dim in (64, 80, 128, 256)] + [_variant(_single_kernel, 128, True)]
+AOT += [_variant(kernel, dim) for kernel in (_lse_kernel, _column_kernel) for dim in (128, 256)]

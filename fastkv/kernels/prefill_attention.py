@@ -1,0 +1,299 @@
+"""Attention of a block of T queries over the retained slots, the moments and, causally, the block itself.
+
+Flash attention over two sources of keys: the slots (all older than the block: a length, no causal mask) and the block
+(causal, padding excluded). The moments seed the online softmax of every row as one more partial
+(m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563, Eqs. 9-12), so nothing is mixed afterwards. Rows of a
+program are the queries of one KV head, (token, head of the group) in that order: keys are read once per group.
+
+A second launch gives the attention column sums, if asked for: programs own columns and know the row log-sums, hence no
+atomics. Bytes: keys and values once per BLOCK_M rows; q and out once; with column sums, keys and q once more.
+Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import FastKVError, check_groups, check_shape
+from ..reference import Moments
+from ._tiles import (
+    INTERPRET,
+    LN2,
+    LOG2E,
+    Variant,
+    _dot,
+    _dot32,
+    _logits2,
+    _normalise,
+    _softmax_update,
+    _tanh,
+    check_contiguous,
+    check_head_dim,
+    pow2,
+    stages,
+)
+
+# padded head_dim: (rows, keys per tile, warps, stages)
+BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
+SEED = {16: 16, 32: 32, 64: 32, 128: 32, 256: 16}  # key dimensions per step of the moment term
+
+
+@triton.jit
+def _seed(
+    q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, head, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK_M: tl.constexpr, SEED: tl.constexpr,
+    ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """The moments as a partial of each row: top (base 2), total, acc."""
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BV], tl.float32)
+    count = tl.load(count_ptr + head).to(tl.float32)
+    if count > 0:
+        column = tl.arange(0, BV)
+        middle = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(0, D, SEED):
+            part = first + tl.arange(0, SEED)
+            inside = part < D
+            q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & inside[None, :], other=0.0)
+            k = tl.load(key_mean_ptr + head * D + part, mask=inside, other=0.0)
+            middle += tl.sum(q.to(tl.float32) * k[None, :], 1)
+            if ORDER == 1:
+                spot = slope_ptr + (head * D + part[:, None]) * DV + column[None, :]
+                slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
+                if q.dtype == slope.dtype:
+                    acc += _dot(q, slope, INTERP)
+                elif q.dtype == tl.bfloat16:  # 16 bits of the fp32 moment, in two products
+                    high = slope.to(tl.bfloat16)
+                    acc += _dot(q, high, INTERP)
+                    acc += _dot(q, (slope - high.to(tl.float32)).to(tl.bfloat16), INTERP)
+                else:
+                    acc += _dot32(q.to(tl.float32), slope.to(tl.float32), INTERP)
+        logit = middle * scale
+        gain = tl.full([BLOCK_M], 1.0, tl.float32) * scale
+        if not HAS_SLOPE:
+            gain = gain / count
+        if HAS_CAP:
+            bent = _tanh(logit / softcap)
+            logit = softcap * bent
+            gain = gain * (1 - bent * bent)
+        value_mean = tl.load(value_mean_ptr + head * DV + column, mask=column < DV, other=0.0)
+        acc = acc * gain[:, None] + value_mean[None, :]
+        top = logit * LOG2E + tl.log2(count)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    return top, total, acc
+
+
+@triton.jit
+def _tile(base_ptr, first, inside, stride, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS rows of [N, D] from `first` on, padded to BD columns; 0 where not inside. Offsets within a tile fit int32."""
+    column = tl.arange(0, BD)[None, :]
+    base_ptr += tl.full([], 1, tl.int64) * first * stride
+    return tl.load(
+        base_ptr + tl.arange(0, ROWS)[:, None] * stride + column, mask=inside[:, None] & (column < D), other=0.0
+    )
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
+    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, out_ptr, lse_ptr,
+    scale, softcap, T, slots,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEED: tl.constexpr,
+    ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    batch, kv = head // HEADS, head % HEADS
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = row < T * G
+    token = row // G
+    q_head = kv * G + row % G
+    q_ptrs = q_ptr + batch * stride_qb + q_head * stride_qh + token.to(tl.int64) * stride_qt
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BV], tl.float32)
+    if ORDER >= 0:
+        top, total, acc = _seed(
+            q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, head, scale, softcap,
+            D, DV, BD, BV, BLOCK_M, SEED, ORDER, HAS_SLOPE, HAS_CAP, INTERP,
+        )  # fmt: skip
+    column = tl.arange(0, BD)[None, :]
+    q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
+
+    length = tl.load(lengths_ptr + head).to(tl.int32)
+    keys = keys_ptr + head * slots * D
+    values = values_ptr + head * slots * DV
+    for first in range(0, length, BLOCK_N):
+        index = first + tl.arange(0, BLOCK_N)
+        k = _tile(keys, first, index < length, D, D, BD, BLOCK_N)
+        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        logits = tl.where((index < length)[None, :], logits, -float("inf"))
+        top, total, acc, weights = _softmax_update(top, total, acc, logits)
+        v = _tile(values, first, index < length, DV, DV, BV, BLOCK_N)
+        acc += _dot(weights.to(v.dtype), v, INTERP)
+
+    new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
+    new_values = new_values_ptr + batch * stride_vb + kv * stride_vh
+    last = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // G + 1, T)
+    for first in range(0, last, BLOCK_N):
+        index = first + tl.arange(0, BLOCK_N)
+        usable = tl.load(new_valid_ptr + batch * T + index, mask=index < T, other=0) != 0
+        k = _tile(new_keys, first, usable, stride_kt, D, BD, BLOCK_N)
+        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        seen = usable[None, :] & (index[None, :] <= token[:, None])
+        top, total, acc, weights = _softmax_update(top, total, acc, tl.where(seen, logits, -float("inf")))
+        v = _tile(new_values, first, usable, stride_vt, DV, BV, BLOCK_N)
+        acc += _dot(weights.to(v.dtype), v, INTERP)
+
+    place = (batch * HEADS * G + q_head) * T + token
+    tl.store(lse_ptr + place, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2, mask=rows)
+    wide = tl.arange(0, BV)[None, :]
+    spot = out_ptr + place[:, None] * DV + wide
+    tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
+
+
+@triton.jit
+def _column_kernel(
+    q_ptr, keys_ptr, lengths_ptr, new_keys_ptr, new_valid_ptr, lse_ptr, columns_ptr,
+    scale, softcap, T, slots, num_slots,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    batch, kv = head // HEADS, head % HEADS
+    slot_tiles = tl.cdiv(num_slots, BLOCK_N)
+    in_block = tl.program_id(0) >= slot_tiles
+    first = (tl.program_id(0) - tl.where(in_block, slot_tiles, 0)) * BLOCK_N
+    index = first + tl.arange(0, BLOCK_N)
+    length = tl.load(lengths_ptr + head).to(tl.int32)
+    if in_block:
+        usable = tl.load(new_valid_ptr + batch * T + index, mask=index < T, other=0) != 0
+        k = _tile(new_keys_ptr + batch * stride_kb + kv * stride_kh, first, usable, stride_kt, D, BD, BLOCK_N)
+    else:
+        usable = index < tl.minimum(length, num_slots)
+        k = _tile(keys_ptr + head * slots * D, first, usable, D, D, BD, BLOCK_N)
+    since = tl.where(in_block, index, 0)  # the first query that sees the column
+    column = tl.arange(0, BD)[None, :]
+    sums = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(tl.where(in_block, first * G // BLOCK_M * BLOCK_M, 0), T * G, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        token = row // G
+        q_head = kv * G + row % G
+        asks = tl.load(new_valid_ptr + batch * T + token, mask=row < T * G, other=0) != 0
+        q_ptrs = q_ptr + batch * stride_qb + q_head * stride_qh + token.to(tl.int64) * stride_qt
+        q = tl.load(q_ptrs[:, None] + column, mask=asks[:, None] & (column < D), other=0.0)
+        lse = tl.load(lse_ptr + (batch * HEADS * G + q_head) * T + token, mask=asks, other=0.0) * LOG2E
+        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        seen = asks[:, None] & usable[None, :] & (since[None, :] <= token[:, None])
+        sums += tl.sum(tl.exp2(tl.where(seen, logits - lse[:, None], -float("inf"))), 0)
+    offset = tl.where(in_block, num_slots, 0)
+    bound = tl.where(in_block, T, num_slots)
+    tl.store(columns_ptr + head * (num_slots + T) + offset + index, sums / G, mask=index < bound)
+
+
+def prefill_attention(
+    *,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    new_valid: Tensor,
+    moments: Moments | None,
+    scale: float,
+    softcap: float | None = None,
+    order: int | None = 1,
+    slope: Tensor | None = None,
+    columns: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A block of T queries over the retained slots, the moments and, causally, the block.
+
+    Args:
+        q: [B, Hq, T, D], new_keys, new_values: [B, Hkv, T, D]: any strides, unit stride along D; new_valid [B, T] bool.
+        keys, values: [B, Hkv, C, D], contiguous or the first C slots of a contiguous cache; lengths [B, Hkv] int.
+        moments, order: 1, 0 (means only) or None; slope: [B, Hkv, D, Dv], cross / count, read instead of cross if given.
+        columns: also return the attention each key receives: sum over valid queries, mean over the group.
+    Returns: out [B, Hq, T, Dv] in the dtype of q, lse [B, Hq, T] fp32 over all three sources (-inf, and zeros in out,
+        for a query that sees nothing), and the column sums [B, Hkv, C + T] fp32 or None.
+    Cost: one launch, two with columns, no host sync.
+    """
+    batch, num_heads, num, dim = q.shape
+    heads, num_slots, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
+    groups = check_groups("prefill_attention", num_heads, heads)
+    check_shape("prefill_attention", "values", values, (batch, heads, num_slots, None))
+    check_shape("prefill_attention", "new_keys", new_keys, (batch, heads, num, dim))
+    check_shape("prefill_attention", "new_values", new_values, (batch, heads, num, value_dim))
+    check_shape("prefill_attention", "new_valid", new_valid, (batch, num))
+    check_head_dim("prefill_attention", max(dim, value_dim))
+    check_contiguous("prefill_attention", lengths=lengths, new_valid=new_valid, slope=slope)
+    slots = keys.stride(1) // dim
+    for name, tensor in (("keys", keys), ("values", values)):
+        row = tensor.shape[-1]
+        if num_slots and tensor.stride() != (heads * slots * row, slots * row, row, 1):
+            raise FastKVError(f"prefill_attention: {name} must be leading slots of a contiguous cache, got strides "
+                              f"{tensor.stride()} for shape {list(tensor.shape)}; slice only the slots")  # fmt: skip
+    assert q.stride(-1) == new_keys.stride(-1) == new_values.stride(-1) == 1
+    out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
+    width, value_width = pow2(dim, 16), pow2(value_dim, 16)
+    rows, tile, warps, depth = BLOCKS[max(width, value_width)]
+    order = -1 if order is None or moments is None or moments.order is None else min(order, moments.order)
+    state = (lse,) * 4
+    if order >= 0:
+        source = moments.key_mean if order == 0 else moments.cross if slope is None else slope
+        state = (moments.count, moments.key_mean, moments.value_mean, source)
+    valid = new_valid.view(torch.uint8)
+    sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "BLOCK_M": rows, "BLOCK_N": tile}
+    launch = {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(depth)}
+    _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
+        q, keys, values, lengths, new_keys, new_values, valid, *state, out, lse, scale, softcap or 1.0, num, slots,
+        *q.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3],
+        **sizes, DV=value_dim, BV=value_width, SEED=SEED[value_width], ORDER=order, HAS_SLOPE=slope is not None, **launch,
+    )  # fmt: skip
+    if not columns:
+        return out, lse, None
+    sums = torch.empty(batch, heads, num_slots + num, dtype=torch.float32, device=q.device)
+    _column_kernel[(triton.cdiv(num_slots, tile) + triton.cdiv(num, tile), batch * heads)](
+        q, keys, lengths, new_keys, valid, lse, sums, scale, softcap or 1.0, num, slots, num_slots,
+        *q.stride()[:3], *new_keys.stride()[:3], **sizes, **launch,
+    )  # fmt: skip
+    return out, lse, sums
+
+
+_STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bht")
+_TYPES = {
+    **dict.fromkeys(("key_mean_ptr", "value_mean_ptr", "lse_ptr", "columns_ptr"), "*fp32"),
+    **{"lengths_ptr": "*i32", "new_valid_ptr": "*u8", "count_ptr": "*i64", "scale": "fp32", "softcap": "fp32"},
+    **dict.fromkeys(("T", "slots", "num_slots", *_STRIDES), "i32"),
+}
+
+
+def _variant(kernel, dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4) -> Variant:
+    rows, tile, warps, depth = BLOCKS[pow2(dim, 16)]
+    flags = {"HEADS": 8, "G": groups, "D": dim, "DV": dim, "BD": pow2(dim), "BV": pow2(dim), "SEED": SEED[pow2(dim)]}
+    flags |= {"BLOCK_M": rows, "BLOCK_N": tile, "ORDER": order, "HAS_SLOPE": slope, "HAS_CAP": groups != 4}
+    flags |= {"INTERP": False}
+    names = [name for name in kernel.arg_names if name not in flags]
+    types = {name: _TYPES.get(name, f"*{dtype}") for name in names} | ({} if slope else {"slope_ptr": "*fp32"})
+    label = f"{kernel.__name__.strip('_')} D{dim} {dtype} G{groups} order{order}{'' if slope else ' fp32 cross'}"
+    return Variant(
+        label,
+        kernel,
+        {name: types[name] for name in names},
+        {name: value for name, value in flags.items() if name in kernel.arg_names},
+        div16=("slots", *_STRIDES),
+        num_warps=warps,
+        num_stages=depth,
+    )
+
+
+AOT = [_variant(kernel, dim) for kernel in (_prefill_kernel, _column_kernel) for dim in (64, 80, 128, 256)]
+AOT += [_variant(_prefill_kernel, 128, slope=False), _variant(_prefill_kernel, 256, slope=False)]
+AOT += [_variant(_prefill_kernel, 256, "fp16", slope=False), _variant(_prefill_kernel, 128, "fp16", groups=7), _variant(_prefill_kernel, 128, order=-1)]

@@ -1,0 +1,238 @@
+"""Exact selection of the best `tokens` candidates of every head, without a sort.
+
+Order of preference: protected before unprotected, higher score, lower position, lower index; twin of
+`reference.select`. One program per (batch, KV head) finds the last admitted score by bisection: scores become int32
+that sort alike, and sixteen rounds of counting fix two bits of the threshold each. Equal scores are split by a second
+bisection over positions, and equal positions (which only invalid data has) by index.
+
+Bytes: scores, positions and masks once if a head fits one tile (N <= 8192), else 32 further passes over 8N bytes of
+scratch, which stay in L2. Block sizes cannot change the result: it is a count.
+Does not handle: budgets that differ between heads; NaN is the lowest score, and infinities equal the largest number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import check_shape
+from ._tiles import Variant, _order_bits, check_contiguous, pow2
+
+TILE = 8192  # candidates held in registers
+WARPS = {1024: 4, 2048: 8, 4096: 8, 8192: 16}  # by tile
+LOWEST = tl.constexpr(-(2**31))  # below every key: not in the running
+
+
+@triton.jit
+def _packed_counts(key, threshold, step):
+    """How many keys reach threshold + 1, 2 and 3 steps, 21 bits each of one int64."""
+    one = (key >= threshold + step).to(tl.int64)
+    two = (key >= threshold + step + step).to(tl.int64)
+    three = (key >= threshold + step + step + step).to(tl.int64)
+    return tl.sum(one + (two << 21) + (three << 42), 0)
+
+
+@triton.jit
+def _kth_largest(key, key_ptr, wanted, N, BLOCK: tl.constexpr, SINGLE: tl.constexpr):
+    """The largest t with at least `wanted` keys >= t; keys are `key`, or at key_ptr if they do not fit one tile."""
+    lane = tl.arange(0, BLOCK)
+    threshold = tl.full([], LOWEST, tl.int32)
+    for level in range(0, 16):
+        step = tl.full([], 1, tl.int32) << (30 - 2 * level)
+        if SINGLE:
+            counts = _packed_counts(key, threshold, step)
+        else:
+            counts = tl.zeros([], tl.int64)
+            for start in range(0, N, BLOCK):
+                part = tl.load(key_ptr + start + lane, mask=start + lane < N, other=LOWEST)
+                counts += _packed_counts(part, threshold, step)
+        reached = ((counts & 0x1FFFFF) >= wanted).to(tl.int32)
+        reached += (((counts >> 21) & 0x1FFFFF) >= wanted).to(tl.int32)
+        reached += ((counts >> 42) >= wanted).to(tl.int32)
+        threshold += step * reached
+    return threshold
+
+
+@triton.jit
+def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK: tl.constexpr):
+    """Valid and protected flags of the candidates `index`, and their positions."""
+    inside = index < N
+    valid = tl.load(valid_ptr + row + index, mask=inside, other=0) != 0
+    position = tl.load(positions_ptr + row + index, mask=inside, other=0)
+    if USE_MASK:
+        guard = tl.load(protected_ptr + row + index, mask=inside, other=0) != 0
+    else:
+        guard = (position < sinks) | (position >= seen - recent)
+    return valid, valid & guard, position
+
+
+@triton.jit
+def _select_kernel(
+    scores_ptr,
+    positions_ptr,
+    valid_ptr,
+    protected_ptr,
+    seen_ptr,
+    key_ptr,
+    kept_ptr,
+    counts_ptr,
+    N,
+    tokens,
+    sinks,
+    recent,
+    HEADS: tl.constexpr,
+    USE_MASK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = head.to(tl.int64) * N
+    lane = tl.arange(0, BLOCK)
+    seen = 0
+    if not USE_MASK:
+        seen = tl.load(seen_ptr + head // HEADS).to(tl.int32)
+    num_valid = tl.zeros([], tl.int32)
+    num_guarded = tl.zeros([], tl.int32)
+    for start in range(0, N, BLOCK):
+        valid, guarded, _ = _candidates(
+            valid_ptr, protected_ptr, positions_ptr, row, start + lane, N, seen, sinks, recent, USE_MASK
+        )
+        num_valid += tl.sum(valid.to(tl.int32), 0)
+        num_guarded += tl.sum(guarded.to(tl.int32), 0)
+    # Only one class is in the running: the protected if they alone exceed the budget, else the unprotected.
+    crowded = num_guarded >= tokens
+    wanted = tl.minimum(tl.where(crowded, tokens, tokens - num_guarded), num_valid)
+    wanted = tl.where(crowded, wanted, tl.minimum(wanted, num_valid - num_guarded))
+    tl.store(counts_ptr + head, tl.minimum(num_valid, tokens).to(tl.int64))
+
+    key = tl.full([BLOCK], LOWEST, tl.int32)
+    for start in range(0, N, BLOCK):
+        index = start + lane
+        valid, guarded, _ = _candidates(
+            valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK
+        )
+        score = tl.load(scores_ptr + row + index, mask=index < N, other=0.0)
+        running = tl.where(crowded, guarded, valid & (guarded == 0))
+        bits = (_order_bits(score) ^ 0x80000000).to(tl.int32, bitcast=True)
+        key = tl.where(running, bits, LOWEST)
+        if not SINGLE:
+            tl.store(key_ptr + row + index, key, mask=index < N)
+    if not SINGLE:
+        tl.debug_barrier()
+    least = _kth_largest(key, key_ptr + row, wanted, N, BLOCK, SINGLE)
+
+    # Of the candidates at the threshold, the lowest positions fill what is left. -1 - position sorts in reverse.
+    above = tl.zeros([], tl.int32)
+    place = tl.full([BLOCK], LOWEST, tl.int32)
+    key2_ptr = key_ptr + tl.num_programs(0).to(tl.int64) * N
+    for start in range(0, N, BLOCK):
+        index = start + lane
+        if not SINGLE:
+            key = tl.load(key_ptr + row + index, mask=index < N, other=LOWEST)
+        above += tl.sum((key > least).to(tl.int32), 0)
+        position = tl.load(positions_ptr + row + index, mask=index < N, other=0)
+        place = tl.where((key == least) & (key != LOWEST), -1 - position, LOWEST)
+        if not SINGLE:
+            tl.store(key2_ptr + row + index, place, mask=index < N)
+    if not SINGLE:
+        tl.debug_barrier()
+    latest = _kth_largest(place, key2_ptr + row, wanted - above, N, BLOCK, SINGLE)
+    earlier = tl.zeros([], tl.int32)
+    for start in range(0, N, BLOCK):
+        if not SINGLE:
+            place = tl.load(key2_ptr + row + start + lane, mask=start + lane < N, other=LOWEST)
+        earlier += tl.sum((place > latest).to(tl.int32), 0)
+
+    left = wanted - above - earlier
+    taken = tl.zeros([], tl.int32)
+    for start in range(0, N, BLOCK):
+        index = start + lane
+        if not SINGLE:
+            key = tl.load(key_ptr + row + index, mask=index < N, other=LOWEST)
+            place = tl.load(key2_ptr + row + index, mask=index < N, other=LOWEST)
+        _, guarded, _ = _candidates(
+            valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK
+        )
+        twin = ((place == latest) & (place != LOWEST)).to(tl.int32)
+        nth = taken + tl.cumsum(twin, 0)
+        taken += tl.sum(twin, 0)
+        kept = (key > least) | (place > latest) | ((twin != 0) & (nth <= left))
+        kept = kept | (guarded & (crowded == 0))
+        tl.store(kept_ptr + row + index, kept.to(tl.uint8), mask=index < N)
+
+
+def select(
+    *,
+    scores: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    tokens: int,
+    protected: Tensor | None = None,
+    seen: Tensor | None = None,
+    sinks: int = 0,
+    recent: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Keep the `tokens` best valid candidates of each head: protected ones first, then by score, then by position.
+
+    Args: scores [B, Hkv, N] fp32; positions [B, Hkv, N] int32, not negative; valid [B, Hkv, N] bool. What is protected
+        is either `protected` [B, Hkv, N] bool, or, given `seen` [B] int64, position < sinks or >= seen - recent.
+    Returns: kept [B, Hkv, N] bool and counts [B, Hkv] int64.  Cost: one launch, no host sync.
+    """
+    batch, heads, num = scores.shape
+    for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
+        if tensor is not None:
+            check_shape("select", name, tensor, (batch, heads, num))
+    check_contiguous("select", scores=scores, positions=positions, valid=valid, protected=protected)
+    assert scores.dtype == torch.float32 and (protected is None) != (seen is None)
+    kept = torch.empty(batch, heads, num, dtype=torch.bool, device=scores.device)
+    counts = torch.empty(batch, heads, dtype=torch.int64, device=scores.device)
+    if not kept.numel():
+        counts.zero_()
+        return kept, counts
+    block = min(pow2(num, 1024), TILE)
+    single = num <= block
+    scratch = torch.empty(0 if single else 2 * batch * heads * num, dtype=torch.int32, device=scores.device)
+    valid_bytes = valid.view(torch.uint8)
+    _select_kernel[(batch * heads,)](
+        scores,
+        positions,
+        valid_bytes,
+        valid_bytes if protected is None else protected.view(torch.uint8),
+        positions if seen is None else seen,
+        scratch,
+        kept.view(torch.uint8),
+        counts,
+        num,
+        tokens,
+        sinks,
+        recent,
+        HEADS=heads,
+        USE_MASK=protected is not None,
+        SINGLE=single,
+        BLOCK=block,
+        num_warps=WARPS[block],
+    )
+    return kept, counts
+
+
+_TYPES = {
+    **{name: "*i32" for name in ("positions_ptr", "key_ptr")},
+    **{name: "*u8" for name in ("valid_ptr", "protected_ptr", "kept_ptr")},
+    **{name: "*i64" for name in ("seen_ptr", "counts_ptr")},
+    **{name: "i32" for name in ("N", "tokens", "sinks", "recent")},
+    "scores_ptr": "*fp32",
+}
+AOT = [
+    Variant(
+        f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}",
+        _select_kernel,
+        _TYPES,
+        {"HEADS": 8, "USE_MASK": mask, "SINGLE": single, "BLOCK": block},
+        div16=("N",),
+        num_warps=WARPS[block],
+        num_stages=1,
+    )
+    for block, single, mask in ((1024, True, True), (2048, True, False), (8192, True, True), (8192, False, False))
+]

@@ -1,0 +1,277 @@
+"""Decode attention where some slots hold only a key: their values are W^T k~, k~ the key before the rotary embedding.
+
+    out = (sum_j e^{s_j} v_j + W^T sum_i e^{s_i} k~_i + Z_E f_E) / Z,   k~ = rotate(k, -position)
+
+Source: VECTOR; linearity makes W one product per query instead of one per token. Split and merged as in
+`decode_attention`, with the same device functions: program (pair, s) takes slots with values, then slots without,
+then the moments; the last to arrive multiplies with W and merges. One launch. Twin: `fastkv.reference.vector`.
+
+Bytes per pair: 4 L D for slots with values, 2 A D for those without plus 4 A D of the cos and sin table (L2), 2 D^2
+for W and for the moment matrix each. Does not handle: collecting attention, partial rotary dimensions, rotary scaling
+factors, and what `decode_attention` does not.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import check_shape
+from ._partials import (
+    _append_token,
+    _attend_keys,
+    _attend_slots,
+    _count_token,
+    _load_query,
+    _merge_accs,
+    _merge_tops,
+    _mix,
+    _moment_partial,
+    _store_lse,
+    _store_partial,
+)
+from ._tiles import (
+    INTERPRET,
+    MIN_ROWS,
+    Variant,
+    _dot,
+    _dot32,
+    check_contiguous,
+    check_decode,
+    decode_outputs,
+    pow2,
+    stages,
+)
+from ._workspace import Workspace, num_splits
+
+BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
+BLOCK_A = {64: 32, 128: 32, 256: 16}  # slots without values
+MERGE_TILE = 2048  # elements of partials summed at once
+
+
+@triton.jit
+def _vector_decode_kernel(
+    q_ptr, keys_ptr, values_ptr, lengths_ptr, approx_keys_ptr, approx_positions_ptr, approx_lengths_ptr, weight_ptr,
+    cos_ptr, sin_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr,
+    out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, tickets_ptr,
+    slots, approx_slots, scale, softcap,
+    HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, APPROX: tl.constexpr,
+    MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    # Partials: SPLITS of slots with values, APPROX of slots without, one of the moments, one place for the merged keys.
+    PARTS: tl.constexpr = SPLITS + APPROX + (ORDER is not None)
+    pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length, approx_length = tl.load(lengths_ptr + pair), tl.load(approx_lengths_ptr + pair)
+    count = tl.load(count_ptr + pair)
+    q_ptr += pair * G * D
+    out_ptr += pair * G * D
+    keys_ptr += pair * slots * D
+    values_ptr += pair * slots * D
+    accs_ptr += pair * (PARTS + 1) * G * D
+    tops_ptr += pair * (PARTS + 1) * G
+    totals_ptr += pair * (PARTS + 1) * G
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+
+    if split < SPLITS:
+        q = _load_query(q_ptr, G, M, D, BLOCK_D)
+        top = tl.full([M], -float("inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, BLOCK_D], tl.float32)
+        share = tl.cdiv(length, SPLITS)
+        top, total, acc = _attend_slots(
+            top, total, acc, q, keys_ptr, values_ptr, None, split * share, tl.minimum(split * share + share, length),
+            slots, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
+        )  # fmt: skip
+        if k_ptr is not None:
+            if split == 0:
+                top, total, acc = _append_token(
+                    top, total, acc, q, k_ptr + pair * D, v_ptr + pair * D, keys_ptr, values_ptr,
+                    positions_ptr + pair * slots, None, length, length + approx_length + count, slots, scale, softcap,
+                    G, M, D, BLOCK_D, HAS_CAP,
+                )  # fmt: skip
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+    elif split < SPLITS + APPROX:
+        share = tl.cdiv(approx_length, APPROX)
+        start = (split - SPLITS) * share
+        top, total, first, second = _attend_keys(
+            q_ptr, approx_keys_ptr + pair * approx_slots * D, approx_positions_ptr + pair * approx_slots, cos_ptr,
+            sin_ptr, start, tl.minimum(start + share, approx_length), scale, softcap,
+            G, M, D, BLOCK_D // 2, BLOCK_A, HAS_CAP, INTERP,
+        )  # fmt: skip
+        half = tl.arange(0, BLOCK_D // 2)
+        place = (split * G + rows)[:, None] * D + half[None, :]
+        mask = (rows < G)[:, None] & (half < D // 2)[None, :]
+        tl.store(accs_ptr + place, first, mask=mask)
+        tl.store(accs_ptr + D // 2 + place, second, mask=mask)
+        tl.store(tops_ptr + split * G + rows, top, mask=rows < G)
+        tl.store(totals_ptr + split * G + rows, total, mask=rows < G)
+    elif ORDER is not None:
+        top, total, acc = _moment_partial(
+            q_ptr, key_mean_ptr + pair * D, value_mean_ptr + pair * D,
+            matrix_ptr + pair * D * D if ORDER == 1 else matrix_ptr, count, scale, softcap,
+            G, M, D, BLOCK_D, BLOCK_K, ORDER, HAS_CAP, INTERP,
+        )  # fmt: skip
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+
+    tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+    if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+        exact_top, exact_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, M)
+        approx_top, approx_total, approx_shares = _merge_tops(tops_ptr, totals_ptr, SPLITS, APPROX, G, M)
+        lse2, exact_factor, approx_factor = _mix(exact_top, exact_total, approx_top, approx_total)
+        held_total = tl.where((exact_total > 0) | (approx_total > 0), 1.0, 0.0)
+        held_top = tl.where(held_total > 0, lse2, -float("inf"))
+        moment_top, moment_total = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
+        if ORDER is not None:
+            moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS + APPROX, 1, G, M)
+        _, held_factor, moment_factor = _mix(held_top, held_total, moment_top, moment_total)
+        _store_lse(lse_retained_ptr + pair * G, held_top, held_total, G, M)
+        _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
+
+        merged_ptr = accs_ptr + PARTS * G * D
+        for begin in range(0, D, MERGE_D):
+            part = begin + tl.arange(0, MERGE_D)
+            place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
+            key = _merge_accs(accs_ptr, approx_shares, part, SPLITS, APPROX, G, M, D) * approx_factor[:, None]
+            tl.store(merged_ptr + place, key, mask=mask)
+        tl.debug_barrier()  # merged keys are written before other threads read them
+        whole = (rows < G)[:, None] & (cols < D)[None, :]
+        keys = tl.load(merged_ptr + rows[:, None] * D + cols[None, :], mask=whole, other=0.0, cache_modifier=".cg")
+        weight_ptr += (pair % HEADS) * D * D
+        for begin in range(0, D, MERGE_D):
+            part = begin + tl.arange(0, MERGE_D)
+            place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
+            inside = (cols < D)[:, None] & (part < D)[None, :]
+            weight = tl.load(weight_ptr + cols[:, None] * D + part[None, :], mask=inside, other=0.0)
+            if weight.dtype == tl.float32:
+                mixed = _dot32(keys, weight, INTERP)
+            else:
+                mixed = _dot(keys.to(weight.dtype), weight, INTERP)
+            mixed += _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, M, D) * exact_factor[:, None]
+            mixed *= held_factor[:, None]
+            if ORDER is not None:
+                moments_ptr = accs_ptr + (SPLITS + APPROX) * G * D
+                moment = tl.load(moments_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+                mixed += moment * moment_factor[:, None]
+            tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+        if k_ptr is not None:
+            _count_token(lengths_ptr, seen_ptr, pair, tl.minimum(length + 1, slots), HEADS)
+        tl.store(tickets_ptr + pair, 0)
+
+
+def _constants(
+    heads: int, groups: int, head_dim: int, splits: int, approx: int, order: int | None, capped: bool, exact: bool
+) -> tuple[dict, int]:
+    """Constexpr arguments, and pipeline stages; `exact` if any operand is fp32."""
+    padded = pow2(head_dim, 64)
+    block_n, block_k, num_stages = (32, 16, 2) if exact else BLOCKS[padded]
+    merge_d = 16 if exact else max(16, MERGE_TILE // (max(splits, approx, 2) * MIN_ROWS))
+    constants = dict(
+        HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n,
+        BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, SPLITS=splits, APPROX=approx,
+        MERGE_D=merge_d, ORDER=order, HAS_CAP=capped,
+    )  # fmt: skip
+    return constants, num_stages
+
+
+def vector_decode_attention(
+    *,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    approx_keys: Tensor,
+    approx_positions: Tensor,
+    approx_lengths: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    count: Tensor,
+    key_mean: Tensor | None,
+    value_mean: Tensor | None,
+    matrix: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    order: int | None = 1,
+    out: Tensor | None = None,
+    lse_retained: Tensor | None = None,
+    lse_evicted: Tensor | None = None,
+    workspace: Workspace | None = None,
+    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`decode_attention` with further slots that hold a key but no value; arguments not listed are as there.
+
+    Args:
+        approx_keys: [B, Hkv, A, D] post-RoPE.  approx_positions: [B, Hkv, A] int32.  approx_lengths: [B, Hkv] int32.
+        weight: [Hkv, D, D], value = k~ @ weight.  cos, sin: [P, D/2] fp32, HF's rotate_half pairing.
+        workspace: `Workspace.allocate(..., slots=max(C, A), sets=2, attention=False)`; made if None.
+        append: as there; the position of the token is lengths + approx_lengths + count.
+    Returns: out [B, Hq, D] in the dtype of q, lse_retained over both kinds of slots, lse_evicted [B, Hq] fp32.
+    Raises: FastKVError for shapes, strides or dtypes that are not as above.
+    """
+    groups = check_decode("vector_decode_attention", q, keys, values, approx_keys)
+    batch, heads, slots, dim = keys.shape
+    approx_slots = approx_keys.shape[2]
+    check_shape("vector_decode_attention", "approx_keys", approx_keys, (batch, heads, approx_slots, dim))
+    check_shape("vector_decode_attention", "weight", weight, (heads, dim, dim))
+    check_shape("vector_decode_attention", "cos", cos, (None, dim // 2))
+    k, v, positions, seen = append if append is not None else (None, None, None, None)
+    key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
+    matrix = matrix if order == 1 else None
+    check_contiguous(
+        "vector_decode_attention", q=q, keys=keys, values=values, lengths=lengths, approx_keys=approx_keys,
+        approx_positions=approx_positions, approx_lengths=approx_lengths, weight=weight, cos=cos, sin=sin, count=count,
+        key_mean=key_mean, value_mean=value_mean, matrix=matrix, k=k, v=v, positions=positions, seen=seen,
+    )  # fmt: skip
+    pairs = batch * heads
+    splits, approx = num_splits(2 * pairs, slots), num_splits(2 * pairs, approx_slots)
+    if workspace is None:
+        most = max(slots, approx_slots)
+        workspace = Workspace.allocate(batch, heads, groups, most, dim, q.device, attention=False, sets=2)
+    out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
+    exact = torch.float32 in (q.dtype, weight.dtype, None if matrix is None else matrix.dtype)
+    constants, num_stages = _constants(heads, groups, dim, splits, approx, order, softcap is not None, exact)
+    _vector_decode_kernel[pairs, splits + approx + (order is not None)](
+        q, keys, values, lengths, approx_keys, approx_positions, approx_lengths, weight, cos, sin,
+        count, key_mean, value_mean, matrix, k, v, positions, seen, out, lse_retained, lse_evicted,
+        workspace.accs, workspace.tops, workspace.totals, workspace.tickets, slots, approx_slots, scale, softcap or 1.0,
+        **constants, INTERP=INTERPRET, num_warps=4, num_stages=stages(num_stages),
+    )  # fmt: skip
+    return out, lse_retained, lse_evicted
+
+
+def _variant(
+    head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", weight: str = "bf16", groups: int = 4,
+    capped: bool = False, append: bool = True,
+) -> Variant:  # fmt: skip
+    half, full = f"*{dtype}", "*fp32"
+    constants, num_stages = _constants(8, groups, head_dim, splits, splits, order, capped, "fp32" in (dtype, weight))
+    types = dict(
+        q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", approx_keys_ptr=half,
+        approx_positions_ptr="*i32", approx_lengths_ptr="*i32", weight_ptr=f"*{weight}", cos_ptr=full,
+        sin_ptr=full, count_ptr="*i64", out_ptr=half,
+        lse_retained_ptr=full, lse_evicted_ptr=full, accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32",
+        slots="i32", approx_slots="i32", scale="fp32", softcap="fp32",
+    )  # fmt: skip
+    if order is not None:
+        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
+    if order == 1:
+        types |= dict(matrix_ptr=half)
+    if append:
+        types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
+    name = (
+        f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order} W {weight}"
+        + " cap" * capped
+        + " append" * append
+    )
+    return Variant(name, _vector_decode_kernel, types, constants, ("slots", "approx_slots"), 4, num_stages)
+
+
+AOT = (
+    [_variant(d, 8) for d in (64, 80, 96, 128, 256)]
+    + [_variant(128, s, o) for s in (1, 8) for o in (None, 0)]
+    + [_variant(d, 4, capped=True, weight="fp32") for d in (128, 256)]
+    + [_variant(128, 1, groups=16, append=False), _variant(128, 8, dtype="fp16", weight="fp16")]
+)

@@ -1,0 +1,192 @@
+"""Compile every kernel and variant ahead of time and check what it costs; needs no GPU.
+
+    python -m perf.aot --arch 90            one line per variant: registers, spills, shared memory, CTAs per SM, loads
+    python -m perf.aot --arch all --kernel decode_attention
+
+A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
+expected, needs more shared memory than the chip has, or takes a ticket without a barrier before it. Uses the tools in
+the triton wheel. The variants are those in `AOT` of each module in fastkv/kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.errors import CompilationError
+
+import fastkv.kernels
+from fastkv.kernels._tiles import INTERPRET, Variant, stages
+
+MAX_SPILL = 16  # bytes
+TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What limits a kernel: shared memory per SM and per CTA in bytes (1 KiB per CTA is reserved), and its target."""
+
+    target: GPUTarget
+    per_sm: int
+    per_cta: int
+
+
+CHIPS = {
+    "80": Chip(GPUTarget("cuda", 80, 32), 164 << 10, 163 << 10),
+    "90": Chip(GPUTarget("cuda", 90, 32), 228 << 10, 227 << 10),
+    "100": Chip(GPUTarget("cuda", 100, 32), 228 << 10, 227 << 10),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10, 64 << 10),
+}
+WIDE = {"cuda": ("LDGSTS.E.BYPASS.128", "LDGSTS.E.128", "LDG.E.128"), "hip": ("load_dwordx4", "load_b128")}
+NARROW = {"cuda": ("LDG.E.U16", "LDG.E.S16"), "hip": ("load_ushort", "load_u16", "load_short")}
+
+
+def compile_variant(variant: Variant, chip: Chip) -> triton.compiler.CompiledKernel:
+    """Compile with every pointer, and the integers in `div16`, known to be multiples of 16."""
+    names = variant.kernel.arg_names
+    constants = {name: variant.constants.get(name) for name in names if name not in variant.types}
+    if "INTERP" in constants:
+        constants["INTERP"] = False
+    signature = {name: variant.types.get(name, "constexpr") for name in names}
+    hinted = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in variant.div16]
+    hints = {(i,): [["tt.divisibility", 16]] for i in hinted}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=hints)
+    depth = stages(variant.num_stages, hip=chip.target.backend == "hip")
+    return triton.compile(source, target=chip.target, options=dict(num_warps=variant.num_warps, num_stages=depth))
+
+
+def spilled_bytes(ptx: str, arch: int) -> int:
+    """Spill bytes as `ptxas -v` reports them. Which of the two bundled ptxas knows the PTX depends on triton."""
+    chip = re.search(r"\.target\s+(sm_\w+)", ptx)
+    assert chip is not None
+    names = ("ptxas", "ptxas-blackwell") if arch < 100 else ("ptxas-blackwell", "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        for name in names:
+            command = [os.path.join(TOOLS, name), "-v", f"--gpu-name={chip[1]}", file.name, "-o", os.devnull]
+            result = subprocess.run(command, capture_output=True, text=True)
+            found = re.findall(r"(\d+) bytes spill (?:stores|loads)", result.stderr)
+            if found:
+                return max(map(int, found))
+    raise RuntimeError(f"no bundled ptxas accepts this PTX: {result.stderr[-300:]}")
+
+
+def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[str]]:
+    """Resource usage and the names of all instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def dump(option: str) -> str:
+            command = [os.path.join(TOOLS, "cuobjdump"), option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", dump("--dump-resource-usage"))}
+        return usage, re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", dump("-sass"))
+
+
+def count(names: list[str], prefixes: tuple[str, ...]) -> int:
+    """How many instruction names contain one of the given pieces."""
+    return sum(any(piece in name for piece in prefixes) for name in names)
+
+
+def unordered_tickets(ptx: str) -> int:
+    """How many acquire-release atomics have no barrier since the last store: other threads' stores race."""
+    count = 0
+    for before in re.split(r"\batom\.[\w.]*acq_rel[\w.]*", ptx)[:-1]:
+        stored = before.rfind("st.global")
+        count += stored >= 0 and "bar.sync" not in before[stored:]
+    return count
+
+
+def check(variant: Variant, arch: str) -> bool:
+    """Compile one variant for one chip, print its line and say whether it is within limits."""
+    chip = CHIPS[arch]
+    backend = chip.target.backend
+    try:
+        compiled = compile_variant(variant, chip)
+    except CompilationError as error:
+        print(f"{variant.name:58s} {arch:>6s}  FAIL: does not compile: {str(error).splitlines()[-1][:150]}", flush=True)
+        return False
+    shared = compiled.metadata.shared
+    if backend == "hip":
+        text = compiled.asm["amdgcn"]
+        found = collections.Counter({k: int(v) for k, v in re.findall(r"\.(\w+_count):\s+(\d+)", text)})
+        races = 0
+        registers, spill = found["vgpr_count"], 4 * found["vgpr_spill_count"]
+        names = re.findall(r"^\s+([a-z]\w+)", text, re.M)
+        waves = min(512 // max(registers, 1), 8)
+        ctas = min(waves * 4 // variant.num_warps, chip.per_sm // max(shared, 1))
+    else:
+        usage, names = read_cubin(compiled.asm["cubin"])
+        registers, spill = usage["REG"], spilled_bytes(compiled.asm["ptx"], chip.target.arch)
+        per_cta = -(-registers // 8) * 8 * 32 * variant.num_warps
+        ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // variant.num_warps)
+        races = unordered_tickets(compiled.asm["ptx"])
+    wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
+    faults = [
+        text
+        for bad, text in (
+            (spill > MAX_SPILL, f"spills {spill} B"),
+            (narrow > 0, f"{narrow} 2-byte loads"),
+            (variant.wide and not wide, "no 16-byte loads"),
+            (races > 0, "a ticket without a barrier"),
+            (shared > chip.per_cta, f"shared memory above {chip.per_cta}"),
+        )
+        if bad
+    ]
+    print(
+        f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "
+        f"16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "
+        + ("FAIL: " + ", ".join(faults) if faults else "ok"),
+        flush=True,
+    )
+    return not faults
+
+
+def variants(kernel: str | None) -> list[Variant]:
+    """The variants declared by every kernel module, or by one."""
+    modules = sorted(m.name for m in pkgutil.iter_modules(fastkv.kernels.__path__) if not m.name.startswith("_"))
+    if kernel is not None and kernel not in modules:
+        raise SystemExit(f"no kernel module named {kernel!r}; there are {', '.join(modules)}")
+    chosen = modules if kernel is None else [kernel]
+    return [v for name in chosen for v in importlib.import_module(f"fastkv.kernels.{name}").AOT]
+
+
+def main() -> int:
+    """Returns: 1 if any variant is beyond a limit, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m perf.aot", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--arch", default="90", choices=[*CHIPS, "all"], help="compute capability or AMD chip (default 90)"
+    )
+    parser.add_argument("--kernel", help="only this module of fastkv.kernels")
+    parser.add_argument("--match", default="", help="only variants whose name contains this")
+    options = parser.parse_args()
+    if INTERPRET:
+        raise SystemExit("unset TRITON_INTERPRET: ahead-of-time compilation needs the compiler, not the interpreter")
+    print("triton", triton.__version__)
+    results = [
+        check(variant, arch)
+        for variant in variants(options.kernel)
+        if options.match in variant.name
+        for arch in (CHIPS if options.arch == "all" else [options.arch])
+        if not variant.arches or arch in variant.arches
+    ]
+    print(f"{results.count(True)} within limits, {results.count(False)} not")
+    return 0 if all(results) and results else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

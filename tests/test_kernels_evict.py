@@ -1,0 +1,296 @@
+"""evict against reference.select + compact, and moment_scores against reference.moment_residual.
+
+Which tokens stay must agree exactly. The moments may differ from fp64 by twice the error of the fp32 reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastkv import FastKVError, reference
+from fastkv.kernels import evict as module
+from fastkv.kernels.evict import evict
+from fastkv.kernels.moment_scores import moment_scores
+from fastkv.reference import Moments
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """One problem; slots that hold nothing are NaN and at impossible positions."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    lengths: Tensor
+    seen: Tensor
+    moments: Moments
+    scores: Tensor
+    slope: Tensor
+
+    @classmethod
+    def make(cls, batch, heads, dim, slots, dtype, lengths, evicted, *, scores="normal", mean=0.5, count=None, seed=0):
+        """lengths, evicted: per (sequence, head), cycled. count: pretend that many were evicted."""
+        source = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=source).to(DEVICE)
+
+        def cycled(numbers):
+            return torch.tensor([numbers[i % len(numbers)] for i in range(batch * heads)]).view(batch, heads).to(DEVICE)
+
+        held, gone = cycled(lengths), cycled(evicted)
+        used = torch.arange(slots, device=DEVICE) < held[..., None]
+        most = max(max(evicted), 1)
+        inside = torch.arange(most, device=DEVICE) < gone[..., None]
+        old = normal(batch, heads, most, dim) + mean, normal(batch, heads, most, dim) - mean
+        moments = Moments.empty(batch, heads, dim, dim, DEVICE).add(*old, inside)
+        if count is not None:
+            moments.cross *= count / moments.count[..., None, None]
+            moments.count.fill_(count)
+        span = slots + 40
+        order = torch.rand(batch, heads, span, generator=source).argsort(-1)[..., :slots]
+        ranked = normal(batch, heads, slots) * (scores != "equal")
+        if scores == "ties":
+            ranked = ranked.round()
+            ranked[..., 1::5] = NAN
+            ranked[..., 2::5] = -0.0
+            ranked[..., 3::7] = -torch.inf
+        case = cls(
+            keys=(normal(batch, heads, slots, dim) + mean).to(dtype),
+            values=(normal(batch, heads, slots, dim) - mean).to(dtype),
+            positions=order.to(DEVICE, torch.int32),
+            lengths=held.int(),
+            seen=torch.full((batch,), span, device=DEVICE),
+            moments=moments,
+            scores=ranked,
+            slope=torch.full((batch, heads, dim, dim), NAN, dtype=torch.float16, device=DEVICE),
+        )
+        case.keys[~used], case.values[~used], case.scores[~used], case.positions[~used] = NAN, NAN, NAN, -(2**31)
+        return case
+
+    def tensors(self):
+        return [self.keys, self.values, self.positions, self.lengths, self.seen, *self.moments.tensors(), self.slope]
+
+    def reference(self, dtype, tokens, sinks, recent, order):
+        """positions, keys, values, lengths and moments afterwards."""
+        slots = self.keys.shape[2]
+        valid = torch.arange(slots, device=DEVICE) < self.lengths[..., None]
+        positions = self.positions.long()
+        protected = (positions < sinks) | (positions >= self.seen[:, None, None] - recent)
+        selection = reference.select(self.scores, positions, valid, protected, tokens)
+        m = self.moments
+        parts = [m.key_mean, m.value_mean, m.cross][: 0 if order is None else order + 2]
+        moments = Moments(m.count.clone(), *(t.to(dtype, copy=True) for t in parts))
+        keys, values, lengths = self.keys.to(dtype, copy=True), self.values.to(dtype, copy=True), self.lengths.clone()
+        none = slice(0, 0)
+        reference.compact(
+            keys, values, positions, lengths, moments,
+            keys[:, :, none], values[:, :, none], positions[:, :, none], valid, selection,
+        )  # fmt: skip
+        return positions, keys, values, lengths, moments
+
+    def kernel(self, tokens, sinks, recent, order, tickets=None, slope=True):
+        m = self.moments
+        evict(
+            keys=self.keys, values=self.values, positions=self.positions, lengths=self.lengths, seen=self.seen,
+            count=m.count, key_mean=m.key_mean, value_mean=m.value_mean, cross=m.cross,
+            slope=self.slope if slope else None, scores=self.scores, tokens=tokens, sinks=sinks, recent=recent,
+            order=order, tickets=tickets,
+        )  # fmt: skip
+
+
+def check(case, tokens, sinks=0, recent=0, order=1, slope=True):
+    """Run both and compare."""
+    dropped = case.lengths > tokens
+    truth = case.reference(torch.float64, tokens, sinks, recent, order)
+    usual = case.reference(torch.float32, tokens, sinks, recent, order)
+    before = [t.clone() for t in case.tensors()]
+    tickets = torch.zeros(case.lengths.numel(), dtype=torch.int32, device=DEVICE)
+    case.kernel(tokens, sinks, recent, order, tickets, slope)
+    assert (tickets == 0).all()
+    positions, keys, values, lengths, moments = truth
+    assert torch.equal(case.lengths, lengths)
+    assert torch.equal(case.moments.count, moments.count)
+    assert torch.equal(case.seen, before[4])
+    for b, h in torch.cartesian_prod(*map(torch.arange, lengths.shape)).tolist():
+        held = slice(0, int(lengths[b, h]))
+        mine, theirs = case.positions[b, h, held].argsort(), positions[b, h, held].argsort()
+        assert torch.equal(case.positions[b, h, held][mine].long(), positions[b, h, held][theirs])
+        assert torch.equal(case.keys[b, h, held][mine].double(), keys[b, h, held][theirs])
+        assert torch.equal(case.values[b, h, held][mine].double(), values[b, h, held][theirs])
+        if not dropped[b, h]:  # then nothing at all has changed
+            for tensor, old in zip(case.tensors(), before):
+                index = (b, h) if tensor.dim() > 1 else b
+                assert torch.equal(tensor[index].nan_to_num(7), old[index].nan_to_num(7))
+    for name in ("key_mean", "value_mean", "cross")[: 0 if order is None else order + 2]:
+        want = getattr(moments, name)
+        error, limit = (
+            (getattr(m, name).double() - want).abs().amax().item() for m in (case.moments, usual[-1])
+        )  # fmt: skip
+        assert error <= 2 * limit + 3e-7 * max(1.0, want.abs().max().item()), name
+    if order == 1 and slope and dropped.any():
+        want = moments.cross[dropped] / moments.count[dropped][:, None, None]
+        error = (case.slope[dropped].double() - want).abs() / want.abs().clamp(min=1e-3)
+        assert error.max().item() < 1.1e-3
+
+
+SHAPES = {  # batch, heads, head_dim, slots, tokens, lengths, evicted
+    "llama": (1, 2, 128, 80, 64, (80, 71), (30, 0)),
+    "gemma": (1, 1, 256, 48, 16, (48,), (9,)),
+    "d80": (2, 1, 80, 33, 30, (33, 31), (5, 1)),
+    "d96": (1, 2, 96, 41, 31, (41, 30), (3, 3)),
+    "ragged": (2, 2, 64, 40, 24, (0, 1, 24, 25), (0, 4, 0, 1)),
+    "all": (1, 2, 64, 20, 0, (20, 3), (0, 2)),
+    "most": (1, 1, 64, 72, 8, (72,), (2,)),
+    "one-slot": (1, 1, 64, 2, 1, (2,), (0,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_evict_shapes(shape, dtype):
+    batch, heads, dim, slots, tokens, lengths, evicted = shape
+    check(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), tokens, sinks=1, recent=2)
+
+
+@pytest.mark.parametrize("scan", [16, 2048], ids=["two launches", "one launch"])
+@pytest.mark.parametrize("scores", ["normal", "ties", "equal"])
+@pytest.mark.parametrize("order", [None, 0, 1])
+def test_evict_variants(monkeypatch, order, scores, scan):
+    monkeypatch.setattr(module, "MAX_SCAN", scan)
+    case = Case.make(1, 2, 64, 40, torch.float16, (40, 33), (6, 0), scores=scores)
+    check(case, 24, sinks=4, recent=6, order=order)
+
+
+@pytest.mark.parametrize("scan", [16, 2048], ids=["two launches", "one launch"])
+def test_evict_drops_protected_tokens_last(monkeypatch, scan):
+    monkeypatch.setattr(module, "MAX_SCAN", scan)
+    check(Case.make(1, 2, 64, 40, torch.float32, (40, 36), (6, 0), scores="ties"), 20, sinks=30, recent=40)
+    check(Case.make(1, 2, 64, 40, torch.float32, (40, 36), (6, 0), scores="ties"), 20, sinks=10**6, recent=0)
+
+
+def test_evict_without_slope():
+    check(Case.make(1, 1, 64, 30, torch.bfloat16, (30,), (6,)), 20, slope=False)
+
+
+def test_evict_many_before_and_outlying_means():
+    check(Case.make(1, 1, 64, 40, torch.float32, (40,), (50,), mean=20.0, count=10**6), 24)
+    check(Case.make(1, 1, 64, 40, torch.float32, (40,), (0,), mean=20.0), 24)
+
+
+def test_evict_does_what_repeated_single_evictions_do():
+    """The moments of a set do not depend on how it arrived."""
+    together = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
+    single = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
+    together.kernel(24, 0, 0, 1)
+    for tokens in range(39, 23, -1):
+        # Scores belong to tokens: look them up again, since slots have moved.
+        fresh = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
+        by_position = torch.zeros(100, device=DEVICE).scatter_(0, fresh.positions[0, 0].long(), fresh.scores[0, 0])
+        single.scores = by_position[single.positions.long()]
+        single.kernel(tokens, 0, 0, 1)
+    assert torch.allclose(together.moments.cross, single.moments.cross, atol=1e-4)
+    assert sorted(together.positions[0, 0, :24].tolist()) == sorted(single.positions[0, 0, :24].tolist())
+
+
+def test_evict_refuses():
+    case = Case.make(1, 1, 64, 100, torch.float32, (30,), (6,))
+    with pytest.raises(FastKVError, match="at most 64"):
+        case.kernel(20, 0, 0, 1)
+    case.scores = case.scores.expand(2, 1, 100)
+    with pytest.raises(FastKVError, match="scores must have shape"):
+        case.kernel(90, 0, 0, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    dim=st.sampled_from([16, 48]),
+    slots=st.integers(1, 40),
+    excess=st.integers(0, 20),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    evicted=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    scores=st.sampled_from(["normal", "ties", "equal"]),
+    sinks=st.integers(0, 8),
+    recent=st.integers(0, 50),
+    order=st.sampled_from([None, 0, 1]),
+    scan=st.sampled_from([16, 2048]),
+    seed=st.integers(0, 1000),
+)
+def test_evict_property(
+    batch, heads, dim, slots, excess, dtype, lengths, evicted, scores, sinks, recent, order, scan, seed
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_SCAN", scan)
+        lengths = [min(length, slots) for length in lengths]
+        case = Case.make(batch, heads, dim, slots, dtype, lengths, evicted, scores=scores, seed=seed)
+        check(case, max(slots - excess, 0), sinks, recent, order)
+
+
+def check_scores(case, attention, matrix, means, scale=0.2):
+    """moment_scores against attention times reference.moment_residual."""
+    m, held = case.moments, torch.arange(case.keys.shape[2], device=DEVICE) < case.lengths[..., None]
+    given_matrix = None
+    if matrix == "slope":
+        given_matrix = (m.cross / m.count.clamp(min=1)[..., None, None]).to(case.keys.dtype)
+        m.cross = given_matrix.float() * m.count[..., None, None]
+    if matrix == "cross" or (case.keys.dtype == torch.float32 and matrix):
+        given_matrix = m.cross
+    weight = torch.rand(held.shape, device=DEVICE) if attention else None
+    if attention:
+        weight[~held] = NAN
+
+    def specified(dtype):
+        parts = [m.value_mean if means else None, m.cross if matrix else None]
+        parts = [None if t is None else t.to(dtype) for t in parts]
+        moments = Moments(m.count, None, *parts)
+        residual = reference.moment_residual(case.keys.to(dtype), case.values.to(dtype), moments, scale)
+        return torch.where(held, residual if weight is None else residual * weight, 0)
+
+    truth, usual = specified(torch.float64), specified(torch.float32)
+    out = torch.full(held.shape, NAN, device=DEVICE)
+    returned = moment_scores(
+        attention=weight, keys=case.keys, values=case.values, lengths=case.lengths,
+        value_mean=m.value_mean if means else None, matrix=given_matrix, count=m.count, scale=scale, out=out,
+    )  # fmt: skip
+    assert returned is out
+    limit = 2 * (usual - truth).abs().max().item() + 1e-6 * max(1.0, truth.abs().max().item())
+    assert (out - truth).abs().max().item() <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_moment_scores_shapes(shape, dtype):
+    batch, heads, dim, slots, _, lengths, evicted = shape
+    check_scores(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), True, "slope", True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    dim=st.sampled_from([16, 48, 64, 80]),
+    slots=st.integers(1, 80),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    lengths=st.lists(st.integers(0, 80), min_size=1, max_size=4),
+    evicted=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    attention=st.booleans(),
+    matrix=st.sampled_from([None, "cross", "slope"]),
+    means=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_moment_scores_property(batch, heads, dim, slots, dtype, lengths, evicted, attention, matrix, means, seed):
+    lengths = [min(length, slots) for length in lengths]
+    case = Case.make(batch, heads, dim, slots, dtype, lengths, evicted, seed=seed)
+    check_scores(case, attention, matrix, means)

@@ -1,0 +1,225 @@
+"""prefill_attention against the reference in float64: at most twice the error of the same computation in its dtype."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkv import reference
+from fastkv.errors import FastKVError
+from fastkv.kernels import prefill_attention as module
+from fastkv.kernels.prefill_attention import prefill_attention
+from fastkv.reference import Moments
+
+# The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last place.
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
+
+
+class _Torch:
+    """torch, whose `empty` holds NaN."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *args, **kwargs):
+        return torch.empty(*args, **kwargs).fill_(float("nan"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    monkeypatch.setattr(module, "torch", _Torch())
+
+
+def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None, num=9, dtype=torch.float32,
+         evicted=20, size=1.0, padding=True, seed=0, spare=3):  # fmt: skip
+    """Arguments in `dtype`. Unused slots and padding rows hold NaN; q and the block are views, as in Hugging Face."""
+    value_dim = value_dim or dim
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    lengths = torch.randint(0, slots + 1, (batch, heads), generator=generator)
+    if held is not None:
+        lengths[:] = held
+    inside = (torch.arange(slots + spare) < lengths[..., None])[..., None]
+    valid = torch.ones(batch, num, dtype=torch.bool)
+    if padding:
+        valid[-1, : num // 2] = False
+    past = Moments.empty(batch, heads, dim, value_dim, dtype=torch.float64)
+    if evicted:
+        mask = torch.ones(batch, heads, evicted, dtype=torch.bool)
+        mask[0, 0] = False  # one head that evicted nothing
+        past = past.add(randn(batch, heads, evicted, dim).double(), randn(batch, heads, evicted, value_dim).double(), mask)
+    tensors = {
+        "q": (randn(batch, num, heads * groups, dim) * size).transpose(1, 2),
+        "keys": torch.where(inside, randn(batch, heads, slots + spare, dim), float("nan"))[:, :, :slots],
+        "values": torch.where(inside, randn(batch, heads, slots + spare, value_dim), float("nan"))[:, :, :slots],
+        "lengths": lengths.to(torch.int32),
+        "new_keys": randn(batch, num, heads, dim).transpose(1, 2),
+        "new_values": randn(batch, num, heads, value_dim).transpose(1, 2),
+        "new_valid": valid,
+    }
+    for name in ("new_keys", "new_values"):
+        tensors[name].masked_fill_(~valid[:, None, :, None], float("nan"))
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, past
+
+
+def cast(moments, dtype):
+    return Moments(moments.count, *(t.to(dtype) for t in moments.tensors()[1:]))
+
+
+def brute_columns(tensors, moments, scale, softcap, order):
+    """Attention column sums in float64, from the formula."""
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    q, lengths, valid = wide["q"], wide["lengths"], wide["new_valid"]
+    _, lse = reference.prefill_attention(*wide.values(), moments, scale, softcap, order=order)
+    batch, num_heads, num, dim = q.shape
+    heads, slots = wide["keys"].shape[1:3]
+    keys = torch.cat([wide["keys"], wide["new_keys"]], 2)
+    logits = scale * (q.reshape(batch, heads, -1, num, dim) @ keys[:, :, None].transpose(-1, -2))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    held = torch.arange(slots) < lengths[..., None]
+    usable = torch.cat([held, valid[:, None].expand(-1, heads, -1)], 2)
+    index = torch.arange(slots + num)
+    seen = usable[:, :, None, None] & (index <= slots + torch.arange(num)[:, None]) & valid[:, None, None, :, None]
+    probs = torch.exp(logits - lse.reshape(batch, heads, -1, num, 1))
+    return torch.where(seen, probs, 0).sum(3).mean(2)
+
+
+def check(tensors, past, scale=0.125, softcap=None, order=1, slope=False, columns=True):
+    dtype = tensors["q"].dtype
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    moments = cast(past, torch.float32)
+    exact, exact_lse = reference.prefill_attention(
+        *wide.values(), cast(moments, torch.float64), scale, softcap, order=order
+    )
+    plain, plain_lse = reference.prefill_attention(*tensors.values(), moments, scale, softcap, order=order)
+    shadow = None
+    if slope:
+        shadow = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(torch.bfloat16)
+    out, lse, sums = prefill_attention(
+        **tensors, moments=moments, scale=scale, softcap=softcap, order=order, slope=shadow, columns=columns
+    )
+    assert out.dtype == dtype and out.shape == exact.shape and lse.dtype == torch.float32
+    assert out.isfinite().all()
+    empty = exact_lse == -float("inf")
+    assert torch.equal(lse == -float("inf"), empty) and (out[empty] == 0).all()
+    largest = exact.abs().max()
+    allowed = 2 * (plain.double() - exact).abs().max() + ATOL[dtype] * (1 + largest) + 4e-3 * largest * slope
+    assert (out.double() - exact).abs().max() <= allowed
+    reach = exact_lse[~empty].abs().max() if (~empty).any() else 0
+    error = (lse.double() - exact_lse)[~empty].abs().max() if (~empty).any() else 0
+    assert error <= 2 * (plain_lse.double() - exact_lse)[~empty].abs().nan_to_num().max() + 1e-6 * (1 + reach)
+    if columns:
+        wanted = brute_columns(tensors, cast(moments, torch.float64), scale, softcap, order)
+        assert sums.isfinite().all() and sums.min() >= 0
+        assert (sums - wanted).abs().max() <= 1e-5 * (1 + reach) * max(1, wanted.max())
+    return out, lse, sums
+
+
+@pytest.mark.parametrize("dtype", ATOL, ids=str)
+@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+def test_groups(groups, dtype):
+    check(*case(groups=groups, dtype=dtype))
+
+
+@pytest.mark.parametrize("dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_head_dims(dim, value_dim, dtype):
+    check(*case(batch=1, heads=2, dim=dim, value_dim=value_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("order", [1, 0, None])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("evicted", [0, 1, 200])
+def test_orders_and_softcap(order, softcap, evicted):
+    check(*case(evicted=evicted), softcap=softcap, order=order)
+
+
+def test_bf16_slope_instead_of_the_cross_moment():
+    check(*case(), slope=True)
+    check(*case(dtype=torch.bfloat16), slope=True, softcap=5.0)
+
+
+@pytest.mark.parametrize("slots, num", [(1, 1), (0, 5), (3, 1), (64, 64), (65, 33), (130, 70), (17, 129)])
+def test_odd_sizes(slots, num):
+    check(*case(batch=1, slots=slots, num=num, padding=False))
+
+
+def test_empty_heads_and_padding_only():
+    tensors, past = case(held=0, evicted=0)
+    tensors["new_valid"][0] = False
+    out, lse, _ = check(tensors, past)
+    assert (out[0] == 0).all() and (lse[0] == -float("inf")).all()
+
+
+@pytest.mark.parametrize("size", [300.0, 3e3])
+def test_huge_logits(size):
+    tensors, past = case(size=size)
+    assert (tensors["q"].abs().max() * 0.125 * 64**0.5) > 500
+    check(tensors, past)
+
+
+def test_logits_of_ten_thousand_of_either_sign():
+    tensors, past = case(evicted=0, dim=16)
+    tensors["q"][:] = 100.0
+    for name in ("keys", "new_keys"):
+        tensors[name].copy_(tensors[name].sign() * 50.0)  # NaN stays NaN
+    check(tensors, past)
+
+
+def test_no_moments_is_no_correction():
+    tensors, _ = case(evicted=0)
+    without = prefill_attention(**tensors, moments=None, scale=0.1)
+    empty = prefill_attention(**tensors, moments=Moments.empty(2, 1, 64, 64), scale=0.1)
+    assert torch.equal(without[0], empty[0]) and torch.equal(without[1], empty[1]) and without[2] is None
+
+
+def test_order_of_slots_does_not_matter():
+    tensors, past = case(held=40, batch=1)
+    moved = torch.randperm(40)
+    out, lse, sums = check(tensors, past)
+    tensors["keys"], tensors["values"] = tensors["keys"][:, :, moved], tensors["values"][:, :, moved]
+    other, other_lse, other_sums = check(tensors, past)
+    torch.testing.assert_close(out, other)
+    torch.testing.assert_close(lse, other_lse)
+    torch.testing.assert_close(sums[..., :40][..., moved], other_sums[..., :40])
+
+
+def test_columns_add_up_to_the_retained_share():
+    tensors, past = case(padding=False, evicted=0)
+    _, _, sums = check(tensors, past)
+    torch.testing.assert_close(sums.sum(-1), torch.full((2, 1), 9.0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 3, 4, 7]),
+    slots=st.integers(0, 9),
+    num=st.integers(1, 7),
+    evicted=st.integers(0, 3),
+    order=st.sampled_from([1, 0, None]),
+    softcap=st.sampled_from([None, 3.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    size=st.sampled_from([0.01, 1.0, 30.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, seed):
+    tensors, past = case(
+        batch=1, groups=groups, dim=16, slots=slots, num=num, evicted=evicted, dtype=dtype, size=size, seed=seed
+    )
+    check(tensors, past, 0.25, softcap, order)
+
+
+def test_refusals_say_what_to_do():
+    tensors, past = case()
+    moments = cast(past, torch.float32)
+    loose = {**tensors, "keys": tensors["keys"].transpose(0, 1).contiguous().transpose(0, 1)[:, :, ::2]}
+    loose["values"] = tensors["values"][:, :, ::2]
+    with pytest.raises(FastKVError, match="leading slots of a contiguous cache"):
+        prefill_attention(**loose, moments=moments, scale=1.0)
+    wide, past = case(dim=272, num=2, slots=2)
+    with pytest.raises(FastKVError, match="head_dim up to 256"):
+        prefill_attention(**wide, moments=None, scale=1.0)
