@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test check perf clean
+.PHONY: help demo test check aot perf perf-report clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 demo: $(STAMP)base ## the bundled model with the full cache and with every policy: table and picture
 	$(BIN)/fastkv demo $(ARGS)
@@ -26,6 +26,12 @@ check: $(STAMP)dev ## ruff and mypy
 
 perf: $(STAMP)perf ## decode and prompt speed on this machine's CPU, against the full cache
 	$(BIN)/python -m perf.cpu_decode --out perf/results/cpu_decode.json $(ARGS)
+
+aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
+	$(BIN)/python -m perf.aot --arch all $(ARGS)
+
+perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json
+	$(BIN)/python -m perf.report $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info

@@ -41,7 +41,8 @@ def patch(
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
             zeroth-order part, "none" nothing; "auto" is what the policy's paper does.
-        backend: "auto" runs Triton kernels on an accelerator and the reference on a CPU; "reference" or "triton" insist.
+        backend: "auto" runs Triton kernels on an accelerator and the reference on a CPU; "reference" and "triton"
+            insist.
         static: reserved; only None and False.
 
     Returns: the same model.

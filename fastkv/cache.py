@@ -249,7 +249,7 @@ class FastKVCache(Cache):
         return all(isinstance(layer, FastKVLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
-        """Bytes of all layers: slots (used or not), positions, scores and moments, stock sliding-window layers, scratch."""
+        """Bytes of everything: slots, used or not, positions, scores, moments, stock sliding-window layers, scratch."""
         total = self.scratch.nbytes()
         for layer in self.layers:
             if isinstance(layer, FastKVLayer):

@@ -149,23 +149,11 @@ def _state(why_not: str | None) -> str:
 
 
 def _why_not_triton() -> str | None:
-    import importlib.metadata
-
     import torch
 
-    from . import ops
+    from .backend import why_no_triton
 
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "triton is not installed"
-    if tuple(int(part) for part in version.split(".")[:2]) < TRITON_NEEDED:
-        return f"triton {version} is too old, {'.'.join(map(str, TRITON_NEEDED))} is needed"
-    if "triton" not in ops.BACKENDS:
-        return "this version of fastkv does not use its GPU kernels yet"
-    return None
+    return why_no_triton() or (None if torch.cuda.is_available() else "torch sees no CUDA device")
 
 
 def _why_not_flash() -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .backend import BACKENDS
 from .budget import Budget
 from .errors import FastKVError
-from .backend import BACKENDS
 from .policies import Policy, get
 
 CORRECTIONS = {"auto": None, "none": None, "mean": 0, "moments": 1}

@@ -92,10 +92,10 @@ class LayerState:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the state with its field name; the moments' as moments.*."""
         for owner, prefix in ((self, ""), (self.moments, "moments.")):
-            for field in fields(owner):
-                value = getattr(owner, field.name)
+            for one in fields(owner):
+                value = getattr(owner, one.name)
                 if isinstance(value, Tensor):
-                    yield prefix + field.name, value
+                    yield prefix + one.name, value
 
     def nbytes(self) -> int:
         """Bytes of all tensors: slots, positions, scores and moments."""

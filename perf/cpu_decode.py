@@ -91,7 +91,8 @@ def main() -> None:
                     row = measure(model, ids, steps=128, warmup=16)
         rows.append({"cache": name, **row})
     full = rows[0]
-    title = f"{arguments.context} tokens seen, batch {arguments.batch}, budget {arguments.budget}, blocks of {arguments.block}"
+    a = arguments
+    title = f"{a.context} tokens seen, batch {a.batch}, budget {a.budget}, blocks of {a.block}"
     table = Table("cache", "first token s", "ms/token p50", "p20 - p80", "mean", "x full", "cache MiB", title=title)
     for row in rows:
         row["speedup"] = full["ms_mean"] / row["ms_mean"]

@@ -1,4 +1,4 @@
-"""The rules of the house, checked: flow order of imports, small files, sourced policies, no side effects of importing."""
+"""House rules, checked: flow order of imports, small files, sourced policies, no side effects of importing."""
 
 import ast
 import dataclasses
@@ -16,6 +16,14 @@ from fastkv.policies import ALL
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fastkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def each_file(keep=lambda path: True):
+    """Parametrise over the package's files, with readable ids."""
+    files = [path for path in FILES if keep(path)]
+    return pytest.mark.parametrize("path", files, ids=[str(path.relative_to(ROOT)) for path in files])
+
+
 # Import order is flow order: a module may import only from rooms that come before its own (or its own).
 ROOMS = [
     "errors",
@@ -62,7 +70,7 @@ def imported_rooms(path):
                 yield name[1]
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if f.name != "__init__.py" or f.parent != PACKAGE], ids=lambda p: str(p.relative_to(ROOT)))
+@each_file(lambda path: path != PACKAGE / "__init__.py")
 def test_import_order_is_flow_order(path):
     mine = room(path)
     assert mine in ROOMS, f"{mine} is a new room: give it a place in the flow"
@@ -70,7 +78,7 @@ def test_import_order_is_flow_order(path):
     assert not later, f"{path.name} imports {later}, which come after {mine}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@each_file()
 def test_files_are_small_documented_and_plain(path):
     text = path.read_text()
     tree = ast.parse(text)
@@ -87,13 +95,14 @@ def test_files_are_small_documented_and_plain(path):
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
 
 
-HOT = ["ops.py", "decode.py", "prefill.py", "select.py", "kernels", "policies"]
+HOT = {"ops", "decode", "prefill", "select", "kernels", "policies"}
+SYNCS = {"item", "tolist", "cpu", "nonzero", "numpy"}
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if room(f) in [h.removesuffix(".py") for h in HOT]], ids=lambda p: str(p.relative_to(ROOT)))
+@each_file(lambda path: room(path) in HOT)
 def test_no_host_sync_on_the_hot_path(path):
-    calls = [node.func.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    assert not {"item", "tolist", "cpu", "nonzero", "numpy"} & set(calls)
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not SYNCS & {call.attr for call in calls if isinstance(call, ast.Attribute)}
 
 
 @pytest.mark.parametrize("policy", ALL, ids=lambda p: p.name)
@@ -118,7 +127,7 @@ def public_definitions(node):
             yield from public_definitions(child)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@each_file()
 def test_every_public_function_is_documented(path):
     missing = [node.name for node in public_definitions(ast.parse(path.read_text())) if not ast.get_docstring(node)]
     assert not missing

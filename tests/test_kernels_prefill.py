@@ -50,7 +50,9 @@ def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None
     if evicted:
         mask = torch.ones(batch, heads, evicted, dtype=torch.bool)
         mask[0, 0] = False  # one head that evicted nothing
-        past = past.add(randn(batch, heads, evicted, dim).double(), randn(batch, heads, evicted, value_dim).double(), mask)
+        past = past.add(
+            randn(batch, heads, evicted, dim).double(), randn(batch, heads, evicted, value_dim).double(), mask
+        )
     tensors = {
         "q": (randn(batch, num, heads * groups, dim) * size).transpose(1, 2),
         "keys": torch.where(inside, randn(batch, heads, slots + spare, dim), float("nan"))[:, :, :slots],

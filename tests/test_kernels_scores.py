@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from fastkv import reference
 from fastkv.errors import FastKVError
 from fastkv.kernels import key_scores, leverage, noncausal_mass, window_scores
+from fastkv.kernels import pool as pooling
 from fastkv.reference import geometry
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MODULES = (key_scores, leverage, noncausal_mass, window_scores)
+MODULES = (key_scores, leverage, noncausal_mass, window_scores, pooling)
 
 
 class _Torch:
@@ -278,15 +279,15 @@ def test_window_with_everything_visible():
 @pytest.mark.parametrize("pool", [1, 3, 7, 31])
 @pytest.mark.parametrize("block", [16, 32, 512])
 def test_pooling_does_not_see_tile_edges(pool, block, monkeypatch):
-    monkeypatch.setattr(window_scores, "POOL_BLOCK", block)
+    monkeypatch.setattr(pooling, "BLOCK", block)
     scores = torch.rand(2, 2, 77)
     wanted = reference.pool_scores(scores.double(), pool)
-    torch.testing.assert_close(window_scores.pool_scores(scores=scores, pool=pool).double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(pooling.pool_scores(scores=scores, pool=pool).double(), wanted, rtol=1e-6, atol=0)
     positions = torch.rand(2, 2, 100).argsort(-1)[..., :77].to(torch.int32)
     mask = make_mask("scattered", 2, 2, 77)
     wanted = reference.pool_scores(scores.double(), pool, positions, mask)
     if pool > 1:  # the reference returns pool = 1 as it is
-        got = window_scores.pool_scores(scores=scores, pool=pool, positions=positions, valid=mask)
+        got = pooling.pool_scores(scores=scores, pool=pool, positions=positions, valid=mask)
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-12)
 
 
@@ -449,7 +450,9 @@ def test_unsketched_leverage_sums_to_the_rank_and_survives_maps():
     turn = torch.eye(64) + 0.1 * torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
     score = leverage.leverage_scores(keys=keys, sketch=torch.eye(64))
     torch.testing.assert_close(score.sum(-1), torch.full((1, 2), 64.0), atol=1e-2, rtol=0)
-    torch.testing.assert_close(score, leverage.leverage_scores(keys=keys @ turn, sketch=torch.eye(64)), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        score, leverage.leverage_scores(keys=keys @ turn, sketch=torch.eye(64)), atol=1e-4, rtol=0
+    )
 
 
 def test_leverage_of_outlier_channels():

@@ -299,9 +299,7 @@ def test_selection_round_trip():
     """What `select` keeps is what `compact` of the reference would keep from its own selection."""
     state, block, valid, positions, old = random_state(1, 2, 30, 24, 16, 16, 6, torch.float32, 11)
     scores = torch.randn(valid.shape)
-    kept, counts = select(
-        scores=scores, positions=positions, valid=valid, tokens=20, protected=torch.zeros_like(valid)
-    )
+    kept, counts = select(scores=scores, positions=positions, valid=valid, tokens=20, protected=torch.zeros_like(valid))
     assert isinstance(reference.select(scores, positions, valid, ~valid, 20), Selection)
     moments = cast(old, torch.float32, 1)
     compact(**state, moments=moments, **block, valid=valid, kept=kept)

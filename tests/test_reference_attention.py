@@ -36,7 +36,11 @@ def brute_force(q, keys, values, scale, softcap=None):
     seed=st.integers(0, 2**31),
 )
 def test_retained_part_equals_brute_force(groups, dim, slots, softcap, seed):
-    q, keys, values = randn(2, 2 * groups, dim, seed=seed), randn(2, 2, slots, dim, seed=seed + 1), randn(2, 2, slots, 5)
+    q, keys, values = (
+        randn(2, 2 * groups, dim, seed=seed),
+        randn(2, 2, slots, dim, seed=seed + 1),
+        randn(2, 2, slots, 5),
+    )
     lengths = torch.randint(1, slots + 1, (2, 2), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     out, lse, lse_evicted = decode_attention(q, keys, values, lengths, None, 0.4, softcap)
     assert (lse_evicted == float("-inf")).all()
@@ -173,7 +177,9 @@ def test_a_block_equals_its_queries_one_by_one(num, softcap):
                 v = torch.cat([values[row, head, :held], new_values[row, head, : t + 1][seen]])[None, None]
                 part = Moments(*[m[row : row + 1, head : head + 1] for m in moments.tensors()])
                 heads = slice(2 * head, 2 * head + 2)
-                one = decode_attention(q[row : row + 1, heads, t], k, v, torch.tensor([[k.shape[2]]]), part, 0.4, softcap)
+                one = decode_attention(
+                    q[row : row + 1, heads, t], k, v, torch.tensor([[k.shape[2]]]), part, 0.4, softcap
+                )
                 torch.testing.assert_close(out[row, heads, t], one[0][0])
                 torch.testing.assert_close(lse[row, heads, t], torch.logaddexp(one[1], one[2])[0])
 

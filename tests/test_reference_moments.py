@@ -46,7 +46,9 @@ def test_merging_in_any_order_equals_brute_force(sizes, seed, shuffle):
         key_mean, value_mean, cross = brute_force(keys, values)
         assert relative(got.key_mean, key_mean) < 1e-6
         assert relative(got.value_mean, value_mean) < 1e-6
-        assert (got.cross.double() - cross).norm() <= 1e-6 * max(float(cross.norm()), float(keys.norm() * values.norm()))
+        assert (got.cross.double() - cross).norm() <= 1e-6 * max(
+            float(cross.norm()), float(keys.norm() * values.norm())
+        )
     else:
         assert not got.key_mean.any() and not got.cross.any()
 
@@ -85,7 +87,9 @@ def test_masked_pairs_are_not_there():
     for row in range(2):
         for head in range(3):
             inside = mask[row, head]
-            alone = Moments.empty(1, 1, 8, 6).add(keys[row, head, inside][None, None], values[row, head, inside][None, None])
+            alone = Moments.empty(1, 1, 8, 6).add(
+                keys[row, head, inside][None, None], values[row, head, inside][None, None]
+            )
             assert int(got.count[row, head]) == int(inside.sum())
             torch.testing.assert_close(got.cross[row, head], alone.cross[0, 0])
 
@@ -166,7 +170,10 @@ def test_residual_is_what_the_affine_model_misses():
     got = moment_residual(keys, values, state, 0.3)
     slope = 0.3 * state.cross / 30
     expected = torch.stack(
-        [(values[:, :, j] - state.value_mean - torch.einsum("bhk,bhkv->bhv", keys[:, :, j], slope)).norm(dim=-1) for j in range(30)],
+        [
+            (values[:, :, j] - state.value_mean - torch.einsum("bhk,bhkv->bhv", keys[:, :, j], slope)).norm(dim=-1)
+            for j in range(30)
+        ],
         -1,
     )
     torch.testing.assert_close(got, expected)

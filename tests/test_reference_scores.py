@@ -39,7 +39,9 @@ def test_keydiff_equals_brute_force(anchor):
                 if anchor == "pairwise":
                     expected = -sum(cosine(these[i], other) for other in these)
                 else:
-                    center = {"mean": these.mean(0), "normalized_mean": unit.mean(0), "median": these.median(0).values}[anchor]
+                    center = {"mean": these.mean(0), "normalized_mean": unit.mean(0), "median": these.median(0).values}[
+                        anchor
+                    ]
                     expected = -cosine(center, these[i])
                 assert abs(float(got[row, head, i]) - expected) < 1e-12
 
@@ -98,9 +100,7 @@ def test_window_attention_is_causal_ignores_padding_and_shares_with_the_evicted(
     visible = torch.arange(6) <= torch.tensor([3, 4, 5])[:, None]
     mass = randn(1, 2, 3, seed=2)
     query_valid = torch.tensor([[False, True, True]])
-    got = window_attention(
-        q, keys, 0.4, visible=visible[None, None], query_valid=query_valid, log_mass=mass
-    )
+    got = window_attention(q, keys, 0.4, visible=visible[None, None], query_valid=query_valid, log_mass=mass)
     expected = torch.zeros(6, dtype=F64)
     for g in range(2):
         for w in (1, 2):

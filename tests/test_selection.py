@@ -4,19 +4,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastkv.budget import Budget
 from fastkv.plan import LayerPlan, Plan
-from fastkv.policies import KeyDiff, Streaming
+from fastkv.policies import KeyDiff, Signals, Streaming
 from fastkv.reference import Moments, compact, evict, protected, select
 from fastkv.select import keep_best
-from fastkv.policies import Signals
-from fastkv.budget import Budget
 
 
 def expected_set(scores, positions, valid, guard, tokens):
     """Sort by (protected first, score descending, position ascending) and take the first."""
-    order = sorted(
-        (i for i in range(len(scores)) if valid[i]), key=lambda i: (not guard[i], -scores[i], positions[i])
-    )
+    order = sorted((i for i in range(len(scores)) if valid[i]), key=lambda i: (not guard[i], -scores[i], positions[i]))
     return set(order[:tokens])
 
 

@@ -163,7 +163,7 @@ def budget_of(model: PreTrainedModel, tokens: int, settings: Settings) -> Budget
         return Budget(tokens=tokens, sinks=sinks, recent=recent)
     config = model.config
     like = torch.empty(1, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device="meta")
-    cost = LayerState.cost(like, like, order=None, attention=False)
+    cost = LayerState.cost(like, like, order=None, attention=False, slope=False)
     each = cost.fixed + cost.per_slot * (tokens + EVICT_EVERY)
     return Budget(bytes=config.num_hidden_layers * each, sinks=sinks, recent=recent)
 

@@ -109,7 +109,8 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
             f"found {len(modules)} attention modules for {len(full)} full-attention layers in {type(model).__name__}; "
             "its layers are not laid out as this version of fastkv expects"
         )
-    for module in modules:
+    attentions: list[Any] = modules
+    for module in attentions:
         device, dtype = module.k_proj.weight.device, module.k_proj.weight.dtype
         check_backend(plan.backend, device, dtype, module.head_dim, module.num_key_value_groups, plan.evict_every)
     return modules

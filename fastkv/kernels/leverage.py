@@ -21,8 +21,7 @@ from ..errors import FastKVError, check_shape
 from ..reference.geometry import RIDGE
 from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
 
-BLOCK_N = 64
-WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # by padded head_dim
+BLOCKS = {16: (64, 4), 32: (64, 4), 64: (64, 4), 128: (64, 4), 256: (32, 8)}  # padded head_dim: (rows, warps)
 LEAST_ROWS = 512  # of a split
 MAX_SPLITS = 64
 MAX_SKETCH = 128
@@ -154,16 +153,17 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     if not scores.numel():
         return scores
     width = pow2(dim, 16)
-    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), BLOCK_N) * BLOCK_N
+    tile, warps = BLOCKS[width]
+    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), tile) * tile
     splits = triton.cdiv(num, rows)
     grams = torch.empty(batch, heads, splits, size, size, dtype=torch.float32, device=keys.device)
     means = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=keys.device)
     counts = torch.empty(batch, heads, splits, dtype=torch.int32, device=keys.device)
     inputs = (keys, scores if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype))
     shape = (num, rows, *keys.stride()[:3])
-    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": BLOCK_N}
+    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": tile}
     flags |= {"HAS_MASK": mask is not None, "CENTRE": centre, "INTERP": INTERPRET}
-    flags |= {"num_warps": WARPS[width], "num_stages": stages(2)}
+    flags |= {"num_warps": warps, "num_stages": stages(2)}
     grid = (splits, batch * heads)
     _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
     _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, **flags)
@@ -179,7 +179,7 @@ _TYPES = {
 
 
 def _variant(kernel, dim: int) -> Variant:
-    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": BLOCK_N}
+    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": BLOCKS[pow2(dim)][0]}
     flags |= {"HAS_MASK": True, "CENTRE": True, "INTERP": False}
     names = [name for name in kernel.arg_names if name not in flags]
     return Variant(
@@ -188,7 +188,7 @@ def _variant(kernel, dim: int) -> Variant:
         {name: _TYPES.get(name, "*fp32") for name in names},
         {name: value for name, value in flags.items() if name in kernel.arg_names},
         div16=("N", "rows_per_split", "stride_b", "stride_h", "stride_t"),
-        num_warps=WARPS[pow2(dim)],
+        num_warps=BLOCKS[pow2(dim)][1],
         num_stages=2,
     )
 

@@ -66,7 +66,7 @@ def _seed(
                 slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
                 if q.dtype == slope.dtype:
                     acc += _dot(q, slope, INTERP)
-                elif q.dtype == tl.bfloat16:  # 16 bits of the fp32 moment, in two products
+                elif q.dtype == tl.bfloat16 and BV < 256:  # 16 bits of the fp32 moment in two products, while they fit
                     high = slope.to(tl.bfloat16)
                     acc += _dot(q, high, INTERP)
                     acc += _dot(q, (slope - high.to(tl.float32)).to(tl.bfloat16), INTERP)
@@ -296,4 +296,8 @@ def _variant(kernel, dim: int, dtype: str = "bf16", slope: bool = True, order: i
 
 AOT = [_variant(kernel, dim) for kernel in (_prefill_kernel, _column_kernel) for dim in (64, 80, 128, 256)]
 AOT += [_variant(_prefill_kernel, 128, slope=False), _variant(_prefill_kernel, 256, slope=False)]
-AOT += [_variant(_prefill_kernel, 256, "fp16", slope=False), _variant(_prefill_kernel, 128, "fp16", groups=7), _variant(_prefill_kernel, 128, order=-1)]
+AOT += [
+    _variant(_prefill_kernel, 256, "fp16", slope=False),
+    _variant(_prefill_kernel, 128, "fp16", groups=7),
+    _variant(_prefill_kernel, 128, order=-1),
+]

@@ -5,8 +5,8 @@
 Twin of `reference.window_attention` where a query sees a key iff the key is valid and not later than the query; `mass` is
 that of the evicted tokens. TOVA is W = 1, averaged over KV heads by the caller. Rows are (query, head of the group).
 
-Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers. Pooling is
-a fourth, on its own so that no tile edge shows. Bytes: keys twice, 8 rows splits, 4 N out (and 12 N for pooling).
+Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers; then
+`pool`. Bytes: keys twice, 8 bytes per row and split, 4 N out.
 Does not handle: more than one window in flight; key-dependent biases.
 """
 
@@ -20,14 +20,13 @@ from torch import Tensor
 from ..errors import check_groups, check_shape
 from ..reference import check_pool
 from ._tiles import INTERPRET, LOG2E, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
+from .pool import NOWHERE, as_places, pool_in_order
 
 # padded head_dim: (keys per tile, warps, stages)
 BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
 MAX_ROWS = 64  # queries times heads per tile
 LEAST_KEYS = 512  # of a split
 MAX_SPLITS = 32
-POOL_BLOCK = 512
-NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after every query
 
 
 @triton.jit
@@ -157,62 +156,10 @@ def _column_kernel(
         )  # fmt: skip
         lse = tl.load(lse_ptr + head * W * G + row, mask=row < W * G, other=0.0)
         share = tl.load(shares_ptr + head * W * G + row, mask=row < W * G, other=0.0)
+        lse = tl.where(share > 0, lse, 0.0)
         logits = tl.where(share[:, None] > 0, logits - lse[:, None], -float("inf"))
         sums += tl.sum(tl.exp2(logits) * share[:, None], 0)
     tl.store(scores_ptr + head * N + index, sums, mask=index < N)
-
-
-@triton.jit
-def _pool_kernel(
-    scores_ptr, order_ptr, places_ptr, pooled_ptr, N, POOL: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr
-):
-    row = tl.program_id(1).to(tl.int64) * N
-    rank = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for step in tl.static_range(POOL):
-        near = rank + step - POOL // 2
-        inside = (near >= 0) & (near < N)
-        if ORDERED:
-            near = tl.load(order_ptr + row + near, mask=inside, other=0)
-            inside = inside & (tl.load(places_ptr + row + near, mask=inside, other=NOWHERE) < NOWHERE)
-        total += tl.load(scores_ptr + row + near, mask=inside, other=0.0)
-    place = rank.to(tl.int64)
-    if ORDERED:
-        place = tl.load(order_ptr + row + rank, mask=rank < N, other=0)
-    tl.store(pooled_ptr + row + place, total / POOL, mask=rank < N)
-
-
-def _places(positions: Tensor | None, valid: Tensor | None) -> Tensor | None:
-    """int32 positions with NOWHERE for what is not valid; all 0 without positions; None if nothing is known."""
-    if valid is None:
-        return positions
-    return torch.where(valid, 0 if positions is None else positions, NOWHERE.value).to(torch.int32)
-
-
-def pool_scores(*, scores: Tensor, pool: int, positions: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-    """Average over `pool` neighbours, zero beyond the ends; in order of position if positions and valid are given.
-
-    Args: scores [B, Hkv, N] fp32; pool: odd; positions [B, Hkv, N] int32 and valid [B, Hkv, N] bool.
-    Returns: [B, Hkv, N] fp32.  Cost: one launch, and an argsort of the positions if given; no host sync.
-    """
-    ordered = positions is not None and valid is not None
-    return _pool(scores, pool, _places(positions, valid) if ordered else None)
-
-
-def _pool(scores: Tensor, pool: int, places: Tensor | None) -> Tensor:
-    """Pooling in the order of `places`, or of the index."""
-    check_pool(pool)
-    check_contiguous("pool_scores", scores=scores)
-    batch, heads, num = scores.shape
-    if pool == 1 or not scores.numel():
-        return scores
-    pooled = torch.empty_like(scores)
-    order = scores if places is None else places.argsort(dim=-1, stable=True)
-    _pool_kernel[(triton.cdiv(num, POOL_BLOCK), batch * heads)](
-        scores, order, scores if places is None else places, pooled, num,
-        POOL=pool, BLOCK=POOL_BLOCK, ORDERED=places is not None,
-    )  # fmt: skip
-    return pooled
 
 
 def window_scores(
@@ -265,7 +212,7 @@ def window_scores(
     tops, totals = torch.empty(2, batch, heads, splits, num * groups, dtype=torch.float32, device=q.device)
     lse, shares = torch.empty(2, batch, heads, num * groups, dtype=torch.float32, device=q.device)
     causal, tiles = positions is not None, triton.cdiv(num * groups, rows)
-    places = _places(positions, valid)
+    places = as_places(positions, valid)
     inputs = (q, keys, scores if places is None else places, query_positions if causal else scores)
     strides = (*q.stride()[:3], *keys.stride()[:3])
     sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "ROWS": rows, "BLOCK_N": tile, "CAUSAL": causal}
@@ -283,12 +230,12 @@ def window_scores(
     _column_kernel[(triton.cdiv(length, tile), batch * heads)](
         *inputs, lse, shares, scores, scale, softcap or 1.0, num, length, *strides, **sizes, **launch
     )
-    return _pool(scores, pool, places if causal else None)
+    return pool_in_order(scores, pool, places if causal else None)
 
 
 _TYPES = {
     **dict.fromkeys(("q_ptr", "keys_ptr"), "*bf16"),
-    **{"query_valid_ptr": "*u8", "places_ptr": "*i32", "query_places_ptr": "*i64", "order_ptr": "*i64"},
+    **{"query_valid_ptr": "*u8", "places_ptr": "*i32", "query_places_ptr": "*i64"},
     **{"scale": "fp32", "softcap": "fp32"},
     **dict.fromkeys(("W", "N", "SPLITS", "keys_per_split"), "i32"),
     **{f"stride_{tensor}{axis}": "i32" for tensor in "qk" for axis in "bht"},
@@ -299,7 +246,7 @@ def _variant(kernel, dim: int, **change) -> Variant:
     tile, warps, depth = BLOCKS[pow2(dim, 16)]
     flags = {"HEADS": 8, "G": 4, "D": dim, "BD": pow2(dim), "ROWS": MAX_ROWS, "BLOCK_N": tile, "CAUSAL": True}
     flags |= {"HAS_PLACES": True, "HAS_CAP": False, "INTERP": False, "HAS_MASS": True, "HAS_QUERIES": True}
-    flags |= {"QUERIES": 32, "POOL": 7, "BLOCK": POOL_BLOCK, "ORDERED": False} | change
+    flags |= {"QUERIES": 32} | change
     names = [name for name in kernel.arg_names if name not in flags]
     return Variant(
         f"window {kernel.__name__.strip('_')} D{dim} {change or ''}",
@@ -314,4 +261,4 @@ def _variant(kernel, dim: int, **change) -> Variant:
 
 
 AOT = [_variant(kernel, dim) for kernel in (_lse_kernel, _column_kernel) for dim in (64, 80, 128, 256)]
-AOT += [_variant(_lse_kernel, 128, HAS_CAP=True), _variant(_merge_kernel, 128), _variant(_pool_kernel, 128)]
+AOT += [_variant(_lse_kernel, 128, HAS_CAP=True), _variant(_merge_kernel, 128)]

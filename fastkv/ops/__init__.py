@@ -1,4 +1,4 @@
-"""The operations of the flow: names and signatures of `fastkv.reference`, plus a backend; every caller goes through here.
+"""The operations of the flow: names and signatures of `fastkv.reference`, plus a backend; every caller comes here.
 
 Each operation that has a kernel is one opaque torch operator (`torch.ops.fastkv.*`) with declared mutation and a fake
 implementation, so it compiles, graph-captures and passes `opcheck`. Its body chooses: Triton kernels (imported on first

@@ -26,7 +26,7 @@ def workspace(q: Tensor, keys: Tensor, *, attention: bool, backend: str = "auto"
     """
     if not uses_kernels(backend, q.device):
         return []
-    from ..kernels.decode_attention import Workspace
+    from ..kernels._workspace import Workspace
 
     batch, heads, slots, dim = keys.shape
     made = Workspace.allocate(batch, heads, q.shape[1] // heads, slots, dim, q.device, attention=attention)
@@ -39,8 +39,8 @@ def _decode_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator(
-    f"decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, {STATISTICS}, float scale, float? softcap, "
-    "int? order, Tensor(e!)? attention, Tensor(f!)[] scratch, str backend) -> (Tensor, Tensor, Tensor)",
+    f"decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, {STATISTICS}, float scale, "
+    "float? softcap, int? order, Tensor(e!)? attention, Tensor(f!)[] scratch, str backend) -> (Tensor, Tensor, Tensor)",
     _decode_outputs,
 )
 def _decode_attention(
@@ -59,7 +59,7 @@ def _decode_attention(
     attention: Tensor | None,
     scratch: list[Tensor],
     backend: str,
-    append: tuple[Tensor, ...] | None = None,
+    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not uses_kernels(backend, q.device):
         moments = Moments(count, key_mean, value_mean, cross)
@@ -68,9 +68,13 @@ def _decode_attention(
             reference.append(keys, values, append[2], lengths, append[0], append[1], append[3])
             append[3].add_(1)
         return reference.decode_attention(q, *state, order=order, attention=attention)
-    from ..kernels.decode_attention import Workspace, decode_attention
+    from ..kernels._workspace import Workspace
+    from ..kernels.decode_attention import decode_attention
 
-    room = Workspace(*scratch[:3], scratch[4] if len(scratch) > 4 else None, scratch[3]) if scratch else None
+    room = None
+    if scratch:
+        accs, tops, totals, tickets, *logits = scratch
+        room = Workspace(accs, tops, totals, logits[0] if logits else None, tickets)
     return decode_attention(
         q=q,
         keys=keys,
@@ -95,7 +99,15 @@ def _decode_attention(
     _decode_outputs,
 )
 def _decode_step(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, seen: Tensor, *rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    seen: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _decode_attention(q, keys, values, lengths, *rest, append=(k, v, positions, seen))
 

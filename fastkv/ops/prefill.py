@@ -47,10 +47,19 @@ def _prefill_attention(
         return reference.prefill_attention(*tensors, moments, scale, softcap, order=order)
     from ..kernels.prefill_attention import prefill_attention
 
-    names = ("q", "keys", "values", "lengths", "new_keys", "new_values", "new_valid")
-    given = dict(zip(names, tensors))
     out, lse, _ = prefill_attention(
-        **given, moments=moments, scale=scale, softcap=softcap, order=order, slope=slope
+        q=q,
+        keys=keys,
+        values=values,
+        lengths=lengths,
+        new_keys=new_keys,
+        new_values=new_values,
+        new_valid=new_valid,
+        moments=moments,
+        scale=scale,
+        softcap=softcap,
+        order=order,
+        slope=slope,
     )
     return out, lse
 
@@ -90,7 +99,8 @@ def _select(
     scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     if not uses_kernels(backend, scores.device):
-        return tuple(reference.select(scores, positions, valid, protected, tokens))
+        chosen = reference.select(scores, positions, valid, protected, tokens)
+        return chosen.kept, chosen.counts
     from ..kernels.select import select
 
     return select(scores=scores, positions=positions, valid=valid, protected=protected, tokens=tokens)

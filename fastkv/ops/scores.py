@@ -61,8 +61,8 @@ def manifold_scores(
 
 
 @operator(
-    "noncausal_attention_mass(Tensor q, Tensor keys, float scale, int chunk, float? softcap, Tensor? mask, str backend) "
-    "-> Tensor",
+    "noncausal_attention_mass(Tensor q, Tensor keys, float scale, int chunk, float? softcap, Tensor? mask, "
+    "str backend) -> Tensor",
     _of_second,
 )
 def _noncausal_attention_mass(

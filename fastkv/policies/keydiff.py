@@ -46,6 +46,4 @@ class KeyDiff(Policy):
     def score(self, signals: Signals) -> Tensor:
         """Negative similarity to the anchor of the cached keys."""
         anchor, distance = self.anchor, self.distance
-        return ops.keydiff_scores(
-            signals.keys, anchor, distance=distance, mask=signals.valid, backend=signals.backend
-        )
+        return ops.keydiff_scores(signals.keys, anchor, distance=distance, mask=signals.valid, backend=signals.backend)

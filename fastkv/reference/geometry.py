@@ -69,7 +69,12 @@ def manifold_scores(
 
 
 def sketch_matrix(
-    dim: int, size: int, generator: torch.Generator | None = None, *, kind: str = "gaussian", device: torch.device | str | None = None
+    dim: int,
+    size: int,
+    generator: torch.Generator | None = None,
+    *,
+    kind: str = "gaussian",
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Right sketch Phi [dim, size], fp32, with E[Phi Phi^T] = I: entries N(0, 1 / size), or a subsampled Hadamard.
 
