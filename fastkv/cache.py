@@ -90,8 +90,13 @@ class FastKVLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on: keys and values [B, Hkv, T, D] are returned as they came."""
-        if not self.is_initialized:
+        if not self.is_initialized or (self.seen == 0 and key_states.shape[0] != self.batch_size):
             self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.batch_size:
+            raise FastKVError(
+                f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use a new cache, reset() it, or "
+                "change its batch with batch_select_indices and batch_repeat_interleave"
+            )
         self.seen += key_states.shape[-2]
         return key_states, value_states
 
@@ -197,7 +202,9 @@ class FastKVLayer(CacheLayerMixin):
         self._map_batch(lambda t: t[indices.to(t.device)])
 
     def reset(self) -> None:
-        """Forget the sequence but keep the slots."""
+        """Forget the sequence but keep the slots, unless their number depends on the prompt (`Budget(keep=...)`)."""
+        if self.plan.budget.keep is not None:
+            self.state, self.is_initialized = None, False
         if self.state is not None:
             self.state.zero_()
         self.seen = 0

@@ -183,3 +183,16 @@ def test_reset_reuses_the_slots():
     assert cache.get_seq_length() == 0
     assert torch.equal(generate(model, ids, mask, past_key_values=cache), first)
     assert cache.layers[0].state.keys.data_ptr() == address
+
+
+def test_reset_takes_a_new_batch_and_a_new_share():
+    model = build()
+    ids, mask = prompt()
+    fastkv.patch(model, budget=fastkv.Budget(keep=0.5, sinks=2, recent=4))
+    cache = fastkv.FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    cache.reset()
+    model(ids[:2, :30], past_key_values=cache)
+    assert cache.stored(0).tolist() == [[15, 15]] * 2
+    with pytest.raises(fastkv.FastKVError, match="holds 2 sequences, got 1"):
+        model(ids[:1, :1], past_key_values=cache)
