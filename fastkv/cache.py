@@ -94,7 +94,7 @@ class FastKVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise FastKVError(
-                f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use a new cache, reset() it, or "
+                f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use another, reset() it or "
                 "change its batch with batch_select_indices and batch_repeat_interleave"
             )
         self.seen += key_states.shape[-2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
+ROOT = Path(__file__).parent.parent
 
 
 def environment() -> dict[str, str | int]:
@@ -30,6 +33,28 @@ def environment() -> dict[str, str | int]:
     return facts
 
 
+def gpu_environment() -> dict[str, str | int]:
+    """`environment` with the CUDA version, the driver and a digest of the sources, which names them without git."""
+    facts = environment()
+    facts["cuda"] = torch.version.cuda or "none"
+    facts["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    facts["source"] = source_digest()
+    return facts
+
+
+def source_digest() -> str:
+    """First 12 hexadecimal digits of the SHA-256 of what a GPU measurement runs: fastkv/, perf/gpu_* and split_*."""
+    digest = hashlib.sha256()
+    files = [
+        *(ROOT / "fastkv").rglob("*.py"),
+        *Path(__file__).parent.glob("gpu_*.py"),
+        *Path(__file__).parent.glob("split_*.py"),
+    ]
+    for path in sorted(files):
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -39,11 +64,13 @@ def _cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
-def _git(*arguments: str) -> str:
-    root = Path(__file__).parent.parent
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+def _run(*command: str) -> str:
+    """What the command prints, or nothing where it is not installed."""
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _commit() -> str:
-    changed = "+" if _git("status", "--porcelain", "--untracked-files=no") else ""
-    return (_git("rev-parse", "--short", "HEAD") or "unknown") + changed
+    changed = "+" if _run("git", "status", "--porcelain", "--untracked-files=no") else ""
+    return (_run("git", "rev-parse", "--short", "HEAD") or "unknown") + changed

@@ -11,7 +11,8 @@ from fastkv.kernels import prefill_attention as module
 from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Moments
 
-# The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last place.
+# The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
+# place.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
 
 

@@ -27,7 +27,7 @@ def load(
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The bundled model in eval mode on the CPU, and its tokenizer; reads local files only.
 
-    Args: attn_implementation: as in `from_pretrained`; dtype: of the weights, fp32 by default; directory: another model.
+    Args: attn_implementation: as in `from_pretrained`; dtype: of the weights, fp32 by default; directory: of the model.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -3,12 +3,14 @@
 Everything is drawn from `random.Random(seed)` over a closed vocabulary of words separated by single spaces, so the same
 arguments always give the same text and a word-level tokenizer gives exactly one token per word.
 
-    facts   the code of amber falcon is 48 27 93 .    question : what is the code of amber falcon ?
-                                                      answer : the code of amber falcon is | 48 27 93 .
-    pairs   the same facts                            question : what are the codes of amber falcon and silver otter ?
-                                                      answer : amber falcon is | 48 27 93 and silver otter is 11 62 50 .
-    hops    the friend of Tilo is Mara .              question : what does the box of the friend of Tilo hold ?
-            the box of Mara holds 48 27 93 .          answer : the friend of Tilo is | Mara and the box of Mara holds 48 27 93 .
+    facts   the code of amber falcon is 48 27 93 .
+            question : what is the code of amber falcon ? answer : the code of amber falcon is | 48 27 93 .
+    pairs   the same facts
+            question : what are the codes of amber falcon and silver otter ?
+            answer : amber falcon is | 48 27 93 and silver otter is 11 62 50 .
+    hops    the friend of Tilo is Mara . the box of Mara holds 48 27 93 .
+            question : what does the box of the friend of Tilo hold ?
+            answer : the friend of Tilo is | Mara and the box of Mara holds 48 27 93 .
 
 The bar separates `Sample.questions` from `Sample.answers`.
 """
@@ -27,39 +29,39 @@ TASKS: tuple[str, ...] = ("facts", "pairs", "hops")
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PUNCTUATION = (".", ",", "?", ":")
 FORM = (
-    "question answer what is are does the code codes of and box friend hold holds a in on there were was it very but while "
-    "because so when before after they he she we some many few all"
+    "question answer what is are does the code codes of and box friend hold holds a in on there were was it very but "
+    "while because so when before after they he she we some many few all"
 ).split()
 NUMBERS = tuple(str(n) for n in range(100))
 
 # Keys of `facts` and `pairs` are one word of each list; owners in `hops` are one name. Filler uses none of them.
 KEY_FIRST = (
-    "amber silver golden scarlet ivory crimson azure copper jade violet cobalt coral indigo bronze ebony pearl ruby sapphire "
-    "emerald topaz onyx opal quartz marble velvet linen cedar maple willow birch hazel lilac saffron ginger lunar solar "
-    "arctic royal crystal iron"
+    "amber silver golden scarlet ivory crimson azure copper jade violet cobalt coral indigo bronze ebony pearl ruby "
+    "sapphire emerald topaz onyx opal quartz marble velvet linen cedar maple willow birch hazel lilac saffron ginger "
+    "lunar solar arctic royal crystal iron"
 ).split()
 KEY_SECOND = (
-    "falcon otter badger heron lynx raven tiger dolphin sparrow beaver panther walrus gecko lizard cobra eagle turtle rabbit "
-    "donkey camel jackal moose bison gibbon lemur weasel ferret puffin pelican stork magpie salmon lobster cricket hornet "
-    "spider beetle mantis condor jaguar"
+    "falcon otter badger heron lynx raven tiger dolphin sparrow beaver panther walrus gecko lizard cobra eagle turtle "
+    "rabbit donkey camel jackal moose bison gibbon lemur weasel ferret puffin pelican stork magpie salmon lobster "
+    "cricket hornet spider beetle mantis condor jaguar"
 ).split()
 NAMES = (
-    "Mara Tilo Anka Bero Cira Dano Elka Faro Gita Hugo Inka Jaro Kira Lino Mika Nilo Olga Pavo Rena Sami Tara Ugo Vera Wim "
-    "Xena Yara Zeno Alma Boris Clara Diego Edda Felix Greta Hanna Ivo Jonas Klara Lukas Marta Nadia Oskar Petra Quinn Rosa "
-    "Simon Thea Urs Viola Wanda Yuri Zora Arno Berta Cosmo Doris Emil Flora Gero Hilda Igor Julia Karl Lydia Milan Nora Otto "
-    "Paula Rafael Selma Timo Ulla Viktor Willa Xaver Yvonne Anton Bruna Carlo Dina Erik Frida Guido Helga Ines Jakob Kaja "
-    "Leon Mona Niko Orla Piet Ronja Sven Tessa Vito"
+    "Mara Tilo Anka Bero Cira Dano Elka Faro Gita Hugo Inka Jaro Kira Lino Mika Nilo Olga Pavo Rena Sami Tara Ugo "
+    "Vera Wim Xena Yara Zeno Alma Boris Clara Diego Edda Felix Greta Hanna Ivo Jonas Klara Lukas Marta Nadia Oskar "
+    "Petra Quinn Rosa Simon Thea Urs Viola Wanda Yuri Zora Arno Berta Cosmo Doris Emil Flora Gero Hilda Igor Julia "
+    "Karl Lydia Milan Nora Otto Paula Rafael Selma Timo Ulla Viktor Willa Xaver Yvonne Anton Bruna Carlo Dina Erik "
+    "Frida Guido Helga Ines Jakob Kaja Leon Mona Niko Orla Piet Ronja Sven Tessa Vito"
 ).split()
 
 # Filler. Nouns also appear in the plural.
 NOUNS = (
-    "farmer baker sailor teacher doctor painter singer driver miller hunter gardener student soldier merchant neighbour "
-    "traveller poet clerk captain child worker dancer guard writer table chair window door basket bottle lamp candle "
-    "blanket ladder hammer bucket mirror carpet clock kettle spoon plate pillow curtain wagon boat bridge tower wall gate "
-    "fence garden field river lake hill mountain valley forest meadow tree flower stone cloud storm shadow road path "
-    "street market village town castle church school station harbour island beach letter book story song picture map coin "
-    "ring coat hat shoe apple pear onion carrot potato cake cheese dog cat horse cow sheepdog goat hen duck pigeon engine "
-    "wheel bell drum violin"
+    "farmer baker sailor teacher doctor painter singer driver miller hunter gardener student soldier merchant "
+    "neighbour traveller poet clerk captain child worker dancer guard writer table chair window door basket bottle "
+    "lamp candle blanket ladder hammer bucket mirror carpet clock kettle spoon plate pillow curtain wagon boat bridge "
+    "tower wall gate fence garden field river lake hill mountain valley forest meadow tree flower stone cloud storm "
+    "shadow road path street market village town castle church school station harbour island beach letter book story "
+    "song picture map coin ring coat hat shoe apple pear onion carrot potato cake cheese dog cat horse cow sheepdog "
+    "goat hen duck pigeon engine wheel bell drum violin"
 ).split()
 PLURALS = [
     noun + "es" if noun.endswith(("ch", "o")) else noun[:-1] + "ies" if noun.endswith(("ry", "dy")) else noun + "s"
@@ -67,9 +69,10 @@ PLURALS = [
 ]
 PLACES = "kitchen cellar attic hall courtyard barn stable library workshop orchard square corner yard mill inn".split()
 ADJECTIVES = (
-    "old young small large tall short quiet loud happy sad tired clever gentle proud strange empty full heavy light dark "
-    "bright cold warm dry wet clean dusty broken wooden narrow wide deep round sharp soft rough smooth green red blue white "
-    "black grey brown yellow distant famous lonely simple curious careful lazy brave honest polite hungry rich poor"
+    "old young small large tall short quiet loud happy sad tired clever gentle proud strange empty full heavy light "
+    "dark bright cold warm dry wet clean dusty broken wooden narrow wide deep round sharp soft rough smooth green red "
+    "blue white black grey brown yellow distant famous lonely simple curious careful lazy brave honest polite hungry "
+    "rich poor"
 ).split()
 ADVERBS = (
     "slowly quickly quietly loudly often never always again together alone early late gladly sadly carefully suddenly "
@@ -80,18 +83,22 @@ INTRANSITIVE = (
     "listened smiled trembled wandered"
 ).split()
 TRANSITIVE = (
-    "found carried painted moved watched followed bought sold lost cleaned repaired opened closed pushed pulled lifted "
-    "dropped touched admired liked hated forgot remembered described noticed visited crossed left reached covered filled "
-    "counted washed burned hid broke kept stole borrowed wanted"
+    "found carried painted moved watched followed bought sold lost cleaned repaired opened closed pushed pulled "
+    "lifted dropped touched admired liked hated forgot remembered described noticed visited crossed left reached "
+    "covered filled counted washed burned hid broke kept stole borrowed wanted"
 ).split()
-PREPOSITIONS = "near behind under above beside across around toward beyond past without with from inside outside".split()
+PREPOSITIONS = (
+    "near behind under above beside across around toward beyond past without with from inside outside"
+).split()
 TIMES = "morning evening spring summer autumn winter afternoon night".split()
 
 VOCABULARY: tuple[str, ...] = tuple(
     dict.fromkeys(
-        [*SPECIAL, *PUNCTUATION, *FORM, *NUMBERS, *KEY_FIRST, *KEY_SECOND, *NAMES]
-        + [*NOUNS, *PLURALS, *PLACES, *ADJECTIVES, *ADVERBS]
-        + [*INTRANSITIVE, *TRANSITIVE, *PREPOSITIONS, *TIMES]
+        (
+            *(*SPECIAL, *PUNCTUATION, *FORM, *NUMBERS, *KEY_FIRST, *KEY_SECOND, *NAMES),
+            *(*NOUNS, *PLURALS, *PLACES, *ADJECTIVES, *ADVERBS),
+            *(*INTRANSITIVE, *TRANSITIVE, *PREPOSITIONS, *TIMES),
+        )
     )
 )
 
@@ -113,12 +120,13 @@ class Sample:
 def generate(task: str, length: int, seed: int, questions: int = 1) -> Sample:
     """A text of `task` with `questions` different questions.
 
-    The token `<bos>`, the context, any one question and its answer together are exactly `length` tokens, so every question
-    of one task is equally long. Facts stand at uniformly random places among the filler sentences, and questions ask for
-    facts chosen uniformly; no fact is asked for twice. There are 24 facts per 1024 tokens (12 chains for `hops`), at least
-    2 and at most 48 (24).
+    The token `<bos>`, the context, any one question and its answer together are exactly `length` tokens: all questions
+    of one task are equally long, and so are their answers. Facts stand at uniformly random places among the filler
+    sentences, and questions ask for facts chosen uniformly; no fact is asked for twice. There are 24 facts per 1024
+    tokens (12 chains for `hops`), at least 2 and at most 48 (24).
 
-    Args: task: one of `TASKS`; length: tokens, at least 96; seed: any int; questions: at most `max_questions(task, length)`.
+    Args: task: one of `TASKS`; length: tokens, at least 96; seed: any int; questions: how many, at most
+    `max_questions(task, length)`.
     Raises: ValueError for an unknown task, a length too short, or too many questions.
     """
     if task not in TASKS:
@@ -267,7 +275,9 @@ def _timed(rng: random.Random) -> str:
 
 
 def _joined(rng: random.Random) -> str:
-    return f"{_clause(rng)} {rng.choice(('and', 'but', 'while', 'because', 'so', 'when', 'before', 'after'))} {_clause(rng)}"
+    first = _clause(rng)
+    conjunction = rng.choice(("and", "but", "while", "because", "so", "when", "before", "after"))
+    return f"{first} {conjunction} {_clause(rng)}"
 
 
 _SENTENCES = (_clause, _clause, _clause, _short, _weather, _existence, _timed, _joined)

@@ -245,7 +245,8 @@ def _variant(name: str, kernel, div16: tuple[str, ...], constants: dict, **launc
 AOT = [
     _variant(
         f"compact plan D{dim}", _plan_kernel, ("N",), num_stages=1,
-        constants={"DK": dim, "DV": dim, "BK": pow2(dim), "BV": pow2(dim), "SPLITS": 1, "HAS_MEANS": True, "BLOCK": PLAN},
+        constants={"DK": dim, "DV": dim, "BK": pow2(dim), "BV": pow2(dim), "SPLITS": 1,
+                   "HAS_MEANS": True, "BLOCK": PLAN},
     )
     for dim in (128,)
 ] + [

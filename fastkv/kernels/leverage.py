@@ -21,7 +21,7 @@ from ..errors import FastKVError, check_shape
 from ..reference.geometry import RIDGE
 from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
 
-BLOCKS = {16: (64, 4), 32: (64, 4), 64: (64, 4), 128: (64, 4), 256: (32, 8)}  # padded head_dim: (rows, warps)
+BLOCK_N, WARPS = 32, 8  # more rows or fewer warps spill the six partial products of an fp32 dot on sm_80
 LEAST_ROWS = 512  # of a split
 MAX_SPLITS = 64
 MAX_SKETCH = 128
@@ -132,8 +132,10 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     """Leverage of each key in the sketched space, |L^-1 x_i|^2 with x = k Phi and X^T X = L L^T.
 
     Args: keys [B, Hkv, N, D] before the rotation, any strides, unit stride along D; sketch [D, k] fp32, k <= 128, from
-        `reference.sketch_matrix`, or the identity for D <= 128 (rounded to the keys' dtype, which changes neither); mask [B, Hkv, N] bool; centre: subtract the mean first.
-    Returns: [B, Hkv, N] fp32, 0 where not real.  Cost: reads the keys twice; two launches, and torch's on [B, Hkv, k, k].
+        `reference.sketch_matrix`, or the identity for D <= 128 (rounding to the keys' dtype changes neither); mask
+        [B, Hkv, N] bool, true for real tokens; centre: subtract the mean first.
+    Returns: [B, Hkv, N] fp32, 0 where not real.
+    Cost: reads the keys twice; two launches, and torch's on [B, Hkv, k, k]; no host sync.
     Raises: FastKVError for a sketch that does not fit.
     """
     batch, heads, num, dim = keys.shape
@@ -143,8 +145,8 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     check_contiguous("leverage_scores", sketch=sketch, mask=mask)
     if size > MAX_SKETCH or sketch.dtype != torch.float32:
         raise FastKVError(
-            f"leverage_scores: the sketch must be fp32 with at most {MAX_SKETCH} columns, got {sketch.dtype} with {size}; "
-            "use reference.leverage_scores"
+            f"leverage_scores: the sketch must be fp32 with at most {MAX_SKETCH} columns, got {sketch.dtype} with "
+            f"{size}; use reference.leverage_scores"
         )
     if mask is not None:
         check_shape("leverage_scores", "mask", mask, (batch, heads, num))
@@ -153,17 +155,16 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     if not scores.numel():
         return scores
     width = pow2(dim, 16)
-    tile, warps = BLOCKS[width]
-    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), tile) * tile
+    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), BLOCK_N) * BLOCK_N
     splits = triton.cdiv(num, rows)
     grams = torch.empty(batch, heads, splits, size, size, dtype=torch.float32, device=keys.device)
     means = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=keys.device)
     counts = torch.empty(batch, heads, splits, dtype=torch.int32, device=keys.device)
     inputs = (keys, scores if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype))
     shape = (num, rows, *keys.stride()[:3])
-    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": tile}
+    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": BLOCK_N}
     flags |= {"HAS_MASK": mask is not None, "CENTRE": centre, "INTERP": INTERPRET}
-    flags |= {"num_warps": warps, "num_stages": stages(2)}
+    flags |= {"num_warps": WARPS, "num_stages": stages(2)}
     grid = (splits, batch * heads)
     _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
     _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, **flags)
@@ -179,7 +180,7 @@ _TYPES = {
 
 
 def _variant(kernel, dim: int) -> Variant:
-    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": BLOCKS[pow2(dim)][0]}
+    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": BLOCK_N}
     flags |= {"HAS_MASK": True, "CENTRE": True, "INTERP": False}
     names = [name for name in kernel.arg_names if name not in flags]
     return Variant(
@@ -188,7 +189,7 @@ def _variant(kernel, dim: int) -> Variant:
         {name: _TYPES.get(name, "*fp32") for name in names},
         {name: value for name, value in flags.items() if name in kernel.arg_names},
         div16=("N", "rows_per_split", "stride_b", "stride_h", "stride_t"),
-        num_warps=BLOCKS[pow2(dim)][1],
+        num_warps=WARPS,
         num_stages=2,
     )
 

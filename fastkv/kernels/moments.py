@@ -4,8 +4,9 @@ With a the state before and b the listed rows (MomentKV, arXiv:2606.01563; Chan 
 mean = mean_a + (n_b / n) d, S = S_a + S_b + (n_a n_b / n) d_k d_v^T with d = mean_b - mean_a, and S_b from centred rows
 in a second pass, so that nothing cancels. The bf16 shadow S / n is refreshed on the way.
 
-One launch of programs (head, slice of the value columns) where the list is short; else the rows are cut in splits, which
-a second launch merges in a fixed order. Bytes per head: listed rows (keys twice per slice, from L2), 2 d^2 fp32 of state.
+One launch of programs (head, slice of the value columns) where the list is short; else the rows are cut in splits,
+which a second launch merges in a fixed order. Bytes per head: the listed rows (keys twice per slice, from L2) and 8 d^2
+of state.
 Does not handle: a state without means, whose count `compact` keeps itself.
 """
 

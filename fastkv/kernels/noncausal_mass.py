@@ -1,14 +1,14 @@
 """Attention each key receives from the queries of its chunk, past and future: Compactor, Sec. 3.3, before pooling.
 
 Tokens are cut into chunks of C consecutive real tokens. Within a chunk, without a causal mask,
-mass_j = mean over the group of sum_i softmax(scale * q_i . k_j over j)[j]. The ragged last chunk has neither padded rows
-nor padded columns: the masses of a chunk of r tokens sum to r. Twin of `reference.noncausal_attention_mass`.
+mass_j = mean over the group of sum_i softmax(scale * q_i . k_j over j)[j]. The ragged last chunk has neither padded
+rows nor padded columns: the masses of a chunk of r tokens sum to r. Twin of `reference.noncausal_attention_mass`.
 
-C <= 256: one program per (chunk, KV head, sequence) keeps the keys of the chunk on chip and loops over its queries; a
-tile holds whole rows of the softmax, so there is one pass and no row statistics. Larger chunks (or fp32 keys too large
-for shared memory): a pass for the row log-sums, then programs that own columns. No atomics.
+C <= 256, where the keys fit on chip: one program per (chunk, KV head, sequence) holds the keys of the chunk and loops
+over its queries; a tile holds whole rows of the softmax, so there is one pass and no row statistics. Otherwise: a pass
+for the row log-sums, then programs that own columns. No atomics.
 Bytes: keys and queries once (twice for large chunks), 4 N out. Real tokens are addressed through a list if there is a
-mask. Does not handle: pooling (`window_scores.pool_scores`), and masks that differ within a group.
+mask. Does not handle: pooling (`pool.pool_scores`), and masks that differ within a group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from ._tiles import INTERPRET, LOG2E, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
+from ._tiles import INTERPRET, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -48,8 +48,8 @@ def _rows(base_ptr, index, inside, stride, D: tl.constexpr, BD: tl.constexpr):
 def _single_kernel(
     q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -80,8 +80,8 @@ def _single_kernel(
 def _lse_kernel(
     q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -114,8 +114,8 @@ def _lse_kernel(
 def _column_kernel(
     q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, mass_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -140,6 +140,11 @@ def _column_kernel(
             seen = asks[:, None] & (rank < real)[None, :]
             sums += tl.sum(tl.exp2(tl.where(seen, logits - lse[:, None], -float("inf"))), 0)
     tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
+
+
+def _room(element_size: int, hip: bool) -> int:
+    """Elements of a chunk of keys that fit in shared memory beside the queries: AMD has 64 KiB, fp32 needs copies."""
+    return (16 if hip or element_size == 4 else 64) << 10
 
 
 def noncausal_attention_mass(
@@ -181,7 +186,7 @@ def noncausal_attention_mass(
     flags = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "HAS_ORDER": mask is not None}
     flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET}
     chunks = triton.cdiv(num, chunk)
-    if chunk <= ON_CHIP and (q.element_size() == 2 or width <= 128):
+    if chunk <= ON_CHIP and pow2(chunk, 16) * width <= _room(q.element_size(), torch.version.hip is not None):
         rows, warps = SINGLE[width]
         _single_kernel[(chunks, batch * heads)](
             *inputs, mass, *sizes, BLOCK_M=rows, BLOCK_C=pow2(chunk, 16), num_warps=warps, num_stages=stages(2), **flags
@@ -218,6 +223,7 @@ def _variant(kernel, dim: int, ordered: bool = False) -> Variant:
         div16=("chunk", "N", *(name for name in names if name.startswith("stride"))),
         num_warps=warps,
         num_stages=2,
+        arches=() if kernel is not _single_kernel or pow2(dim) * 256 <= _room(2, hip=True) else ("80", "90", "100"),
     )
 
 

@@ -25,7 +25,6 @@ from ._tiles import (
     LOG2E,
     Variant,
     _dot,
-    _dot32,
     _logits2,
     _normalise,
     _softmax_update,
@@ -38,6 +37,7 @@ from ._tiles import (
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
+CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 SEED = {16: 16, 32: 32, 64: 32, 128: 32, 256: 16}  # key dimensions per step of the moment term
 
 
@@ -64,18 +64,14 @@ def _seed(
             if ORDER == 1:
                 spot = slope_ptr + (head * D + part[:, None]) * DV + column[None, :]
                 slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
-                if q.dtype == slope.dtype:
-                    acc += _dot(q, slope, INTERP)
-                elif q.dtype == tl.bfloat16 and BV < 256:  # 16 bits of the fp32 moment in two products, while they fit
-                    high = slope.to(tl.bfloat16)
-                    acc += _dot(q, high, INTERP)
-                    acc += _dot(q, (slope - high.to(tl.float32)).to(tl.bfloat16), INTERP)
-                else:
-                    acc += _dot32(q.to(tl.float32), slope.to(tl.float32), INTERP)
+                if not HAS_SLOPE:
+                    slope = slope / count
+                high = slope.to(q.dtype)
+                acc += _dot(q, high, INTERP)
+                if not HAS_SLOPE and q.dtype != tl.float32:  # what a matrix of the dtype of q leaves of the fp32 moment
+                    acc += _dot(q, (slope - high.to(tl.float32)).to(q.dtype), INTERP)
         logit = middle * scale
         gain = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-        if not HAS_SLOPE:
-            gain = gain / count
         if HAS_CAP:
             bent = _tanh(logit / softcap)
             logit = softcap * bent
@@ -89,7 +85,7 @@ def _seed(
 
 @triton.jit
 def _tile(base_ptr, first, inside, stride, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows of [N, D] from `first` on, padded to BD columns; 0 where not inside. Offsets within a tile fit int32."""
+    """ROWS rows of [N, D] from `first` on, padded to BD columns; 0 where not inside. Tile offsets fit int32."""
     column = tl.arange(0, BD)[None, :]
     base_ptr += tl.full([], 1, tl.int64) * first * stride
     return tl.load(
@@ -218,7 +214,7 @@ def prefill_attention(
     Args:
         q: [B, Hq, T, D], new_keys, new_values: [B, Hkv, T, D]: any strides, unit stride along D; new_valid [B, T] bool.
         keys, values: [B, Hkv, C, D], contiguous or the first C slots of a contiguous cache; lengths [B, Hkv] int.
-        moments, order: 1, 0 (means only) or None; slope: [B, Hkv, D, Dv], cross / count, read instead of cross if given.
+        moments, order: 1, 0 (means only) or None; slope: [B, Hkv, D, Dv], cross / count, read in place of cross.
         columns: also return the attention each key receives: sum over valid queries, mean over the group.
     Returns: out [B, Hq, T, Dv] in the dtype of q, lse [B, Hq, T] fp32 over all three sources (-inf, and zeros in out,
         for a query that sees nothing), and the column sums [B, Hkv, C + T] fp32 or None.
@@ -236,7 +232,7 @@ def prefill_attention(
     slots = keys.stride(1) // dim
     for name, tensor in (("keys", keys), ("values", values)):
         row = tensor.shape[-1]
-        if num_slots and tensor.stride() != (heads * slots * row, slots * row, row, 1):
+        if num_slots and tensor.stride()[batch == 1 :] != (heads * slots * row, slots * row, row, 1)[batch == 1 :]:
             raise FastKVError(f"prefill_attention: {name} must be leading slots of a contiguous cache, got strides "
                               f"{tensor.stride()} for shape {list(tensor.shape)}; slice only the slots")  # fmt: skip
     assert q.stride(-1) == new_keys.stride(-1) == new_values.stride(-1) == 1
@@ -244,7 +240,10 @@ def prefill_attention(
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
     rows, tile, warps, depth = BLOCKS[max(width, value_width)]
+    tile = CAP_TILE_HIP if softcap is not None and torch.version.hip is not None else tile
     order = -1 if order is None or moments is None or moments.order is None else min(order, moments.order)
+    if order == 1 and slope is None and value_width == 256 and q.element_size() == 2:
+        slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
     state = (lse,) * 4
     if order >= 0:
         source = moments.key_mean if order == 0 else moments.cross if slope is None else slope
@@ -255,7 +254,8 @@ def prefill_attention(
     _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
         q, keys, values, lengths, new_keys, new_values, valid, *state, out, lse, scale, softcap or 1.0, num, slots,
         *q.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3],
-        **sizes, DV=value_dim, BV=value_width, SEED=SEED[value_width], ORDER=order, HAS_SLOPE=slope is not None, **launch,
+        **sizes, DV=value_dim, BV=value_width, SEED=SEED[value_width], ORDER=order, HAS_SLOPE=slope is not None,
+        **launch,
     )  # fmt: skip
     if not columns:
         return out, lse, None
@@ -275,29 +275,26 @@ _TYPES = {
 }
 
 
-def _variant(kernel, dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4) -> Variant:
+def _variant(kernel, dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False) -> Variant:
     rows, tile, warps, depth = BLOCKS[pow2(dim, 16)]
     flags = {"HEADS": 8, "G": groups, "D": dim, "DV": dim, "BD": pow2(dim), "BV": pow2(dim), "SEED": SEED[pow2(dim)]}
-    flags |= {"BLOCK_M": rows, "BLOCK_N": tile, "ORDER": order, "HAS_SLOPE": slope, "HAS_CAP": groups != 4}
-    flags |= {"INTERP": False}
+    flags |= {"BLOCK_M": rows, "BLOCK_N": CAP_TILE_HIP if hip else tile, "ORDER": order, "HAS_SLOPE": slope}
+    flags |= {"HAS_CAP": groups != 4, "INTERP": False}
     names = [name for name in kernel.arg_names if name not in flags]
     types = {name: _TYPES.get(name, f"*{dtype}") for name in names} | ({} if slope else {"slope_ptr": "*fp32"})
-    label = f"{kernel.__name__.strip('_')} D{dim} {dtype} G{groups} order{order}{'' if slope else ' fp32 cross'}"
     return Variant(
-        label,
+        f"{kernel.__name__.strip('_')} D{dim} {dtype} G{groups} order{order}{'' if slope else ' fp32 cross'}",
         kernel,
         {name: types[name] for name in names},
         {name: value for name, value in flags.items() if name in kernel.arg_names},
         div16=("slots", *_STRIDES),
         num_warps=warps,
         num_stages=depth,
+        arches=() if groups == 4 else ("gfx942",) if hip else ("80", "90", "100"),
     )
 
 
 AOT = [_variant(kernel, dim) for kernel in (_prefill_kernel, _column_kernel) for dim in (64, 80, 128, 256)]
-AOT += [_variant(_prefill_kernel, 128, slope=False), _variant(_prefill_kernel, 256, slope=False)]
-AOT += [
-    _variant(_prefill_kernel, 256, "fp16", slope=False),
-    _variant(_prefill_kernel, 128, "fp16", groups=7),
-    _variant(_prefill_kernel, 128, order=-1),
-]
+AOT += [_variant(_prefill_kernel, 128, slope=False), _variant(_prefill_kernel, 128, "fp16", slope=False)]
+AOT += [_variant(_prefill_kernel, 128, "fp16", groups=7, hip=hip) for hip in (False, True)]
+AOT += [_variant(_prefill_kernel, 128, order=-1)]

@@ -8,7 +8,7 @@ then the moments; the last to arrive multiplies with W and merges. One launch. T
 
 Bytes per pair: 4 L D for slots with values, 2 A D for those without plus 4 A D of the cos and sin table (L2), 2 D^2
 for W and for the moment matrix each. Does not handle: collecting attention, partial rotary dimensions, rotary scaling
-factors, and what `decode_attention` does not.
+factors, and what `decode_attention` does not. In float32 with head_dim 256 it spills registers (52 bytes on sm_90).
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ from ._partials import (
     _store_partial,
 )
 from ._tiles import (
+    CUDA_ARCHES,
+    HIP_ARCHES,
     INTERPRET,
     MIN_ROWS,
     Variant,
     _dot,
-    _dot32,
     check_contiguous,
     check_decode,
     decode_outputs,
+    on_hip,
     pow2,
     stages,
 )
 from ._workspace import Workspace, num_splits
 
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
+FP32_BLOCKS = {64: (32, 16, 2), 128: (32, 16, 2), 256: (16, 16, 2)}
 BLOCK_A = {64: 32, 128: 32, 256: 16}  # slots without values
 MERGE_TILE = 2048  # elements of partials summed at once
 
@@ -73,7 +76,7 @@ def _vector_decode_kernel(
     accs_ptr += pair * (PARTS + 1) * G * D
     tops_ptr += pair * (PARTS + 1) * G
     totals_ptr += pair * (PARTS + 1) * G
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, M)
 
     if split < SPLITS:
         q = _load_query(q_ptr, G, M, D, BLOCK_D)
@@ -134,21 +137,22 @@ def _vector_decode_kernel(
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
-            key = _merge_accs(accs_ptr, approx_shares, part, SPLITS, APPROX, G, M, D) * approx_factor[:, None]
-            tl.store(merged_ptr + place, key, mask=mask)
+            merged = _merge_accs(accs_ptr, approx_shares, part, SPLITS, APPROX, G, M, D) * approx_factor[:, None]
+            tl.store(merged_ptr + place, merged, mask=mask)
         tl.debug_barrier()  # merged keys are written before other threads read them
-        whole = (rows < G)[:, None] & (cols < D)[None, :]
-        keys = tl.load(merged_ptr + rows[:, None] * D + cols[None, :], mask=whole, other=0.0, cache_modifier=".cg")
         weight_ptr += (pair % HEADS) * D * D
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
-            inside = (cols < D)[:, None] & (part < D)[None, :]
-            weight = tl.load(weight_ptr + cols[:, None] * D + part[None, :], mask=inside, other=0.0)
-            if weight.dtype == tl.float32:
-                mixed = _dot32(keys, weight, INTERP)
-            else:
-                mixed = _dot(keys.to(weight.dtype), weight, INTERP)
+            mixed = tl.zeros([M, MERGE_D], tl.float32)
+            for first in range(0, D, BLOCK_K):
+                dims = first + tl.arange(0, BLOCK_K)
+                heads = (rows < G)[:, None] & (dims < D)[None, :]
+                spot = merged_ptr + rows[:, None] * D + dims[None, :]
+                key = tl.load(spot, mask=heads, other=0.0, cache_modifier=".cg").to(q_ptr.dtype.element_ty)
+                inside = (dims < D)[:, None] & (part < D)[None, :]
+                weight = tl.load(weight_ptr + dims[:, None] * D + part[None, :], mask=inside, other=0.0)
+                mixed += _dot(key, weight.to(key.dtype), INTERP)
             mixed += _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, M, D) * exact_factor[:, None]
             mixed *= held_factor[:, None]
             if ORDER is not None:
@@ -162,18 +166,22 @@ def _vector_decode_kernel(
 
 
 def _constants(
-    heads: int, groups: int, head_dim: int, splits: int, approx: int, order: int | None, capped: bool, exact: bool
-) -> tuple[dict, int]:
-    """Constexpr arguments, and pipeline stages; `exact` if any operand is fp32."""
+    heads: int, groups: int, head_dim: int, splits: int, approx: int, order: int | None, capped: bool,
+    dtype: torch.dtype, matrix: torch.dtype | None, hip: bool,
+) -> tuple[dict, int, int]:  # fmt: skip
+    """Constexpr arguments, warps and pipeline stages."""
     padded = pow2(head_dim, 64)
-    block_n, block_k, num_stages = (32, 16, 2) if exact else BLOCKS[padded]
-    merge_d = 16 if exact else max(16, MERGE_TILE // (max(splits, approx, 2) * MIN_ROWS))
+    exact = dtype == torch.float32
+    block_n, block_k, num_stages = (FP32_BLOCKS if exact else BLOCKS)[padded]
+    if matrix == torch.float32 and not exact:
+        block_k = 32 if hip else 16  # its exact product needs several times the registers
+    merge_d = max(16, MERGE_TILE // (max(splits, approx, 2) * MIN_ROWS))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n,
         BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, SPLITS=splits, APPROX=approx,
         MERGE_D=merge_d, ORDER=order, HAS_CAP=capped,
     )  # fmt: skip
-    return constants, num_stages
+    return constants, 8 if exact and padded == 256 else 4, num_stages
 
 
 def vector_decode_attention(
@@ -205,7 +213,7 @@ def vector_decode_attention(
 
     Args:
         approx_keys: [B, Hkv, A, D] post-RoPE.  approx_positions: [B, Hkv, A] int32.  approx_lengths: [B, Hkv] int32.
-        weight: [Hkv, D, D], value = k~ @ weight.  cos, sin: [P, D/2] fp32, HF's rotate_half pairing.
+        weight: [Hkv, D, D], value = k~ @ weight in the dtype of q.  cos, sin: [P, D/2] fp32, rotate_half pairing.
         workspace: `Workspace.allocate(..., slots=max(C, A), sets=2, attention=False)`; made if None.
         append: as there; the position of the token is lengths + approx_lengths + count.
     Returns: out [B, Hq, D] in the dtype of q, lse_retained over both kinds of slots, lse_evicted [B, Hq] fp32.
@@ -231,26 +239,31 @@ def vector_decode_attention(
         most = max(slots, approx_slots)
         workspace = Workspace.allocate(batch, heads, groups, most, dim, q.device, attention=False, sets=2)
     out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
-    exact = torch.float32 in (q.dtype, weight.dtype, None if matrix is None else matrix.dtype)
-    constants, num_stages = _constants(heads, groups, dim, splits, approx, order, softcap is not None, exact)
+    constants, num_warps, num_stages = _constants(
+        heads, groups, dim, splits, approx, order, softcap is not None, q.dtype,
+        None if matrix is None else matrix.dtype, on_hip(),
+    )  # fmt: skip
     _vector_decode_kernel[pairs, splits + approx + (order is not None)](
         q, keys, values, lengths, approx_keys, approx_positions, approx_lengths, weight, cos, sin,
         count, key_mean, value_mean, matrix, k, v, positions, seen, out, lse_retained, lse_evicted,
         workspace.accs, workspace.tops, workspace.totals, workspace.tickets, slots, approx_slots, scale, softcap or 1.0,
-        **constants, INTERP=INTERPRET, num_warps=4, num_stages=stages(num_stages),
+        **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted
 
 
 def _variant(
-    head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", weight: str = "bf16", groups: int = 4,
-    capped: bool = False, append: bool = True,
+    head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
+    capped: bool = False, append: bool = True, arches: tuple[str, ...] = (),
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
-    constants, num_stages = _constants(8, groups, head_dim, splits, splits, order, capped, "fp32" in (dtype, weight))
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    constants, num_warps, num_stages = _constants(
+        8, groups, head_dim, splits, splits, order, capped, dtypes[dtype], dtypes[matrix], arches == HIP_ARCHES
+    )
     types = dict(
         q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", approx_keys_ptr=half,
-        approx_positions_ptr="*i32", approx_lengths_ptr="*i32", weight_ptr=f"*{weight}", cos_ptr=full,
+        approx_positions_ptr="*i32", approx_lengths_ptr="*i32", weight_ptr=f"*{matrix}", cos_ptr=full,
         sin_ptr=full, count_ptr="*i64", out_ptr=half,
         lse_retained_ptr=full, lse_evicted_ptr=full, accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32",
         slots="i32", approx_slots="i32", scale="fp32", softcap="fp32",
@@ -258,20 +271,22 @@ def _variant(
     if order is not None:
         types |= dict(key_mean_ptr=full, value_mean_ptr=full)
     if order == 1:
-        types |= dict(matrix_ptr=half)
+        types |= dict(matrix_ptr=f"*{matrix}")
     if append:
         types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
     name = (
-        f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order} W {weight}"
-        + " cap" * capped
-        + " append" * append
-    )
-    return Variant(name, _vector_decode_kernel, types, constants, ("slots", "approx_slots"), 4, num_stages)
+        f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
+        + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append
+    )  # fmt: skip
+    div16 = ("slots", "approx_slots")
+    return Variant(name, _vector_decode_kernel, types, constants, div16, num_warps, num_stages, arches=arches)
 
 
+BY_VENDOR = [(d, a) for d in (128, 256) for a in (CUDA_ARCHES, HIP_ARCHES)]
 AOT = (
     [_variant(d, 8) for d in (64, 80, 96, 128, 256)]
     + [_variant(128, s, o) for s in (1, 8) for o in (None, 0)]
-    + [_variant(d, 4, capped=True, weight="fp32") for d in (128, 256)]
-    + [_variant(128, 1, groups=16, append=False), _variant(128, 8, dtype="fp16", weight="fp16")]
+    + [_variant(d, 4, matrix="fp32", capped=True, arches=a) for d, a in BY_VENDOR]
+    + [_variant(128, 4, dtype="fp32", matrix="fp32")]
+    + [_variant(128, 1, groups=16, append=False), _variant(128, 8, dtype="fp16", matrix="fp16")]
 )

@@ -1,9 +1,9 @@
 """Mean attention weight that the last W queries give each key, and average pooling: SnapKV (arXiv:2404.14469), TOVA.
 
-    s[b, h, n] = mean over valid queries w and heads g of the group of exp(l[g, w, n]) / (sum_m exp(l[g, w, m]) + mass[g, w])
+    s[b, h, n] = mean over valid queries w and heads g of exp(l[g, w, n]) / (sum_m exp(l[g, w, m]) + mass[g, w])
 
-Twin of `reference.window_attention` where a query sees a key iff the key is valid and not later than the query; `mass` is
-that of the evicted tokens. TOVA is W = 1, averaged over KV heads by the caller. Rows are (query, head of the group).
+Twin of `reference.window_attention` where a query sees a key iff the key is valid and not later than the query; `mass`
+is that of the evicted tokens. TOVA is W = 1, averaged over KV heads by the caller. Rows are (query, head of the group).
 
 Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers; then
 `pool`. Bytes: keys twice, 8 bytes per row and split, 4 N out.
@@ -181,7 +181,7 @@ def window_scores(
         q: [B, Hq, W, D], keys: [B, Hkv, N, D]: any strides, unit stride along D.  valid: [B, Hkv, N] bool.
         positions: [B, Hkv, N] int32 and query_positions: [B, W] int: a query sees keys up to its own position.
         query_valid: [B, W] bool, the mean runs over these.  log_mass: [B, Hq, W] fp32 of the evicted tokens.
-        pool: odd width; neighbours by position if positions are given, else by index.
+        pool: odd width; neighbours by position if positions and valid are given, else by index.
     Returns: [B, Hkv, N] fp32.  Cost: three launches, pooling one more and an argsort; no host sync.
     """
     batch, num_heads, num, dim = q.shape
@@ -230,7 +230,7 @@ def window_scores(
     _column_kernel[(triton.cdiv(length, tile), batch * heads)](
         *inputs, lse, shares, scores, scale, softcap or 1.0, num, length, *strides, **sizes, **launch
     )
-    return pool_in_order(scores, pool, places if causal else None)
+    return pool_in_order(scores, pool, places if causal and valid is not None else None)
 
 
 _TYPES = {

@@ -79,8 +79,8 @@ def sketch_matrix(
     """Right sketch Phi [dim, size], fp32, with E[Phi Phi^T] = I: entries N(0, 1 / size), or a subsampled Hadamard.
 
     Entries are rounded to bfloat16, so that half-precision kernels multiply with exactly the same matrix.
-    "srht" is sqrt(m / size) D H R: random signs, orthonormal Walsh-Hadamard transform of size m (the next power of two),
-    `size` of its columns without replacement. The default generator is seeded with 0, so runs repeat.
+    "srht" is sqrt(m / size) D H R: random signs, orthonormal Walsh-Hadamard transform of size m (the next power of
+    two), `size` of its columns without replacement. The default generator is seeded with 0, so runs repeat.
     """
     if generator is None:
         generator = torch.Generator().manual_seed(0)
@@ -181,8 +181,8 @@ def noncausal_attention_mass(
     mass_j = mean over the group of sum_i softmax(scale * q_i . k_j over j)[j]. The last chunk is as long as it is: the
     masses of a chunk of r tokens sum to r, whatever r is.
 
-    Args: q [B, Hq, N, D] post-RoPE; keys [B, Hkv, N, D] post-RoPE, in order of position; mask [B, Hkv, N] bool, true for
-        real tokens, which alone ask and are asked.
+    Args: q [B, Hq, N, D] post-RoPE; keys [B, Hkv, N, D] post-RoPE, in order of position; mask [B, Hkv, N] bool, true
+        for real tokens, which alone ask and are asked.
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), 0 where not real.
     Raises: FastKVError if Hq % Hkv, shapes disagree or chunk < 1.
     """

@@ -1,0 +1,263 @@
+"""Tables and plots from perf/results/*.json; no number is typed here or there.
+
+    python -m perf.report                       # reads and writes perf/results
+    python -m perf.report --results /tmp/run    # the files of another run
+
+Writes README.md and PNG plots beside the files. What was not measured says so; its target is then marked as such and
+its prediction as a prediction. Files of dry runs are ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from .gpu_results import SAME_HEADS, shapes
+from .report_targets import HEADS, TARGETS, Table, correction_cost, predicted_us
+
+NONE = "not measured"
+HEADER = """# Measurements
+
+Written by `python -m perf.report` from the JSON files beside it; do not edit. How: [../README.md](../README.md).
+"""
+DECODE = """
+## Decode attention
+
+One layer, bf16, cold L2, medians of graph replays. fastkv appends the token and, unless it says otherwise, adds the
+first-order moments; everyone else attends to the same retained tokens only, and "copy" moves as many bytes.
+"""
+FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every result file by name, without those of dry runs."""
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {name: file for name, file in files.items() if "dry_run" not in file.get("environment", {})}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; empty without rows."""
+    rows = list(rows)
+    if not rows:
+        return ""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def us(row: dict[str, Any] | None, spread: bool = False) -> str:
+    """A median in microseconds, with p20 to p80 if asked for."""
+    if row is None:
+        return NONE
+    text = f"{row['median_us']:.2f}"
+    return f"{text} ({row['p20_us']:.2f}-{row['p80_us']:.2f})" if spread else text
+
+
+def environments(files: dict[str, dict[str, Any]]) -> str:
+    """What each file was measured on."""
+    known = {name: file["environment"] for name, file in files.items() if "environment" in file}
+    rows = [[f"{name}.json", *(str(facts.get(fact, "")) for fact in FACTS)] for name, facts in known.items()]
+    return table(("file", *FACTS), rows) or "Nothing has been measured.\n"
+
+
+def targets(timed: Table) -> str:
+    """Targets and predictions beside what was measured."""
+    rows = []
+    for target in TARGETS:
+        answer = target.answer(timed)
+        wanted = target.wanted + (" (prediction)" if target.kind == "prediction" or answer is None else "")
+        verdict = "" if answer is None or answer[1] is None else "yes" if answer[1] else "no"
+        rows.append((target.what, wanted, NONE if answer is None else answer[0], verdict))
+    return table(("what", "target or prediction", "measured", "met"), rows)
+
+
+def checks(file: dict[str, Any] | None) -> str:
+    """Green and red checks of each operation."""
+    if file is None:
+        return f"Checks on a GPU: {NONE}.\n"
+    rows = []
+    for op in dict.fromkeys(row["op"] for row in file["rows"]):
+        mine = [row for row in file["rows"] if row["op"] == op]
+        red = [row["id"] for row in mine if not row["passed"]]
+        rows.append(
+            (op, str(sum(row["compared"] for row in mine)), str(len(mine) - len(red)), ", ".join(red) or "none")
+        )
+    return table(("operation", "comparisons", "cases green", "cases red"), rows)
+
+
+def decode(timed: Table, heads: str) -> str:
+    """Microseconds of every contender at every shape, and of fastkv as predicted from bytes."""
+    others = [op for op in timed.ops() if op != "fastkv"]
+    rows = []
+    for batch, length in sorted(shapes()):
+        mine = timed.find("fastkv", heads, batch, length)
+        share = f"{mine['of_copy']:.1%}" if mine and mine.get("of_copy") else NONE
+        peers = [us(timed.find(op, heads, batch, length)) for op in others]
+        predicted = f"{predicted_us(heads, batch, length):.1f} (prediction)"
+        rows.append((str(batch), str(length), us(mine, spread=True), share, predicted, *peers))
+    header = ("B", "L", "fastkv (p20-p80)", "of copy bandwidth", "fastkv, predicted", *others)
+    return f"\n### {' and '.join(SAME_HEADS[heads])} heads, µs per layer\n\n" + table(header, rows)
+
+
+def skipped(files: dict[str, dict[str, Any]]) -> str:
+    """Who could not run, and why."""
+    found: dict[tuple[str, str], int] = {}
+    for name, file in files.items():
+        for row in file["rows"] if name.startswith("gpu_") else ():
+            if "skipped" in row:
+                found[row["op"], row["skipped"]] = found.get((row["op"], row["skipped"]), 0) + 1
+    rows = [(op, why.replace("|", "/"), str(count)) for (op, why), count in found.items()]
+    return "\nNot run:\n\n" + table(("who", "why", "shapes"), rows) if rows else ""
+
+
+def others(timed: Table) -> str:
+    """Every other operation, one row a case."""
+    rows = [
+        (r["op"], r["heads"], str(r["batch"]), str(r["length"]), us(r, spread=True), f"{r['gbps']:.0f}", _percent(r))
+        for r in timed.rows
+        if r["section"] not in ("decode", "flex", "checks") and r.get("median_us")
+    ]
+    header = ("operation", "heads", "B", "L", "µs (p20-p80)", "GB/s of needed bytes", "of copy bandwidth")
+    return table(header, rows) or f"Eviction, prompt blocks, scores, selection: {NONE}.\n"
+
+
+def _percent(row: dict[str, Any]) -> str:
+    return f"{row['of_copy']:.1%}" if row.get("of_copy") else NONE
+
+
+def cpu(file: dict[str, Any] | None) -> str:
+    """Decode speed of a model on a CPU: what `perf.cpu_decode` wrote."""
+    if file is None:
+        return f"CPU: {NONE}.\n"
+    settings = ", ".join(f"{key} {value}" for key, value in file["settings"].items())
+    rows = [
+        (
+            row["cache"],
+            f"{row['first_token_s']:.1f}",
+            f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f}-{row['ms_p80']:.2f})",
+            f"{row['ms_mean']:.2f}",
+            f"{row['speedup']:.1f}",
+            f"{row['cache_bytes'] / 2**20:.2f}",
+        )
+        for row in file["rows"]
+    ]
+    header = ("cache", "first token, s", "ms per token (p20-p80)", "mean", "times faster than full", "cache, MiB")
+    return f"{settings}.\n\n" + table(header, rows)
+
+
+def plot(
+    folder: Path,
+    name: str,
+    title: str,
+    labels: tuple[str, str],
+    lines: dict[str, list[tuple[float, float]]],
+    log: bool = False,
+) -> str:
+    """A PNG of lines over L with one marker a measurement. Returns its Markdown, or nothing without points."""
+    drawn = {label: sorted(points) for label, points in lines.items() if points}
+    if not drawn:
+        return ""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for label, points in drawn.items():
+        own = label.startswith("fastkv")
+        axes.plot(*zip(*points), marker="o", ms=4, lw=2 if own else 1, label=label, ls="--" if label == "copy" else "-")
+    axes.set_xscale("log", base=2)
+    if log:
+        axes.set_yscale("log")
+    axes.set(title=title, xlabel=labels[0], ylabel=labels[1])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / f"{name}.png", dpi=120)
+    plt.close(figure)
+    return f"![{title}]({name}.png)\n"
+
+
+def plots(folder: Path, timed: Table) -> str:
+    """Time over L for each model and batch; the share of the copy bandwidth; the cost of the correction."""
+    text = ""
+    for heads in HEADS:
+        measured = timed.shapes(heads)
+        model = SAME_HEADS[heads][0]
+        over: dict[str, list[tuple[float, float]]] = {}
+        cost: dict[str, list[tuple[float, float]]] = {}
+        shares: dict[float, float] = {}  # of bytes; the same for every batch
+        for batch in sorted({b for b, _ in measured}):
+            lengths = [n for b, n in measured if b == batch]
+            lines = {
+                op: [(n, t) for n in lengths if (t := timed.us(op, batch, n, heads)) is not None] for op in timed.ops()
+            }
+            title = f"Decode attention, {model} heads, B={batch}"
+            text += plot(folder, f"decode_{heads}_b{batch}", title, ("tokens kept", "µs per layer"), lines, log=True)
+            found = [(n, timed.find("fastkv", heads, batch, n)) for n in lengths]
+            over[f"fastkv B={batch}"] = [(n, 100 * row["of_copy"]) for n, row in found if row and row.get("of_copy")]
+            pairs = [(n, correction_cost(timed, heads, batch, n)) for n in lengths]
+            cost[f"fastkv B={batch}"] = [(n, 100 * pair[0]) for n, pair in pairs if pair]
+            shares |= {n: 100 * pair[1] for n, pair in pairs if pair}
+        labels = ("tokens kept", "% of copy bandwidth")
+        text += plot(folder, f"bandwidth_{heads}", f"Bandwidth reached, {model} heads", labels, over)
+        labels = ("tokens kept", "% more time")
+        text += plot(
+            folder,
+            f"correction_{heads}",
+            f"Cost of the correction, {model} heads",
+            labels,
+            cost | {"share of bytes": [*shares.items()]},
+        )
+    return text
+
+
+def write(folder: Path) -> Path:
+    """Write the report of the folder's files. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = read(folder)
+    rows = [
+        {"section": name.removeprefix("gpu_"), **row}
+        for name, file in files.items()
+        if name.startswith("gpu_") and name != "gpu_checks"
+        for row in file["rows"]
+    ]
+    timed = Table(rows)
+    unfinished = [name for name, file in files.items() if file.get("complete") is False]
+    parts = [
+        HEADER,
+        "\n## Targets and predictions\n\n",
+        targets(timed),
+        f"\nFiles that are not finished: {', '.join(unfinished)}.\n" if unfinished else "",
+        "\n## Measured on\n\n",
+        environments(files),
+        "\n## Correctness on the GPU\n\n",
+        checks(files.get("gpu_checks")),
+        DECODE,
+        *(decode(timed, heads) for heads in HEADS),
+        skipped(files),
+        "\n## Other operations\n\n",
+        others(timed),
+        "\n## Decoding on a CPU\n\n",
+        cpu(files.get("cpu_decode")),
+    ]
+    drawn = plots(folder, timed)
+    path = folder / "README.md"
+    path.write_text("".join(parts) + (f"\n## Plots\n\n{drawn}" if drawn else ""))
+    return path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Path(__file__).parent / "results"
+    parser.add_argument("--results", type=Path, default=default, help="folder to read and write (default perf/results)")
+    print(write(parser.parse_args(arguments).results))
+
+
+if __name__ == "__main__":
+    main()

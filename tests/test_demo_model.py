@@ -1,0 +1,77 @@
+"""The bundled model really does what its card says, and its texts are what they claim to be."""
+
+import json
+
+import pytest
+import torch
+
+import fastkv
+from fastkv.demo import MODEL_DIR, load
+from fastkv.demo.measure import make_questions, measure
+from fastkv.demo.tasks import TASKS, VOCABULARY, generate
+from fastkv.demo.train import accuracy
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load()
+
+
+def test_it_is_small_and_documented():
+    assert (MODEL_DIR / "model.safetensors").stat().st_size <= 10 * 2**20
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    assert config["model_type"] == "llama" and config["head_dim"] == 64
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    card = (MODEL_DIR / "README.md").read_text()
+    for word in ("steps", "seed", "accuracy", *TASKS):
+        assert word in card.lower()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_texts_have_their_length_and_hold_their_answers(task, bundled):
+    _, tokenizer = bundled
+    for seed in range(5):
+        sample = generate(task, 512, seed, questions=4)
+        assert sample == generate(task, 512, seed, questions=4)
+        assert sample != generate(task, 512, seed + 1, questions=4)
+        whole = f"{sample.context} {sample.questions[0]} {sample.answers[0]}"
+        assert len(tokenizer(whole).input_ids) <= 512
+        assert set(whole.split()) <= set(VOCABULARY)
+        assert tokenizer.decode(tokenizer(whole, add_special_tokens=False).input_ids) == whole
+        for answer in sample.answers:
+            numbers = [word for word in answer.split() if word.isdigit()]
+            assert numbers and " ".join(numbers[:3]) in sample.context
+
+
+@pytest.mark.parametrize("length,least", [(1024, 0.98), (4096, 0.95)])
+def test_full_cache_accuracy_on_held_out_seeds(length, least, bundled):
+    model, tokenizer = bundled
+    right = total = 0
+    for task in TASKS:
+        got = accuracy(model, tokenizer, task, length, texts=4, questions=16)
+        right, total = right + got[0], total + got[1]
+        assert got[0] / got[1] >= least - 0.05, task
+    assert right / total >= least
+
+
+def test_compressed_caches_answer_and_better_policies_answer_more(bundled):
+    """Half the bytes and the question in view: MomentKV and SnapKV answer, random eviction does not."""
+    model, tokenizer = bundled
+    asked = make_questions(tokenizer, "facts", 1024, samples=8, seed=10)
+    right = {}
+    for policy in ("momentkv", "snapkv", "random"):
+        with fastkv.patched(model, policy, budget=256):
+            right[policy] = int(measure(model, asked).right.sum())
+    assert right["momentkv"] >= 6 and right["snapkv"] >= 6
+    assert right["random"] <= 4
+
+
+def test_generate_answers_a_question(bundled):
+    model, tokenizer = bundled
+    sample = generate("facts", 1024, seed=3)
+    inputs = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt")
+    with fastkv.patched(model, budget=2048):
+        out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    answer = tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    assert answer.startswith(sample.answers[0])
+    assert torch.isfinite(model(inputs.input_ids).logits).all()
