@@ -19,6 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 
 from .gpu_results import SAME_HEADS, shapes
 from .report_targets import HEADS, TARGETS, Table, correction_cost, predicted_us
@@ -169,8 +170,12 @@ def plot(
         own = label.startswith("fastkv")
         axes.plot(*zip(*points), marker="o", ms=4, lw=2 if own else 1, label=label, ls="--" if label == "copy" else "-")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({x for points in drawn.values() for x, _ in points}))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     if log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
     axes.set(title=title, xlabel=labels[0], ylabel=labels[1])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)

@@ -118,7 +118,7 @@ def costs(long: bool) -> Callable[[Table], Answer | None]:
 
 def fastest(table: Table) -> Answer | None:
     """At how many measured shapes up to L = 4096 fastkv is faster than every peer timed there."""
-    wins, lost = 0, []
+    wins, lost, met = 0, [], set()
     for heads in HEADS:
         for batch, length in table.shapes(heads):
             mine = table.us("fastkv", batch, length, heads)
@@ -126,6 +126,7 @@ def fastest(table: Table) -> Answer | None:
             rivals = {op: t for op, t in times.items() if t is not None}
             if length > 4096 or not rivals or mine is None:
                 continue
+            met |= rivals.keys()
             best = min(rivals, key=lambda op: rivals[op])
             if mine < rivals[best]:
                 wins += 1
@@ -133,7 +134,8 @@ def fastest(table: Table) -> Answer | None:
                 lost.append(f"{heads} B={batch} L={length}: {best} {rivals[best]:.2f} against {mine:.2f} µs")
     if not wins + len(lost):
         return None
-    return f"fastest at {wins} of {wins + len(lost)} shapes" + "".join(f"; {line}" for line in lost[:3]), not lost
+    text = f"fastest at {wins} of {wins + len(lost)} shapes against {', '.join(sorted(met))}"
+    return text + "".join(f"; {line}" for line in lost[:3]), not lost
 
 
 def scoring(table: Table) -> Answer | None:

@@ -58,6 +58,13 @@ CASES = {
     "compact": lambda: (*slots(), *flat(moments()), *block(), *compaction()),
     "keydiff_scores": lambda: (randn(B, HKV, C, D), "mean", "cosine", candidates()[1]),
     "manifold_scores": lambda: (randn(B, HKV, C, D), None, "l2", candidates()[1]),
+    "leverage_scores": lambda: (randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False),
+    "vector_decode_attention": lambda: (
+        randn(B, HKV * G, D), *slots()[:2], slots()[3], randn(B, HKV, 5, D, seed=7),
+        torch.arange(5, dtype=torch.int32).repeat(B, HKV, 1), torch.tensor([[5, 2]], dtype=torch.int32),
+        randn(HKV, D, D, seed=8) / 4, randn(C, D // 2, seed=9).cos(), randn(C, D // 2, seed=9).sin(),
+        *flat(moments()), 0.3, None, 1,
+    ),
     "noncausal_attention_mass": lambda: (randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, None, None),
     "window_scores": lambda: (
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, None, candidates()[0], torch.tensor([[7, 8, 9]]),

@@ -218,7 +218,8 @@ def test_a_report_puts_measurements_beside_promises(tmp_path):
     for line in (
         "| decode, B=1 L=1024 D=128 | ≤ 5 µs | 4.50 µs | yes |",
         "| decode, share of copy bandwidth, B=32 L=4096 D=128 | ≥ 90 % | 85.0% | no |",
-        "fastest at 1 of 2 shapes; llama-3.1-8b B=32 L=4096: SDPA flash 140.00 against 150.00 µs | no |",
+        "| faster everywhere | fastest at 1 of 2 shapes against SDPA flash, split-KV Triton; ",
+        "; llama-3.1-8b B=32 L=4096: SDPA flash 140.00 against 150.00 µs | no |",
         "| select + compact + moments of a block of 128, B=1 L=1024 D=128 | ≤ 15 µs | 16.00 µs | no |",
         "| scores of 64K keys, one layer, D=128 | < 100 µs each (prediction) | not measured |  |",
         "Files that are not finished: gpu_decode.",

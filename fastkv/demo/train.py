@@ -35,7 +35,7 @@ from . import MODEL_DIR, load
 from .tasks import TASKS, VOCABULARY, build_tokenizer, generate, max_questions
 
 HELD_OUT = 1_000_000  # text seeds below are for evaluation, those from here on for training
-EVAL_LENGTHS = (1024, 2048, 4096, 8192)
+EVAL_LENGTHS = (1024, 2048, 4096)
 IGNORE = -100
 REST_WEIGHT = 0.1  # loss weight of the words that are not an answer
 WARMUP_STEPS = 20

@@ -21,7 +21,8 @@ from ..errors import FastKVError, check_shape
 from ..reference.geometry import RIDGE
 from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
 
-BLOCK_N, WARPS = 32, 8  # more rows or fewer warps spill the six partial products of an fp32 dot on sm_80
+BLOCK_N = 32
+WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split
 MAX_SPLITS = 64
 MAX_SKETCH = 128
@@ -164,7 +165,7 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     shape = (num, rows, *keys.stride()[:3])
     flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": BLOCK_N}
     flags |= {"HAS_MASK": mask is not None, "CENTRE": centre, "INTERP": INTERPRET}
-    flags |= {"num_warps": WARPS, "num_stages": stages(2)}
+    flags |= {"num_warps": WARPS_HIP if torch.version.hip else WARPS, "num_stages": stages(2)}
     grid = (splits, batch * heads)
     _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
     _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, **flags)
@@ -179,7 +180,7 @@ _TYPES = {
 }
 
 
-def _variant(kernel, dim: int) -> Variant:
+def _variant(kernel, dim: int, hip: bool) -> Variant:
     flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": BLOCK_N}
     flags |= {"HAS_MASK": True, "CENTRE": True, "INTERP": False}
     names = [name for name in kernel.arg_names if name not in flags]
@@ -189,9 +190,15 @@ def _variant(kernel, dim: int) -> Variant:
         {name: _TYPES.get(name, "*fp32") for name in names},
         {name: value for name, value in flags.items() if name in kernel.arg_names},
         div16=("N", "rows_per_split", "stride_b", "stride_h", "stride_t"),
-        num_warps=WARPS,
+        num_warps=WARPS_HIP if hip else WARPS,
+        arches=("gfx942",) if hip else ("80", "90", "100"),
         num_stages=2,
     )
 
 
-AOT = [_variant(kernel, dim) for kernel in (_gram_kernel, _norm_kernel) for dim in (64, 80, 128, 256)]
+AOT = [
+    _variant(kernel, dim, hip)
+    for hip in (False, True)
+    for kernel in (_gram_kernel, _norm_kernel)
+    for dim in (64, 80, 128, 256)
+]

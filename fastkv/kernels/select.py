@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ._tiles import Variant, _order_bits, check_contiguous, pow2
+from ._tiles import Variant, check_contiguous, pow2
 
 TILE = 8192  # candidates held in registers
 WARPS = {1024: 4, 2048: 8, 4096: 8, 8192: 16}  # by tile
@@ -26,12 +26,23 @@ LOWEST = tl.constexpr(-(2**31))  # below every key: not in the running
 
 
 @triton.jit
-def _packed_counts(key, threshold, step):
-    """How many keys reach threshold + 1, 2 and 3 steps, 21 bits each of one int64."""
-    one = (key >= threshold + step).to(tl.int64)
-    two = (key >= threshold + step + step).to(tl.int64)
-    three = (key >= threshold + step + step + step).to(tl.int64)
-    return tl.sum(one + (two << 21) + (three << 42), 0)
+def _sortable(x):
+    """int32 that sort as the fp32 x do, all above LOWEST; -0.0 is 0.0, NaN and -inf the lowest number.
+
+    Clamped as integers: LLVM for gfx942 (triton 3.7.1) aborts on the clamped fp32.
+    """
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.minimum(tl.maximum(bits, -2139095040), 2139095039)  # the largest finite numbers
+    return tl.where(x == x, bits, -2139095040)
+
+
+@triton.jit
+def _counts(key, threshold, step):
+    """How many keys of a tile reach threshold + 1, 2 and 3 steps; two sums travel as halves of an int32."""
+    two = (key >= threshold + step + step).to(tl.int32)
+    both = tl.sum((key >= threshold + step).to(tl.int32) + (two << 16), 0)
+    return both & 0xFFFF, both >> 16, tl.sum((key >= threshold + step + step + step).to(tl.int32), 0)
 
 
 @triton.jit
@@ -42,15 +53,18 @@ def _kth_largest(key, key_ptr, wanted, N, BLOCK: tl.constexpr, SINGLE: tl.conste
     for level in range(0, 16):
         step = tl.full([], 1, tl.int32) << (30 - 2 * level)
         if SINGLE:
-            counts = _packed_counts(key, threshold, step)
+            one, two, three = _counts(key, threshold, step)
         else:
-            counts = tl.zeros([], tl.int64)
+            one = tl.zeros([], tl.int32)
+            two = tl.zeros([], tl.int32)
+            three = tl.zeros([], tl.int32)
             for start in range(0, N, BLOCK):
                 part = tl.load(key_ptr + start + lane, mask=start + lane < N, other=LOWEST)
-                counts += _packed_counts(part, threshold, step)
-        reached = ((counts & 0x1FFFFF) >= wanted).to(tl.int32)
-        reached += (((counts >> 21) & 0x1FFFFF) >= wanted).to(tl.int32)
-        reached += ((counts >> 42) >= wanted).to(tl.int32)
+                more_one, more_two, more_three = _counts(part, threshold, step)
+                one += more_one
+                two += more_two
+                three += more_three
+        reached = (one >= wanted).to(tl.int32) + (two >= wanted).to(tl.int32) + (three >= wanted).to(tl.int32)
         threshold += step * reached
     return threshold
 
@@ -115,8 +129,7 @@ def _select_kernel(
         )
         score = tl.load(scores_ptr + row + index, mask=index < N, other=0.0)
         running = tl.where(crowded, guarded, valid & (guarded == 0))
-        bits = (_order_bits(score) ^ 0x80000000).to(tl.int32, bitcast=True)
-        key = tl.where(running, bits, LOWEST)
+        key = tl.where(running, _sortable(score), LOWEST)
         if not SINGLE:
             tl.store(key_ptr + row + index, key, mask=index < N)
     if not SINGLE:

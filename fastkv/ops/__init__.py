@@ -19,12 +19,14 @@ from .decode import decode_attention, decode_step, evict, workspace
 from .prefill import compact, prefill_attention, select
 from .scores import (
     keydiff_scores,
+    leverage_scores,
     manifold_scores,
     moment_scores,
     noncausal_attention_mass,
     window_attention,
     window_scores,
 )
+from .vector import vector_decode_attention
 
 __all__ = [
     "chunk_mean",
@@ -33,6 +35,7 @@ __all__ = [
     "decode_step",
     "evict",
     "keydiff_scores",
+    "leverage_scores",
     "manifold_scores",
     "moment_estimate",
     "moment_residual",
@@ -44,6 +47,7 @@ __all__ = [
     "random_scores",
     "select",
     "streaming_scores",
+    "vector_decode_attention",
     "window_attention",
     "window_scores",
     "workspace",

@@ -33,7 +33,8 @@ def workspace(q: Tensor, keys: Tensor, *, attention: bool, backend: str = "auto"
     return [t for t in (made.accs, made.tops, made.totals, made.tickets, made.logits) if t is not None]
 
 
-def _decode_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def decode_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Fake results of a decode operator: out [B, Hq, D] and two log-sum-exps [B, Hq]."""
     lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
     return torch.empty_like(q), lse, torch.empty_like(lse)
 
@@ -41,7 +42,7 @@ def _decode_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 @operator(
     f"decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, {STATISTICS}, float scale, "
     "float? softcap, int? order, Tensor(e!)? attention, Tensor(f!)[] scratch, str backend) -> (Tensor, Tensor, Tensor)",
-    _decode_outputs,
+    decode_outputs,
 )
 def _decode_attention(
     q: Tensor,
@@ -96,7 +97,7 @@ def _decode_attention(
 @operator(
     f"decode_step(Tensor q, Tensor k, Tensor v, {CHANGED_SLOTS}, Tensor(g!) seen, {STATISTICS}, float scale, "
     "float? softcap, int? order, Tensor(e!)? attention, Tensor(f!)[] scratch, str backend) -> (Tensor, Tensor, Tensor)",
-    _decode_outputs,
+    decode_outputs,
 )
 def _decode_step(
     q: Tensor,

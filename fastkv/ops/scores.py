@@ -61,6 +61,36 @@ def manifold_scores(
 
 
 @operator(
+    "leverage_scores(Tensor keys, Tensor? sketch, str method, Tensor? mask, bool centre, str backend) -> Tensor",
+    _of_first,
+)
+def _leverage_scores(
+    keys: Tensor, sketch: Tensor | None, method: str, mask: Tensor | None, centre: bool, backend: str
+) -> Tensor:
+    # Unsketched, QR and SVD leverage are the paper's ablation: torch.linalg on any device.
+    if sketch is None or method not in ("cholesky", "srht") or not uses_kernels(backend, keys.device):
+        return reference.sketched_leverage(keys, sketch, method, mask=mask, centre=centre)
+    from ..kernels.leverage import leverage_scores
+
+    return leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
+
+
+def leverage_scores(
+    pre_rope_keys: Tensor,
+    sketch_dim: int | None = 64,
+    method: str = "cholesky",
+    generator: torch.Generator | None = None,
+    *,
+    mask: Tensor | None = None,
+    centre: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """`reference.leverage_scores`. Kernel: two passes over the keys around a small Cholesky factorisation."""
+    sketch = reference.make_sketch(pre_rope_keys, sketch_dim, method, generator)
+    return torch.ops.fastkv.leverage_scores(pre_rope_keys, sketch, method, mask, centre, backend)
+
+
+@operator(
     "noncausal_attention_mass(Tensor q, Tensor keys, float scale, int chunk, float? softcap, Tensor? mask, "
     "str backend) -> Tensor",
     _of_second,

@@ -7,13 +7,20 @@ Read in this order:
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
+- `vector`: decoding where some tokens keep their key but no value (VECTOR).
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
 Computation is in float32, or in float64 if the inputs are float64. This is also the CPU implementation.
 """
 
 from .attention import append, decode_attention, decode_step, merge_partials, prefill_attention
-from .geometry import leverage_scores, manifold_scores, noncausal_attention_mass
+from .geometry import (
+    leverage_scores,
+    make_sketch,
+    manifold_scores,
+    noncausal_attention_mass,
+    sketched_leverage,
+)
 from .moments import Moments, moment_estimate, moment_residual
 from .scores import (
     check_keydiff,
@@ -27,6 +34,7 @@ from .scores import (
     window_scores,
 )
 from .selection import Selection, compact, evict, joined, protected, select
+from .vector import vector_decode_attention
 
 __all__ = [
     "Moments",
@@ -42,6 +50,7 @@ __all__ = [
     "joined",
     "keydiff_scores",
     "leverage_scores",
+    "make_sketch",
     "manifold_scores",
     "merge_partials",
     "moment_estimate",
@@ -52,7 +61,9 @@ __all__ = [
     "protected",
     "random_scores",
     "select",
+    "sketched_leverage",
     "streaming_scores",
+    "vector_decode_attention",
     "window_attention",
     "window_scores",
 ]

@@ -142,18 +142,35 @@ def leverage_scores(
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 keys), 0 where not real.
     Raises: FastKVError for an unknown method or a sketch_dim below 1.
     """
+    sketch = make_sketch(pre_rope_keys, sketch_dim, method, generator)
+    return sketched_leverage(pre_rope_keys, sketch, method, mask=mask, centre=centre)
+
+
+def make_sketch(
+    keys: Tensor, sketch_dim: int | None, method: str, generator: torch.Generator | None = None
+) -> Tensor | None:
+    """The sketch [D, sketch_dim] that `leverage_scores` uses for keys [B, Hkv, N, D], or None if it needs none."""
     check_leverage(sketch_dim, method)
-    real = _real(pre_rope_keys, mask)
-    rows = torch.where(real[..., None], pre_rope_keys.to(compute_dtype(pre_rope_keys)), 0)
-    dim = rows.shape[-1]
+    dim = keys.shape[-1]
+    if method == "exact" or sketch_dim is None or sketch_dim >= dim:
+        return None
+    kind = "srht" if method == "srht" else "gaussian"
+    return sketch_matrix(dim, sketch_dim, generator, kind=kind, device=keys.device)
+
+
+def sketched_leverage(
+    keys: Tensor, sketch: Tensor | None, method: str, *, mask: Tensor | None = None, centre: bool = False
+) -> Tensor:
+    """`leverage_scores` with a given sketch [D, k] fp32, or None for the keys themselves."""
+    real = _real(keys, mask)
+    rows = torch.where(real[..., None], keys.to(compute_dtype(keys)), 0)
     if rows.shape[2] == 0:
         return rows.new_zeros(rows.shape[:3])
     if centre:
         mean = rows.sum(2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
         rows = torch.where(real[..., None], rows - mean, 0)
-    if method != "exact" and sketch_dim is not None and sketch_dim < dim:
-        kind = "srht" if method == "srht" else "gaussian"
-        rows = rows @ sketch_matrix(dim, sketch_dim, generator, kind=kind, device=rows.device).to(rows.dtype)
+    if sketch is not None:
+        rows = rows @ sketch.to(rows.dtype)
     score = _orthonormal_row_norms(rows, {"srht": "cholesky", "exact": "svd"}.get(method, method))
     return torch.where(real, score, 0)
 
