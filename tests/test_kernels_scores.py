@@ -212,7 +212,7 @@ def check_window(q, keys, positions, query_positions, valid, query_valid, log_ma
         attention = reference.window_attention(
             q.to(dtype), keys.to(dtype), scale, softcap, visible=visible, query_valid=query_valid, log_mass=mass
         )
-        return reference.pool_scores(attention, pool, positions, real)
+        return reference.pool_scores(attention, pool, positions, valid)
 
     got = window_scores.window_scores(
         q=q,

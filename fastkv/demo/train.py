@@ -35,7 +35,7 @@ from . import MODEL_DIR, load
 from .tasks import TASKS, VOCABULARY, build_tokenizer, generate, max_questions
 
 HELD_OUT = 1_000_000  # text seeds below are for evaluation, those from here on for training
-EVAL_LENGTHS = (1024, 2048, 4096)
+EVAL_LENGTHS = (1024, 2048, 4096, 8192)
 IGNORE = -100
 REST_WEIGHT = 0.1  # loss weight of the words that are not an answer
 WARMUP_STEPS = 20
@@ -408,7 +408,7 @@ places and questions at the end; 24 facts per 1024 tokens, at most 48 (`hops`: 1
 the three numbers of that name. A question ends with the first words of its answer.
 
 **Training.** `python -m fastkv.demo.train --seed {record.seed} --threads {record.threads}`:
-{record.steps:,} steps, {record.tokens:,} tokens, {record.seconds / 60:.1f} minutes of wall time on {record.threads}
+{record.steps:,} steps, {record.tokens:,} tokens, {record.seconds / 60:.1f} minutes for the steps on {record.threads}
 CPU threads{"" if record.rounds == len(ROUNDS) else " (stopped early)"};
 torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}.
 AdamW, learning rate {rates}, with {WARMUP_STEPS} steps of warm-up and a cosine in

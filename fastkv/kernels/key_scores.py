@@ -11,6 +11,8 @@ Does not handle: the KeyDiff anchors "median" and "pairwise"; they stay in the r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -250,7 +252,7 @@ _TYPES = {
 
 
 def _variant(kernel, dim: int, metric: str, real: str) -> Variant:
-    flags = {"HAS_ORDER": real == "order", "HAS_MASK": real == "mask", "HAS_LENGTHS": real == "order"}
+    flags: dict[str, Any] = {"HAS_ORDER": real == "order", "HAS_MASK": real == "mask", "HAS_LENGTHS": real == "order"}
     width = pow2(dim, 16)
     flags |= {"HEADS": 8, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width], "SPLITS": 4}
     flags |= {"UNIT": metric == "unit", "METRIC": METRICS.get(metric)}

@@ -242,11 +242,13 @@ def prefill_attention(
     rows, tile, warps, depth = BLOCKS[max(width, value_width)]
     tile = CAP_TILE_HIP if softcap is not None and torch.version.hip is not None else tile
     order = -1 if order is None or moments is None or moments.order is None else min(order, moments.order)
+    cross = None if moments is None else moments.cross
     if order == 1 and slope is None and value_width == 256 and q.element_size() == 2:
-        slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
-    state = (lse,) * 4
-    if order >= 0:
-        source = moments.key_mean if order == 0 else moments.cross if slope is None else slope
+        assert moments is not None and cross is not None
+        slope = (cross / moments.count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
+    state: tuple[Tensor | None, ...] = (lse,) * 4
+    if moments is not None and order >= 0:
+        source = moments.key_mean if order == 0 else cross if slope is None else slope
         state = (moments.count, moments.key_mean, moments.value_mean, source)
     valid = new_valid.view(torch.uint8)
     sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "BLOCK_M": rows, "BLOCK_N": tile}
