@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import torch
@@ -35,4 +35,5 @@ def load(
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=attn_implementation, dtype=dtype or torch.float32, local_files_only=True
     )
-    return model.eval(), AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return cast("LlamaForCausalLM", model.eval()), cast("PreTrainedTokenizerFast", tokenizer)

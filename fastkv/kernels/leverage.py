@@ -19,13 +19,17 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference.geometry import RIDGE
-from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
+from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, on_hip, pow2, stages
 
-BLOCK_N = 32
 WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split
 MAX_SPLITS = 64
 MAX_SKETCH = 128
+
+
+def _tile(width: int, hip: bool) -> tuple[int, int]:
+    """Keys per tile and warps for keys padded to `width`; AMD spills with 32 keys of 256."""
+    return 16 if hip and width == 256 else 32, WARPS_HIP if hip else WARPS
 
 
 @triton.jit
@@ -156,16 +160,17 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     if not scores.numel():
         return scores
     width = pow2(dim, 16)
-    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), BLOCK_N) * BLOCK_N
+    tile, warps = _tile(width, on_hip())
+    rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), tile) * tile
     splits = triton.cdiv(num, rows)
     grams = torch.empty(batch, heads, splits, size, size, dtype=torch.float32, device=keys.device)
     means = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=keys.device)
     counts = torch.empty(batch, heads, splits, dtype=torch.int32, device=keys.device)
     inputs = (keys, scores if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype))
     shape = (num, rows, *keys.stride()[:3])
-    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": BLOCK_N}
+    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": tile}
     flags |= {"HAS_MASK": mask is not None, "CENTRE": centre, "INTERP": INTERPRET}
-    flags |= {"num_warps": WARPS_HIP if torch.version.hip else WARPS, "num_stages": stages(2)}
+    flags |= {"num_warps": warps, "num_stages": stages(2)}
     grid = (splits, batch * heads)
     _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
     _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, **flags)
@@ -181,7 +186,8 @@ _TYPES = {
 
 
 def _variant(kernel, dim: int, hip: bool) -> Variant:
-    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": BLOCK_N}
+    tile, warps = _tile(pow2(dim), hip)
+    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": tile}
     flags |= {"HAS_MASK": True, "CENTRE": True, "INTERP": False}
     names = [name for name in kernel.arg_names if name not in flags]
     return Variant(
@@ -190,7 +196,7 @@ def _variant(kernel, dim: int, hip: bool) -> Variant:
         {name: _TYPES.get(name, "*fp32") for name in names},
         {name: value for name, value in flags.items() if name in kernel.arg_names},
         div16=("N", "rows_per_split", "stride_b", "stride_h", "stride_t"),
-        num_warps=WARPS_HIP if hip else WARPS,
+        num_warps=warps,
         arches=("gfx942",) if hip else ("80", "90", "100"),
         num_stages=2,
     )

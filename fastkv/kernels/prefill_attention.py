@@ -88,9 +88,8 @@ def _tile(base_ptr, first, inside, stride, D: tl.constexpr, BD: tl.constexpr, RO
     """ROWS rows of [N, D] from `first` on, padded to BD columns; 0 where not inside. Tile offsets fit int32."""
     column = tl.arange(0, BD)[None, :]
     base_ptr += tl.full([], 1, tl.int64) * first * stride
-    return tl.load(
-        base_ptr + tl.arange(0, ROWS)[:, None] * stride + column, mask=inside[:, None] & (column < D), other=0.0
-    )
+    spot = base_ptr + tl.arange(0, ROWS)[:, None] * stride + column
+    return tl.load(spot, mask=inside[:, None] & (column < D), other=0.0)
 
 
 @triton.jit
@@ -255,9 +254,8 @@ def prefill_attention(
     launch = {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(depth)}
     _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
         q, keys, values, lengths, new_keys, new_values, valid, *state, out, lse, scale, softcap or 1.0, num, slots,
-        *q.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3],
-        **sizes, DV=value_dim, BV=value_width, SEED=SEED[value_width], ORDER=order, HAS_SLOPE=slope is not None,
-        **launch,
+        *q.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3], **sizes, **launch,
+        DV=value_dim, BV=value_width, SEED=SEED[value_width], ORDER=order, HAS_SLOPE=slope is not None,
     )  # fmt: skip
     if not columns:
         return out, lse, None
