@@ -63,12 +63,12 @@ def _decode_attention(
     append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not uses_kernels(backend, q.device):
-        moments = Moments(count, key_mean, value_mean, cross)
-        state = (keys, values, lengths, moments, scale, softcap)
-        if append is not None:
-            reference.append(keys, values, append[2], lengths, append[0], append[1], append[3])
-            append[3].add_(1)
-        return reference.decode_attention(q, *state, order=order, attention=attention)
+        estimate = (Moments(count, key_mean, value_mean, cross), scale, softcap)
+        if append is None:
+            return reference.decode_attention(q, keys, values, lengths, *estimate, order=order, attention=attention)
+        k, v, positions, seen = append
+        slots = (keys, values, positions, lengths)
+        return reference.decode_step(q, k, v, *slots, seen, *estimate, order=order, attention=attention)
     from ..kernels._workspace import Workspace
     from ..kernels.decode_attention import decode_attention
 

@@ -81,6 +81,7 @@ def decode_attention(
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
+    finite_slots: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query per sequence over the first `lengths` slots and the moments of what was evicted (MomentKV Eq. 12).
 
@@ -88,6 +89,7 @@ def decode_attention(
         q: [B, Hq, D] post-RoPE.  keys: [B, Hkv, C, D].  values: [B, Hkv, C, Dv].  lengths: [B, Hkv] int, valid slots.
         moments: of the evicted tokens, or None.  order: 1, 0 (means only) or None (no correction).
         attention: optional [B, Hkv, C] fp32, to which the group mean of the attention weights is added in place.
+        finite_slots: promise that slots past `lengths` hold finite numbers; saves a copy of the values.
     Returns: out [B, Hq, Dv] in the dtype of q, lse_retained and lse_evicted [B, Hq] (-inf where empty). A head with
         nothing retained and nothing evicted returns zeros.
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
@@ -101,8 +103,8 @@ def decode_attention(
     dtype = compute_dtype(q)
     held = torch.arange(slots, device=q.device) < lengths[..., None]
     grouped = q.to(dtype).reshape(batch, heads, groups, 1, dim)
-    safe_values = torch.where(held[..., None], values.to(dtype), 0)
-    out, lse, probs = _attend(grouped, keys.to(dtype), safe_values, held[:, :, None, None], scale, softcap)
+    values = values.to(dtype) if finite_slots else torch.where(held[..., None], values.to(dtype), 0)
+    out, lse, probs = _attend(grouped, keys.to(dtype), values, held[:, :, None, None], scale, softcap)
     lse = lse.reshape(batch, num_heads, 1)
     out, lse_evicted, lse_all = _mix(
         out.reshape(batch, num_heads, 1, -1), lse, q.unsqueeze(2), moments, scale, softcap, order
@@ -145,12 +147,14 @@ def decode_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append one token and attend to everything including it: `append`, then `decode_attention`.
 
+    Slots past `lengths` must hold finite numbers, as those of a `LayerState` do.
     Mutates keys, values, positions, lengths, seen (by one) and, if given, attention. Arguments and results as there;
     q [B, Hq, D], k, v [B, Hkv, 1, D], seen [B] int64: true tokens absorbed so far, the position of the new one.
     """
     append(keys, values, positions, lengths, k, v, seen)
     seen.add_(1)
-    return decode_attention(q, keys, values, lengths, moments, scale, softcap, order=order, attention=attention)
+    state = (keys, values, lengths, moments, scale, softcap)
+    return decode_attention(q, *state, order=order, attention=attention, finite_slots=True)
 
 
 def prefill_attention(
