@@ -28,18 +28,19 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     Equal scores go to the lower position. NaN counts as the lowest score. The result does not depend on the order of
     the candidates.
 
-    Args: scores, positions, valid, protected [B, Hkv, N]; tokens: how many to keep per head.
+    Args: scores [B, Hkv, N], compared in fp32; positions (below 2^30), valid, protected [B, Hkv, N]; tokens: how many
+        to keep per head.
     """
     shape = scores.shape
     for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
         check_shape("select", name, tensor, shape)
-    lowest = torch.finfo(scores.dtype).min
-    scores = torch.nan_to_num(scores, nan=lowest, neginf=lowest)
-    # Three stable sorts, least significant key first: position, score, class (protected, valid, invalid).
-    order = positions.argsort(dim=-1, stable=True)
-    order = order.gather(-1, scores.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    rank = torch.where(valid, torch.where(protected, 0, 1), 2)
-    order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))[..., :tokens]
+    # One int64 key holds all three criteria, most significant first: protected, valid or not; score; position.
+    lowest = torch.finfo(torch.float32).min
+    scores = torch.nan_to_num(scores.float(), nan=lowest, neginf=lowest) + 0.0  # -0.0 becomes 0.0
+    bits = scores.view(torch.int32)
+    descending = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    rank = torch.where(valid, torch.where(protected, -1, 0), 1)
+    order = ((rank << 62) + (descending << 30) + positions).argsort(dim=-1)[..., :tokens]
     chosen = valid.gather(-1, order)
     return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
 
@@ -50,7 +51,9 @@ def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tenso
 
 
 def joined(held: Tensor, new: Tensor) -> Tensor:
-    """The candidates: slots, then the block, along axis 2; a first block is not copied."""
+    """The candidates: slots, then the block, along axis 2; if one side is empty the other is not copied."""
+    if not new.shape[2]:
+        return held
     return torch.cat([held, new.to(held.dtype)], 2) if held.shape[2] else new
 
 
@@ -86,7 +89,10 @@ def compact(
     size = index.shape[-1]
 
     def take(rows: Tensor) -> Tensor:
-        return rows.gather(2, index[..., None].expand(*index.shape, rows.shape[-1]))
+        # Whole rows by flat index: several times faster than gather, which moves element by element.
+        batch, heads, num, dim = rows.shape
+        start = torch.arange(batch * heads, device=rows.device).mul(num).view(batch, heads, 1)
+        return rows.reshape(-1, dim).index_select(0, (start + index).flatten()).view(batch, heads, size, dim)
 
     keys[:, :, :size] = take(joined(keys[:, :, :used], new_keys))
     values[:, :, :size] = take(joined(values[:, :, :used], new_values))
