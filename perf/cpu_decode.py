@@ -93,7 +93,7 @@ def main() -> None:
     full = rows[0]
     a = arguments
     title = f"{a.context} tokens seen, batch {a.batch}, budget {a.budget}, blocks of {a.block}"
-    table = Table("cache", "first token s", "ms/token p50", "p20 - p80", "mean", "x full (p50)", "cache MiB", title=title)
+    table = Table("cache", "first token s", "ms/token p50", "p20 - p80", "mean", "x full", "cache MiB", title=title)
     for row in rows:
         row["speedup"] = full["ms_p50"] / row["ms_p50"]
         table.add_row(
