@@ -131,12 +131,12 @@ class FastKVLayer(CacheLayerMixin):
         state, q, k, v = self.state, q.detach(), k.detach(), v.detach()
         if self.rule.scale != scale or self.rule.softcap != softcap:
             self.rule = LayerPlan(self.plan, self.layer, self.rule.tokens, scale, softcap)
+        if not state.scratch:  # also after a change of the batch: a decode step then allocates once, not every time
+            state.scratch = self.scratch.get(q, state, self.plan.backend)
         num = k.shape[2]
         first = self.seen == num
         if num == 1 and not first and not self.recording:
             return decode_token(state, q, k, v, self.rule)
-        if not state.scratch:
-            state.scratch = self.scratch.get(q, state, self.plan.backend)
         self.settle(0)  # another forward without a roll-back: everything pending was accepted
         k, v = without_padding(k, valid), without_padding(v, valid)
         out = stock() if first else attend_block(state, q, k, v, valid, self.rule)
