@@ -36,14 +36,14 @@ class Family:
         model_types: `config.model_type` of the text models that belong to it.
         bases: attention implementations that compute what the model means.
         softcap: name of the config field of the logit soft-cap that the family passes to attention, if any.
-        tested_with: a checkpoint a user would recognise.
+        example: a checkpoint of the family that a user would recognise.
     """
 
     name: str
     model_types: tuple[str, ...]
     bases: tuple[str, ...] = BASES
     softcap: str | None = None
-    tested_with: str = ""
+    example: str = ""
 
 
 @dataclass

@@ -10,6 +10,6 @@ GEMMA2 = Family(
     name="Gemma 2",
     model_types=("gemma2",),
     softcap="attn_logit_softcapping",
-    tested_with="google/gemma-2-9b-it",
+    example="google/gemma-2-9b-it",
 )
-GEMMA3 = Family(name="Gemma 3", model_types=("gemma3_text",), tested_with="google/gemma-3-12b-it")
+GEMMA3 = Family(name="Gemma 3", model_types=("gemma3_text",), example="google/gemma-3-12b-it")

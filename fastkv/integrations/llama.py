@@ -2,4 +2,4 @@
 
 from .base import Family
 
-LLAMA = Family(name="Llama", model_types=("llama",), tested_with="meta-llama/Llama-3.1-8B-Instruct")
+LLAMA = Family(name="Llama", model_types=("llama",), example="meta-llama/Llama-3.1-8B-Instruct")

@@ -2,4 +2,4 @@
 
 from .base import Family
 
-MISTRAL = Family(name="Mistral", model_types=("mistral",), tested_with="mistralai/Mistral-7B-Instruct-v0.3")
+MISTRAL = Family(name="Mistral", model_types=("mistral",), example="mistralai/Mistral-7B-Instruct-v0.3")

@@ -5,4 +5,4 @@ Which layers slide a window follows `config.layer_types`.
 
 from .base import Family
 
-QWEN = Family(name="Qwen", model_types=("qwen2", "qwen3", "qwen3_moe"), tested_with="Qwen/Qwen3-4B-Instruct-2507")
+QWEN = Family(name="Qwen", model_types=("qwen2", "qwen3", "qwen3_moe"), example="Qwen/Qwen3-4B-Instruct-2507")
