@@ -30,6 +30,7 @@ ROOMS = [
     "backend",
     "budget",
     "reference",
+    "rotary",
     "state",
     "kernels",
     "ops",

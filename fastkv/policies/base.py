@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,23 +10,32 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference import Moments
+from ..rotary import Rotary
 
 
 @dataclass(frozen=True)
 class Signals:
     """What a policy may look at when a layer must decide which tokens to keep.
 
-    Candidates are the retained tokens followed by the new ones, N in all, in no guaranteed order.
+    Candidates are the retained tokens followed by the new ones, N in all, in no guaranteed order; the new tokens of a
+    prompt block are the last T of them, in order.
 
     Attributes:
         keys: [B, Hkv, N, Dk] post-RoPE, values: [B, Hkv, N, Dv].
         positions: [B, Hkv, N] int32.  valid: [B, Hkv, N] bool, false for empty slots and padding.
         moments: of the tokens evicted so far.
-        scale: logit multiplier of the layer.
+        scale: logit multiplier of the layer.  softcap: of its logits, or None.
         layer: index of the layer in the model.
+        tokens: how many each head will keep (their mean where heads differ).
         decoding: true when called between generated tokens, false while a prompt is read.
         attention: [B, Hkv, N], mean attention weight from the observation window: the last `policy.observation` queries
             of the prompt block, or the queries since the last eviction when decoding; None unless the policy `needs` it
+        queries: [B, Hq, T, Dk] post-RoPE, of the new tokens of a prompt block; None when decoding and unless needed.
+        output: [hidden, Hq, Dv], the layer's output projection; None unless needed.
+        memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
+            policy `remembers`.
+        rotary: the model's rotary embedding, None unless "pre_rope" is needed.  shift: [B] int64, what to add to
+            `positions` to get the positions the rotary embedding used (not zero only if the caller chose its own).
         backend: to pass on to `fastkv.ops`.
     """
 
@@ -37,8 +47,22 @@ class Signals:
     scale: float
     layer: int
     decoding: bool
+    softcap: float | None = None
+    tokens: int = 0
     attention: Tensor | None = None
+    queries: Tensor | None = None
+    output: Tensor | None = None
+    memory: Tensor | None = None
+    rotary: Rotary | None = None
+    shift: Tensor | None = None
     backend: str = "auto"
+
+    @property
+    def pre_rope_keys(self) -> Tensor:
+        """[B, Hkv, N, Dk], the keys before the rotary embedding; computed on every call."""
+        assert self.rotary is not None
+        positions = self.positions if self.shift is None else self.positions + self.shift[:, None, None]
+        return self.rotary.unrotate(self.keys, positions)
 
 
 @dataclass(frozen=True)
@@ -47,25 +71,49 @@ class Policy:
 
     Class attributes:
         name: what `fastkv.patch(model, policy=name)` calls it.
-        needs: optional signals it reads; now only "attention".
+        needs: optional signals it reads: "attention", "queries", "output", "pre_rope".
         order: order of the moment correction that `correction="auto"` gives it; None for a plain eviction baseline.
         moment_order: moments that `score` itself reads (kept even if the correction is off).
+        remembers: whether a number is stored with each token (see `remember`); costs 4 bytes a slot.
+        adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
+        rereads: whether the context is read twice and compressed only afterwards (KVzip); excludes blocks.
+        layers: shares of layers that it brings where the budget says "uniform"; None for none.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     order: ClassVar[int | None] = None
     moment_order: ClassVar[int | None] = None
+    remembers: ClassVar[bool] = False
+    adaptive: ClassVar[bool] = True
+    rereads: ClassVar[bool] = False
+    layers: ClassVar[str | None] = None
 
     @property
-    def observation(self) -> int:
-        """How many last queries of a prompt block `Signals.attention` averages over."""
+    def observation(self) -> int | None:
+        """How many last queries of a prompt block `Signals.attention` averages over; None for all of them."""
         return 0
 
     @property
     def recent_share(self) -> float:
         """Share of the budget that goes to the most recent tokens, whatever their score."""
         return 0.0
+
+    def check(self, heads: Sequence[int]) -> None:
+        """Raise FastKVError unless the policy can serve a model with so many KV heads in each layer."""
+
+    def head_tokens(self, layer: int, heads: int, tokens: int, reserved: int) -> tuple[int, ...] | None:
+        """Tokens that each KV head keeps if that is fixed in advance: at most heads * tokens in all, each at least
+        `reserved`. None if all keep the same.
+        """
+        return None
+
+    def remember(self, signals: Signals) -> Tensor:
+        """What to store with each candidate, [B, Hkv, N] fp32, called before `score` if the policy `remembers`.
+
+        `signals.memory` holds what was stored before; the result replaces it, also in the signals that `score` gets.
+        """
+        raise NotImplementedError
 
     def score(self, signals: Signals) -> Tensor:
         """Score every candidate: [B, Hkv, N] float, larger = keep. Entries that are not valid are ignored."""

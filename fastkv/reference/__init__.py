@@ -7,6 +7,7 @@ Read in this order:
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
+- `ragged`: slots that heads share unequally.
 - `vector`: decoding where some tokens keep their key but no value (VECTOR).
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
@@ -22,6 +23,7 @@ from .geometry import (
     sketched_leverage,
 )
 from .moments import Moments, moment_estimate, moment_residual
+from .ragged import pack, unpack
 from .scores import (
     check_keydiff,
     check_pool,
@@ -56,6 +58,7 @@ __all__ = [
     "moment_estimate",
     "moment_residual",
     "noncausal_attention_mass",
+    "pack",
     "pool_scores",
     "prefill_attention",
     "protected",
@@ -63,6 +66,7 @@ __all__ = [
     "select",
     "sketched_leverage",
     "streaming_scores",
+    "unpack",
     "vector_decode_attention",
     "window_attention",
     "window_scores",
