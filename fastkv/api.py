@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.nn import Module
 
 from . import integrations
 from .budget import Budget
+from .errors import FastKVError
+from .fits import quality
+from .fits.vector import VectorMap
 from .plan import Plan
 from .policies import Policy
 
@@ -26,6 +31,7 @@ def patch(
     correction: str | bool | None = "auto",
     backend: str = "auto",
     static: bool | None = None,
+    vector: str | Path | VectorMap | None = None,
 ) -> Model:
     """Give a transformers model a key-value cache of fixed size, in place.
 
@@ -40,19 +46,53 @@ def patch(
             attention; a number reads it in blocks of that many tokens, so that memory never exceeds the bound.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
-            zeroth-order part, "none" nothing; "auto" is what the policy's paper does.
+            zeroth-order part, "none" nothing; "auto" is what the policy's paper does. "vector" lets twice as many tokens
+            keep their key only, in the room of half the pairs, and recovers their values with a linear map (VECTOR);
+            "vector+mean" and "vector+moments" do both.
         backend: "auto" runs Triton kernels on an accelerator and the reference on a CPU; "reference" and "triton"
             insist.
         static: reserved; only None and False.
+        vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default
+            the model's own directory is searched for vector.safetensors.
 
     Returns: the same model.
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
     plan = Plan.make(policy, budget, prefill_block, evict_every, correction, backend, static)
     modules = integrations.check(model, integrations.FAMILIES, plan)
+    plan = with_fits(plan, model, vector)
     integrations.detach(model)
     integrations.attach(model, modules, plan)
     return model
+
+
+def with_fits(plan: Plan, model: Module, vector: str | Path | VectorMap | None) -> Plan:
+    """The plan with the calibration files it needs. Raises FastKVError if one is missing or of another model."""
+    config: Any = model.config
+    if plan.vector:
+        if not isinstance(vector, VectorMap):
+            file = vector or _beside(config, "vector.safetensors", "correction='vector'", "vector=file")
+            vector = VectorMap.load(file, config)
+        plan = replace(plan, values=vector)
+    elif vector is not None:
+        raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
+    budget = plan.budget
+    if budget.quality is not None:
+        file = budget.calibration or _beside(config, "context.json", "Budget(quality=...)", "calibration=file")
+        plan = replace(plan, curve=quality.load(file, config, plan.policy.name))
+    return plan
+
+
+def _beside(config: Any, name: str, what: str, how: str) -> Path:
+    """The calibration file of that name in the directory the model was loaded from."""
+    path = Path(getattr(config, "_name_or_path", "") or ".") / name
+    if not path.is_file():
+        command = "vector" if name.startswith("vector") else "context"
+        raise FastKVError(
+            f"{what} needs a file fitted for this model, and there is no {name} where the model was loaded from; make "
+            f"one with fastkv calibrate {command} and pass {how}"
+        )
+    return path
 
 
 def unpatch(model: Model) -> Model:

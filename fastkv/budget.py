@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import FastKVError
 
@@ -17,9 +18,9 @@ PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer's state costs, in bytes per sequence: `per_slot` for each kept token, `fixed` for the rest."""
+    """What one layer's state costs, in bytes per sequence: `per_token` for each token per KV head, `fixed` for the rest."""
 
-    per_slot: int
+    per_token: float
     fixed: int
 
 
@@ -27,17 +28,24 @@ class LayerCost:
 class Budget:
     """How many tokens each KV head keeps.
 
-    Exactly one of `tokens`, `keep` and `bytes` is given.
+    Exactly one of `tokens`, `keep`, `bytes` and `quality` is given.
 
     Args:
         tokens: retained tokens per KV head, averaged over layers.
         keep: share of the first prompt that is retained, in (0, 1]; resolved once, when the prompt is first read.
         bytes: bytes per sequence for all compressed layers together, moments and positions included.
+        quality: share of the full cache's answer quality to aim for, in (0, 1]; the share of the prompt that is kept
+            then follows from how predictable the prompt is (context-calibrated compression, Compactor Sec. 4). The
+            prompt is held in full until it has been read.
+        calibration: file that `fastkv calibrate context` wrote, for `quality`; by default the model's own directory is
+            searched for context.json.
         sinks: first tokens of a sequence that are never evicted.
         recent: last tokens of a sequence that are never evicted.
         layers: "uniform", "pyramid" (PyramidKV: linear from first to last layer, same total), or one positive weight
             per compressed layer (layer l keeps `tokens * weight[l] / mean(weights)`).
-        heads: "uniform": every KV head of a layer keeps the same number of tokens.
+        heads: "uniform": every KV head of a layer keeps the same number of tokens. "adaptive": the heads of a layer
+            compete for them with their scores while a prompt is read, each keeps at least a fifth of the mean (Ada-KV,
+            arXiv:2407.11550), and slots are stored back to back, so that memory stays that of "uniform".
 
     Raises:
         FastKVError: for a value outside its range, none or several units, or fewer tokens than sinks + recent.
@@ -50,12 +58,14 @@ class Budget:
     recent: int = 32
     layers: str | Sequence[float] = "uniform"
     heads: str = "uniform"
+    quality: float | None = None
+    calibration: str | Path | None = None
 
     def __post_init__(self) -> None:
-        given = [unit for unit in ("tokens", "keep", "bytes") if getattr(self, unit) is not None]
+        given = [unit for unit in ("tokens", "keep", "bytes", "quality") if getattr(self, unit) is not None]
         if len(given) != 1:
             raise FastKVError(
-                f"Budget needs exactly one of tokens, keep and bytes, got {' and '.join(given) or 'none'}; "
+                f"Budget needs exactly one of tokens, keep, bytes and quality, got {' and '.join(given) or 'none'}; "
                 "for example Budget(tokens=1024)"
             )
         for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1)):
@@ -64,10 +74,13 @@ class Budget:
                 raise FastKVError(
                     f"Budget {name} must be an integer of at least {least}, got {value!r}; pass a whole number"
                 )
-        if self.keep is not None:
-            is_number = isinstance(self.keep, (int, float)) and not isinstance(self.keep, bool)
-            if not is_number or not 0 < self.keep <= 1:
-                raise FastKVError(f"Budget keep must be in (0, 1], got {self.keep!r}; 0.25 keeps a quarter")
+        for name, example in (("keep", "0.25 keeps a quarter"), ("quality", "0.95 loses a twentieth")):
+            share = getattr(self, name)
+            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if share is not None and (not is_number or not 0 < share <= 1):
+                raise FastKVError(f"Budget {name} must be in (0, 1], got {share!r}; {example}")
+        if self.calibration is not None and self.quality is None:
+            raise FastKVError("Budget calibration is for quality=..., got none; give a quality or leave calibration out")
         if self.tokens is not None and self.tokens < self.reserved:
             raise FastKVError(
                 f"a budget of {self.tokens} tokens is smaller than sinks + recent = {self.sinks} + {self.recent}; "
@@ -83,8 +96,8 @@ class Budget:
             if not weights or any(isinstance(w, bool) or not isinstance(w, (int, float)) or not w > 0 for w in weights):
                 raise FastKVError(f"Budget layers must list positive weights, got {self.layers!r}; one per layer")
             object.__setattr__(self, "layers", weights)
-        if self.heads != "uniform":
-            raise FastKVError(f"Budget heads must be 'uniform', got {self.heads!r}")
+        if self.heads not in ("uniform", "adaptive"):
+            raise FastKVError(f"Budget heads must be 'uniform' or 'adaptive', got {self.heads!r}; see fastkv.Budget")
 
     @classmethod
     def of(cls, value: int | Budget) -> Budget:
@@ -97,6 +110,11 @@ class Budget:
                 "for a share of the prompt use Budget(keep=0.25)"
             )
         return cls(tokens=value)
+
+    @property
+    def follows_prompt(self) -> bool:
+        """Whether the number of tokens depends on the prompt."""
+        return self.keep is not None or self.quality is not None
 
     @property
     def reserved(self) -> int:
@@ -130,10 +148,10 @@ class Budget:
             # A short prompt is never compressed below what is protected anyway.
             average = max(math.ceil(self.keep * context), self.reserved, 1)
         else:
-            assert self.bytes is not None
-            average = (self.bytes / num_layers - cost.fixed) // cost.per_slot
+            assert self.bytes is not None, "quality becomes keep before a layer is allocated"
+            average = (self.bytes / num_layers - cost.fixed) // cost.per_token
             if average < max(self.reserved, 1):
-                need = num_layers * (cost.fixed + cost.per_slot * max(self.reserved, 1))
+                need = math.ceil(num_layers * (cost.fixed + cost.per_token * max(self.reserved, 1)))
                 raise FastKVError(
                     f"a budget of {self.bytes} bytes leaves {max(int(average), 0)} tokens per KV head, fewer than "
                     f"sinks + recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"

@@ -2,80 +2,82 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 
 from . import ops
 from .plan import LayerPlan
-from .policies import Signals
-from .select import recent_tokens
+from .reference import joined
+from .select import keep_best, recent_tokens, score
 from .state import LayerState
+from .store import candidates, forget_attention, remember, store
+
+Table = tuple[Tensor, Tensor]
 
 
-def decode_token(state: LayerState, q: Tensor, k: Tensor, v: Tensor, rule: LayerPlan) -> Tensor:
+def decode_token(
+    state: LayerState, q: Tensor, k: Tensor, v: Tensor, rule: LayerPlan, table: Table | None = None
+) -> Tensor:
     """Append the token, attend to everything including it, then evict if it is time.
 
-    Args: q [B, Hq, 1, D]; k, v [B, Hkv, 1, D].  Returns: [B, Hq, 1, Dv].
+    Args: q [B, Hq, 1, D]; k, v [B, Hkv, 1, D]; table: cos and sin [P, D/2], for layers with tokens without values.
+    Returns: [B, Hq, 1, Dv].
     """
-    out, _, _ = ops.decode_step(
-        q[:, :, 0],
-        k,
-        v,
-        state.keys,
-        state.values,
-        state.positions,
-        state.lengths,
-        state.seen,
-        state.moments,
-        rule.scale,
-        rule.softcap,
-        order=rule.plan.order,
-        attention=state.attention,
-        scratch=state.scratch,
-        backend=rule.plan.backend,
-    )
-    state.filled = min(state.filled + 1, state.slots)
+    exact, approx = state.exact, state.approx
+    slots = (exact.keys, exact.values, exact.positions, exact.lengths, state.seen)
+    settings = (state.moments, rule.scale, rule.softcap)
+    options = dict(order=rule.plan.order, attention=exact.attention, scratch=state.scratch, backend=rule.plan.backend)
+    if exact.starts is not None:
+        options |= dict(starts=exact.starts, width=exact.limit)
+    if approx is None:
+        out, _, _ = ops.decode_step(q[:, :, 0], k, v, *slots, *settings, **options)
+    else:
+        assert table is not None
+        if approx.starts is not None:
+            options |= dict(approx_starts=approx.starts, approx_width=approx.limit)
+        keys = (approx.keys, approx.positions, approx.lengths, rule.weight, *table)
+        out, _, _ = ops.vector_decode_step(
+            q[:, :, 0], k, v, *slots, *keys, *settings, approx_attention=approx.attention, **options
+        )
+    exact.filled += 1
     state.steps += 1
-    if state.filled == state.slots:
+    if exact.filled == exact.limit:
         evict(state, rule)
     return out[:, :, None]
 
 
 def evict(state: LayerState, rule: LayerPlan) -> None:
-    """Shrink every head to the layer's budget; heads that hold fewer tokens lose none."""
-    valid = torch.arange(state.slots, device=state.keys.device) < state.lengths[..., None]
-    attention = None
-    if state.attention is not None:
+    """Shrink every head to its budget; heads that hold fewer tokens lose none."""
+    exact, spare = state.exact, state.layout.spare
+    signals = candidates(state, None, rule)
+    if exact.attention is not None:
+        received = [exact["attention"]] + ([] if state.approx is None else [state.approx["attention"]])
         # A token that arrived after the last eviction was seen by fewer queries: mean over those that saw it.
-        queries = (state.seen[:, None, None] - state.positions).clamp(1, max(state.steps, 1))
-        attention = state.attention / queries
-    signals = Signals(
-        keys=state.keys,
-        values=state.values,
-        positions=state.positions,
-        valid=valid,
-        moments=state.moments,
-        scale=rule.scale,
-        layer=rule.layer,
-        decoding=True,
-        attention=attention,
-        backend=rule.plan.backend,
-    )
+        queries = (state.seen[:, None, None] - signals.positions).clamp(1, max(state.steps, 1))
+        signals = replace(signals, attention=joined(*received) / queries, queried=queries)
+    signals, scores = score(signals, rule)
+    if state.approx is not None:
+        store(state, signals, keep_best(signals, scores, state.seen, rule), 0, rule, full=True)
+        return
+    if exact.memory is not None:
+        signals = replace(signals, positions=signals.positions.clone())  # eviction moves them
+    ragged = {} if exact.starts is None else dict(starts=exact.starts, drop=spare)
     ops.evict(
-        state.keys,
-        state.values,
-        state.positions,
-        state.lengths,
+        exact.keys,
+        exact.values,
+        exact.positions,
+        exact.lengths,
         state.seen,
         state.moments,
-        rule.plan.policy.score(signals),
-        rule.tokens,
+        scores,
+        rule.least,
         rule.plan.budget.sinks,
         recent_tokens(rule),
         scratch=state.scratch,
         backend=rule.plan.backend,
+        **ragged,
     )
-    state.filled = min(state.filled, rule.tokens)
-    if state.attention is not None:
-        state.attention.zero_()
-    state.steps = 0
+    exact.filled = exact.limit - spare
+    remember(exact, signals)
+    forget_attention(state)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from .backend import BACKENDS
 from .budget import Budget
 from .errors import FastKVError
+from .fits.quality import QualityCurve
+from .fits.vector import VectorMap
+from .parallel import Parallel
 from .policies import Policy, get
+from .rotary import Rotary
+from .state import Layout
 
-CORRECTIONS = {"auto": None, "none": None, "mean": 0, "moments": 1}
+CORRECTIONS = {
+    "auto": None,
+    "none": None,
+    "mean": 0,
+    "moments": 1,
+    "vector": None,
+    "vector+mean": 0,
+    "vector+moments": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +38,10 @@ class Plan:
             it in blocks of that many tokens, so that no layer ever holds more than budget + block tokens.
         evict_every: decode steps between evictions; a layer holds at most budget + evict_every tokens.
         order: of the moment correction: 1, 0 (means only) or None.
+        vector: whether some tokens keep their key only (VECTOR).
         backend: "auto", "reference" or "triton".
+        values: map from keys to values that `vector` uses.  curve: that `Budget(quality=...)` uses. Both are found when
+            the model is known.
     """
 
     policy: Policy
@@ -30,7 +49,10 @@ class Plan:
     prefill_block: int | None = None
     evict_every: int = 16
     order: int | None = None
+    vector: bool = False
     backend: str = "auto"
+    values: VectorMap | None = None
+    curve: QualityCurve | None = None
 
     @classmethod
     def make(
@@ -58,8 +80,33 @@ class Plan:
             raise FastKVError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if static:
             raise FastKVError("static=True is not available in this version; leave it out and decode uncompiled")
+        share = Budget.of(budget)
+        if chosen.layers is not None and share.layers == "uniform":
+            share = replace(share, layers=chosen.layers)
         order = chosen.order if correction == "auto" else CORRECTIONS[correction]
-        return cls(chosen, Budget.of(budget), prefill_block, evict_every, order, backend)
+        plan = cls(chosen, share, prefill_block, evict_every, order, correction.startswith("vector"), backend)
+        plan._check_combination()
+        return plan
+
+    def _check_combination(self) -> None:
+        name = self.policy.name
+        adaptive = self.budget.heads == "adaptive"
+        if adaptive and not self.policy.adaptive:
+            raise FastKVError(
+                f"the scores of {name} do not compare between heads; use Budget(heads='uniform') or another policy"
+            )
+        if adaptive and self.vector:
+            raise FastKVError(
+                "correction='vector' fixes how many tokens each head keeps, heads='adaptive' does not; use one of them"
+            )
+        if self.prefill_block is not None and self.deferred:
+            what = f"policy {name!r}" if self.policy.rereads else "Budget(quality=...)"
+            raise FastKVError(f"{what} needs the whole context before anything is evicted; leave prefill_block out")
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the first prompt is compressed only after all layers have read it."""
+        return self.policy.rereads or self.budget.quality is not None
 
     @property
     def moment_order(self) -> int | None:
@@ -68,9 +115,63 @@ class Plan:
         return max(orders, default=None)
 
     @property
-    def wants_attention(self) -> bool:
-        """Whether decode steps must add up the attention each slot receives."""
-        return "attention" in self.policy.needs
+    def undoes_rotation(self) -> bool:
+        """Whether keys are needed as they were before the rotary embedding."""
+        return self.vector or self.needs("pre_rope")
+
+    def needs(self, signal: str) -> bool:
+        """Whether the policy reads an optional signal."""
+        return signal in self.policy.needs
+
+    def layout(
+        self, layer: int, heads: int, tokens: int, keep: float | None, slope: bool, parallel: Parallel
+    ) -> Layout:
+        """The layout of a layer's state.
+
+        Args:
+            layer: index in the model.  heads: KV heads of this process.  tokens: kept per KV head, mean.
+            keep: share of the prompt that stays, where the budget says so.
+            slope: whether kernels want a half-precision copy of the cross moment.
+            parallel: processes that share the layer's heads.
+        Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps.
+        """
+        reserved = self.budget.reserved
+        own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
+        pairs = self.policy.head_tokens(layer, heads * parallel.size, tokens, reserved)
+        pairs = pairs and pairs[own]
+        approx: tuple[int, ...] = ()
+        if self.vector:
+            if pairs is not None:
+                raise FastKVError(
+                    f"correction='vector' and policy {self.policy.name!r} both fix how many tokens each head keeps; use "
+                    "one of them"
+                )
+            assert self.values is not None
+            keyed = key_only(tokens, reserved, keep)
+            approx = tuple(keyed if usable else 0 for usable in self.values.usable(layer)[own])
+            pairs = tuple(tokens - extra // 2 for extra in approx)
+        return Layout(
+            tokens=pairs or (tokens,) * heads,
+            spare=self.evict_every,
+            adaptive=self.budget.heads == "adaptive" and heads * parallel.size > 1,
+            approx=approx if any(approx) else (),
+            order=self.moment_order,
+            slope=slope,
+            attention=self.needs("attention"),
+            memory=self.policy.remembers,
+        )
+
+
+def key_only(tokens: int, reserved: int, keep: float | None) -> int:
+    """How many tokens keep only their key where `tokens` pairs fit; two of them take the room of one pair.
+
+    With removal ratio p_c = 1 - keep, p_a = min(p_c / 2, (1 - p_c) / 2) pairs of every prompt token become 2 p_a keys
+    (VECTOR, Sec. 4.3). Without a share, the prompt is taken to be long. Protected tokens stay pairs.
+    """
+    pairs = tokens // 2
+    if keep is not None:
+        pairs = min(pairs, math.floor(tokens * (1 - keep) / (2 * keep)))
+    return 2 * max(min(pairs, tokens - max(reserved, 1)), 0)
 
 
 @dataclass(frozen=True)
@@ -78,11 +179,29 @@ class LayerPlan:
     """A plan with what only the layer knows.
 
     Attributes:
-        layer: index in the model.  tokens: kept per KV head.  scale: logit multiplier.  softcap: or None.
+        layer: index in the model.  layout: of its state.  scale: logit multiplier.  softcap: or None.
+        parallel: processes that share the layer's heads.  rotary: the model's rotary embedding, if anything undoes it.
+        output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
+        weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if VECTOR is used.
     """
 
     plan: Plan
     layer: int
-    tokens: int
+    layout: Layout
     scale: float
     softcap: float | None = None
+    parallel: Parallel = Parallel()
+    rotary: Rotary | None = None
+    output: Tensor | None = None
+    weight: Tensor | None = None
+
+    @property
+    def least(self) -> int:
+        """Tokens that every head keeps, whatever the others do: below it nothing is selected."""
+        return min(self.layout.tokens)
+
+    @property
+    def total(self) -> int:
+        """Tokens per KV head that stay, with or without their value; their mean where heads differ."""
+        layout = self.layout
+        return (sum(layout.tokens) + sum(layout.approx)) // len(layout.tokens)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from . import ops
 from .plan import LayerPlan
 from .policies import Signals
-from .reference import Selection, joined
-from .select import keep_best
+from .reference import Selection
+from .select import keep_best, score
 from .state import LayerState
+from .store import candidates, store
+from .tiers import attend_keys
+
+QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
 
 
 def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, rule: LayerPlan) -> Tensor:
@@ -18,12 +24,11 @@ def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
 
     Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding.  Returns: [B, Hq, T, Dv].
     """
-    used = slice(0, state.filled)
-    out, _ = ops.prefill_attention(
+    out, lse = ops.prefill_attention(
         q,
-        state.keys[:, :, used],
-        state.values[:, :, used],
-        state.lengths,
+        state.exact["keys"],
+        state.exact["values"],
+        state.exact.lengths,
         k,
         v,
         valid,
@@ -33,75 +38,68 @@ def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
         order=rule.plan.order,
         backend=rule.plan.backend,
     )
-    return out
+    return out if state.approx is None else attend_keys(state.approx, q, out, lse, rule)
 
 
-def absorb_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, rule: LayerPlan) -> None:
+def absorb_block(
+    state: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    rule: LayerPlan,
+    attention: Tensor | None = None,
+) -> None:
     """Make the block part of the state, evicting down to the layer's budget; evicted pairs go into the moments.
 
     Shapes as in `attend_block`, which comes first: every query sees its whole past before anything is evicted.
+    attention [B, Hkv, T]: what the block's tokens receive, instead of an observation (KVzip).
     """
-    num, heads = k.shape[2], k.shape[1]
-    inside = valid[:, None].repeat(1, heads, 1)
+    num, policy = k.shape[2], rule.plan.policy
     # Padding gets the position of the token before it; it is never valid, so this is never read.
-    new_positions = (state.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, heads, -1).to(torch.int32)
-    used = state.filled
-    held = torch.arange(used, device=k.device) < state.lengths[..., None]
+    positions = (state.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
     state.seen += valid.sum(-1)
-    signals = Signals(
-        keys=joined(state.keys[:, :, :used], k),
-        values=joined(state.values[:, :, :used], v),
-        positions=joined(state.positions[:, :, :used], new_positions),
-        valid=joined(held, inside),
-        moments=state.moments,
-        scale=rule.scale,
-        layer=rule.layer,
-        decoding=False,
-        backend=rule.plan.backend,
-    )
-    if used + num > rule.tokens:
-        if rule.plan.wants_attention:
+    signals = candidates(state, (k, v, positions, valid), rule)
+    full = state.exact.filled + num > rule.least
+    if full or policy.remembers:
+        if attention is not None:
+            signals = replace(signals, attention=attention, queried=torch.ones_like(state.seen)[:, None, None])
+        elif rule.plan.needs("attention"):
             signals = observe(signals, state, q, valid, rule)
-        selection = keep_best(signals, state.seen, rule)
-    else:  # everything fits
-        selection = Selection(signals.valid, signals.valid.sum(-1))
-    ops.compact(
-        state.keys,
-        state.values,
-        state.positions,
-        state.lengths,
-        state.moments,
-        k,
-        v,
-        new_positions,
-        signals.valid,
-        selection,
-        backend=rule.plan.backend,
-    )
-    state.filled = min(used + num, rule.tokens)
-    if state.attention is not None:
-        state.attention.zero_()
-    state.steps = 0
+        if rule.plan.needs("queries"):
+            signals = replace(signals, queries=q)
+        signals, scores = score(signals, rule)
+    selection = Selection(signals.valid, signals.valid.sum(-1))
+    if full:
+        selection = keep_best(signals, scores, state.seen, rule)
+    store(state, signals, selection, num, rule, full=full)
 
 
 def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule: LayerPlan) -> Signals:
-    """Add the attention that the last queries of the block give to every candidate."""
-    window = min(rule.plan.policy.observation, q.shape[2])
-    q, query_valid = q[:, :, -window:], valid[:, -window:].clone()
-    query_positions = state.seen[:, None] - query_valid.flip(-1).cumsum(-1).flip(-1)
-    log_mass = None
-    if rule.plan.order is not None:
-        log_mass = ops.moment_estimate(q, state.moments, rule.scale, rule.softcap, order=0)[1]
-    attention = ops.window_attention(
-        q,
-        signals.keys,
-        rule.scale,
-        rule.softcap,
-        positions=signals.positions,
-        query_positions=query_positions,
-        valid=signals.valid,
-        query_valid=query_valid,
-        log_mass=log_mass,
-        backend=rule.plan.backend,
-    )
-    return Signals(**{**vars(signals), "attention": attention})
+    """Add the attention that the last queries of the block give to every candidate, and how many they were."""
+    num, observed = q.shape[2], rule.plan.policy.observation
+    first = 0 if observed is None else max(num - observed, 0)
+    received, queried = signals.keys.new_zeros((), dtype=torch.float32), 0
+    for start in range(first, num, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, num)
+        part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
+        later = valid[:, stop:].sum(-1, keepdim=True)
+        query_positions = state.seen[:, None] - later - query_valid.flip(-1).cumsum(-1).flip(-1)
+        log_mass = None
+        if rule.plan.order is not None:
+            log_mass = ops.moment_estimate(part, state.moments, rule.scale, rule.softcap, order=0)[1]
+        mean = ops.window_attention(
+            part,
+            signals.keys,
+            rule.scale,
+            rule.softcap,
+            positions=signals.positions,
+            query_positions=query_positions,
+            valid=signals.valid,
+            query_valid=query_valid,
+            log_mass=log_mass,
+            backend=rule.plan.backend,
+        )
+        asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)
+        received, queried = received + mean * asked, queried + asked
+    return replace(signals, attention=received / queried.clamp(min=1), queried=queried)

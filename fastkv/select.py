@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from . import ops
@@ -11,19 +13,78 @@ from .plan import LayerPlan
 from .policies import Signals
 from .reference import Selection
 
+FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, arXiv:2407.11550)
+
 
 def recent_tokens(rule: LayerPlan) -> int:
     """How many of the latest tokens are protected: the budget's, or the policy's larger share; sinks always fit."""
     budget, policy = rule.plan.budget, rule.plan.policy
-    return min(max(budget.recent, math.ceil(policy.recent_share * rule.tokens)), rule.tokens - budget.sinks)
+    return min(max(budget.recent, math.ceil(policy.recent_share * rule.total)), rule.least - budget.sinks)
 
 
-def keep_best(signals: Signals, seen: Tensor, rule: LayerPlan) -> Selection:
-    """Score the candidates with the plan's policy and keep the layer's budget of them.
+def protected(signals: Signals, seen: Tensor, rule: LayerPlan) -> Tensor:
+    """[B, Hkv, N] bool, candidates that no policy may evict; seen [B]: true tokens absorbed, candidates included."""
+    return ops.protected(signals.positions, seen, rule.plan.budget.sinks, recent_tokens(rule))
 
-    Args: signals of the N candidates; seen [B]: true tokens absorbed, the candidates included.
+
+def score(signals: Signals, rule: LayerPlan) -> tuple[Signals, Tensor]:
+    """The policy's scores [B, Hkv, N], and the signals with what it wants remembered of each candidate."""
+    policy = rule.plan.policy
+    if policy.remembers:
+        signals = replace(signals, memory=policy.remember(signals))
+    return signals, policy.score(signals)
+
+
+def keep_best(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerPlan) -> Selection:
+    """Of the N candidates, those that stay: as many of each head as the layer's layout says.
+
+    Args: scores [B, Hkv, N]; seen [B]: true tokens absorbed, the candidates included.
     """
-    scores = rule.plan.policy.score(signals)
-    guard = ops.protected(signals.positions, seen, rule.plan.budget.sinks, recent_tokens(rule))
-    backend = rule.plan.backend
-    return ops.select(scores, signals.positions, signals.valid, guard, rule.tokens, backend=backend)
+    guard = protected(signals, seen, rule)
+    if rule.layout.adaptive:
+        return _adaptive(signals, scores, guard, rule)
+    layout = rule.layout
+    keys = layout.approx or (0,) * len(layout.tokens)
+    return _each(signals, scores, guard, [pairs + extra for pairs, extra in zip(layout.tokens, keys)])
+
+
+def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, rule: LayerPlan) -> Tensor:
+    """Of the `kept` [B, Hkv, N] candidates, those that keep their value too: where the map from keys errs most.
+
+    Args: errors [B, Hkv, N] >= 0, squared distance of each value from what the map makes of its key; negative for
+        candidates that have no value any more.
+    """
+    guard = protected(signals, seen, rule)
+    have = replace(signals, valid=kept & (errors >= 0))
+    return _each(have, errors, guard, list(rule.layout.tokens)).kept
+
+
+def _each(signals: Signals, scores: Tensor, guard: Tensor, tokens: list[int]) -> Selection:
+    """`tokens[h]` candidates of head h; heads that keep equally many are selected together."""
+    backend = signals.backend
+    if len(set(tokens)) == 1:
+        return ops.select(scores, signals.positions, signals.valid, guard, tokens[0], backend=backend)
+    kept = torch.zeros_like(signals.valid)
+    for number in sorted(set(tokens)):
+        group = [head for head, own in enumerate(tokens) if own == number]
+        parts = (part[:, group] for part in (scores, signals.positions, signals.valid, guard))
+        kept[:, group] = ops.select(*parts, number, backend=backend).kept
+    return Selection(kept, kept.sum(-1))
+
+
+def _adaptive(signals: Signals, scores: Tensor, guard: Tensor, rule: LayerPlan) -> Selection:
+    """Heads * tokens candidates of the layer: the floor of each head first, the rest to the best scores of all heads.
+
+    Equal scores go to the lower position, then to the lower head. Under tensor parallelism the heads of all processes
+    compete, as they would on one device.
+    """
+    backend, tokens = signals.backend, rule.total
+    floor = max(math.ceil(FLOOR * tokens), rule.plan.budget.sinks + recent_tokens(rule))
+    first = ops.select(scores, signals.positions, signals.valid, guard, floor, backend=backend).kept
+    parts = [rule.parallel.gather(part) for part in (scores, signals.positions, signals.valid, first)]
+    heads = parts[0].shape[1]
+    head = torch.arange(heads, dtype=torch.int32, device=scores.device)[:, None]
+    flat = [part.flatten(1)[:, None] for part in (parts[0], parts[1] * heads + head, parts[2], parts[3])]
+    kept = ops.select(*flat, heads * tokens, backend=backend).kept.reshape(parts[0].shape)
+    kept = rule.parallel.own(kept)
+    return Selection(kept, kept.sum(-1))

@@ -9,90 +9,204 @@ import torch
 from torch import Tensor
 
 from .budget import LayerCost
-from .reference import Moments
+from .reference import Moments, unpack
+
+SAMPLE = 1024  # tokens per head at which the cost of a layout is measured; even, so that no rounding shows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a layer's state consists of, known before its first token arrives.
+
+    Attributes:
+        tokens: (key, value) pairs that each KV head keeps; where `adaptive`, what they keep before the first selection.
+        spare: further slots per head, filled between evictions.
+        adaptive: whether heads trade slots with each other when tokens are selected.
+        approx: tokens of which each KV head keeps the key only (VECTOR); empty without.
+        order: of the moments, None for the count only.
+        slope: whether to keep a half-precision copy of the cross moment for the kernels (half-precision keys only).
+        attention: whether to add up the attention that slots receive.
+        memory: whether the policy stores a number with each token.
+    """
+
+    tokens: tuple[int, ...]
+    spare: int = 0
+    adaptive: bool = False
+    approx: tuple[int, ...] = ()
+    order: int | None = None
+    slope: bool = False
+    attention: bool = False
+    memory: bool = False
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads own stretches of a slab instead of equally many slots."""
+        return self.adaptive or len(set(self.tokens)) > 1
+
+
+@dataclass
+class Slots:
+    """Room for tokens. Slots [0, lengths) of a head are in use, in no particular order.
+
+    Equal heads: tensors are [B, Hkv, C, ...]. Unequal heads: they are slabs [B, S, ...], of which head h owns slots
+    [starts[h], starts[h + 1]).
+
+    Attributes:
+        keys: [..., Dk] post-RoPE and values: [..., Dv], in the model's dtype; values is None for a tier of keys only.
+        positions: int32, index of the token among the true (unpadded) tokens of its sequence.
+        lengths: [B, Hkv] int32.
+        starts: [B, Hkv + 1] int32, None for equal heads.
+        attention: fp32, attention received since `LayerState.steps` was last zero; None if no policy asks for it.
+        memory: fp32, what the policy stored with each token; None if it stores nothing.
+        filled: upper bound of `lengths` that the host knows without a sync.
+        limit: slots of the head that has most.
+    """
+
+    keys: Tensor
+    values: Tensor | None
+    positions: Tensor
+    lengths: Tensor
+    starts: Tensor | None = None
+    attention: Tensor | None = None
+    memory: Tensor | None = None
+    filled: int = 0
+    limit: int = 0
+
+    @classmethod
+    def allocate(
+        cls, like_keys: Tensor, like_values: Tensor | None, capacities: list[int], ragged: bool, layout: Layout
+    ) -> Slots:
+        """Empty slots, `capacities` of them for each head, for the batch, sizes, dtype and device of [B, Hkv, T, D]."""
+        batch, heads, _, dim = like_keys.shape
+        place = (batch, sum(capacities)) if ragged else (batch, heads, capacities[0])
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=like_keys.device)
+
+        made = cls(
+            keys=zeros(*place, dim, dtype=like_keys.dtype),
+            values=None if like_values is None else zeros(*place, like_values.shape[-1], dtype=like_values.dtype),
+            positions=zeros(*place, dtype=torch.int32),
+            lengths=zeros(batch, heads, dtype=torch.int32),
+            starts=zeros(batch, heads + 1, dtype=torch.int32) if ragged else None,
+            attention=zeros(*place) if layout.attention else None,
+            memory=zeros(*place) if layout.memory else None,
+        )
+        made.deal(capacities)
+        return made
+
+    def deal(self, capacities: list[int]) -> None:
+        """Give each head so many slots."""
+        self.limit = max(capacities)
+        if self.starts is not None:
+            self.starts.zero_()
+            self.starts[:, 1:] = torch.tensor(capacities, device=self.starts.device).cumsum(0)
+
+    def trade(self, counts: Tensor, tokens: int, spare: int) -> None:
+        """Give each head `counts` [B, Hkv] slots, `spare` more, and its part of what is left of `tokens` per head.
+
+        The one host sync of an adaptive layer, once per selection while a prompt is read.
+        """
+        assert self.starts is not None
+        heads = counts.shape[1]
+        left = (heads * tokens - counts.sum(-1, keepdim=True)).clamp(min=0) // heads
+        capacities = counts + left + spare
+        self.starts[:, 1:] = capacities.cumsum(-1)
+        self.limit = int(capacities.max())
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...]."""
+        rows: Tensor = getattr(self, name)
+        return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)
+
+    @property
+    def valid(self) -> Tensor:
+        """[B, Hkv, filled] bool, which of those slots are in use."""
+        return torch.arange(self.filled, device=self.lengths.device) < self.lengths[..., None]
 
 
 @dataclass
 class LayerState:
-    """Fixed slots of retained tokens plus the moments of the evicted ones.
+    """Retained tokens plus the moments of the evicted ones.
 
-    Three lengths, never confused: `seen`, the true tokens absorbed; `lengths`, how many of them are stored; C, the
-    slots there are. Slots [0, lengths) of a head are valid, in no particular order: `positions` says what is where.
+    Three lengths, never confused: `seen`, the true tokens absorbed; `lengths`, how many of them are stored; the slots
+    there are. For every head, stored tokens + moments.count == seen.
 
     Attributes:
-        keys: [B, Hkv, C, Dk], values: [B, Hkv, C, Dv], post-RoPE, in the model's dtype.
-        positions: [B, Hkv, C] int32, index of the token among the true (unpadded) tokens of its sequence.
-        lengths: [B, Hkv] int32.
+        exact: tokens with key and value.  approx: tokens of which only the key is stored, None unless VECTOR is used.
         seen: [B] int64.
-        moments: of the evicted tokens; for every head, lengths + moments.count == seen.
-        attention: [B, Hkv, C] fp32, attention received since `steps` was last zero; None if no policy asks for it.
-        filled: upper bound of `lengths` that the host knows without a sync.
+        moments: of the evicted tokens.
         steps: tokens decoded since the last eviction.
         scratch: of the kernels, shared by the layers of a cache; empty where the reference runs.
     """
 
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    lengths: Tensor
+    layout: Layout
+    exact: Slots
     seen: Tensor
     moments: Moments
-    attention: Tensor | None = None
-    filled: int = 0
+    approx: Slots | None = None
     steps: int = 0
     scratch: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def allocate(
-        cls, like_keys: Tensor, like_values: Tensor, slots: int, *, order: int | None, attention: bool, slope: bool
-    ) -> LayerState:
-        """Empty state with `slots` slots for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D].
-
-        Args: order of the moments; attention: whether to add up what slots receive; slope: whether to keep a
-            half-precision copy of the cross moment for the decode kernel (for half-precision keys only).
-        """
+    def allocate(cls, like_keys: Tensor, like_values: Tensor, layout: Layout) -> LayerState:
+        """Empty state for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D]."""
         batch, heads, _, key_dim = like_keys.shape
-        value_dim = like_values.shape[-1]
-        device = like_keys.device
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=dtype, device=device)
-
-        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=order)
-        if slope and moments.cross is not None and like_keys.element_size() == 2:
-            moments.slope = zeros(heads, key_dim, value_dim, dtype=like_keys.dtype)
+        value_dim, device = like_values.shape[-1], like_keys.device
+        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=layout.order)
+        if layout.slope and moments.cross is not None and like_keys.element_size() == 2:
+            moments.slope = torch.zeros(batch, heads, key_dim, value_dim, dtype=like_keys.dtype, device=device)
+        pairs = [tokens + layout.spare for tokens in layout.tokens]
+        approx = None
+        if layout.approx:
+            approx = Slots.allocate(like_keys, None, list(layout.approx), len(set(layout.approx)) > 1, layout)
         return cls(
-            keys=zeros(heads, slots, key_dim, dtype=like_keys.dtype),
-            values=zeros(heads, slots, value_dim, dtype=like_values.dtype),
-            positions=zeros(heads, slots, dtype=torch.int32),
-            lengths=zeros(heads, dtype=torch.int32),
-            seen=zeros(dtype=torch.int64),
+            layout=layout,
+            exact=Slots.allocate(like_keys, like_values, pairs, layout.ragged, layout),
+            seen=torch.zeros(batch, dtype=torch.int64, device=device),
             moments=moments,
-            attention=zeros(heads, slots, dtype=torch.float32) if attention else None,
+            approx=approx,
         )
 
     @classmethod
-    def cost(
-        cls, like_keys: Tensor, like_values: Tensor, *, order: int | None, attention: bool, slope: bool
-    ) -> LayerCost:
-        """Bytes per sequence that `allocate` would spend: per slot, and apart from slots."""
+    def cost(cls, like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout]) -> LayerCost:
+        """Bytes per sequence that `allocate` would spend: for each token per KV head, and apart from them.
 
-        def spent(slots: int) -> int:
-            one = slice(0, 1)
-            meta = [t[one].to("meta") for t in (like_keys, like_values)]
-            return cls.allocate(meta[0], meta[1], slots, order=order, attention=attention, slope=slope).nbytes()
+        Args: layout: makes one for a number of tokens per KV head.
+        """
 
-        return LayerCost(per_slot=spent(1) - spent(0), fixed=spent(0))
+        def spent(tokens: int) -> int:
+            meta = [t[:1].to("meta") for t in (like_keys, like_values)]
+            return cls.allocate(meta[0], meta[1], layout(tokens)).nbytes()
+
+        each = (spent(2 * SAMPLE) - spent(SAMPLE)) / SAMPLE
+        return LayerCost(per_token=each, fixed=spent(SAMPLE) - round(SAMPLE * each))
 
     @property
     def slots(self) -> int:
-        """C, the slots per head."""
-        return self.keys.shape[2]
+        """Slots per KV head, of all tiers, mean over heads."""
+        tiers = [self.exact] if self.approx is None else [self.exact, self.approx]
+        return sum(tier.positions[0].numel() for tier in tiers) // self.seen_heads
+
+    @property
+    def seen_heads(self) -> int:
+        """Hkv."""
+        return self.exact.lengths.shape[1]
+
+    @property
+    def stored(self) -> Tensor:
+        """[B, Hkv] int32, tokens in the slots of each head."""
+        return self.exact.lengths if self.approx is None else self.exact.lengths + self.approx.lengths
+
+    def _owners(self) -> Iterator[tuple[str, object]]:
+        yield from (("", self), ("exact.", self.exact), ("moments.", self.moments))
+        if self.approx is not None:
+            yield "approx.", self.approx
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the state with its field name; the moments' as moments.*."""
-        for owner, prefix in ((self, ""), (self.moments, "moments.")):
-            for one in fields(owner):
+        """Every tensor of the state with its name: seen, exact.keys, moments.count, ..."""
+        for prefix, owner in self._owners():
+            for one in fields(owner):  # type: ignore[arg-type]
                 value = getattr(owner, one.name)
                 if isinstance(value, Tensor):
                     yield prefix + one.name, value
@@ -105,14 +219,21 @@ class LayerState:
         """Forget everything, in place: addresses stay."""
         for _, tensor in self.named_tensors():
             tensor.zero_()
-        self.filled = self.steps = 0
+        self.exact.deal([tokens + self.layout.spare for tokens in self.layout.tokens])
+        self.exact.filled = self.steps = 0
+        if self.approx is not None:
+            self.approx.deal(list(self.layout.approx))
+            self.approx.filled = 0
 
     def map_batch_(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis to every tensor, in place where the shape stays."""
-        for name, tensor in list(self.named_tensors()):
-            new = change(tensor)
-            if new.shape == tensor.shape:
-                tensor.copy_(new)
-            else:
-                owner = self.moments if name.startswith("moments.") else self
-                setattr(owner, name.removeprefix("moments."), new)
+        for prefix, owner in self._owners():
+            for one in fields(owner):  # type: ignore[arg-type]
+                tensor = getattr(owner, one.name)
+                if not isinstance(tensor, Tensor):
+                    continue
+                new = change(tensor)
+                if new.shape == tensor.shape:
+                    tensor.copy_(new)
+                else:
+                    setattr(owner, one.name, new)

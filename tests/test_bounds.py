@@ -29,11 +29,11 @@ class Watch:
     def check(self, module, args, kwargs, output):
         layer = kwargs["past_key_values"].layers[module.layer_idx]
         state = layer.state
-        assert state.keys.shape[2] == state.values.shape[2] == TOKENS + EVERY
-        assert int(state.lengths.max()) <= state.filled <= TOKENS + EVERY
-        assert torch.equal(state.lengths + state.moments.count, state.seen[:, None].expand_as(state.lengths))
-        address = self.addresses.setdefault(module.layer_idx, state.keys.data_ptr())
-        assert state.keys.data_ptr() == address, "slots are allocated once"
+        assert state.exact.keys.shape[2] == state.exact.values.shape[2] == TOKENS + EVERY
+        assert int(state.exact.lengths.max()) <= state.exact.filled <= TOKENS + EVERY
+        assert torch.equal(state.exact.lengths + state.moments.count, state.seen[:, None].expand_as(state.exact.lengths))
+        address = self.addresses.setdefault(module.layer_idx, state.exact.keys.data_ptr())
+        assert state.exact.keys.data_ptr() == address, "slots are allocated once"
         self.checks += 1
         self.positions.append(kwargs["position_ids"])
 
@@ -77,10 +77,10 @@ def test_every_policy_and_correction_conserves(policy, correction, every):
         assert cache.slots(layer) == TOKENS + every
         assert int(cache.stored(layer).max()) <= TOKENS + every - 1
         state = cache.layers[layer].state
-        held = torch.arange(state.slots) < state.lengths[..., None]
+        held = torch.arange(state.slots) < state.exact.lengths[..., None]
         for row in range(3):
             for head in range(2):
-                stored = state.positions[row, head][held[row, head]].tolist()
+                stored = state.exact.positions[row, head][held[row, head]].tolist()
                 assert len(set(stored)) == len(stored), "a token is stored once"
                 assert {0, 1} <= set(stored), "sinks stay"
                 newest = int(seen[row, head]) - 1
@@ -96,9 +96,9 @@ def test_slots_hold_the_keys_of_their_positions():
     cache = model(ids).past_key_values
     state = cache.layers[0].state
     for head in range(2):
-        kept = state.positions[0, head, : int(state.lengths[0, head])].long()
-        assert torch.equal(state.keys[0, head, : len(kept)], stock.layers[0].keys[0, head, kept])
-        assert torch.equal(state.values[0, head, : len(kept)], stock.layers[0].values[0, head, kept])
+        kept = state.exact.positions[0, head, : int(state.exact.lengths[0, head])].long()
+        assert torch.equal(state.exact.keys[0, head, : len(kept)], stock.layers[0].keys[0, head, kept])
+        assert torch.equal(state.exact.values[0, head, : len(kept)], stock.layers[0].values[0, head, kept])
         gone = sorted(set(range(50)) - set(kept.tolist()))
         assert int(cache.moments(0).count[0, head]) == len(gone)
 
@@ -111,7 +111,7 @@ def test_moments_hold_exactly_what_was_evicted():
     cache = model(ids).past_key_values
     state, moments = cache.layers[0].state, cache.moments(0)
     for head in range(2):
-        gone = torch.tensor(sorted(set(range(50)) - set(state.positions[0, head, :TOKENS].tolist())))
+        gone = torch.tensor(sorted(set(range(50)) - set(state.exact.positions[0, head, :TOKENS].tolist())))
         keys, values = stock.keys[0, head, gone].double(), stock.values[0, head, gone].double()
         torch.testing.assert_close(moments.key_mean[0, head].double(), keys.mean(0), atol=1e-6, rtol=1e-6)
         cross = (keys - keys.mean(0)).T @ (values - values.mean(0))
@@ -163,7 +163,7 @@ def test_nbytes_counts_every_tensor():
     total = 0
     for layer in cache.layers:
         if isinstance(layer, FastKVLayer):
-            batch, heads, slots, dim = layer.state.keys.shape
+            batch, heads, slots, dim = layer.state.exact.keys.shape
             per_slot = 2 * dim * 4 + 4 + 4  # key and value, position, attention received
             moments = 8 + 2 * dim * 4 + dim * dim * 4
             total += batch * (heads * (slots * per_slot + moments + 4) + 8)
@@ -178,11 +178,11 @@ def test_reset_reuses_the_slots():
     fastkv.patch(model, budget=small(), evict_every=EVERY)
     cache = fastkv.FastKVCache(model)
     first = generate(model, ids, mask, past_key_values=cache)
-    address = cache.layers[0].state.keys.data_ptr()
+    address = cache.layers[0].state.exact.keys.data_ptr()
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(generate(model, ids, mask, past_key_values=cache), first)
-    assert cache.layers[0].state.keys.data_ptr() == address
+    assert cache.layers[0].state.exact.keys.data_ptr() == address
 
 
 def test_reset_takes_a_new_batch_and_a_new_share():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fastkv import Budget, FastKVError
 from fastkv.budget import LayerCost
 
-COST = LayerCost(per_slot=100, fixed=1_000)
+COST = LayerCost(per_token=100, fixed=1_000)
 
 
 def shares(budget, layers, context=1000, cost=COST):

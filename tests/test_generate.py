@@ -153,7 +153,7 @@ def test_gradients_flow_in_eval_mode_without_keeping_the_cache_alive():
         out = model(ids, labels=ids)
         out.loss.backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
-    assert not out.past_key_values.layers[0].state.keys.requires_grad
+    assert not out.past_key_values.layers[0].state.exact.keys.requires_grad
 
 
 def test_deepcopy_is_independent():
@@ -263,9 +263,9 @@ def test_assisted_decoding_is_lossless(name, block):
     cache = generate(model, ids, new=24, assistant_model=draft, return_dict_in_generate=True).past_key_values
     layer = cache.layers[compressed_layers(cache)[0]]
     layer.settle(0)
-    total = layer.state.lengths + layer.state.moments.count
+    total = layer.state.exact.lengths + layer.state.moments.count
     assert torch.equal(total, torch.full_like(total, cache.get_seq_length()))
-    assert int(layer.state.lengths.max()) <= 20 + 16
+    assert int(layer.state.exact.lengths.max()) <= 20 + 16
 
 
 def test_flash_attention_gets_its_own_config_and_masks(monkeypatch):
@@ -328,7 +328,7 @@ def test_half_precision_models(dtype):
     ids, mask = prompt()
     fastkv.patch(model, budget=SMALL, prefill_block=16)
     cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
-    assert cache.layers[0].state.keys.dtype == dtype
+    assert cache.layers[0].state.exact.keys.dtype == dtype
     assert cache.moments(0).cross.dtype == torch.float32
     assert torch.isfinite(cache.moments(0).cross).all()
 

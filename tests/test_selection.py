@@ -9,6 +9,7 @@ from fastkv.plan import LayerPlan, Plan
 from fastkv.policies import KeyDiff, Signals, Streaming
 from fastkv.reference import Moments, compact, evict, protected, select
 from fastkv.select import keep_best
+from fastkv.state import Layout
 
 
 def expected_set(scores, positions, valid, guard, tokens):
@@ -120,8 +121,8 @@ def kept_positions(policy, tokens, num=40, **budget):
         layer=0,
         decoding=False,
     )
-    rule = LayerPlan(plan, 0, tokens, 1.0)
-    kept = keep_best(signals, torch.tensor([num]), rule).kept[0, 0]
+    rule = LayerPlan(plan, 0, Layout((tokens,)), 1.0)
+    kept = keep_best(signals, policy.score(signals), torch.tensor([num]), rule).kept[0, 0]
     return positions[0, 0][kept].tolist()
 
 

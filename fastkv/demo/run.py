@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from .. import Budget, FastKVError, __version__, patched, policies
-from ..state import LayerState
+from ..state import LayerState, Layout
 from . import MODEL_DIR, load
 from .measure import Measured, Questions, make_questions, measure, relative_error
 from .plot import write_plot
@@ -163,8 +163,8 @@ def budget_of(model: PreTrainedModel, tokens: int, settings: Settings) -> Budget
         return Budget(tokens=tokens, sinks=sinks, recent=recent)
     config = model.config
     like = torch.empty(1, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device="meta")
-    cost = LayerState.cost(like, like, order=None, attention=False, slope=False)
-    each = cost.fixed + cost.per_slot * (tokens + EVICT_EVERY)
+    plain = Layout((tokens,) * config.num_key_value_heads, spare=EVICT_EVERY)
+    each = LayerState.allocate(like, like, plain).nbytes()
     return Budget(bytes=config.num_hidden_layers * each, sinks=sinks, recent=recent)
 
 

@@ -60,6 +60,13 @@ def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device
     return real.expand(batch, num).clone()
 
 
+def output_projection(module: Module, value_dim: int) -> Tensor:
+    """Weight of the output projection, [hidden, Hq, Dv]; under tensor parallelism of this process's heads."""
+    weight: Any = module.o_proj.weight  # type: ignore[union-attr]
+    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return local.detach().unflatten(1, (-1, value_dim))
+
+
 def fastkv_attention(
     module: Module,
     query: Tensor,
@@ -94,5 +101,6 @@ def fastkv_attention(
     if fastkv_layer is None:
         return stock()
     valid = valid_tokens(attention_mask, key.shape[0], key.shape[2], key.device)
-    out = fastkv_layer.attend(query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2))
+    output = output_projection(module, value.shape[-1]) if fastkv_layer.plan.needs("output") else None
+    out = fastkv_layer.attend(query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2), output)
     return out.transpose(1, 2), None

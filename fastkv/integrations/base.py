@@ -19,9 +19,10 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backend import check_backend
-from ..cache import FastKVLayer, Scratch, build_layers
+from ..cache import FastKVLayer, Shared, build_layers
 from ..errors import FastKVError
 from ..plan import Plan
+from ..rotary import Rotary
 from . import attention, generation
 
 BASES = ("eager", "sdpa", "flash_attention_2")
@@ -94,7 +95,7 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
             f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load "
             f"the model with attn_implementation={allowed[0]!r}"
         )
-    layers = build_layers(config, plan, Scratch())
+    layers = build_layers(config, plan, Shared())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
         raise FastKVError(
@@ -102,6 +103,14 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
             "its cache is bounded already"
         )
     plan.budget.check_layers(len(full))
+    plan.policy.check([text.num_key_value_heads] * text.num_hidden_layers)
+    if plan.undoes_rotation:
+        Rotary.of(_decoder(model))
+    if plan.budget.quality is not None and _head(model) is None:
+        raise FastKVError(
+            f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
+            "output embeddings; load the model with AutoModelForCausalLM"
+        )
     modules = [m for m in _decoder(model).modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
     modules = [m for m in modules if m.layer_idx in full]
     if len(modules) != len(full):
@@ -122,6 +131,12 @@ def _decoder(model: Module) -> Module:
     return decoder if decoder is not None else model.base_model  # type: ignore[return-value]
 
 
+def _head(model: Module) -> Module | None:
+    """What turns hidden states into logits."""
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if get is not None else None
+
+
 def attach(model: Module, modules: list[Module], plan: Plan) -> None:
     """Put the plan on a model that `check` accepted."""
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
@@ -134,6 +149,7 @@ def attach(model: Module, modules: list[Module], plan: Plan) -> None:
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
     base: Module = model.base_model  # type: ignore[assignment]
     _override(base, "_fastkv_plan", plan)
+    _override(base, "_fastkv_head", _head(model))
     _override(base, "_fastkv_stock_forward", base.forward)
     _override(base, "forward", functools.wraps(base.forward)(generation.forward_in_blocks))
     if base is not model:

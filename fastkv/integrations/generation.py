@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from ..cache import FastKVCache, FastKVLayer
 from ..errors import FastKVError
+from .deferred import read_in_full
 
 SLIDING_ROLLBACK = Version("5.23")  # first transformers whose sliding-window layers can roll back
 
@@ -43,6 +44,11 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     cache = FastKVCache(self)
     mode = args[0] if args else kwargs.get("generation_mode")
     if "assisted" in str(mode).lower():
+        if cache.plan.deferred:
+            raise FastKVError(
+                "assisted decoding may take back part of the prompt, which KVzip and Budget(quality=...) compress at "
+                "once; use another policy and budget or decode without an assistant"
+            )
         if not hasattr(Cache, "activate_past_recording"):
             raise FastKVError("assisted decoding needs transformers >= 5.14, which announces roll-backs; update it")
         # The sliding-window layers of 5.17 announce roll-backs but fail in them, so asking for a method does not tell.
@@ -99,6 +105,11 @@ def forward_in_blocks(
     for layer in compressed:
         layer.expected = total
     mask = kwargs["attention_mask"] if "attention_mask" in kwargs else attention_mask
+    if plan.undoes_rotation and position_ids is None and isinstance(mask, Tensor) and mask.ndim == 2:
+        # What is stored are positions among real tokens; the rotary embedding has to use the same.
+        given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
+    if plan.deferred and past_key_values.get_seq_length() == 0:
+        return read_in_full(self, past_key_values, given, {"use_cache": use_cache, **kwargs})
     if total == 1 and past_key_values.fully_compressed and isinstance(mask, Tensor) and mask.ndim == 2:
         given["attention_mask"] = None  # a decoded token is never padding
     block = plan.prefill_block

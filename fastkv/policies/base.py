@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..errors import FastKVError
+from ..parallel import Parallel
 from ..reference import Moments
 from ..rotary import Rotary
 
@@ -30,12 +31,13 @@ class Signals:
         decoding: true when called between generated tokens, false while a prompt is read.
         attention: [B, Hkv, N], mean attention weight from the observation window: the last `policy.observation` queries
             of the prompt block, or the queries since the last eviction when decoding; None unless the policy `needs` it
+        queried: [B, 1, 1] or [B, Hkv, N] fp32, the number of queries each mean in `attention` is over; None without it.
         queries: [B, Hq, T, Dk] post-RoPE, of the new tokens of a prompt block; None when decoding and unless needed.
         output: [hidden, Hq, Dv], the layer's output projection; None unless needed.
         memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
             policy `remembers`.
-        rotary: the model's rotary embedding, None unless "pre_rope" is needed.  shift: [B] int64, what to add to
-            `positions` to get the positions the rotary embedding used (not zero only if the caller chose its own).
+        rotary: the model's rotary embedding, None unless "pre_rope" is needed.
+        parallel: the processes that share the layer's heads.
         backend: to pass on to `fastkv.ops`.
     """
 
@@ -50,19 +52,19 @@ class Signals:
     softcap: float | None = None
     tokens: int = 0
     attention: Tensor | None = None
+    queried: Tensor | None = None
     queries: Tensor | None = None
     output: Tensor | None = None
     memory: Tensor | None = None
     rotary: Rotary | None = None
-    shift: Tensor | None = None
+    parallel: Parallel = Parallel()
     backend: str = "auto"
 
     @property
     def pre_rope_keys(self) -> Tensor:
         """[B, Hkv, N, Dk], the keys before the rotary embedding; computed on every call."""
         assert self.rotary is not None
-        positions = self.positions if self.shift is None else self.positions + self.shift[:, None, None]
-        return self.rotary.unrotate(self.keys, positions)
+        return self.rotary.unrotate(self.keys, self.positions)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ Read in this order:
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
 - `ragged`: slots that heads share unequally.
+- `again`: attention of tokens that are read a second time (KVzip).
 - `vector`: decoding where some tokens keep their key but no value (VECTOR).
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
 Computation is in float32, or in float64 if the inputs are float64. This is also the CPU implementation.
 """
 
+from .again import most_attended
 from .attention import append, decode_attention, decode_step, merge_partials, prefill_attention
 from .geometry import (
     leverage_scores,
@@ -57,6 +59,7 @@ __all__ = [
     "merge_partials",
     "moment_estimate",
     "moment_residual",
+    "most_attended",
     "noncausal_attention_mass",
     "pack",
     "pool_scores",

@@ -50,11 +50,10 @@ def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tenso
     return (positions < sinks) | (positions >= seen[:, None, None] - recent)
 
 
-def joined(held: Tensor, new: Tensor) -> Tensor:
-    """The candidates: slots, then the block, along axis 2; if one side is empty the other is not copied."""
-    if not new.shape[2]:
-        return held
-    return torch.cat([held, new.to(held.dtype)], 2) if held.shape[2] else new
+def joined(*parts: Tensor) -> Tensor:
+    """The candidates side by side along axis 2, in the dtype of the first; empty parts cost no copy."""
+    filled = [part for part in parts if part.shape[2]] or [parts[0]]
+    return filled[0] if len(filled) == 1 else torch.cat([part.to(parts[0].dtype) for part in filled], 2)
 
 
 def compact(

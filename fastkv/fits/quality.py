@@ -1,0 +1,209 @@
+"""Context-calibrated compression: how much of a context a wanted quality needs, and the file of fitted curves.
+
+A curve says which share of the full cache's quality is left if a share r of the context is kept (Compactor, Sec. 3.5):
+
+    f(r) = expm1(k r) / expm1(k),   k = alpha * NLL(c) + beta
+
+It goes from f(0) = 0 to f(1) = 1 and is convex for k > 0, where every evicted token hurts, the straight line for k = 0,
+and concave for k < 0, where a few tokens carry everything. The paper asks for the largest r with f(r) >= quality; since
+f grows, that is always 1, and the smallest is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FastKVError
+from .fingerprint import describe, fingerprint
+
+FORMAT = "fastkv context calibration"
+VERSION = 1
+STRAIGHT = 1e-12  # below this |k| the curve is its straight limit, to double precision
+
+
+def retained(keep: float | Tensor, k: float | Tensor) -> Tensor:
+    """Quality that is left of a context of steepness `k` if a share `keep` of it stays.
+
+    f(r) = expm1(k r) / expm1(k), and r for k = 0; never overflows, and f(0) = 0 and f(1) = 1 exactly.
+
+    Args: keep: in [0, 1]; k: any number. They broadcast.  Returns: fp64 in [0, 1], differentiable in both.
+    """
+    keep, k = _doubles(keep, k)
+    bent = _bent(k)
+    # The same ratio with exp(k) taken out of it, where that would overflow.
+    falling = bent.abs().neg()
+    ratio = torch.expm1(falling * keep) / torch.expm1(falling)
+    curve = torch.where(bent > 0, torch.exp(falling * (1 - keep)) * ratio, ratio)
+    return torch.where(k.abs() < STRAIGHT, keep, curve)
+
+
+def keep_for(quality: float | Tensor, k: float | Tensor) -> Tensor:
+    """Smallest share of a context of steepness `k` that leaves `quality`: the inverse of `retained`.
+
+    r = log1p(q * expm1(k)) / k, and q for k = 0.
+
+    Args: quality: in [0, 1]; k: any number. They broadcast.  Returns: fp64 in [0, 1].
+    """
+    quality, k = _doubles(quality, k)
+    bent = _bent(k)
+    # Three forms of one expression, each where it neither overflows nor cancels.
+    steep = 1 + torch.log(quality + (1 - quality) * torch.exp(-bent.abs())) / bent
+    grown = quality * torch.expm1(bent.clamp(max=1.0))
+    gentle = torch.log1p(grown) / bent
+    early = torch.log((1 - quality) + quality * torch.exp(bent.clamp(max=1.0))) / bent
+    curve = torch.where(bent > 1, steep, torch.where(grown > -0.5, gentle, early)).clamp(0, 1)
+    share = torch.where(k.abs() < STRAIGHT, quality, curve)
+    return torch.where((quality <= 0) | (quality >= 1), quality.clamp(0, 1), share)
+
+
+def _doubles(first: float | Tensor, second: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Both in fp64, on the device of the one that is a tensor, broadcast."""
+    device = next((each.device for each in (first, second) if isinstance(each, Tensor)), None)
+    one, two = (torch.as_tensor(each, dtype=torch.float64, device=device) for each in (first, second))
+    return torch.broadcast_tensors(one, two)  # type: ignore[return-value]
+
+
+def _bent(k: Tensor) -> Tensor:
+    """`k` where the curve bends, any number that may be divided by where it does not."""
+    return torch.where(k.abs() < STRAIGHT, 1.0, k)
+
+
+@dataclass(frozen=True)
+class QualityCurve:
+    """The fitted curve of one model and policy.
+
+    Attributes:
+        alpha, beta: steepness k = alpha * NLL + beta, NLL in nats per token of the context.
+        policy: name.  fingerprint: of the model's config.  model: the same in words.
+        triples: number of measurements behind the fit.
+        residual: root mean square of measured minus fitted quality.
+    """
+
+    alpha: float
+    beta: float
+    policy: str
+    fingerprint: str
+    model: str
+    triples: int
+    residual: float
+
+    def steepness(self, nll: float | Tensor) -> Tensor:
+        """k for contexts of mean token negative log-likelihood `nll`; fp64, same shape."""
+        return self.alpha * torch.as_tensor(nll, dtype=torch.float64) + self.beta
+
+    def keep(self, quality: float, nll: float | Tensor) -> Tensor:
+        """Share of each context to keep for `quality` in [0, 1]; fp64, same shape as `nll`, no host sync."""
+        return keep_for(quality, self.steepness(nll))
+
+
+def save(path: str | Path, curves: Iterable[QualityCurve]) -> None:
+    """Write curves of one model; those of other policies that the file already holds stay in it.
+
+    The new file replaces the old one in one step: a failure leaves the old one as it was.
+    Raises: FastKVError for curves of several models, or for a file that holds something else or cannot be written.
+    """
+    path, new = Path(path), {curve.policy: curve for curve in curves}
+    known = _read(path) if path.exists() else {}
+    merged = {**known, **new}
+    models = {curve.fingerprint: curve.model for curve in merged.values()}
+    if len(models) != 1:
+        raise FastKVError(
+            f"{path} must hold curves of one model, got {' and '.join(sorted(models.values())) or 'none'}; write each "
+            "model's curves to a file of its own"
+        )
+    ((shape, model),) = models.items()
+    shared = ("policy", "fingerprint", "model")
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": shape,
+        "model": model,
+        "curves": {
+            policy: {name: value for name, value in asdict(merged[policy]).items() if name not in shared}
+            for policy in sorted(merged)
+        },
+    }
+    _replace(path, json.dumps(content, indent=2) + "\n")
+
+
+def load(path: str | Path, config: Any, policy: str) -> QualityCurve:
+    """The curve of `policy` for the model with this transformers `config`.
+
+    Raises: FastKVError for a file that is missing, unreadable, damaged, of a later format, of another model, or without
+        the policy.
+    """
+    path = Path(path)
+    curves = _read(path)
+    fitted = next(iter(curves.values()))
+    if fitted.fingerprint != fingerprint(config):
+        raise FastKVError(
+            f"{path} was fitted on another model, {fitted.model}, got {describe(config)}; run fastkv calibrate context "
+            "on this model"
+        )
+    if policy not in curves:
+        raise FastKVError(
+            f"{path} has no curve for policy {policy!r}, only for {', '.join(sorted(curves))}; run fastkv calibrate "
+            f"context --policies {policy}"
+        )
+    return curves[policy]
+
+
+def _read(path: Path) -> dict[str, QualityCurve]:
+    """All curves of a file, by policy; at least one. Raises FastKVError for whatever is not such a file."""
+    again = "write it again with fastkv calibrate context"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FastKVError(f"there is no calibration file {path}; make one with fastkv calibrate context") from None
+    except OSError as error:
+        raise FastKVError(f"cannot read the calibration file {path} ({error.strerror}); check the path") from error
+    except ValueError as error:
+        raise FastKVError(f"{path} must be a JSON calibration file, got something damaged; {again}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise FastKVError(f"{path} must be a context calibration, got other JSON; {again}")
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise FastKVError(f"{path} has format version {version}, this fastkv reads up to {VERSION}; update fastkv")
+    try:
+        curves = {policy: _curve(policy, content, entry) for policy, entry in content["curves"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise FastKVError(f"{path} must list curves with their numbers, got something damaged; {again}") from error
+    if not curves:
+        raise FastKVError(f"{path} must hold at least one curve, got none; {again}")
+    return curves
+
+
+def _curve(policy: str, content: dict[str, Any], entry: dict[str, Any]) -> QualityCurve:
+    """One entry of a file, checked. Raises ValueError, KeyError or TypeError for whatever is not one."""
+    numbers = {name: entry[name] for name in ("alpha", "beta", "triples", "residual")}
+    words = {"policy": policy, "fingerprint": content["fingerprint"], "model": content["model"]}
+    if not all(isinstance(word, str) for word in words.values()):
+        raise TypeError("a name is not text")
+    if any(isinstance(number, bool) or not isinstance(number, (int, float)) for number in numbers.values()):
+        raise TypeError("a number is not a number")
+    if not all(abs(number) < float("inf") for number in numbers.values()):
+        raise ValueError("a number is not finite")
+    return QualityCurve(**words, **numbers)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write next to `path`, then rename over it, which is atomic: a failure leaves what was there."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, path)
+    except OSError as error:
+        raise FastKVError(
+            f"{path} cannot be written ({error.strerror}) and is as it was; choose a file in a directory that exists and "
+            "is writable"
+        ) from error
+    finally:
+        fresh.unlink(missing_ok=True)

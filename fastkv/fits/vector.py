@@ -1,0 +1,204 @@
+"""The linear maps from keys to values that VECTOR recovers dropped values with, and the file that holds them.
+
+For every full-attention layer and KV head: value ~ k~ @ weight, k~ the key before the rotary embedding. The map has no
+intercept, because attention applies it once to the weighted sum of keys: sum_j p_j (k~_j @ W) = (sum_j p_j k~_j) @ W.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from ..errors import FastKVError
+from .fingerprint import describe, fingerprint
+
+HEADER = "fastkv.vector"  # the one metadata entry; its presence says what the file is
+VERSION = 1
+
+
+def required_r2(boundary: float = 1.0, approximated: float = 1.0) -> float:
+    """R^2 above which dropping the values of more tokens loses less than dropping whole pairs, at equal memory.
+
+    Count the loss as in Section 4 of the paper (VECTOR, arXiv:2605.23258): an evicted token loses its importance w, an
+    approximated one w (1 - R^2), a retained one nothing. Of N tokens, p N are rescued from eviction, so the pool holds
+    M = (1 - p_c + p) N, and 2 p N of the pool lose their value. Let m be the mean importance of the pool, w the
+    importance at its edge, s = w / m and f = 2 p N / M. One more token in the pool
+
+    - no longer loses its pair: loss falls by w;
+    - makes two more tokens approximate, chosen by their error and not by importance, so m each; and it changes the mean
+      of all 2 p N of them by (w - m) / M: loss rises by (1 - R^2) (2 m - f (m - w)).
+
+    Rising is less than falling if R^2 > 1 - s / (2 - f (1 - s)). At f = 1, all of the pool approximate, this is the
+    1 / (1 + s) = m / (w + m) of Proposition 1, which therefore is its lowest value; small p asks for 1 - s / 2.
+
+    A file is fitted before any importance is known. The default, equal importance of all tokens, gives 1/2: the least
+    that any prompt and any policy ask for. It is compared with the R^2 of all tokens, a lower bound in expectation for
+    the R^2 of the tokens chosen for their small error. Pass the s of your prompts to ask for more.
+
+    Args: boundary: s, in (0, 1].  approximated: f, in [0, 1].
+    Raises: FastKVError if they are outside.
+    """
+    if not (0 < boundary <= 1 and 0 <= approximated <= 1):
+        raise FastKVError(
+            "required_r2 needs a boundary in (0, 1] and an approximated share in [0, 1], got "
+            f"{boundary} and {approximated}; both are relative to the pool of tokens that keep their key"
+        )
+    return 1 - boundary / (2 - approximated * (1 - boundary))
+
+
+@dataclass(frozen=True, eq=False)
+class VectorMap:
+    """Maps from keys to values for one model, and how well they do on text that they were not fitted to.
+
+    Attributes:
+        weights: layer -> [Hkv, Dk, Dv] fp32, value ~ k~ @ weight.
+        r2: layer -> [Hkv] fp64, held-out R^2 of each head against the mean of its values (see `fastkv.calibration`).
+        threshold: R^2 that a head has to exceed, see `required_r2`.
+        fingerprint: of the config of the model it was fitted to.  model: the same in words.
+        tokens: how many were read, the held-out ones included.
+    """
+
+    weights: Mapping[int, Tensor]
+    r2: Mapping[int, Tensor]
+    threshold: float
+    fingerprint: str
+    model: str
+    tokens: int
+
+    def usable(self, layer: int) -> list[bool]:
+        """For each KV head of a full-attention layer whether its values may be dropped; the others evict plainly.
+
+        Raises: FastKVError for a layer that was not fitted.
+        """
+        if layer not in self.r2:
+            raise FastKVError(f"layer {layer} has no map, the fitted layers are {sorted(self.r2)}; choose one of them")
+        return (self.r2[layer] > self.threshold).tolist()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file with a JSON header; whoever reads `path` sees the old file or the whole new one.
+
+        Raises: FastKVError if it cannot be written; a file that was there before is then still there.
+        """
+        header = {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "model": self.model,
+            "tokens": self.tokens,
+            "threshold": float(self.threshold),
+        }
+        tensors = {f"weight.{layer}": weight.contiguous() for layer, weight in self.weights.items()}
+        tensors |= {f"r2.{layer}": r2.contiguous() for layer, r2 in self.r2.items()}
+        _replace(Path(path), to_bytes(tensors, {HEADER: json.dumps(header, sort_keys=True)}))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], config: Any) -> VectorMap:
+        """Read a file for the model with this config, patched or not; tensors are on the CPU.
+
+        Raises: FastKVError if there is no such file, if it is damaged or something else, if a newer fastkv wrote it, or
+            if it was fitted to another model.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = _header(path, file.metadata())
+                _check_model(path, header, config)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise FastKVError(
+                f"{path} cannot be read as a file of maps from keys to values ({_reason(error)}); write one with "
+                "fastkv calibrate vector"
+            ) from error
+        weights = {_layer(name): t for name, t in tensors.items() if name.startswith("weight.")}
+        r2 = {_layer(name): t for name, t in tensors.items() if name.startswith("r2.")}
+        _check_tensors(path, weights, r2, tensors, config)
+        facts = {name: header[name] for name in ("threshold", "fingerprint", "model", "tokens")}
+        return cls(dict(sorted(weights.items())), dict(sorted(r2.items())), **facts)
+
+
+def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
+    """The parsed header of a file that this version can read."""
+    if HEADER not in (metadata or {}):
+        raise FastKVError(
+            f"{path} is a safetensors file, but expected one with maps from keys to values, got one without the header "
+            f"{HEADER}; write one with fastkv calibrate vector"
+        )
+    try:
+        header = json.loads((metadata or {})[HEADER])
+        version = int(header["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path) from error
+    if version > VERSION:
+        raise FastKVError(
+            f"{path} has format {version}, but this fastkv reads formats up to {VERSION}; update fastkv or write the "
+            "file again with fastkv calibrate vector"
+        )
+    kinds = {"fingerprint": str, "model": str, "tokens": int, "threshold": float}
+    if any(type(header.get(name)) is not kind for name, kind in kinds.items()):
+        raise _damaged(path)
+    return header
+
+
+def _check_model(path: Any, header: dict[str, Any], config: Any) -> None:
+    """Raise FastKVError unless the header names the model with this config."""
+    if header["fingerprint"] != fingerprint(config):
+        raise FastKVError(
+            f"{path} was fitted to another model ({header['model']}; {header['fingerprint']}), got {describe(config)} "
+            f"({fingerprint(config)}); fit this one with fastkv calibrate vector"
+        )
+
+
+def _check_tensors(
+    path: Any, weights: dict[int, Tensor], r2: dict[int, Tensor], tensors: dict[str, Tensor], config: Any
+) -> None:
+    """Raise FastKVError unless every layer has a weight [Hkv, Dk, Dv] fp32 and an R^2 [Hkv] fp64, and nothing else."""
+    text = config.get_text_config(decoder=True)
+    layers = range(text.num_hidden_layers)
+    fits = weights.keys() == r2.keys() and len(tensors) == 2 * len(weights) > 0 and all(i in layers for i in weights)
+    fits = fits and all(w.ndim == 3 and w.dtype == torch.float32 for w in weights.values())
+    fits = fits and all(r2[i].shape == w.shape[:1] and r2[i].dtype == torch.float64 for i, w in weights.items())
+    if not fits or not all(torch.isfinite(t).all() for t in tensors.values()):
+        raise _damaged(path)
+
+
+def _layer(name: str) -> int:
+    """The number in `weight.7`; -1, which no model has, for anything else."""
+    number = name.partition(".")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _damaged(path: Any) -> FastKVError:
+    return FastKVError(
+        f"{path} is damaged, expected a header and tensors as fastkv writes them, got something else; write it again "
+        "with fastkv calibrate vector"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What the operating system or safetensors says, without the path, which the sentence has already."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write next to `path`, then rename over it, which is atomic: a failure leaves what was there."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(fresh, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError as error:
+        raise FastKVError(
+            f"{path} cannot be written ({_reason(error)}) and is as it was; choose a file in a directory that exists "
+            "and is writable"
+        ) from error
+    finally:
+        fresh.unlink(missing_ok=True)

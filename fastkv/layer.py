@@ -1,0 +1,267 @@
+"""FastKVLayer: transformers' view of one layer's state, and where its attention function hands tokens over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .backend import uses_kernels
+from .decode import decode_token
+from .errors import FastKVError
+from .plan import LayerPlan, Plan
+from .prefill import absorb_block, attend_block
+from .reference import joined, most_attended
+from .shared import Shared
+from .state import LayerState, Layout
+
+StockAttention = Callable[[], Tensor]
+
+
+class FastKVLayer(CacheLayerMixin):
+    """One compressed layer. `update` stores nothing: the attention function owns the state and calls `attend`.
+
+    Attributes:
+        state: LayerState, None until the first tokens arrive.
+        seen: length of the sequence as transformers counts it, padding included.
+        expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
+        deferring: whether the next forward is held in full until `commit`.  received: see `read_again`.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self, plan: Plan, layer: int, place: int, num_compressed: int, shared: Shared) -> None:
+        super().__init__()
+        self.plan, self.layer, self.shared = plan, layer, shared
+        self.place, self.num_compressed = place, num_compressed
+        self.budget = plan.budget
+        self.state: LayerState | None = None
+        self.rule: LayerPlan | None = None
+        self.seen = self.expected = 0
+        self.batch_size = 0
+        self.recording = self.deferring = False
+        self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self.received: Tensor | None = None
+
+    # What transformers asks of a layer.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Remember the shape of the first keys and values [B, Hkv, T, D] and, unless deferring, allocate the slots."""
+        values = key_states if value_states is None else value_states
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self.is_initialized = True
+        if not self.deferring:
+            self.allocate(key_states, values)
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Make the slots, once, for the shapes and device of keys and values [B, Hkv, T, D]."""
+        plan, budget, parallel = self.plan, self.budget, self.shared.parallel
+        heads, kernels = keys.shape[1], uses_kernels(plan.backend, keys.device)
+
+        def layout(tokens: int) -> Layout:
+            return plan.layout(self.layer, heads, tokens, budget.keep, kernels, parallel)
+
+        cost = LayerState.cost(keys, values, layout)
+        context = max(self.expected, keys.shape[2])
+        tokens = budget.layer_tokens(self.place, self.num_compressed, context, cost)
+        rotary = None if self.shared.rotary is None else self.shared.rotary.to(keys.device)
+        weight = None
+        if plan.vector:
+            assert plan.values is not None
+            weight = parallel.own(plan.values.weights[self.layer][None])[0].to(keys.device)
+        chosen = layout(tokens)
+        self.rule = LayerPlan(plan, self.layer, chosen, 0.0, parallel=parallel, rotary=rotary, weight=weight)
+        self.state = LayerState.allocate(keys, values, chosen)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Count the new tokens and hand them on: keys and values [B, Hkv, T, D] are returned as they came."""
+        if not self.is_initialized or (self.seen == 0 and key_states.shape[0] != self.batch_size):
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.batch_size:
+            raise FastKVError(
+                f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use another, reset() it or "
+                "change its batch with batch_select_indices and batch_repeat_interleave"
+            )
+        if self.received is None:
+            self.seen += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        """True length of the sequence, evicted tokens included; RoPE positions follow from it."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """The stock mask covers the new tokens only: T keys, starting at the true length."""
+        num = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return num, self.seen
+
+    def get_max_length(self) -> int:
+        """No maximum: the sequence may grow for ever, the slots do not."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name until transformers 5.13
+
+    # Attention.
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor,
+        scale: float,
+        softcap: float | None,
+        stock: StockAttention,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Attention output for the new tokens, [B, Hq, T, Dv]; the state afterwards includes them.
+
+        Args:
+            q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
+            stock: runs the model's own attention over the new tokens; used where they have no past, because it is exact
+                and fast.
+            output: [hidden, Hq, Dv], the layer's output projection, for policies that need it.
+        """
+        q, k, v = q.detach(), k.detach(), v.detach()
+        if self.received is not None:
+            return self.read_again(q, k, v, valid, scale, softcap)
+        if self.deferring:
+            self.pending = (q, without_padding(k, valid), without_padding(v, valid), valid)
+            self.settings = (scale, softcap, output)
+            return stock()
+        assert self.state is not None and self.rule is not None
+        state = self.state
+        if (self.rule.scale, self.rule.softcap, self.rule.output) != (scale, softcap, output):
+            self.rule = replace(self.rule, scale=scale, softcap=softcap, output=output)
+        num = k.shape[2]
+        first = self.seen == num
+        if num == 1 and not first and not self.recording:
+            if not state.scratch:  # also after a change of the batch: one step then allocates, not every step
+                state.scratch = self.shared.workspace(q, state, self.plan.backend)
+            table = None if state.approx is None else self.shared.table(q.device, self.seen)
+            return decode_token(state, q, k, v, self.rule, table)
+        self.settle(0)  # another forward without a roll-back: everything pending was accepted
+        k, v = without_padding(k, valid), without_padding(v, valid)
+        out = stock() if first else attend_block(state, q, k, v, valid, self.rule)
+        if self.recording:
+            self.pending = (q, k, v, valid)
+        else:
+            absorb_block(state, q, k, v, valid, self.rule)
+            if state.exact.starts is not None:
+                state.scratch = []  # the longest head may have changed
+        return out
+
+    # A first prompt that is held in full until all layers have read it: `deferring`, perhaps `read_again`, `commit`.
+
+    def read_again(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        """Attention of re-fed tokens over the held prompt and themselves; `received` [B, Hkv, N] becomes the most any
+        of them gave to each token of the prompt. Nothing is stored.
+        """
+        assert self.pending is not None and self.received is not None
+        _, held_keys, held_values, held = self.pending
+        num, size = held.shape[1], valid.shape[1]
+        causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() & valid[:, None]
+        visible = torch.cat([held[:, None].expand(-1, size, -1), causal], 2)
+        keys = joined(held_keys, without_padding(k, valid))
+        values = joined(held_values, without_padding(v, valid))
+        out, most = most_attended(q, keys, values, visible & valid[..., None], scale, softcap)
+        self.received = torch.maximum(self.received, most[..., :num])
+        return out
+
+    def commit(self, keep: float | None) -> None:
+        """Compress the held prompt, to the share `keep` of its tokens if that was left open."""
+        assert self.pending is not None
+        q, k, v, valid = self.pending
+        if keep is not None:
+            self.budget = replace(self.budget, quality=None, calibration=None, keep=keep)
+        self.allocate(k, v)
+        assert self.rule is not None and self.state is not None
+        scale, softcap, output = self.settings
+        self.rule = replace(self.rule, scale=scale, softcap=softcap, output=output)
+        received, self.pending, self.received, self.deferring = self.received, None, None, False
+        absorb_block(self.state, q, k, v, valid, self.rule, received)
+
+    # Roll-back for assisted decoding: the last forward stays pending until it is known what was accepted.
+
+    def activate_past_recording(self) -> None:
+        """From now on a forward is committed only by the next `crop`, or by the forward after it."""
+        self.recording = True
+
+    def settle(self, drop: int) -> None:
+        """Absorb what the last forward left pending, without its last `drop` tokens."""
+        if self.pending is None:
+            return
+        num = self.pending[1].shape[2]
+        if drop > num:
+            raise FastKVError(f"cannot roll back {drop} tokens, the last forward had {num}; older ones are compressed")
+        q, k, v, valid = self.pending
+        self.pending = None
+        if drop < num:
+            assert self.state is not None and self.rule is not None
+            kept = slice(0, num - drop)
+            absorb_block(self.state, q[:, :, kept], k[:, :, kept], v[:, :, kept], valid[:, kept], self.rule)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
+        drop = self.seen - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
+        if drop <= 0 and self.pending is None:
+            return
+        if not self.recording:
+            raise FastKVError(
+                "a compressed cache cannot be cropped because evicted pairs are gone; start from a new cache, or use "
+                "assisted decoding with transformers >= 5.14, which announces roll-backs"
+            )
+        self.settle(drop)
+        self.seen -= drop
+
+    # The batch axis.
+
+    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.state is not None:
+            self.settle(0)
+            self.state.map_batch_(change)
+            if self.state.seen.shape[0] != self.batch_size:
+                self.state.scratch = []
+            self.batch_size = self.state.seen.shape[0]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i of the batch continues from row beam_idx[i]."""
+        self._map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._map_batch(lambda t: t.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only the given rows."""
+        self._map_batch(lambda t: t[indices.to(t.device)])
+
+    def reset(self) -> None:
+        """Forget the sequence but keep the slots, unless their number depends on the prompt."""
+        if self.plan.budget.follows_prompt or self.plan.deferred:
+            self.state, self.is_initialized, self.budget = None, False, self.plan.budget
+        if self.state is not None:
+            self.state.zero_()
+        self.seen = 0
+        self.pending = None
+
+    def offload(self) -> None:
+        """Not supported: the state is small and read every step."""
+        raise FastKVError("a compressed cache is not offloaded; leave cache_implementation unset")
+
+    prefetch = offload
+
+
+def without_padding(rows: Tensor, valid: Tensor) -> Tensor:
+    """A contiguous copy of [B, H, T, D] with zeros where `valid` [B, T] is false: rows of padding may hold NaN."""
+    zero = rows.new_zeros(())
+    return torch.where(valid[:, None, :, None], rows, zero, out=rows.new_empty(rows.shape))

@@ -1,0 +1,100 @@
+"""What a layer chooses from, and how its choice gets into the slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops, tiers
+from .plan import LayerPlan
+from .policies import Signals
+from .reference import Selection, joined, pack
+from .state import LayerState, Slots
+
+Block = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def candidates(state: LayerState, block: Block | None, rule: LayerPlan) -> Signals:
+    """The tokens in the slots, then those of a block: k, v [B, Hkv, T, D], positions [B, Hkv, T] and valid [B, T]."""
+    exact = state.exact
+    parts = [(exact["keys"], exact["values"], exact["positions"], exact.valid)]
+    if state.approx is not None:
+        parts.append(tiers.recovered(state.approx, exact, rule))
+    if block is not None:
+        k, v, positions, valid = block
+        parts.append((k, v, positions, valid[:, None].repeat(1, k.shape[1], 1)))
+    keys, values, positions, valid = (joined(*same) for same in zip(*parts))
+    memory = None
+    if rule.plan.policy.remembers:
+        known = [exact["memory"]] + ([] if state.approx is None else [state.approx["memory"]])
+        num = 0 if block is None else block[0].shape[2]
+        memory = joined(*known, exact.lengths.new_zeros(*exact.lengths.shape, num, dtype=torch.float32))
+    return Signals(
+        keys=keys,
+        values=values,
+        positions=positions,
+        valid=valid,
+        moments=state.moments,
+        scale=rule.scale,
+        softcap=rule.softcap,
+        layer=rule.layer,
+        tokens=rule.total,
+        decoding=block is None,
+        output=rule.output,
+        memory=memory,
+        rotary=rule.rotary,
+        parallel=rule.parallel,
+        backend=rule.plan.backend,
+    )
+
+
+def store(state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerPlan, *, full: bool) -> None:
+    """Keep the selected candidates, of which the last `num` are a new block, and merge the others into the moments.
+
+    full: whether the layer was out of room, so that something was selected.
+    """
+    exact = state.exact
+    if state.approx is not None:
+        tiers.store(state, signals, selection, rule, full=full)
+    elif exact.starts is None:
+        block = slice(signals.keys.shape[2] - num, None)
+        new = (signals.keys[:, :, block], signals.values[:, :, block], signals.positions[:, :, block])
+        slots = (exact.keys, exact.values, exact.positions, exact.lengths)
+        ops.compact(*slots, state.moments, *new, signals.valid, selection, backend=signals.backend)
+    else:
+        # Compacted where the candidates lie, because the stretches of the heads are about to move.
+        rows = (signals.keys, signals.values, signals.positions.clone())
+        none = [part[:, :, :0] for part in rows]
+        ops.compact(*rows, exact.lengths, state.moments, *none, signals.valid, selection, backend=signals.backend)
+        if full and state.layout.adaptive:
+            exact.trade(selection.counts, rule.total, state.layout.spare)
+        for slab, part in zip((exact.keys, exact.values, exact.positions), rows):
+            pack(slab, exact.starts, part)
+    if state.approx is None:
+        exact.filled = exact.limit - state.layout.spare if full else exact.filled + num
+        remember(exact, signals)
+    forget_attention(state)
+
+
+def remember(slots: Slots, signals: Signals) -> None:
+    """Put what the policy remembers of the candidates where the tokens lie now; 0 in slots that are not in use."""
+    if slots.memory is None:
+        return
+    assert signals.memory is not None
+    last = torch.iinfo(torch.int32).max
+    ordered, order = torch.where(signals.valid, signals.positions, last).sort(dim=-1)
+    place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
+    rows = torch.where(slots.valid, signals.memory.gather(-1, order).gather(-1, place), 0)
+    if slots.starts is not None:
+        pack(slots.memory, slots.starts, rows)
+        return
+    slots.memory.zero_()
+    slots.memory[:, :, : slots.filled] = rows
+
+
+def forget_attention(state: LayerState) -> None:
+    """Count what slots receive from now on."""
+    for slots in (state.exact, state.approx):
+        if slots is not None and slots.attention is not None:
+            slots.attention.zero_()
+    state.steps = 0

@@ -1,0 +1,81 @@
+"""VECTOR: where two tokens may keep their key only, in the room of one pair, and their values come from a linear map.
+
+Source: VECTOR, /paper 2606/; selection in two steps: the policy's best tokens stay, and among them those keep their
+value where the map errs most.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .plan import LayerPlan
+from .policies import Signals
+from .reference import Selection, merge_partials, pack
+from .select import keep_values
+from .state import LayerState, Slots
+
+
+def estimate(keys: Tensor, positions: Tensor, rule: LayerPlan) -> Tensor:
+    """What the map makes of post-RoPE keys [B, Hkv, N, Dk] at `positions`: [B, Hkv, N, Dv] fp32."""
+    assert rule.rotary is not None and rule.weight is not None
+    return rule.rotary.unrotate(keys.float(), positions) @ rule.weight
+
+
+def recovered(approx: Slots, exact: Slots, rule: LayerPlan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, estimated values, positions and validity of the tokens that have no value."""
+    keys, positions = approx["keys"], approx["positions"]
+    assert exact.values is not None
+    return keys, estimate(keys, positions, rule).to(exact.values.dtype), positions, approx.valid
+
+
+def attend_keys(approx: Slots, q: Tensor, out: Tensor, lse: Tensor, rule: LayerPlan) -> Tensor:
+    """Add the tokens without values to the attention `out` [B, Hq, T, Dv] with log-sum-exp `lse` [B, Hq, T]."""
+    if not approx.filled:
+        return out
+    keys, positions = approx["keys"], approx["positions"]
+    values = estimate(keys, positions, rule).to(out.dtype)
+    batch, heads, _, dim = keys.shape
+    none = keys.new_zeros(batch, heads, q.shape[2], dim), values.new_zeros(batch, heads, q.shape[2], values.shape[-1])
+    unseen = torch.zeros(batch, q.shape[2], dtype=torch.bool, device=q.device)
+    settings = (None, rule.scale, rule.softcap)
+    more, more_lse = ops.prefill_attention(
+        q, keys, values, approx.lengths, *none, unseen, *settings, order=None, backend=rule.plan.backend
+    )
+    return merge_partials(out, lse, more, more_lse)[0].to(out.dtype)
+
+
+def store(state: LayerState, signals: Signals, selection: Selection, rule: LayerPlan, *, full: bool) -> None:
+    """Sort the selected candidates into tokens with and without values and merge the others into the moments."""
+    assert state.approx is not None
+    exact, approx, spare = state.exact, state.approx, state.layout.spare
+    index = torch.arange(signals.keys.shape[2], device=signals.keys.device)
+    without = (index >= exact.filled) & (index < exact.filled + approx.filled)
+    with_value = selection.kept & ~without
+    if full:
+        errors = (signals.values.float() - estimate(signals.keys, signals.positions, rule)).square().sum(-1)
+        with_value = keep_values(signals, selection.kept, torch.where(without, -1.0, errors), state.seen, rule)
+    gone = signals.valid & ~selection.kept
+    state.moments.copy_(state.moments.add(signals.keys, signals.values, gone))
+    num = signals.keys.shape[2]
+    place(exact, signals, with_value, min(num, exact.limit - spare))
+    place(approx, signals, selection.kept & ~with_value, min(num, approx.limit))
+
+
+def place(slots: Slots, signals: Signals, chosen: Tensor, width: int) -> None:
+    """Put the chosen candidates, at most `width` of a head, into the slots in order of position."""
+    last = torch.iinfo(torch.int32).max
+    index = torch.where(chosen, signals.positions, last).argsort(dim=-1, stable=True)[..., :width]
+    for name in ("keys", "values", "positions", "memory"):
+        slab, rows = getattr(slots, name), getattr(signals, name)
+        if slab is None:
+            continue
+        spread = index if rows.ndim == 3 else index[..., None].expand(-1, -1, -1, rows.shape[-1])
+        taken = rows.gather(2, spread).to(slab.dtype)
+        if slots.starts is None:
+            slab[:, :, :width] = taken
+        else:
+            pack(slab, slots.starts, taken)
+    slots.lengths.copy_(chosen.sum(-1))
+    slots.filled = width
