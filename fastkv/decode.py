@@ -42,14 +42,18 @@ def decode_token(
         )
     exact.filled += 1
     state.steps += 1
-    if exact.filled == exact.limit:
-        evict(state, rule)
+    if state.steps == state.layout.spare:  # whether or not the room is needed, so that rows do not depend on others
+        if exact.filled > exact.limit - state.steps or rule.plan.policy.remembers:
+            evict(state, rule)
+        else:
+            forget_attention(state)
     return out[:, :, None]
 
 
 def evict(state: LayerState, rule: LayerPlan) -> None:
     """Shrink every head to its budget; heads that hold fewer tokens lose none."""
     exact, spare = state.exact, state.layout.spare
+    filled, exact.filled = exact.filled, exact.limit  # all slots are looked at
     signals = candidates(state, None, rule)
     if exact.attention is not None:
         received = [exact["attention"]] + ([] if state.approx is None else [state.approx["attention"]])
@@ -78,6 +82,6 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         backend=rule.plan.backend,
         **ragged,
     )
-    exact.filled = exact.limit - spare
+    exact.filled = min(filled, exact.limit - spare)
     remember(exact, signals)
     forget_attention(state)

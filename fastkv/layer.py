@@ -138,7 +138,7 @@ class FastKVLayer(CacheLayerMixin):
             return stock()
         assert self.state is not None and self.rule is not None
         state = self.state
-        if (self.rule.scale, self.rule.softcap, self.rule.output) != (scale, softcap, output):
+        if (self.rule.scale, self.rule.softcap) != (scale, softcap) or self.rule.output is not output:
             self.rule = replace(self.rule, scale=scale, softcap=softcap, output=output)
         num = k.shape[2]
         first = self.seen == num

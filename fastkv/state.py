@@ -136,7 +136,7 @@ class LayerState:
         exact: tokens with key and value.  approx: tokens of which only the key is stored, None unless VECTOR is used.
         seen: [B] int64.
         moments: of the evicted tokens.
-        steps: tokens decoded since the last eviction.
+        steps: tokens decoded since the last prompt or eviction; evictions come every `layout.spare` of them.
         scratch: of the kernels, shared by the layers of a cache; empty where the reference runs.
     """
 

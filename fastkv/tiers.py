@@ -1,6 +1,6 @@
 """VECTOR: where two tokens may keep their key only, in the room of one pair, and their values come from a linear map.
 
-Source: VECTOR, /paper 2606/; selection in two steps: the policy's best tokens stay, and among them those keep their
+Source: VECTOR, arXiv:2605.23258, Sec. 4; selection in two steps: the policy's best tokens stay, and among them those keep their
 value where the map errs most.
 """
 
@@ -34,7 +34,9 @@ def attend_keys(approx: Slots, q: Tensor, out: Tensor, lse: Tensor, rule: LayerP
     """Add the tokens without values to the attention `out` [B, Hq, T, Dv] with log-sum-exp `lse` [B, Hq, T]."""
     if not approx.filled:
         return out
-    keys, positions = approx["keys"], approx["positions"]
+    # All slots where they lie, a copy only where heads are unequal.
+    equal = approx.starts is None
+    keys, positions = (approx.keys, approx.positions) if equal else (approx["keys"], approx["positions"])
     values = estimate(keys, positions, rule).to(out.dtype)
     batch, heads, _, dim = keys.shape
     none = keys.new_zeros(batch, heads, q.shape[2], dim), values.new_zeros(batch, heads, q.shape[2], values.shape[-1])

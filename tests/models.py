@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import fastkv
 from fastkv.cache import FastKVLayer
 
 VOCAB = 98
@@ -89,3 +90,15 @@ def generate(model, ids, mask=None, new=12, **options):
 def compressed_layers(cache):
     """Indices of the layers that fastkv keeps."""
     return [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)]
+
+
+PATTERN = "1.0\t0.1\n0.2\t0.9\n0.8\t0.7\n0.1\t0.2\n"  # retrieval heads: one, the other, both, none
+
+
+def policy(name, directory):
+    """The policy of that name; DuoAttention with a pattern for the models above."""
+    if name != "duoattention":
+        return fastkv.policies.get(name)
+    path = directory / "pattern.tsv"
+    path.write_text(PATTERN)
+    return fastkv.policies.get(name, pattern=str(path))

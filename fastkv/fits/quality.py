@@ -85,6 +85,7 @@ class QualityCurve:
         policy: name.  fingerprint: of the model's config.  model: the same in words.
         triples: number of measurements behind the fit.
         residual: root mean square of measured minus fitted quality.
+        query_aware: whether contexts were compressed together with their question, or before any was known.
     """
 
     alpha: float
@@ -94,6 +95,7 @@ class QualityCurve:
     model: str
     triples: int
     residual: float
+    query_aware: bool = False
 
     def steepness(self, nll: float | Tensor) -> Tensor:
         """k for contexts of mean token negative log-likelihood `nll`; fp64, same shape."""
@@ -158,7 +160,7 @@ def load(path: str | Path, config: Any, policy: str) -> QualityCurve:
 
 def _read(path: Path) -> dict[str, QualityCurve]:
     """All curves of a file, by policy; at least one. Raises FastKVError for whatever is not such a file."""
-    again = "write it again with fastkv calibrate context"
+    again = "delete it and run fastkv calibrate context"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -191,7 +193,10 @@ def _curve(policy: str, content: dict[str, Any], entry: dict[str, Any]) -> Quali
         raise TypeError("a number is not a number")
     if not all(abs(number) < float("inf") for number in numbers.values()):
         raise ValueError("a number is not finite")
-    return QualityCurve(**words, **numbers)
+    aware = entry["query_aware"]
+    if not isinstance(aware, bool):
+        raise TypeError("a flag is not a flag")
+    return QualityCurve(**words, **numbers, query_aware=aware)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -202,8 +207,9 @@ def _replace(path: Path, text: str) -> None:
         os.replace(fresh, path)
     except OSError as error:
         raise FastKVError(
-            f"{path} cannot be written ({error.strerror}) and is as it was; choose a file in a directory that exists and "
-            "is writable"
+            f"{path} cannot be written ({error.strerror}) and is as it was; choose a file in a directory that exists "
+            "and is writable"
         ) from error
     finally:
-        fresh.unlink(missing_ok=True)
+        if fresh.is_file():
+            fresh.unlink()

@@ -83,6 +83,10 @@ class VectorMap:
             raise FastKVError(f"layer {layer} has no map, the fitted layers are {sorted(self.r2)}; choose one of them")
         return (self.r2[layer] > self.threshold).tolist()
 
+    def check(self, config: Any) -> None:
+        """Raise FastKVError unless it was fitted to a model with this config, patched or not."""
+        _check_model("this VectorMap", self.fingerprint, self.model, config)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file with a JSON header; whoever reads `path` sees the old file or the whole new one.
 
@@ -109,7 +113,7 @@ class VectorMap:
         try:
             with safe_open(path, framework="pt") as file:
                 header = _header(path, file.metadata())
-                _check_model(path, header, config)
+                _check_model(path, header["fingerprint"], header["model"], config)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise FastKVError(
@@ -146,12 +150,12 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
     return header
 
 
-def _check_model(path: Any, header: dict[str, Any], config: Any) -> None:
-    """Raise FastKVError unless the header names the model with this config."""
-    if header["fingerprint"] != fingerprint(config):
+def _check_model(what: Any, fitted: str, model: str, config: Any) -> None:
+    """Raise FastKVError unless `fitted` is the fingerprint of this config."""
+    if fitted != fingerprint(config):
         raise FastKVError(
-            f"{path} was fitted to another model ({header['model']}; {header['fingerprint']}), got {describe(config)} "
-            f"({fingerprint(config)}); fit this one with fastkv calibrate vector"
+            f"{what} was fitted to another model ({model}, fingerprint {fitted}), got {describe(config)}, fingerprint "
+            f"{fingerprint(config)}; fit this one with fastkv calibrate vector"
         )
 
 

@@ -41,9 +41,12 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Tensor | None],
 
 def read_again(base: Any, cache: FastKVCache, layers: list[FastKVLayer], ids: Tensor, mask: Tensor) -> None:
     """Feed the prompt [B, N] once more, in chunks, and let each layer collect what attention its tokens receive."""
-    policy: Any = cache.plan.policy
+    policy: Any = getattr(cache.plan.policy, "scorer", cache.plan.policy)
     batch, num = ids.shape
     length = mask.sum(-1, keepdim=True)
+    # Chunks count real tokens, so that a row does not depend on how far it is padded.
+    order = (mask == 0).to(torch.uint8).argsort(dim=-1, stable=True)
+    packed, packed_mask = ids.gather(1, order), mask.gather(1, order)
     request = ids.new_tensor(policy.prompt, dtype=ids.dtype).expand(batch, -1)
     stock = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, FastKVLayer)}
     for layer in layers:
@@ -52,8 +55,8 @@ def read_again(base: Any, cache: FastKVCache, layers: list[FastKVLayer], ids: Te
         layer.received = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
     for start in range(0, num, policy.chunk):
         part = slice(start, start + policy.chunk)
-        fed = torch.cat([request, ids[:, part]], 1)
-        fed_mask = torch.cat([torch.ones_like(request), mask[:, part]], 1)
+        fed = torch.cat([request, packed[:, part]], 1)
+        fed_mask = torch.cat([torch.ones_like(request), packed_mask[:, part]], 1)
         # Sliding-window layers are transformers'; they forget the second reading by being put back.
         for index, layer in stock.items():
             cache.layers[index] = copy.deepcopy(layer)

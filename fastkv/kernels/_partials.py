@@ -31,11 +31,11 @@ def _load_query(q_ptr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_
 
 @triton.jit
 def _attend_slots(
-    top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, stop, slots, scale, softcap,
+    top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, stop, pool, scale, softcap,
     G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Add slots [start, stop) to a partial; if logits_ptr [G, slots] is given, write the base-2 logits there."""
+    """Add slots [start, stop) to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there."""
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
@@ -45,7 +45,7 @@ def _attend_slots(
         k = tl.load(keys_ptr + offset, mask=mask, other=0.0)
         logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
         if logits_ptr is not None:
-            place = rows.to(tl.int64)[:, None] * slots + slot[None, :]
+            place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
             tl.store(logits_ptr + place, logits, mask=(rows < G)[:, None] & inside[None, :])
         logits = tl.where(inside[None, :], logits, -float("inf"))
         v = tl.load(values_ptr + offset, mask=mask, other=0.0)
@@ -56,7 +56,7 @@ def _attend_slots(
 
 @triton.jit
 def _attend_keys(
-    q_ptr, keys_ptr, positions_ptr, cos_ptr, sin_ptr, start, stop, scale, softcap,
+    q_ptr, keys_ptr, positions_ptr, cos_ptr, sin_ptr, logits_ptr, start, stop, pool, scale, softcap,
     G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_A: tl.constexpr,
     HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,11 @@ def _attend_keys(
         first = tl.load(keys_ptr + place, mask=mask, other=0.0)
         second = tl.load(keys_ptr + HALF + place, mask=mask, other=0.0)
         products = _dot(q_first, tl.trans(first), INTERP) + _dot(q_second, tl.trans(second), INTERP)
-        logits = tl.where(inside[None, :], _logits2(products, scale, softcap, HAS_CAP), -float("inf"))
+        logits = _logits2(products, scale, softcap, HAS_CAP)
+        if logits_ptr is not None:
+            spot = rows.to(tl.int64)[:, None] * pool + slot[None, :]
+            tl.store(logits_ptr + spot, logits, mask=(rows < G)[:, None] & inside[None, :])
+        logits = tl.where(inside[None, :], logits, -float("inf"))
         position = tl.load(positions_ptr + slot, mask=inside, other=0).to(tl.int64)
         angle = position[:, None] * HALF + cols[None, :]
         c = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
@@ -105,8 +109,9 @@ def _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP: tl.constexp
 
 @triton.jit
 def _append_token(
-    top, total, acc, q, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, logits_ptr, length, position, slots,
-    scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr,
+    top, total, acc, q, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, logits_ptr, length, position,
+    capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Add the new token to a partial and store it in slot `length`, if there is one."""
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
@@ -115,14 +120,14 @@ def _append_token(
     inside = tl.broadcast_to((cols < D)[None, :], M, BLOCK_D)
     k = tl.load(k_ptr + token, mask=inside, other=0.0).to(keys_ptr.dtype.element_ty)
     v = tl.load(v_ptr + token, mask=inside, other=0.0).to(values_ptr.dtype.element_ty)
-    free = length < slots
+    free = length < capacity
     once = inside & (rows == 0)[:, None] & free
     tl.store(keys_ptr + length * D + token, k, mask=once)
     tl.store(values_ptr + length * D + token, v, mask=once)
     tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
     top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)
     if logits_ptr is not None:
-        tl.store(logits_ptr + rows.to(tl.int64) * slots + length, logit, mask=(rows < G) & free)
+        tl.store(logits_ptr + rows.to(tl.int64) * pool + length, logit, mask=(rows < G) & free)
     return top, total, acc
 
 
@@ -183,6 +188,21 @@ def _store_partial(
 
 
 @triton.jit
+def _store_halves(
+    accs_ptr, tops_ptr, totals_ptr, part, top, total, first, second,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """`_store_partial` of an acc in halves."""
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_H)
+    row = part * G + rows
+    place, mask = row[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D // 2)[None, :]
+    tl.store(accs_ptr + place, first, mask=mask)
+    tl.store(accs_ptr + D // 2 + place, second, mask=mask)
+    tl.store(tops_ptr + row, top, mask=rows < G)
+    tl.store(totals_ptr + row, total, mask=rows < G)
+
+
+@triton.jit
 def _merge_tops(tops_ptr, totals_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
     """Of partials [FIRST, FIRST + COUNT): common top [M], total [M] and the weight [COUNT, M] of each acc."""
     rows = tl.arange(0, M)
@@ -209,6 +229,25 @@ def _merge_accs(
 
 
 @triton.jit
+def _weigh_keys(
+    keys_ptr, weight_ptr, cols, dtype: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BLOCK_K: tl.constexpr, MERGE_D: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """Columns `cols` [MERGE_D] of keys [G, D], rounded to dtype, times weight [D, D]."""
+    rows = tl.arange(0, M)
+    product = tl.zeros([M, MERGE_D], tl.float32)
+    for first in range(0, D, BLOCK_K):
+        dims = first + tl.arange(0, BLOCK_K)
+        heads = (rows < G)[:, None] & (dims < D)[None, :]
+        spot = keys_ptr + rows[:, None] * D + dims[None, :]
+        key = tl.load(spot, mask=heads, other=0.0, cache_modifier=".cg").to(dtype)
+        inside = (dims < D)[:, None] & (cols < D)[None, :]
+        weight = tl.load(weight_ptr + dims[:, None] * D + cols[None, :], mask=inside, other=0.0)
+        product += _dot(key, weight.to(dtype), INTERP)
+    return product
+
+
+@triton.jit
 def _mix(top_a, total_a, top_b, total_b):
     """Two sets together: log2-sum-exp [M] (0 if both are empty) and the factors of their accs in the average."""
     top = tl.maximum(top_a, top_b)
@@ -228,7 +267,7 @@ def _store_lse(lse_ptr, top, total, G: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _add_attention(
-    attention_ptr, logits_ptr, lse2, length, slots, G: tl.constexpr, M: tl.constexpr, BLOCK_S: tl.constexpr
+    attention_ptr, logits_ptr, lse2, length, pool, G: tl.constexpr, M: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     """attention[slot] += mean over the group of 2^(logit - lse2) for slots [0, length)."""
     rows = tl.arange(0, M)
@@ -236,7 +275,7 @@ def _add_attention(
         slot = first + tl.arange(0, BLOCK_S)
         inside = slot < length
         mask = (rows < G)[:, None] & inside[None, :]
-        place = rows.to(tl.int64)[:, None] * slots + slot[None, :]
+        place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
         logits = tl.load(logits_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
         share = tl.sum(tl.exp2(logits - lse2[:, None]), 0) / G
         before = tl.load(attention_ptr + slot, mask=inside, other=0.0)

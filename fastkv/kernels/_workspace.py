@@ -16,7 +16,8 @@ class Workspace:
     """Scratch of the split decode kernels. One per stream or captured graph; layers of one model may share it.
 
     Attributes:
-        accs, tops, totals: room for every partial.  logits: [B * Hkv, G, C], None unless attention is collected.
+        accs, tops, totals: room for every partial.
+        logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
         tickets: [B * Hkv] int32, zeroed once; each launch leaves them zero.
     """
 
@@ -38,8 +39,14 @@ class Workspace:
         *,
         attention: bool = True,
         sets: int = 1,
+        pool: int | None = None,
     ) -> Workspace:
-        """Room for the given shape; `sets` is the number of separately split sets of slots (2 for vector_decode)."""
+        """Room for the given shape.
+
+        Args:
+            slots: of a head, or an upper bound of the tokens in them.  sets: separately split sets of slots (2 for
+                vector_decode).  pool: slots of all heads of the batch; B * Hkv * slots * sets if None.
+        """
         pairs = batch * num_kv_heads
         parts = pairs * sets * (num_splits(pairs * sets, slots) + 1) * groups
 
@@ -50,7 +57,7 @@ class Workspace:
             accs=empty(parts, head_dim),
             tops=empty(parts),
             totals=empty(parts),
-            logits=empty(pairs, groups, slots) if attention else None,
+            logits=empty(groups, pairs * slots * sets if pool is None else pool) if attention else None,
             tickets=torch.zeros(pairs, dtype=torch.int32, device=device),
         )
 

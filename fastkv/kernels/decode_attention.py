@@ -32,6 +32,7 @@ from ._partials import (
     _store_lse,
     _store_partial,
 )
+from ._slots import _stretch, addressed
 from ._tiles import (
     CUDA_ARCHES,
     HIP_ARCHES,
@@ -57,23 +58,24 @@ MERGE_TILE = 4096  # elements of partials summed at once
 def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr,
     k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr,
-    out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr,
-    slots, scale, softcap,
+    out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr, starts_ptr,
+    slots, pool, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect attention).
+    # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged).
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
     length = tl.load(lengths_ptr + pair)
     count = tl.load(count_ptr + pair)
     held = length
     if k_ptr is not None:
-        held = tl.minimum(length + 1, slots)
+        held = tl.minimum(length + 1, capacity)
     q_ptr += pair * G * D
-    keys_ptr += pair * slots * D
-    values_ptr += pair * slots * D
+    keys_ptr += base * D
+    values_ptr += base * D
     out_ptr += pair * G * D
     if ORDER is not None:
         key_mean_ptr += pair * D
@@ -81,8 +83,8 @@ def _decode_attention_kernel(
     if ORDER == 1:
         matrix_ptr += pair * D * D
     if attention_ptr is not None:
-        attention_ptr += pair * slots
-        logits_ptr += pair * G * slots
+        attention_ptr += base
+        logits_ptr += base
 
     top = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -92,14 +94,14 @@ def _decode_attention_kernel(
         share = tl.cdiv(length, SPLITS)
         start = split * share
         top, total, acc = _attend_slots(
-            top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, tl.minimum(start + share, length), slots,
+            top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, tl.minimum(start + share, length), pool,
             scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
             if split == 0:
                 top, total, acc = _append_token(
                     top, total, acc, q, k_ptr + pair * D, v_ptr + pair * D, keys_ptr, values_ptr,
-                    positions_ptr + pair * slots, logits_ptr, length, length + count, slots, scale, softcap,
+                    positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap,
                     G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
 
@@ -120,7 +122,7 @@ def _decode_attention_kernel(
         _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
         tl.debug_barrier()  # the logits are written and every thread has read length
         if attention_ptr is not None:
-            _add_attention(attention_ptr, logits_ptr, lse2, held, slots, G, M, BLOCK_S)
+            _add_attention(attention_ptr, logits_ptr, lse2, held, pool, G, M, BLOCK_S)
         if k_ptr is not None:
             _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
     else:
@@ -155,7 +157,7 @@ def _decode_attention_kernel(
             _store_lse(lse_retained_ptr + pair * G, all_top, all_total, G, MERGE_M)
             _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, MERGE_M)
             if attention_ptr is not None:
-                _add_attention(attention_ptr, logits_ptr, lse2, held, slots, G, MERGE_M, BLOCK_S)
+                _add_attention(attention_ptr, logits_ptr, lse2, held, pool, G, MERGE_M, BLOCK_S)
             if k_ptr is not None:
                 _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
             tl.store(tickets_ptr + pair, 0)
@@ -200,6 +202,8 @@ def decode_attention(
     lse_evicted: Tensor | None = None,
     workspace: Workspace | None = None,
     append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    starts: Tensor | None = None,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one query per sequence, in one launch; everything contiguous, nothing copied, no host sync.
 
@@ -211,22 +215,26 @@ def decode_attention(
         out, lse_retained, lse_evicted: where to write the results.  workspace: see `Workspace.allocate`; made if None.
         append: (k, v [B, Hkv, 1, D], positions [B, Hkv, C] int32, seen [B] int64): first store this token in slot
             `lengths`, at position lengths + count; lengths and seen grow by one. Every head must have a free slot.
+        starts: [B, Hkv + 1] int32 if heads share slots unequally; then keys and values are slabs [B, S, D], positions
+            and attention [B, S].  width: upper bound of the lengths, decides how far to split; all slots if None.
     Returns: out [B, Hq, D] in the dtype of q, lse_retained and lse_evicted [B, Hq] fp32, natural log (-inf if empty).
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
-    groups = check_decode("decode_attention", q, keys, values)
-    batch, heads, slots, dim = keys.shape
+    op = "decode_attention"
+    groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts))
+    batch, heads, slots, dim = addressed(op, keys, starts).shape
     k, v, positions, seen = append if append is not None else (None, None, None, None)
     key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
     matrix = matrix if order == 1 else None
     check_contiguous(
-        "decode_attention", q=q, keys=keys, values=values, lengths=lengths, count=count, key_mean=key_mean,
-        value_mean=value_mean, matrix=matrix, attention=attention, k=k, v=v, positions=positions, seen=seen,
+        op, q=q, keys=keys, values=values, lengths=lengths, count=count, key_mean=key_mean, value_mean=value_mean,
+        matrix=matrix, attention=attention, k=k, v=v, positions=positions, seen=seen, starts=starts,
     )  # fmt: skip
-    pairs = batch * heads
-    splits = num_splits(pairs, slots)
+    pairs, pool, width = batch * heads, keys.numel() // dim, slots if width is None else width
+    splits = num_splits(pairs, width)
     if workspace is None and (splits > 1 or attention is not None):
-        workspace = Workspace.allocate(batch, heads, groups, slots, dim, q.device, attention=attention is not None)
+        collects = attention is not None
+        workspace = Workspace.allocate(batch, heads, groups, width, dim, q.device, attention=collects, pool=pool)
     out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
     constants, num_warps, num_stages = _constants(
         q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, splits, order, softcap is not None,
@@ -238,7 +246,7 @@ def decode_attention(
         out, lse_retained, lse_evicted,
         scratch and scratch.accs, scratch and scratch.tops, scratch and scratch.totals,
         workspace.logits if workspace is not None and attention is not None else None, scratch and scratch.tickets,
-        slots, scale, softcap or 1.0,
+        starts, slots, pool, scale, softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted
@@ -247,6 +255,7 @@ def decode_attention(
 def _variant(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
+    ragged: bool = False,
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
     name_to_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -255,7 +264,7 @@ def _variant(
     )
     types = dict(
         q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", count_ptr="*i64", out_ptr=half,
-        lse_retained_ptr=full, lse_evicted_ptr=full, slots="i32", scale="fp32", softcap="fp32",
+        lse_retained_ptr=full, lse_evicted_ptr=full, slots="i32", pool="i32", scale="fp32", softcap="fp32",
     )  # fmt: skip
     if order is not None:
         types |= dict(key_mean_ptr=full, value_mean_ptr=full)
@@ -265,27 +274,27 @@ def _variant(
         types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
     if attention:
         types |= dict(attention_ptr=full, logits_ptr=full)
+    if ragged:
+        types |= dict(starts_ptr="*i32")
     if splits > 1:
         types |= dict(accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32")
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} order {order}"
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
-        + " cap" * capped + " append" * append + " attention" * attention
+        + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged
     )  # fmt: skip
-    return Variant(name, _decode_attention_kernel, types, constants, ("slots",), num_warps, num_stages, arches=arches)
+    div16 = () if ragged else ("slots", "pool")
+    return Variant(name, _decode_attention_kernel, types, constants, div16, num_warps, num_stages, arches=arches)
 
 
+VENDORS = (CUDA_ARCHES, HIP_ARCHES)
 AOT = (
     [_variant(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)]
     + [_variant(128, s, o) for s in (1, 16) for o in (None, 0)]
     + [_variant(d, s, 1, attention=True, capped=True) for d in (128, 256) for s in (1, 16)]
-    + [
-        _variant(d, s, 1, matrix="fp32", arches=a)
-        for d in (128, 256)
-        for s in (1, 4)
-        for a in (CUDA_ARCHES, HIP_ARCHES)
-    ]
+    + [_variant(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS]
     + [_variant(128, 32, 1, groups=16, attention=True), _variant(128, 8, 1, groups=3), _variant(128, 4, 1, groups=1)]
     + [_variant(128, 4, 1, append=False), _variant(128, 4, 1, "fp16", "fp16")]
     + [_variant(128, 1, 1, "fp32", "fp32")]
+    + [_variant(d, s, 1, attention=True, ragged=True) for d in (64, 128, 256) for s in (1, 16)]
 )

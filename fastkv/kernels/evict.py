@@ -1,7 +1,8 @@
 """Shrink every head to its budget: merge its lowest-scoring tokens into the moments and close the holes, in place.
 
-Of the slots in use the `drop = max(0, length - tokens)` lowest go: unprotected before protected, then by score, equal
-scores by descending position. With d = drop, means m and the centred rows of those that go (Chan et al. 1979):
+Of the slots in use the `drop = max(0, length - tokens)` lowest go, where tokens is so many below the slots a head owns:
+unprotected before protected, then by score, equal scores by descending position. With d = drop, means m and the centred
+rows of those that go (Chan et al. 1979):
 
     S += sum (k - k_m)(v - v_m)^T + n d / (n + d) (k_m - k_mean)(v_m - v_mean)^T;   means += d / (n + d) (m - mean)
 
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_shape
+from ._slots import _load_rows, _move_rows, _some, _stretch, addressed
 from ._tiles import (
     CUDA_ARCHES,
     HIP_ARCHES,
@@ -42,27 +44,32 @@ LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
 
 
 @triton.jit
-def _rank_slots(scores_ptr, positions_ptr, slot, slots, length, seen, sinks, recent):
+def _rank_slots(
+    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, slot, slots, width, sinks, recent,
+    HEADS: tl.constexpr,
+):  # fmt: skip
     """uint64 that sort in order of eviction: class, score, descending position; LAST_KEY where nothing is stored."""
-    inside = slot < length
-    position = tl.load(positions_ptr + slot, mask=slot < slots, other=0)  # a mask by `inside` would make loads narrow
-    bits = _order_bits(tl.load(scores_ptr + slot, mask=slot < slots, other=0.0)).to(tl.uint64)
-    guarded = ((position < sinks) | (position >= seen - recent)).to(tl.uint64)
+    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
+    known = slot < width  # a mask by length would make loads narrow
+    if starts_ptr is not None:
+        known = known & (slot < capacity)
+    position = tl.load(positions_ptr + base + slot, mask=known, other=0)
+    bits = _order_bits(tl.load(scores_ptr + pair * width + slot, mask=known, other=0.0)).to(tl.uint64)
+    guarded = ((position < sinks) | (position >= tl.load(seen_ptr + pair // HEADS) - recent)).to(tl.uint64)
     key = (guarded << 63) | (bits << 31) | (0x7FFFFFFF - position).to(tl.uint64)
-    return tl.where(inside, key, LAST_KEY)
+    return tl.where(slot < tl.load(lengths_ptr + pair), key, LAST_KEY)
 
 
 @triton.jit
 def _candidates_kernel(
-    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, candidate_keys_ptr, candidate_slots_ptr,
-    slots, tokens, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr,
+    slots, width, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The R first to go among BLOCK_C slots: their keys (LAST_KEY beyond the slots in use) and slots."""
     pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length, seen = tl.load(lengths_ptr + pair), tl.load(seen_ptr + pair // HEADS)
     slot = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     keys = _rank_slots(
-        scores_ptr + pair * slots, positions_ptr + pair * slots, slot, slots, length, seen, sinks, recent
+        scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, slot, slots, width, sinks, recent, HEADS
     )
     place = (pair * tl.num_programs(1) + chunk) * R
     for r in range(R):
@@ -87,37 +94,16 @@ def _holes(victims, drop, length, tokens, R: tl.constexpr):
 
 
 @triton.jit
-def _some(vector, first, R: tl.constexpr, TILE: tl.constexpr):
-    """Elements [first, first + TILE) of an int vector [R] in registers; 0 past its end."""
-    match = (first + tl.arange(0, TILE))[:, None] == tl.arange(0, R)[None, :]
-    return tl.sum(tl.where(match, vector[None, :], 0), 1)
-
-
-@triton.jit
-def _load_rows(base_ptr, slots, live, cols, D: tl.constexpr):
-    mask = live[:, None] & (cols < D)[None, :]
-    return tl.load(base_ptr + slots[:, None] * D + cols[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _move_rows(base_ptr, drop, hole, to_slot, from_slot, cols, D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
-    for first in range(0, drop, TILE):
-        live = _some(hole.to(tl.int32), first, R, TILE) > 0
-        rows = _load_rows(base_ptr, _some(from_slot, first, R, TILE), live, cols, D)
-        place = base_ptr + _some(to_slot, first, R, TILE)[:, None] * D + cols[None, :]
-        tl.store(place, rows, mask=live[:, None] & (cols < D)[None, :])
-
-
-@triton.jit
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, scores_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
-    slots, tokens, sinks, recent, candidates, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    slope_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
+    slots, width, most, sinks, recent, candidates, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(lengths_ptr + pair)
+    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
+    length, tokens = tl.load(lengths_ptr + pair), tl.maximum(capacity - most, 0)
     drop = length - tokens
     if drop <= 0:
         return
@@ -131,9 +117,8 @@ def _evict_kernel(
     else:
         slot = index
         order = _rank_slots(
-            scores_ptr + pair * slots, positions_ptr + pair * slots, slot, slots, length,
-            tl.load(seen_ptr + pair // HEADS), sinks, recent,
-        )  # fmt: skip
+            scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, slot, slots, width, sinks, recent, HEADS
+        )
     row = tl.arange(0, R)
     victims = tl.zeros([R], tl.int32)
     for r in range(drop):
@@ -142,8 +127,9 @@ def _evict_kernel(
         order = tl.where(order == low, LAST_KEY, order)
     hole, source = _holes(victims, drop, length, tokens, R)
 
-    keys_ptr += pair * slots * D
-    values_ptr += pair * slots * D
+    keys_ptr += base * D
+    values_ptr += base * D
+    positions_ptr += base
     cols, own = tl.arange(0, BLOCK_D), part * BLOCK_V + tl.arange(0, BLOCK_V)
     before = tl.load(count_ptr + pair)
     size, share = drop.to(tl.float32), drop.to(tl.float32) / (before + drop).to(tl.float32)
@@ -181,8 +167,8 @@ def _evict_kernel(
     parts = tl.num_programs(1)
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
         _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
-        moved = tl.load(positions_ptr + pair * slots + source, mask=hole, other=0)
-        tl.store(positions_ptr + pair * slots + victims, moved, mask=hole)
+        moved = tl.load(positions_ptr + source, mask=hole, other=0)
+        tl.store(positions_ptr + victims, moved, mask=hole)
         if key_mean_ptr is not None:
             tl.store(key_mean_ptr + pair * D + cols, key_mean, mask=cols < D)
         tl.store(count_ptr + pair, before + drop)
@@ -190,11 +176,11 @@ def _evict_kernel(
         tl.store(tickets_ptr + pair, 0)
 
 
-def _constants(heads: int, slots: int, tokens: int, head_dim: int, hip: bool) -> tuple[dict, int, int]:
+def _constants(heads: int, width: int, drop: int, head_dim: int, hip: bool) -> tuple[dict, int, int]:
     """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
-    most = pow2(slots - tokens, TILE)
-    chunks = triton.cdiv(slots, MAX_SCAN) if slots > MAX_SCAN else 0
-    scanned = pow2(chunks * most if chunks else slots, 16)
+    most = pow2(drop, TILE)
+    chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
+    scanned = pow2(chunks * most if chunks else width, 16)
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, BLOCK_V=BLOCK_V, TILE=TILE)
     return constants, chunks, 8 if padded == 256 and not hip else 4
@@ -218,6 +204,8 @@ def evict(
     recent: int,
     order: int | None,
     tickets: Tensor | None = None,
+    starts: Tensor | None = None,
+    drop: int | None = None,
 ) -> None:
     """Evict the lowest-scoring tokens of each head that holds more than `tokens`; everything is changed in place.
 
@@ -228,49 +216,56 @@ def evict(
         scores: [B, Hkv, C] fp32, larger = keep.  tokens: how many stay; at most 64 below C.
         sinks, recent: positions below `sinks` and from seen - recent on are protected: they go last.
         tickets: [B * Hkv] int32 zeros, left zero (`Workspace.tickets` will do); made if None.
+        starts: [B, Hkv + 1] int32 if heads share slots unequally; then keys and values are slabs [B, S, D], positions
+            [B, S], scores [B, Hkv, W >= lengths], and a head keeps `drop` less than its slots, whatever `tokens` is.
     Raises: FastKVError if more than 64 tokens could go, or for shapes or strides that are not as above.
     """
-    batch, heads, slots, dim = keys.shape
+    batch, heads, slots, dim = addressed("evict", keys, starts).shape
     check_head_dim("evict", dim)
     check_shape("evict", "values", values, keys.shape)
-    check_shape("evict", "scores", scores, (batch, heads, slots))
-    if not 0 <= slots - tokens <= MAX_DROP:
-        raise FastKVError(f"evict removes at most {MAX_DROP} tokens, got {slots} slots for {tokens}; use compact")
+    check_shape("evict", "scores", scores, (batch, heads, slots if starts is None else None))
+    width, drop = scores.shape[-1], slots - tokens if starts is None else drop
+    if drop is None or not 0 <= drop <= MAX_DROP:
+        raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; pass drop with starts")
     key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
     cross, slope = (cross, slope) if order == 1 else (None, None)
     check_contiguous(
         "evict", keys=keys, values=values, positions=positions, lengths=lengths, seen=seen, count=count,
-        key_mean=key_mean, value_mean=value_mean, cross=cross, slope=slope, scores=scores,
+        key_mean=key_mean, value_mean=value_mean, cross=cross, slope=slope, scores=scores, starts=starts,
     )  # fmt: skip
     pairs = batch * heads
-    constants, chunks, num_warps = _constants(heads, slots, tokens, dim, on_hip())
+    constants, chunks, num_warps = _constants(heads, width, drop, dim, on_hip())
     candidates = chunks * constants["R"]
     found = found_slots = None
     if chunks:
         found = torch.empty(pairs, candidates, dtype=torch.int64, device=keys.device)
         found_slots = torch.empty(pairs, candidates, dtype=torch.int32, device=keys.device)
         _candidates_kernel[pairs, chunks](
-            scores, positions, lengths, seen, found, found_slots, slots, tokens, sinks, recent,
+            scores, positions, lengths, seen, starts, found, found_slots, slots, width, sinks, recent,
             HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
         )  # fmt: skip
     if tickets is None:
         tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device)
     _evict_kernel[pairs, triton.cdiv(dim, BLOCK_V)](
-        keys, values, positions, lengths, seen, count, key_mean, value_mean, cross, slope, scores,
-        found, found_slots, tickets, slots, tokens, sinks, recent, candidates,
+        keys, values, positions, lengths, seen, count, key_mean, value_mean, cross, slope, scores, starts,
+        found, found_slots, tickets, slots, width, drop, sinks, recent, candidates,
         **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip
 
 
+EVEN = ("slots", "width")  # multiples of 16 where heads are equal
+
+
 def _variant(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (),
+    arches: tuple[str, ...] = (), ragged: bool = False,
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
-    constants, chunks, num_warps = _constants(8, slots, tokens, head_dim, arches == HIP_ARCHES)
+    constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, arches == HIP_ARCHES)
     types = dict(
         keys_ptr=half, values_ptr=half, positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", count_ptr="*i64",
-        scores_ptr=full, tickets_ptr="*i32", slots="i32", tokens="i32", sinks="i32", recent="i32", candidates="i32",
+        scores_ptr=full, tickets_ptr="*i32", slots="i32", width="i32", most="i32", sinks="i32", recent="i32",
+        candidates="i32",
     )  # fmt: skip
     if order is not None:
         types |= dict(key_mean_ptr=full, value_mean_ptr=full)
@@ -278,23 +273,28 @@ def _variant(
         types |= dict(cross_ptr=full, **(dict(slope_ptr=half) if slope else {}))
     if chunks:
         types |= dict(candidate_keys_ptr="*i64", candidate_slots_ptr="*i32")
+    if ragged:
+        types |= dict(starts_ptr="*i32")
     name = f"evict {dtype} D{head_dim} slots {slots} drop {slots - tokens} order {order}" + " slope" * slope
-    return Variant(name, _evict_kernel, types, constants, ("slots", "candidates"), num_warps, arches=arches)
+    name += " ragged" * ragged
+    div16 = ("candidates",) if ragged else (*EVEN, "candidates")
+    return Variant(name, _evict_kernel, types, constants, div16, num_warps, arches=arches)
 
 
-CANDIDATES = dict(
+FOUND = dict(
     scores_ptr="*fp32", positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", candidate_keys_ptr="*i64",
-    candidate_slots_ptr="*i32", slots="i32", tokens="i32", sinks="i32", recent="i32",
+    candidate_slots_ptr="*i32", slots="i32", width="i32", sinks="i32", recent="i32",
 )  # fmt: skip
-SCAN = dict(HEADS=8, BLOCK_C=MAX_SCAN)
+STRETCHES, SCAN = FOUND | dict(starts_ptr="*i32"), dict(HEADS=8, BLOCK_C=MAX_SCAN)
 AOT = (
     [_variant(d, 1040, 1024) for d in (64, 80, 96, 128)]
     + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in (CUDA_ARCHES, HIP_ARCHES)]
     + [_variant(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)]
     + [_variant(128, 144, 128), _variant(128, 2048, 1984), _variant(128, 16400, 16384)]
     + [_variant(128, 544, 512, dtype=t) for t in ("bf16", "fp16", "fp32")]
-    + [
-        Variant(f"evict candidates drop {r}", _candidates_kernel, CANDIDATES, SCAN | dict(R=r), ("slots",))
-        for r in (16, 64)
-    ]
+    + [Variant(f"evict candidates drop {r}", _candidates_kernel, FOUND, SCAN | dict(R=r), EVEN) for r in (16, 64)]
+    + [Variant("evict candidates ragged", _candidates_kernel, STRETCHES, SCAN | dict(R=64), wide=False)]
+    + [_variant(d, 1040, 1024, ragged=True) for d in (64, 128)]
+    + [_variant(128, 16400, 16384, ragged=True)]
+    + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in (CUDA_ARCHES, HIP_ARCHES)]
 )

@@ -7,8 +7,8 @@ Source: VECTOR; linearity makes W one product per query instead of one per token
 then the moments; the last to arrive multiplies with W and merges. One launch. Twin: `fastkv.reference.vector`.
 
 Bytes per pair: 4 L D for slots with values, 2 A D for those without plus 4 A D of the cos and sin table (L2), 2 D^2
-for W and for the moment matrix each. Does not handle: collecting attention, partial rotary dimensions, rotary scaling
-factors, and what `decode_attention` does not. In float32 with head_dim 256 it spills registers (52 bytes on sm_90).
+for W and for the moment matrix each. Does not handle: partial rotary dimensions, rotary scaling factors, and what
+`decode_attention` does not. In float32 with head_dim 256 it spills registers (52 bytes on sm_90).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ._partials import (
+    _add_attention,
     _append_token,
     _attend_keys,
     _attend_slots,
@@ -29,16 +30,18 @@ from ._partials import (
     _merge_tops,
     _mix,
     _moment_partial,
+    _store_halves,
     _store_lse,
     _store_partial,
+    _weigh_keys,
 )
+from ._slots import _stretch, addressed
 from ._tiles import (
     CUDA_ARCHES,
     HIP_ARCHES,
     INTERPRET,
     MIN_ROWS,
     Variant,
-    _dot,
     check_contiguous,
     check_decode,
     decode_outputs,
@@ -51,6 +54,7 @@ from ._workspace import Workspace, num_splits
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
 FP32_BLOCKS = {64: (32, 16, 2), 128: (32, 16, 2), 256: (16, 16, 2)}
 BLOCK_A = {64: 32, 128: 32, 256: 16}  # slots without values
+BLOCK_S = 256  # slots per step when attention is added up
 MERGE_TILE = 2048  # elements of partials summed at once
 
 
@@ -58,21 +62,27 @@ MERGE_TILE = 2048  # elements of partials summed at once
 def _vector_decode_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, approx_keys_ptr, approx_positions_ptr, approx_lengths_ptr, weight_ptr,
     cos_ptr, sin_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr,
-    out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, tickets_ptr,
-    slots, approx_slots, scale, softcap,
+    out_ptr, lse_retained_ptr, lse_evicted_ptr, attention_ptr, approx_attention_ptr, accs_ptr, tops_ptr, totals_ptr,
+    logits_ptr, tickets_ptr, starts_ptr, approx_starts_ptr, slots, approx_slots, pool, approx_pool, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, APPROX: tl.constexpr,
-    MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
+    APPROX: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Partials: SPLITS of slots with values, APPROX of slots without, one of the moments, one place for the merged keys.
     PARTS: tl.constexpr = SPLITS + APPROX + (ORDER is not None)
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
+    approx_base = _stretch(approx_starts_ptr, pair, approx_slots, HEADS)[0]
     length, approx_length = tl.load(lengths_ptr + pair), tl.load(approx_lengths_ptr + pair)
     count = tl.load(count_ptr + pair)
     q_ptr += pair * G * D
     out_ptr += pair * G * D
-    keys_ptr += pair * slots * D
-    values_ptr += pair * slots * D
+    keys_ptr += base * D
+    values_ptr += base * D
+    approx_logits_ptr = logits_ptr  # [G, pool], the slots with values first
+    if logits_ptr is not None:
+        approx_logits_ptr += pool - approx_pool + approx_base
+        logits_ptr += base
     accs_ptr += pair * (PARTS + 1) * G * D
     tops_ptr += pair * (PARTS + 1) * G
     totals_ptr += pair * (PARTS + 1) * G
@@ -85,32 +95,26 @@ def _vector_decode_kernel(
         acc = tl.zeros([M, BLOCK_D], tl.float32)
         share = tl.cdiv(length, SPLITS)
         top, total, acc = _attend_slots(
-            top, total, acc, q, keys_ptr, values_ptr, None, split * share, tl.minimum(split * share + share, length),
-            slots, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
+            top, total, acc, q, keys_ptr, values_ptr, logits_ptr, split * share,
+            tl.minimum(split * share + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
             if split == 0:
                 top, total, acc = _append_token(
                     top, total, acc, q, k_ptr + pair * D, v_ptr + pair * D, keys_ptr, values_ptr,
-                    positions_ptr + pair * slots, None, length, length + approx_length + count, slots, scale, softcap,
-                    G, M, D, BLOCK_D, HAS_CAP,
+                    positions_ptr + base, logits_ptr, length, length + approx_length + count, capacity, pool, scale,
+                    softcap, G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
         _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
     elif split < SPLITS + APPROX:
         share = tl.cdiv(approx_length, APPROX)
         start = (split - SPLITS) * share
         top, total, first, second = _attend_keys(
-            q_ptr, approx_keys_ptr + pair * approx_slots * D, approx_positions_ptr + pair * approx_slots, cos_ptr,
-            sin_ptr, start, tl.minimum(start + share, approx_length), scale, softcap,
+            q_ptr, approx_keys_ptr + approx_base * D, approx_positions_ptr + approx_base, cos_ptr, sin_ptr,
+            approx_logits_ptr, start, tl.minimum(start + share, approx_length), pool, scale, softcap,
             G, M, D, BLOCK_D // 2, BLOCK_A, HAS_CAP, INTERP,
         )  # fmt: skip
-        half = tl.arange(0, BLOCK_D // 2)
-        place = (split * G + rows)[:, None] * D + half[None, :]
-        mask = (rows < G)[:, None] & (half < D // 2)[None, :]
-        tl.store(accs_ptr + place, first, mask=mask)
-        tl.store(accs_ptr + D // 2 + place, second, mask=mask)
-        tl.store(tops_ptr + split * G + rows, top, mask=rows < G)
-        tl.store(totals_ptr + split * G + rows, total, mask=rows < G)
+        _store_halves(accs_ptr, tops_ptr, totals_ptr, split, top, total, first, second, G, M, D, BLOCK_D // 2)
     elif ORDER is not None:
         top, total, acc = _moment_partial(
             q_ptr, key_mean_ptr + pair * D, value_mean_ptr + pair * D,
@@ -123,13 +127,13 @@ def _vector_decode_kernel(
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
         exact_top, exact_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, M)
         approx_top, approx_total, approx_shares = _merge_tops(tops_ptr, totals_ptr, SPLITS, APPROX, G, M)
-        lse2, exact_factor, approx_factor = _mix(exact_top, exact_total, approx_top, approx_total)
+        held_lse2, exact_factor, approx_factor = _mix(exact_top, exact_total, approx_top, approx_total)
         held_total = tl.where((exact_total > 0) | (approx_total > 0), 1.0, 0.0)
-        held_top = tl.where(held_total > 0, lse2, -float("inf"))
+        held_top = tl.where(held_total > 0, held_lse2, -float("inf"))
         moment_top, moment_total = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
         if ORDER is not None:
             moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS + APPROX, 1, G, M)
-        _, held_factor, moment_factor = _mix(held_top, held_total, moment_top, moment_total)
+        lse2, held_factor, moment_factor = _mix(held_top, held_total, moment_top, moment_total)
         _store_lse(lse_retained_ptr + pair * G, held_top, held_total, G, M)
         _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
 
@@ -144,15 +148,8 @@ def _vector_decode_kernel(
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
-            mixed = tl.zeros([M, MERGE_D], tl.float32)
-            for first in range(0, D, BLOCK_K):
-                dims = first + tl.arange(0, BLOCK_K)
-                heads = (rows < G)[:, None] & (dims < D)[None, :]
-                spot = merged_ptr + rows[:, None] * D + dims[None, :]
-                key = tl.load(spot, mask=heads, other=0.0, cache_modifier=".cg").to(q_ptr.dtype.element_ty)
-                inside = (dims < D)[:, None] & (part < D)[None, :]
-                weight = tl.load(weight_ptr + dims[:, None] * D + part[None, :], mask=inside, other=0.0)
-                mixed += _dot(key, weight.to(key.dtype), INTERP)
+            dtype: tl.constexpr = q_ptr.dtype.element_ty
+            mixed = _weigh_keys(merged_ptr, weight_ptr, part, dtype, G, M, D, BLOCK_K, MERGE_D, INTERP)
             mixed += _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, M, D) * exact_factor[:, None]
             mixed *= held_factor[:, None]
             if ORDER is not None:
@@ -160,8 +157,15 @@ def _vector_decode_kernel(
                 moment = tl.load(moments_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
                 mixed += moment * moment_factor[:, None]
             tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+        held = length
         if k_ptr is not None:
-            _count_token(lengths_ptr, seen_ptr, pair, tl.minimum(length + 1, slots), HEADS)
+            held = tl.minimum(length + 1, capacity)
+            _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
+        if attention_ptr is not None:
+            _add_attention(attention_ptr + base, logits_ptr, lse2, held, pool, G, M, BLOCK_S)
+        if approx_attention_ptr is not None:
+            approx_attention_ptr += approx_base
+            _add_attention(approx_attention_ptr, approx_logits_ptr, lse2, approx_length, pool, G, M, BLOCK_S)
         tl.store(tickets_ptr + pair, 0)
 
 
@@ -178,66 +182,59 @@ def _constants(
     merge_d = max(16, MERGE_TILE // (max(splits, approx, 2) * MIN_ROWS))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n,
-        BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, SPLITS=splits, APPROX=approx,
+        BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, BLOCK_S=BLOCK_S, SPLITS=splits, APPROX=approx,
         MERGE_D=merge_d, ORDER=order, HAS_CAP=capped,
     )  # fmt: skip
     return constants, 8 if exact and padded == 256 else 4, num_stages
 
 
 def vector_decode_attention(
-    *,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    approx_keys: Tensor,
-    approx_positions: Tensor,
-    approx_lengths: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    count: Tensor,
-    key_mean: Tensor | None,
-    value_mean: Tensor | None,
-    matrix: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    order: int | None = 1,
-    out: Tensor | None = None,
-    lse_retained: Tensor | None = None,
-    lse_evicted: Tensor | None = None,
-    workspace: Workspace | None = None,
-    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, approx_keys: Tensor, approx_positions: Tensor,
+    approx_lengths: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, count: Tensor, key_mean: Tensor | None,
+    value_mean: Tensor | None, matrix: Tensor | None, scale: float, softcap: float | None = None,
+    order: int | None = 1, out: Tensor | None = None, lse_retained: Tensor | None = None,
+    lse_evicted: Tensor | None = None, workspace: Workspace | None = None,
+    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None, attention: Tensor | None = None,
+    approx_attention: Tensor | None = None, starts: Tensor | None = None, width: int | None = None,
+    approx_starts: Tensor | None = None, approx_width: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`decode_attention` with further slots that hold a key but no value; arguments not listed are as there.
 
     Args:
         approx_keys: [B, Hkv, A, D] post-RoPE.  approx_positions: [B, Hkv, A] int32.  approx_lengths: [B, Hkv] int32.
         weight: [Hkv, D, D], value = k~ @ weight in the dtype of q.  cos, sin: [P, D/2] fp32, rotate_half pairing.
-        workspace: `Workspace.allocate(..., slots=max(C, A), sets=2, attention=False)`; made if None.
+        workspace: `Workspace.allocate(..., slots=max(C, A) or the larger width, sets=2, pool=slots of both kinds)`;
+            made if None.
         append: as there; the position of the token is lengths + approx_lengths + count.
+        approx_attention: [B, Hkv, A] fp32, as `attention` for the slots without values.
+        approx_starts, approx_width: as `starts` and `width` for the slots without values; either kind can be ragged.
     Returns: out [B, Hq, D] in the dtype of q, lse_retained over both kinds of slots, lse_evicted [B, Hq] fp32.
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
-    groups = check_decode("vector_decode_attention", q, keys, values, approx_keys)
-    batch, heads, slots, dim = keys.shape
-    approx_slots = approx_keys.shape[2]
-    check_shape("vector_decode_attention", "approx_keys", approx_keys, (batch, heads, approx_slots, dim))
-    check_shape("vector_decode_attention", "weight", weight, (heads, dim, dim))
-    check_shape("vector_decode_attention", "cos", cos, (None, dim // 2))
+    op = "vector_decode_attention"
+    groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts), approx_keys)
+    batch, heads, slots, dim = addressed(op, keys, starts).shape
+    check_shape(op, "approx_keys", addressed(op, approx_keys, approx_starts), (batch, heads, None, dim))
+    check_shape(op, "weight", weight, (heads, dim, dim))
+    check_shape(op, "cos", cos, (None, dim // 2))
     k, v, positions, seen = append if append is not None else (None, None, None, None)
     key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
     matrix = matrix if order == 1 else None
     check_contiguous(
-        "vector_decode_attention", q=q, keys=keys, values=values, lengths=lengths, approx_keys=approx_keys,
-        approx_positions=approx_positions, approx_lengths=approx_lengths, weight=weight, cos=cos, sin=sin, count=count,
-        key_mean=key_mean, value_mean=value_mean, matrix=matrix, k=k, v=v, positions=positions, seen=seen,
+        op, q=q, keys=keys, values=values, lengths=lengths, approx_keys=approx_keys, approx_positions=approx_positions,
+        approx_lengths=approx_lengths, weight=weight, cos=cos, sin=sin, count=count, key_mean=key_mean,
+        value_mean=value_mean, matrix=matrix, k=k, v=v, positions=positions, seen=seen, attention=attention,
+        approx_attention=approx_attention, starts=starts, approx_starts=approx_starts,
     )  # fmt: skip
-    pairs = batch * heads
-    splits, approx = num_splits(2 * pairs, slots), num_splits(2 * pairs, approx_slots)
+    pairs, approx_slots, approx_pool = batch * heads, approx_keys.shape[-2], approx_keys.numel() // dim
+    width, approx_width = slots if width is None else width, approx_slots if approx_width is None else approx_width
+    splits, approx = num_splits(2 * pairs, width), num_splits(2 * pairs, approx_width)
+    pool, collects = keys.numel() // dim + approx_pool, attention is not None or approx_attention is not None
     if workspace is None:
-        most = max(slots, approx_slots)
-        workspace = Workspace.allocate(batch, heads, groups, most, dim, q.device, attention=False, sets=2)
+        most = max(width, approx_width)
+        workspace = Workspace.allocate(
+            batch, heads, groups, most, dim, q.device, attention=collects, sets=2, pool=pool
+        )  # fmt: skip
     out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
     constants, num_warps, num_stages = _constants(
         heads, groups, dim, splits, approx, order, softcap is not None, q.dtype,
@@ -246,7 +243,9 @@ def vector_decode_attention(
     _vector_decode_kernel[pairs, splits + approx + (order is not None)](
         q, keys, values, lengths, approx_keys, approx_positions, approx_lengths, weight, cos, sin,
         count, key_mean, value_mean, matrix, k, v, positions, seen, out, lse_retained, lse_evicted,
-        workspace.accs, workspace.tops, workspace.totals, workspace.tickets, slots, approx_slots, scale, softcap or 1.0,
+        attention, approx_attention, workspace.accs, workspace.tops, workspace.totals,
+        workspace.logits if collects else None, workspace.tickets, starts, approx_starts, slots, approx_slots, pool,
+        approx_pool, scale, softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted
@@ -254,7 +253,7 @@ def vector_decode_attention(
 
 def _variant(
     head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
-    capped: bool = False, append: bool = True, arches: tuple[str, ...] = (),
+    capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -266,7 +265,7 @@ def _variant(
         approx_positions_ptr="*i32", approx_lengths_ptr="*i32", weight_ptr=f"*{matrix}", cos_ptr=full,
         sin_ptr=full, count_ptr="*i64", out_ptr=half,
         lse_retained_ptr=full, lse_evicted_ptr=full, accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32",
-        slots="i32", approx_slots="i32", scale="fp32", softcap="fp32",
+        slots="i32", approx_slots="i32", pool="i32", approx_pool="i32", scale="fp32", softcap="fp32",
     )  # fmt: skip
     if order is not None:
         types |= dict(key_mean_ptr=full, value_mean_ptr=full)
@@ -274,11 +273,15 @@ def _variant(
         types |= dict(matrix_ptr=f"*{matrix}")
     if append:
         types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
+    if ragged:  # where heads are unequal attention is usually collected, too
+        types |= dict(
+            starts_ptr="*i32", approx_starts_ptr="*i32", attention_ptr=full, approx_attention_ptr=full, logits_ptr=full,
+        )  # fmt: skip
     name = (
         f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
-        + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append
+        + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append + " ragged" * ragged
     )  # fmt: skip
-    div16 = ("slots", "approx_slots")
+    div16 = () if ragged else ("slots", "approx_slots", "pool", "approx_pool")
     return Variant(name, _vector_decode_kernel, types, constants, div16, num_warps, num_stages, arches=arches)
 
 
@@ -289,4 +292,5 @@ AOT = (
     + [_variant(d, 4, matrix="fp32", capped=True, arches=a) for d, a in BY_VENDOR]
     + [_variant(128, 4, dtype="fp32", matrix="fp32")]
     + [_variant(128, 1, groups=16, append=False), _variant(128, 8, dtype="fp16", matrix="fp16")]
+    + [_variant(d, 8, ragged=True) for d in (64, 128, 256)]
 )

@@ -10,6 +10,7 @@ from ..reference import (
     chunk_mean,
     moment_estimate,
     moment_residual,
+    output_norms,
     pool_scores,
     protected,
     random_scores,
@@ -26,7 +27,7 @@ from .scores import (
     window_attention,
     window_scores,
 )
-from .vector import vector_decode_attention
+from .vector import vector_decode_attention, vector_decode_step, vector_workspace
 
 __all__ = [
     "chunk_mean",
@@ -41,6 +42,7 @@ __all__ = [
     "moment_residual",
     "moment_scores",
     "noncausal_attention_mass",
+    "output_norms",
     "pool_scores",
     "prefill_attention",
     "protected",
@@ -48,6 +50,8 @@ __all__ = [
     "select",
     "streaming_scores",
     "vector_decode_attention",
+    "vector_decode_step",
+    "vector_workspace",
     "window_attention",
     "window_scores",
     "workspace",

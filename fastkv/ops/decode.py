@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,24 +13,52 @@ from ..reference import Moments
 from ..reference.moments import compute_dtype
 from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, STATISTICS, flat, nothing, operator
 
+if TYPE_CHECKING:
+    from ..kernels._workspace import Workspace
+
 
 def _matrix(cross: Tensor | None, slope: Tensor | None) -> Tensor | None:
     """What kernels read of the cross moment: its half-precision copy if there is one."""
     return cross if slope is None else slope
 
 
-def workspace(q: Tensor, keys: Tensor, *, attention: bool, backend: str = "auto") -> list[Tensor]:
+def workspace(
+    q: Tensor,
+    keys: Tensor,
+    *,
+    attention: bool,
+    starts: Tensor | None = None,
+    width: int | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
     """Scratch for `decode_step`, reusable by all layers of one shape; empty where the reference runs.
 
-    Args: q [B, Hq, T, D]; keys [B, Hkv, C, D]; attention: whether steps add up the attention of each slot.
+    Args: q [B, Hq, T, D]; keys [B, Hkv, C, D] or slab [B, S, D]; attention: whether steps add up the attention of each
+        slot; starts, width: as in `decode_step`, at the largest width there will be.
     """
     if not uses_kernels(backend, q.device):
         return []
+    from ..kernels._slots import addressed
     from ..kernels._workspace import Workspace
 
-    batch, heads, slots, dim = keys.shape
-    made = Workspace.allocate(batch, heads, q.shape[1] // heads, slots, dim, q.device, attention=attention)
-    return [t for t in (made.accs, made.tops, made.totals, made.tickets, made.logits) if t is not None]
+    batch, heads, slots, dim = addressed("workspace", keys, starts).shape
+    size = (batch, heads, q.shape[1] // heads, slots if width is None else width, dim, q.device)
+    return as_scratch(Workspace.allocate(*size, attention=attention, pool=keys.numel() // dim))
+
+
+def as_scratch(room: Workspace) -> list[Tensor]:
+    """A workspace as the operators take it."""
+    return [t for t in (room.accs, room.tops, room.totals, room.tickets, room.logits) if t is not None]
+
+
+def as_workspace(scratch: list[Tensor]) -> Workspace | None:
+    """The inverse of `as_scratch`; None if there is none."""
+    if not scratch:
+        return None
+    from ..kernels._workspace import Workspace
+
+    accs, tops, totals, tickets, *logits = scratch
+    return Workspace(accs, tops, totals, logits[0] if logits else None, tickets)
 
 
 def decode_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +69,8 @@ def decode_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator(
     f"decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, {STATISTICS}, float scale, "
-    "float? softcap, int? order, Tensor(e!)? attention, Tensor(f!)[] scratch, str backend) -> (Tensor, Tensor, Tensor)",
+    "float? softcap, int? order, Tensor(e!)? attention, Tensor? starts, int? width, Tensor(f!)[] scratch, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
     decode_outputs,
 )
 def _decode_attention(
@@ -58,24 +87,21 @@ def _decode_attention(
     softcap: float | None,
     order: int | None,
     attention: Tensor | None,
+    starts: Tensor | None,
+    width: int | None,
     scratch: list[Tensor],
     backend: str,
     append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not uses_kernels(backend, q.device):
         estimate = (Moments(count, key_mean, value_mean, cross), scale, softcap)
+        options: Any = dict(order=order, attention=attention, starts=starts, width=width)
         if append is None:
-            return reference.decode_attention(q, keys, values, lengths, *estimate, order=order, attention=attention)
+            return reference.decode_attention(q, keys, values, lengths, *estimate, **options)
         k, v, positions, seen = append
-        slots = (keys, values, positions, lengths)
-        return reference.decode_step(q, k, v, *slots, seen, *estimate, order=order, attention=attention)
-    from ..kernels._workspace import Workspace
+        return reference.decode_step(q, k, v, keys, values, positions, lengths, seen, *estimate, **options)
     from ..kernels.decode_attention import decode_attention
 
-    room = None
-    if scratch:
-        accs, tops, totals, tickets, *logits = scratch
-        room = Workspace(accs, tops, totals, logits[0] if logits else None, tickets)
     return decode_attention(
         q=q,
         keys=keys,
@@ -89,14 +115,17 @@ def _decode_attention(
         softcap=softcap,
         order=order,
         attention=attention,
-        workspace=room,
+        workspace=as_workspace(scratch),
         append=append,
+        starts=starts,
+        width=width,
     )
 
 
 @operator(
     f"decode_step(Tensor q, Tensor k, Tensor v, {CHANGED_SLOTS}, Tensor(g!) seen, {STATISTICS}, float scale, "
-    "float? softcap, int? order, Tensor(e!)? attention, Tensor(f!)[] scratch, str backend) -> (Tensor, Tensor, Tensor)",
+    "float? softcap, int? order, Tensor(e!)? attention, Tensor? starts, int? width, Tensor(f!)[] scratch, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
     decode_outputs,
 )
 def _decode_step(
@@ -124,6 +153,8 @@ def decode_attention(
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
+    starts: Tensor | None = None,
+    width: int | None = None,
     scratch: list[Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +164,19 @@ def decode_attention(
     elif order is not None:
         order = min(order, moments.order)
     return torch.ops.fastkv.decode_attention(
-        q, keys, values, lengths, *flat(moments), scale, softcap, order, attention, scratch or [], backend
+        q,
+        keys,
+        values,
+        lengths,
+        *flat(moments),
+        scale,
+        softcap,
+        order,
+        attention,
+        starts,
+        width,
+        scratch or [],
+        backend,
     )
 
 
@@ -152,32 +195,21 @@ def decode_step(
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
+    starts: Tensor | None = None,
+    width: int | None = None,
     scratch: list[Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.decode_step`. Kernel: one launch, append included; no allocation but the results."""
     return torch.ops.fastkv.decode_step(
-        q,
-        k,
-        v,
-        keys,
-        values,
-        positions,
-        lengths,
-        seen,
-        *flat(moments),
-        scale,
-        softcap,
-        order,
-        attention,
-        scratch or [],
-        backend,
+        *(q, k, v, keys, values, positions, lengths, seen, *flat(moments)),
+        *(scale, softcap, order, attention, starts, width, scratch or [], backend),
     )
 
 
 @operator(
     f"evict({CHANGED_SLOTS}, Tensor seen, {CHANGED_STATISTICS}, Tensor scores, int tokens, int sinks, int recent, "
-    "Tensor(f!)? tickets, str backend) -> ()",
+    "Tensor? starts, int? drop, Tensor(f!)? tickets, str backend) -> ()",
     nothing,
 )
 def _evict(
@@ -195,12 +227,15 @@ def _evict(
     tokens: int,
     sinks: int,
     recent: int,
+    starts: Tensor | None,
+    drop: int | None,
     tickets: Tensor | None,
     backend: str,
 ) -> None:
     moments = Moments(count, key_mean, value_mean, cross, slope)
     if not uses_kernels(backend, keys.device):
-        reference.evict(keys, values, positions, lengths, seen, moments, scores, tokens, sinks, recent)
+        slots = (keys, values, positions, lengths)
+        reference.evict(*slots, seen, moments, scores, tokens, sinks, recent, starts=starts, drop=drop)
         return
     from ..kernels.evict import evict
 
@@ -221,6 +256,8 @@ def _evict(
         recent=recent,
         order=moments.order,
         tickets=tickets,
+        starts=starts,
+        drop=drop,
     )
 
 
@@ -236,10 +273,13 @@ def evict(
     sinks: int,
     recent: int,
     *,
+    starts: Tensor | None = None,
+    drop: int | None = None,
     scratch: list[Tensor] | None = None,
     backend: str = "auto",
 ) -> None:
     """`reference.evict`. Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`."""
     tickets = scratch[3] if scratch else None
     slots = (keys, values, positions, lengths)
-    torch.ops.fastkv.evict(*slots, seen, *flat(moments), scores, tokens, sinks, recent, tickets, backend)
+    rule = (scores, tokens, sinks, recent, starts, drop)
+    torch.ops.fastkv.evict(*slots, seen, *flat(moments), *rule, tickets, backend)

@@ -7,15 +7,39 @@ from typing import Any
 
 from ..errors import FastKVError
 from .base import Policy, Signals
+from .compactor import Compactor
+from .criticalkv import CriticalKV
+from .duoattention import DuoAttention
+from .h2o import H2O
 from .keydiff import KeyDiff
+from .knorm import KNorm
+from .kvzip import KVzip
+from .leverage import Leverage
+from .manifold import Manifold, WindowedManifold
 from .momentkv import MomentKV
+from .noncausal import NonCausal
+from .pyramidkv import PyramidKV
 from .random import Random
 from .snapkv import SnapKV
 from .streaming import Streaming
+from .tova import TOVA
 
-ALL: tuple[type[Policy], ...] = (MomentKV, KeyDiff, SnapKV, Streaming, Random)
+PAPERS: tuple[type[Policy], ...] = (MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal)
+BASELINES: tuple[type[Policy], ...] = (
+    SnapKV,
+    PyramidKV,
+    TOVA,
+    H2O,
+    KNorm,
+    CriticalKV,
+    KVzip,
+    DuoAttention,
+    Streaming,
+    Random,
+)
+ALL = PAPERS + BASELINES
 
-__all__ = ["ALL", "KeyDiff", "MomentKV", "Policy", "Random", "Signals", "SnapKV", "Streaming", "get", "names"]
+__all__ = ["ALL", "Policy", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]
 
 
 def names() -> list[str]:

@@ -25,6 +25,7 @@ from .geometry import (
     sketched_leverage,
 )
 from .moments import Moments, moment_estimate, moment_residual
+from .output import output_norms
 from .ragged import pack, unpack
 from .scores import (
     check_keydiff,
@@ -61,6 +62,7 @@ __all__ = [
     "moment_residual",
     "most_attended",
     "noncausal_attention_mass",
+    "output_norms",
     "pack",
     "pool_scores",
     "prefill_attention",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import check_groups, check_shape
 from .moments import Moments, compute_dtype, moment_estimate
+from .ragged import unpack
 
 QUERY_CHUNK = 256  # queries per logits tile: bounds prefill scratch at [B, Hq, QUERY_CHUNK, N] without changing results
 
@@ -81,6 +82,8 @@ def decode_attention(
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
+    starts: Tensor | None = None,
+    width: int | None = None,
     finite_slots: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query per sequence over the first `lengths` slots and the moments of what was evicted (MomentKV Eq. 12).
@@ -89,11 +92,23 @@ def decode_attention(
         q: [B, Hq, D] post-RoPE.  keys: [B, Hkv, C, D].  values: [B, Hkv, C, Dv].  lengths: [B, Hkv] int, valid slots.
         moments: of the evicted tokens, or None.  order: 1, 0 (means only) or None (no correction).
         attention: optional [B, Hkv, C] fp32, to which the group mean of the attention weights is added in place.
+        starts: [B, Hkv + 1] int32 if heads share slots unequally; then keys, values and attention are slabs [B, S, ...]
+            (see `ragged`).  width: at least every length; S if None.
         finite_slots: promise that slots past `lengths` hold finite numbers; saves a copy of the values.
     Returns: out [B, Hq, Dv] in the dtype of q, lse_retained and lse_evicted [B, Hq] (-inf where empty). A head with
         nothing retained and nothing evicted returns zeros.
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
     """
+    if starts is not None:
+        width = keys.shape[1] if width is None else width
+        held = (unpack(keys, starts, width), unpack(values, starts, width), lengths)
+        received = None if attention is None else attention.new_zeros(*lengths.shape, width)
+        out = decode_attention(
+            q, *held, moments, scale, softcap, order=order, attention=received, finite_slots=finite_slots
+        )
+        if attention is not None and received is not None:
+            add_to_slab(attention, starts, received)
+        return out
     batch, num_heads, dim = q.shape
     heads, slots = keys.shape[1:3]
     groups = check_groups("decode_attention", num_heads, heads)
@@ -115,18 +130,44 @@ def decode_attention(
     return out[:, :, 0].to(q.dtype), lse[..., 0], lse_evicted[..., 0]
 
 
-def append(
-    keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, k: Tensor, v: Tensor, position: Tensor
-) -> None:
-    """Store one token per head in the first free slot, in place.
+def add_to_slab(slab: Tensor, starts: Tensor, rows: Tensor) -> None:
+    """Add rows [B, Hkv, N] to the first N slots of every head's stretch of the slab [B, S], in place.
 
-    Args: keys, values [B, Hkv, C, D]; positions [B, Hkv, C]; lengths [B, Hkv]; k, v [B, Hkv, 1, D]; position [B].
+    Rows beyond what a head owns must be zero.
     """
-    slot = lengths.long()[..., None]
-    keys.scatter_(2, slot[..., None].expand_as(k), k.to(keys.dtype))
-    values.scatter_(2, slot[..., None].expand_as(v), v.to(values.dtype))
-    positions.scatter_(2, slot, position.to(positions.dtype)[:, None, None].expand_as(slot))
-    lengths.add_(1)
+    index = starts[:, :-1, None].long() + torch.arange(rows.shape[-1], device=rows.device)
+    slab.scatter_add_(1, index.clamp(max=slab.shape[1] - 1).flatten(1), rows.flatten(1))
+
+
+def append(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    starts: Tensor | None = None,
+) -> None:
+    """Store one token per head in the first free slot, in place. Every head must have one.
+
+    Args: keys, values [B, Hkv, C, D]; positions [B, Hkv, C]; lengths [B, Hkv]; k, v [B, Hkv, 1, D]; position [B] or
+        [B, Hkv]; starts [B, Hkv + 1] if the first three are slabs [B, S, ...]: then a full head stores nothing.
+    """
+    position = position.to(positions.dtype).reshape(len(position), -1, 1).expand(*lengths.shape, 1)
+    if starts is None:
+        slot = lengths.long()[..., None]
+        keys.scatter_(2, slot[..., None].expand_as(k), k.to(keys.dtype))
+        values.scatter_(2, slot[..., None].expand_as(v), v.to(values.dtype))
+        positions.scatter_(2, slot, position)
+        lengths.add_(1)
+        return
+    slot = starts[:, :-1] + lengths
+    free = slot < starts[:, 1:]
+    place = torch.arange(len(slot), device=slot.device)[:, None].expand_as(slot)[free], slot[free].long()
+    for slab, new in ((keys, k), (values, v), (positions, position)):
+        slab[place] = new[:, :, 0][free].to(slab.dtype)
+    lengths.add_(free)
 
 
 def decode_step(
@@ -144,17 +185,20 @@ def decode_step(
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
+    starts: Tensor | None = None,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append one token and attend to everything including it: `append`, then `decode_attention`.
 
     Slots past `lengths` must hold finite numbers, as those of a `LayerState` do.
     Mutates keys, values, positions, lengths, seen (by one) and, if given, attention. Arguments and results as there;
-    q [B, Hq, D], k, v [B, Hkv, 1, D], seen [B] int64: true tokens absorbed so far, the position of the new one.
+    q [B, Hq, D], k, v [B, Hkv, 1, D], seen [B] int64: true tokens absorbed so far, the position of the new one;
+    width: at least every length after the append.
     """
-    append(keys, values, positions, lengths, k, v, seen)
+    append(keys, values, positions, lengths, k, v, seen, starts)
     seen.add_(1)
     state = (keys, values, lengths, moments, scale, softcap)
-    return decode_attention(q, *state, order=order, attention=attention, finite_slots=True)
+    return decode_attention(q, *state, order=order, attention=attention, starts=starts, width=width, finite_slots=True)
 
 
 def prefill_attention(

@@ -182,3 +182,44 @@ def random_scores(positions: Tensor, seed: int = 0, stream: int = 0) -> Tensor:
         state = ((state ^ (state >> 15)) * multiplier) & 0xFFFFFFFF
         state = state ^ (state >> 13)
     return (state >> 8).to(torch.float32) / 2**24
+
+
+def knorm_scores(keys: Tensor) -> Tensor:
+    """Short keys are kept: score_i = -|k_i| (KNorm, Devoto et al. 2024, arXiv:2406.11430).
+
+    Args: keys [B, Hkv, N, D] post-RoPE (the rotation changes no norm).
+    Returns: [B, Hkv, N] fp32 (fp64 for fp64 keys); computed in that dtype, because bf16 norms tie massively.
+    """
+    return -torch.linalg.vector_norm(keys.to(compute_dtype(keys)), dim=-1)
+
+
+def neighbour_mean(scores: Tensor, pool: int, positions: Tensor, valid: Tensor) -> Tensor:
+    """Mean over the up to `pool` real neighbours in position order, the token itself in the middle.
+
+    Unlike `pool_scores`, what lies beyond the ends is left out instead of counted as zero: the mean of equal scores is
+    that score everywhere, so neither the end of the text nor the edge of the padding is favoured or punished.
+
+    Args: scores [B, Hkv, N]; pool: odd width; positions, valid [B, Hkv, N].
+    Returns: [B, Hkv, N], 0 where not valid.  Raises: FastKVError if pool is even.
+    """
+    real = valid.to(scores.dtype)
+    total = pool_scores(torch.where(valid, scores, 0), pool, positions, valid)
+    share = pool_scores(real, pool, positions, valid)  # of the width that is real: at least 1 / pool for a real token
+    return torch.where(valid, total / torch.where(valid, share, 1), 0)
+
+
+def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
+    """(s - mean) / std over the real tokens of each head of each sequence (Compactor, arXiv:2507.08143, Eq. 6).
+
+    Scores that differ by less than a thousandth of their mean (by std) are taken as equal, and equal scores get 0: that
+    is below what half-precision keys can tell, and noise must not be blown up to unit variance. A single token gets 0.
+
+    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens.
+    Returns: [B, Hkv, N], 0 where not real; std is that of a population.
+    """
+    count = mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = torch.where(mask, scores, 0).sum(-1, keepdim=True) / count
+    offset = torch.where(mask, scores - mean, 0)
+    std = (offset.square().sum(-1, keepdim=True) / count).sqrt()
+    flat = std <= 1e-3 * mean.abs()
+    return torch.where(flat, 0, offset / torch.where(flat, 1, std))

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_shape
+from ..errors import FastKVError, check_shape
 from .moments import Moments
+from .ragged import pack, unpack
 
 
 class Selection(NamedTuple):
@@ -31,6 +32,13 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     Args: scores [B, Hkv, N], compared in fp32; positions (below 2^30), valid, protected [B, Hkv, N]; tokens: how many
         to keep per head.
     """
+    order = _best_first(scores, positions, valid, protected)[..., :tokens]
+    chosen = valid.gather(-1, order)
+    return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
+
+
+def _best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
+    """Indices of the candidates in the order of `select`."""
     shape = scores.shape
     for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
         check_shape("select", name, tensor, shape)
@@ -40,9 +48,7 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     bits = scores.view(torch.int32)
     descending = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     rank = torch.where(valid, torch.where(protected, -1, 0), 1)
-    order = ((rank << 62) + (descending << 30) + positions).argsort(dim=-1)[..., :tokens]
-    chosen = valid.gather(-1, order)
-    return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
+    return ((rank << 62) + (descending << 30) + positions).argsort(dim=-1)
 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
@@ -110,17 +116,55 @@ def evict(
     tokens: int,
     sinks: int,
     recent: int,
+    *,
+    starts: Tensor | None = None,
+    drop: int | None = None,
 ) -> None:
     """Shrink every head to `tokens` stored tokens: the lowest scores leave and are merged into the moments, in place.
 
     A head that stores fewer loses none. Which tokens stay is `select`'s rule; in which slots is not specified.
 
     Args: keys, values [B, Hkv, C, D], positions [B, Hkv, C], lengths [B, Hkv], moments: mutated; seen [B]; scores
-        [B, Hkv, C]; sinks, recent: what is protected.
+        [B, Hkv, C]; sinks, recent: what is protected; starts [B, Hkv + 1] if heads share slots unequally: then keys,
+        values and positions are slabs [B, S, ...], scores [B, Hkv, W] reach beyond every length, and a head keeps
+        `drop` less than its slots in place of `tokens`.
+    Raises: FastKVError for starts without drop.
     """
+    if starts is not None:
+        _evict_from_slabs((keys, values, positions), lengths, seen, moments, scores, starts, drop, sinks, recent)
+        return
     valid = torch.arange(positions.shape[-1], device=positions.device) < lengths[..., None]
     guard = protected(positions, seen, sinks, recent)
     chosen = select(scores, positions, valid, guard, tokens)
     none = slice(0, 0)
     block = keys[:, :, none], values[:, :, none], positions[:, :, none]
     compact(keys, values, positions, lengths, moments, *block, valid, chosen)
+
+
+def _evict_from_slabs(
+    slabs: tuple[Tensor, Tensor, Tensor],
+    lengths: Tensor,
+    seen: Tensor,
+    moments: Moments,
+    scores: Tensor,
+    starts: Tensor,
+    drop: int | None,
+    sinks: int,
+    recent: int,
+) -> None:
+    """`evict` where heads share slots unequally."""
+    if drop is None:
+        raise FastKVError("evict needs drop, how far below its slots a head shrinks, with starts, got None; pass both")
+    width = scores.shape[-1]
+    keys, values, positions = (unpack(slab, starts, width) for slab in slabs)
+    column = torch.arange(width, device=lengths.device)
+    valid = column < lengths[..., None]
+    order = _best_first(scores, positions, valid, protected(positions, seen, sinks, recent))
+    tokens = (starts.diff() - drop).clamp(min=0)
+    chosen = valid.gather(-1, order) & (column < tokens[..., None])
+    selection = Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
+    none = slice(0, 0)
+    block = keys[:, :, none], values[:, :, none], positions[:, :, none]
+    compact(keys, values, positions, lengths, moments, *block, valid, selection)
+    for slab, rows in zip(slabs, (keys, values, positions)):
+        pack(slab, starts, rows)

@@ -1,0 +1,58 @@
+"""Where the slots of a KV head are, equal for all heads or a stretch of a slab each, and rows moved between them.
+
+A pair is a (sequence, KV head). Layout of slabs: `fastkv.reference.ragged`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import check_shape
+
+
+def addressed(op: str, slots: Tensor, starts: Tensor | None) -> Tensor:
+    """What each head indexes into, [B, Hkv, C or S, ...]: the slots, or the whole slab [B, S, ...] where `starts`
+    [B, Hkv + 1] says which stretch is whose. A view, so that both layouts are checked and measured alike.
+
+    Raises: FastKVError for starts of another batch.
+    """
+    if starts is None:
+        return slots
+    check_shape(op, "starts", starts, (slots.shape[0], None))
+    return slots[:, None].expand(-1, starts.shape[1] - 1, *slots.shape[1:])
+
+
+@triton.jit
+def _stretch(starts_ptr, pair, slots, HEADS: tl.constexpr):
+    """Where the slots of a pair begin and how many it owns: all `slots` of its own, or with starts_ptr [B, HEADS + 1]
+    a stretch of the `slots` of its sequence."""
+    if starts_ptr is None:
+        return pair * slots, slots
+    else:
+        starts_ptr += (pair // HEADS) * (HEADS + 1) + pair % HEADS
+        first = tl.load(starts_ptr)
+        return (pair // HEADS) * slots + first, tl.load(starts_ptr + 1) - first
+
+
+@triton.jit
+def _some(vector, first, R: tl.constexpr, TILE: tl.constexpr):
+    """Elements [first, first + TILE) of an int vector [R] in registers; 0 past its end."""
+    match = (first + tl.arange(0, TILE))[:, None] == tl.arange(0, R)[None, :]
+    return tl.sum(tl.where(match, vector[None, :], 0), 1)
+
+
+@triton.jit
+def _load_rows(base_ptr, slots, live, cols, D: tl.constexpr):
+    mask = live[:, None] & (cols < D)[None, :]
+    return tl.load(base_ptr + slots[:, None] * D + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _move_rows(base_ptr, drop, hole, to_slot, from_slot, cols, D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
+    for first in range(0, drop, TILE):
+        live = _some(hole.to(tl.int32), first, R, TILE) > 0
+        rows = _load_rows(base_ptr, _some(from_slot, first, R, TILE), live, cols, D)
+        place = base_ptr + _some(to_slot, first, R, TILE)[:, None] * D + cols[None, :]
+        tl.store(place, rows, mask=live[:, None] & (cols < D)[None, :])

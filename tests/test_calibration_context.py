@@ -1,0 +1,469 @@
+"""Context-calibrated compression: the curve, its file, the fit, and measurements on the bundled model."""
+
+import argparse
+import json
+import math
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastkv
+from fastkv.calibration import context
+from fastkv.calibration.context import fit, residual
+from fastkv.calibration.context_texts import FILLERS, demo_text, english_text
+from fastkv.calibration.context_triples import Triple, make_triples
+from fastkv.demo import MODEL_DIR, load
+from fastkv.fits import quality
+from fastkv.fits.fingerprint import describe, fingerprint
+from fastkv.fits.nll import context_nll
+from fastkv.fits.quality import QualityCurve, keep_for, retained, save
+
+from .models import FAMILIES, build
+
+STEEPNESS = st.floats(-50, 50)
+SHARE = st.floats(0, 1)
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load()
+
+
+@given(SHARE, STEEPNESS)
+def test_quality_to_share_and_back(wanted, k):
+    assert float(retained(keep_for(wanted, k), k)) == pytest.approx(wanted, rel=0, abs=1e-9)
+
+
+@given(SHARE, st.floats(-10, 50))
+def test_share_to_quality_and_back(keep, k):
+    """Below -10 quality is so close to 1 that fp64 cannot tell shares apart."""
+    assert float(keep_for(retained(keep, k), k)) == pytest.approx(keep, rel=0, abs=1e-9)
+
+
+@given(SHARE, st.floats(-30, 30).filter(lambda k: abs(k) > 1e-3))
+def test_the_curve_is_the_papers(keep, k):
+    """The paper's own form, (exp(rk - k) - exp(-k)) / (1 - exp(-k))."""
+    expected = (math.exp(keep * k - k) - math.exp(-k)) / (1 - math.exp(-k))
+    assert float(retained(keep, k)) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(st.floats(-1e300, 1e300))
+def test_ends_are_exact_and_nothing_overflows(k):
+    assert float(retained(0.0, k)) == 0 and float(retained(1.0, k)) == 1
+    assert float(keep_for(0.0, k)) == 0 and float(keep_for(1.0, k)) == 1
+    shares = torch.linspace(0, 1, 11)
+    for found in (retained(shares, k), keep_for(shares, k)):
+        assert found.dtype == torch.float64 and ((found >= 0) & (found <= 1)).all()
+
+
+@given(STEEPNESS)
+def test_curves_grow(k):
+    shares = torch.linspace(0, 1, 101, dtype=torch.float64)
+    for curve in (retained(shares, k), keep_for(shares, k)):
+        assert (curve.diff() >= -1e-15).all() and curve[-1] == 1
+
+
+@given(SHARE, st.sampled_from([-1.0, 1.0]), st.floats(-300, -3))
+def test_the_straight_limit_is_approached_from_both_sides(share, sign, exponent):
+    """|f(r) - r| = |k| r (1 - r) / 2 to first order, and the same for the inverse."""
+    k = sign * 10.0**exponent
+    for found in (retained(share, k), keep_for(share, k)):
+        assert abs(float(found) - share) <= abs(k) / 7 + 1e-14
+
+
+def test_the_smallest_share_is_meant():
+    curve = QualityCurve(3.0, 1.0, "p", "f", "m", 1, 0.0)
+    nll = torch.tensor([0.5, 2.0, 4.0])
+    keep = curve.keep(0.9, nll)
+    assert (retained(keep, curve.steepness(nll)) >= 0.9 - 1e-12).all()
+    assert (retained(keep - 1e-6, curve.steepness(nll)) < 0.9).all()
+    assert (keep.diff() > 0).all(), "what is hard to predict needs more"
+    assert float(curve.keep(0.9, 2.0)) == float(keep[1])
+
+
+class Head(torch.nn.Linear):
+    """A language-model head that remembers the most rows it was asked for."""
+
+    def __init__(self, hidden, vocab):
+        super().__init__(hidden, vocab, bias=False)
+        self.largest = 0
+
+    def forward(self, hidden):
+        self.largest = max(self.largest, hidden[..., 0].numel())
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_context_nll_is_cross_entropy(softcap, chunk, side):
+    rows, length, vocab = 3, 41, 57
+    head = Head(16, vocab)
+    head.weight *= 2
+    hidden, ids = torch.randn(rows, length, 16), torch.randint(vocab, (rows, length))
+    pads = [0, 5, 38] if side != "none" else [0, 0, 0]
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row, pad in enumerate(pads):
+        mask[row, slice(0, pad) if side == "left" else slice(length - pad, length)] = 0
+    got = context_nll(hidden, ids, head, softcap, None if side == "none" else mask, chunk)
+    assert got.shape == (rows,) and 0 < head.largest <= max(chunk, rows)
+    for row in range(rows):
+        real = mask[row].bool()
+        logits = head.weight.double() @ hidden[row, real].double().T
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        expected = torch.nn.functional.cross_entropy(logits.T[:-1], ids[row, real][1:])
+        assert float(got[row]) == pytest.approx(float(expected), rel=0, abs=1e-6)
+
+
+def test_context_nll_of_nothing_is_zero_and_half_precision_is_widened():
+    head = Head(8, 11)
+    hidden, ids = torch.randn(2, 1, 8), torch.randint(11, (2, 1))
+    assert context_nll(hidden, ids, head).tolist() == [0, 0]
+    mask = torch.tensor([[0, 0, 1], [0, 0, 0]])
+    assert context_nll(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.long), head, mask=mask).tolist() == [0, 0]
+    hidden, ids = torch.randn(1, 30, 8).bfloat16(), torch.randint(11, (1, 30))
+    head = head.bfloat16()
+    expected = torch.nn.functional.cross_entropy(head(hidden)[0, :-1].float(), ids[0, 1:])
+    assert float(context_nll(hidden, ids, head)) == pytest.approx(float(expected), abs=1e-6)
+
+
+def synthetic(alpha, beta, count=400, seed=0):
+    """keep, nll and the quality that the curve has there, written out in its plain form; fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    keep, nll = torch.rand(2, count, generator=generator, dtype=torch.float64)
+    nll = 1 + 3 * nll
+    k = alpha * nll + beta
+    return keep, nll, torch.expm1(k * keep) / torch.expm1(k)
+
+
+def triples_of(keep, nll, quality):
+    return [Triple(*row) for row in torch.stack([keep, nll, quality], 1).tolist()]
+
+
+KNOWN = [(2.0, -1.0), (-1.5, 4.0), (0.5, -6.0), (3.0, 0.1), (0.0, 2.0), (-2.0, 0.0)]
+
+
+@pytest.mark.parametrize("alpha, beta", KNOWN)
+def test_fit_recovers_a_known_curve(alpha, beta):
+    triples = triples_of(*synthetic(alpha, beta))
+    found = fit(triples)
+    assert found == pytest.approx((alpha, beta), rel=0, abs=1e-3)
+    assert residual(triples, *found) < 1e-6
+    assert fit(triples) == found, "deterministic"
+
+
+@pytest.mark.parametrize("alpha, beta", KNOWN[:3])
+def test_a_large_penalty_finds_the_curve_under_one_sided_noise(alpha, beta):
+    """Half of the measurements are too good by up to 0.1; asymmetric least squares hugs the honest ones from above."""
+    keep, nll, honest = synthetic(alpha, beta)
+    noise = 0.1 * torch.rand(len(honest), dtype=torch.float64) * (torch.arange(len(honest)) % 2)
+    triples = triples_of(keep, nll, (honest + noise).clamp(max=1))
+    assert fit(triples, penalty=1e6) == pytest.approx((alpha, beta), rel=0, abs=1e-3)
+    assert fit(triples, penalty=1) != pytest.approx((alpha, beta), rel=0, abs=1e-2)
+
+
+def test_a_penalty_makes_too_small_a_share_rarer():
+    keep, nll, honest = synthetic(2.0, -3.0)
+    measured = (honest + 0.1 * torch.randn(len(honest), dtype=torch.float64)).clamp(0, 1)
+    triples = triples_of(keep, nll, measured)
+    promised = []
+    shares = []
+    for penalty in (0.1, 1.0, context.PENALTY, 30.0):
+        alpha, beta = fit(triples, penalty)
+        promised.append(int((retained(keep, alpha * nll + beta) > measured).sum()))
+        shares.append(float(keep_for(0.9, alpha * nll + beta).mean()))
+    assert promised == sorted(promised, reverse=True) and len(set(promised)) == 4
+    assert shares == sorted(shares) and len(set(shares)) == 4
+
+
+def test_fit_minimises_what_it_says():
+    """No other (alpha, beta) near the result has a smaller loss; the loss is written out with plain floats."""
+    keep, nll, honest = synthetic(2.0, -3.0, count=60)
+    triples = triples_of(keep, nll, (honest + 0.1 * torch.randn(60, dtype=torch.float64)).clamp(0, 1))
+
+    def loss(alpha, beta):
+        total = 0.0
+        for r, c, y in triples:
+            excess = math.expm1((alpha * c + beta) * r) / math.expm1(alpha * c + beta) - y
+            total += (4.0 if excess > 0 else 1.0) * excess**2
+        return total
+
+    alpha, beta = fit(triples, penalty=4.0)
+    best = loss(alpha, beta)
+    for step in (1e-4, 1e-2, 1.0):
+        for a, b in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -2), (-1, 2)):
+            assert loss(alpha + a * step, beta + b * step) > best
+
+
+def test_fit_of_degenerate_data_is_finite():
+    keep, nll, honest = synthetic(0.0, 3.0)
+    assert fit(triples_of(keep, torch.full_like(nll, 2.5), honest)) == pytest.approx((0.0, 3.0), abs=1e-3)
+    for flat in (0.0, 1.0):
+        alpha, beta = fit([Triple(r, c, flat) for r in (0.1, 0.5, 0.9) for c in (1.0, 2.0)])
+        assert math.isfinite(alpha) and math.isfinite(beta)
+        assert float(retained(0.5, alpha * 1.5 + beta)) == pytest.approx(flat, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "triples, penalty, says",
+    [
+        ([], 2, "got none"),
+        ([Triple(0.5, 1.0, 1.5)], 2, "[0, 1]"),
+        ([Triple(0.5, float("nan"), 0.5)], 2, "finite"),
+        ([Triple(0.5, 1.0, 0.5)], 0, "penalty"),
+    ],
+    ids=["none", "quality", "nll", "penalty"],
+)
+def test_fit_refuses(triples, penalty, says):
+    with pytest.raises(fastkv.FastKVError) as refused:
+        fit(triples, penalty)
+    assert says in str(refused.value)
+
+
+CONFIG = FAMILIES["llama"][1]
+OTHER = FAMILIES["qwen3"][1]
+
+
+def curve(policy="snapkv", config=CONFIG, **changes):
+    made = QualityCurve(1.25, -0.1, policy, fingerprint(config), describe(config), 42, 0.07, True)
+    return replace(made, **changes)
+
+
+def test_file_round_trip_and_merge(tmp_path):
+    path = tmp_path / "context.json"
+    save(path, [curve(), curve("keydiff", alpha=1 / 3, query_aware=False)])
+    assert quality.load(path, CONFIG, "snapkv") == curve()
+    assert quality.load(str(path), CONFIG, "keydiff") == curve("keydiff", alpha=1 / 3, query_aware=False)
+    save(path, [curve("momentkv"), curve(beta=9.0)])
+    assert quality.load(path, CONFIG, "keydiff").alpha == 1 / 3, "still there"
+    assert quality.load(path, CONFIG, "snapkv").beta == 9.0, "replaced"
+    assert quality.load(path, CONFIG, "momentkv") == curve("momentkv")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["context.json"]
+
+
+def damaged(**changes):
+    """Text of a good file with some entries replaced; None removes one."""
+    entry = {"alpha": 1.0, "beta": 2.0, "triples": 3, "residual": 0.1, "query_aware": False}
+    content = {
+        "format": quality.FORMAT,
+        "version": quality.VERSION,
+        "fingerprint": fingerprint(CONFIG),
+        "model": "m",
+        "curves": {"snapkv": {name: value for name, value in {**entry, **changes.pop("entry", {})}.items()}},
+        **changes,
+    }
+    return json.dumps({name: value for name, value in content.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (None, "there is no calibration file"),
+        ("{", "damaged"),
+        ("\x00\x01", "damaged"),
+        ("[]", "other JSON"),
+        ('{"format": "something else"}', "other JSON"),
+        (damaged(version=quality.VERSION + 1), "update fastkv"),
+        (damaged(fingerprint="0123"), "another model"),
+        (damaged(curves={}), "at least one curve"),
+        (damaged(curves=None), "damaged"),
+        (damaged(curves=[1]), "damaged"),
+        (damaged(model=None), "damaged"),
+        (damaged(model=7), "damaged"),
+        (damaged(entry={"alpha": "1"}), "damaged"),
+        (damaged(entry={"alpha": True}), "damaged"),
+        (damaged(entry={"beta": float("inf")}), "damaged"),
+        (damaged(entry={"query_aware": 1}), "damaged"),
+        (damaged(curves={"keydiff": {}}), "damaged"),
+    ],
+)
+def test_load_refuses_in_one_sentence(text, says, tmp_path):
+    path = tmp_path / "context.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(fastkv.FastKVError) as refused:
+        quality.load(path, CONFIG, "snapkv")
+    message = str(refused.value)
+    assert says in message and str(path) in message and "\n" not in message
+
+
+def test_load_lists_the_policies_there_are_and_names_both_models(tmp_path):
+    path = tmp_path / "context.json"
+    save(path, [curve("snapkv"), curve("keydiff")])
+    with pytest.raises(fastkv.FastKVError, match=r"no curve for policy 'momentkv', only for keydiff, snapkv"):
+        quality.load(path, CONFIG, "momentkv")
+    with pytest.raises(fastkv.FastKVError) as refused:
+        quality.load(path, OTHER, "snapkv")
+    assert describe(CONFIG) in str(refused.value) and describe(OTHER) in str(refused.value)
+    with pytest.raises(fastkv.FastKVError, match="cannot read"):
+        quality.load(tmp_path, CONFIG, "snapkv")
+
+
+def test_save_refuses_and_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "context.json"
+    save(path, [curve()])
+    before = path.read_bytes()
+    with pytest.raises(fastkv.FastKVError, match="one model"):
+        save(path, [curve("keydiff", config=OTHER)])
+    with pytest.raises(fastkv.FastKVError, match="none"):
+        save(tmp_path / "new.json", [])
+    with pytest.raises(fastkv.FastKVError, match="cannot be written"):
+        save(tmp_path / "nowhere" / "context.json", [curve()])
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(fastkv.FastKVError, match="No space left"):
+        save(path, [curve("keydiff")])
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["context.json"]
+
+
+@pytest.mark.parametrize("text", [demo_text, english_text])
+def test_texts_hold_their_answers(text, bundled):
+    _, tokenizer = bundled
+    for seed in range(-1, -13, -1):
+        sample = text(tokenizer, 256, seed)
+        assert sample == text(tokenizer, 256, seed) and sample != text(tokenizer, 256, seed - 12)
+        assert len(sample.questions) == len(sample.answers) > 1
+        for answer in sample.answers:
+            value = answer.removesuffix(".").split(" and ")[0].strip()
+            assert value in sample.context
+        words = len(tokenizer(sample.context).input_ids)
+        assert 190 <= words <= 290
+
+
+def test_english_texts_differ_in_how_much_they_repeat(bundled):
+    _, tokenizer = bundled
+    distinct = [
+        len(set(words := english_text(tokenizer, 1024, seed).context.split())) / len(words)
+        for seed in range(len(FILLERS))
+    ]
+    assert distinct[FILLERS.index("repeated")] < distinct[FILLERS.index("varied")]
+
+
+def test_triples_of_the_bundled_model(bundled):
+    """The NLL is the model's own, everything kept loses nothing, and KeyDiff answers from half, random cannot."""
+    model, tokenizer = bundled
+    texts = []
+    options = {"keeps": (0.05, 0.5, 1.0), "lengths": (512,), "samples": 2, "text": "demo"}
+    triples = make_triples(model, tokenizer, "keydiff", progress=lambda: texts.append(1), **options)
+    assert len(texts) == 2 and len(triples) == 6
+    for index in range(2):
+        ids = tokenizer(demo_text(tokenizer, 512, -1 - index).context, return_tensors="pt").input_ids
+        loss = model(ids, labels=ids).loss
+        group = triples[3 * index : 3 * index + 3]
+        assert [triple.nll for triple in group] == pytest.approx([float(loss)] * 3, abs=1e-5)
+        assert [triple.keep for triple in group] == [math.ceil(r * ids.shape[1]) / ids.shape[1] for r in (0.05, 0.5, 1)]
+        assert group[2].quality == pytest.approx(1.0, abs=1e-3)
+        assert group[0].quality < group[1].quality
+    random = make_triples(model, tokenizer, "random", **{**options, "keeps": (0.05,)})
+    assert max(triple.quality for triple in random) < 0.2
+    assert not any("_fastkv_plan" in vars(module) for module in model.modules()), "the model is stock again"
+
+
+def test_a_known_question_survives_stronger_compression(bundled):
+    model, tokenizer = bundled
+    options = {"keeps": (0.5,), "lengths": (512,), "samples": 6, "text": "demo"}
+    known, unknown = (make_triples(model, tokenizer, "snapkv", query_aware=aware, **options) for aware in (True, False))
+    assert sum(one.quality for one in known) > 1 + sum(one.quality for one in unknown)
+
+
+def characters():
+    """A tokenizer of printable characters with as many tokens as the tiny models have."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: place for place, token in enumerate(("<pad>", "<bos>", "<eos>", *map(chr, range(32, 127))))}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_triples_of_any_model_and_tokenizer(name):
+    """Gemma 2 soft-caps its final logits, so its NLL is the model's own loss only if that is respected."""
+    model, tokenizer = build(name, "eager"), characters()
+    if name == "gemma2":
+        assert model.config.final_logit_softcapping
+        model.config.final_logit_softcapping = 3.0
+    triples = make_triples(model, tokenizer, "momentkv", keeps=(0.3, 1.0), lengths=(256,), samples=3)
+    assert [triple.keep < 1 for triple in triples] == [True, False] * 3
+    for index, triple in enumerate(triples[1::2]):
+        ids = tokenizer(english_text(tokenizer, 256, -1 - index).context, return_tensors="pt").input_ids
+        assert triple.nll == pytest.approx(float(model(ids, labels=ids).loss), abs=1e-5)
+        assert triple.quality == pytest.approx(1.0, abs=1e-3)
+    long = english_text(tokenizer, 20_000, 0)
+    assert len(set(long.questions)) == 4
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"text": "poem"}, "english"),
+        ({"keeps": ()}, "keeps"),
+        ({"keeps": (0.5, 1.5)}, "keeps"),
+        ({"lengths": (8,)}, "lengths"),
+        ({"lengths": (10**6,)}, "lengths"),
+        ({"samples": 0}, "samples"),
+        ({"policy": "nope"}, "nope"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_make_triples_refuses(changes, says, bundled):
+    options = {"policy": "snapkv", "lengths": (128,), "samples": 1, **changes}
+    with pytest.raises(fastkv.FastKVError, match=says):
+        make_triples(*bundled, **options)
+
+
+def test_make_triples_refuses_a_patched_model(bundled):
+    model, tokenizer = bundled
+    with fastkv.patched(model, "snapkv", 64), pytest.raises(fastkv.FastKVError, match="unpatch"):
+        make_triples(model, tokenizer, "snapkv")
+
+
+def options_of(*arguments):
+    parser = argparse.ArgumentParser()
+    context.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_command_writes_the_file_and_the_picture(tmp_path, capsys, bundled):
+    out = tmp_path / "results"
+    context.run(options_of("--policies", "keydiff,random", "--samples", "2", "--lengths", "128", "--out", str(out)))
+    said = capsys.readouterr().out
+    for policy in ("keydiff", "random"):
+        found = quality.load(out / "context.json", bundled[0].config, policy)
+        line = next(line.split() for line in said.splitlines() if line.startswith(policy))
+        assert line[2] == f"{found.alpha:.3f}" and line[4] == f"{found.beta:.3f}" and line[6] == f"{found.residual:.3f}"
+        assert found.triples > 0 and not found.query_aware
+    assert (out / "context.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--policies", ","), "policies"),
+        (("--policies", "nope"), "nope"),
+        (("--lengths", "many"), "many"),
+    ],
+    ids=["none", "unknown", "lengths"],
+)
+def test_command_refuses_before_anything_is_written(arguments, says, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(fastkv.FastKVError, match=says):
+        context.run(options_of(*arguments, "--out", str(out)))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("policy", ["momentkv", "keydiff", "snapkv"])
+def test_the_bundled_model_brings_its_curves(policy, bundled):
+    found = quality.load(MODEL_DIR / "context.json", bundled[0].config, policy)
+    shares = found.keep(0.9, torch.tensor([2.0, 2.5, 3.0]))
+    assert ((shares > 0.05) & (shares <= 1)).all()

@@ -1,0 +1,586 @@
+"""Maps from keys to values: the fit against least squares on stored activations, the file, the text, the command."""
+
+import argparse
+import io
+import json
+import os
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import fastkv
+from fastkv import FastKVError
+from fastkv.calibration import corpus
+from fastkv.calibration.vector import Sums, add_arguments, fit, pre_rope_pairs, run
+from fastkv.demo import MODEL_DIR, load
+from fastkv.fits.fingerprint import describe, fingerprint
+from fastkv.fits.vector import HEADER, VERSION, VectorMap, required_r2
+from fastkv.rotary import Rotary
+
+from .models import FAMILIES, VOCAB, build, prompt
+
+FULL_LAYERS = {"llama": [0, 1, 2, 3], "qwen3": [0, 1, 2, 3], "gemma3": [1, 3]}
+families = pytest.mark.parametrize("name", FULL_LAYERS)
+
+
+def pairs(count=200, heads=2, key_dim=6, value_dim=4, seed=0):
+    """Random keys [1, Hkv, N, Dk] whose dimensions differ in size, values [1, Hkv, N, Dv] with a mean; float64."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-2, 1, key_dim, dtype=torch.float64)
+    keys = torch.randn(1, heads, count, key_dim, generator=generator, dtype=torch.float64) * sizes
+    values = torch.randn(1, heads, count, value_dim, generator=generator, dtype=torch.float64) + 0.3
+    return keys, values
+
+
+def summed(keys, values):
+    sums = Sums(keys, values)
+    sums.add(keys, values)
+    return sums
+
+
+def sequences(rows=8, length=60):
+    return prompt(batch=rows, length=length, pads=(0,) * rows, seed=5)[0]
+
+
+def brute_r2(keys, values, weight):
+    """R^2 [Hkv] of a map on keys [Hkv, N, Dk] and values [Hkv, N, Dv], from the pairs themselves."""
+    wrong = (values - keys @ weight).square().sum((1, 2))
+    return 1 - wrong / (values - values.mean(1, keepdim=True)).square().sum((1, 2))
+
+
+# Least squares from sums.
+
+
+def test_a_linear_relation_is_recovered_exactly():
+    keys, _ = pairs()
+    weight = torch.randn(2, 6, 4, dtype=torch.float64)
+    sums = summed(keys, keys @ weight)
+    torch.testing.assert_close(sums.solve(), weight, rtol=1e-9, atol=1e-9)
+    assert ((sums.r2(sums.solve()) - 1).abs() <= 1e-9).all()
+
+
+@given(st.lists(st.integers(0, 200), max_size=6))
+def test_the_split_into_batches_does_not_matter(cuts):
+    keys, values = pairs()
+    sums = Sums(keys, values)
+    edges = [0, *sorted(cuts), 200]
+    for start, stop in zip(edges, edges[1:]):
+        sums.add(keys[:, :, start:stop], values[:, :, start:stop])
+    whole = summed(keys, values)
+    assert sums.count == whole.count
+    torch.testing.assert_close(sums.solve(), whole.solve(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(sums.r2(sums.solve()), whole.r2(whole.solve()), rtol=1e-10, atol=1e-10)
+
+
+def test_r2_is_that_of_the_pairs_themselves():
+    keys, values = pairs()
+    other_keys, other_values = pairs(count=90, seed=1)
+    values, other_values = values + keys[..., :4], other_values + other_keys[..., :4]
+    weight = summed(keys, values).solve()
+    torch.testing.assert_close(weight[None], torch.linalg.lstsq(keys, values).solution, rtol=1e-9, atol=1e-9)
+    measured = summed(other_keys, other_values).r2(weight)
+    torch.testing.assert_close(measured, brute_r2(other_keys[0], other_values[0], weight), rtol=1e-11, atol=1e-11)
+
+
+def test_keys_that_do_not_span_their_space_give_the_smallest_map():
+    keys, _ = pairs(key_dim=5)
+    dependent = torch.cat([keys, keys[..., :1], torch.zeros_like(keys[..., :1])], -1)
+    values = keys @ torch.randn(2, 5, 4, dtype=torch.float64)
+    sums = summed(dependent, values)
+    smallest = torch.linalg.lstsq(dependent, values, driver="gelsd").solution[0]
+    torch.testing.assert_close(sums.solve(), smallest, rtol=1e-8, atol=1e-8)
+    assert ((sums.r2(sums.solve()) - 1).abs() <= 1e-9).all()
+
+
+def test_values_that_do_not_vary_have_nothing_to_explain():
+    """Sums of constants are off by rounding, to either side, which must not pass for variation."""
+    keys, values = pairs(heads=64)
+    values[:, :-1] = torch.randn(63, 1, 4, dtype=torch.float64)
+    values[:, 0] = 0
+    sums = summed(keys, values)
+    r2 = sums.r2(sums.solve())
+    assert (r2[:-1] == 0).all() and r2[-1] != 0 and torch.isfinite(sums.solve()).all()
+
+
+def test_a_bad_map_is_worse_than_the_mean():
+    keys, values = pairs()
+    assert (summed(keys, values).r2(torch.ones(2, 6, 4)) < 0).all()
+
+
+# Fitting a model.
+
+
+@families
+def test_fit_is_least_squares_on_the_keys_before_the_rotary_embedding(name):
+    """Keys and values are taken from the projections (and key norms) themselves, before any rotation."""
+    model, ids = build(name), sequences()
+    recorded, hooks = {}, []
+
+    def record(kind, layer):
+        def hook(module, args, out):
+            heads_first = out.ndim == 4 and out.shape[1] == 2  # Gemma 3 normalises keys [B, Hkv, T, D]
+            out = out.transpose(1, 2) if heads_first else out.reshape(*ids.shape, 2, 16)
+            recorded[kind, layer] = out.permute(2, 0, 1, 3).double()
+
+        return hook
+
+    for module in model.modules():
+        if hasattr(module, "k_proj"):
+            keys = module.k_norm if hasattr(module, "k_norm") else module.k_proj
+            hooks.append(keys.register_forward_hook(record("k", module.layer_idx)))
+            hooks.append(module.v_proj.register_forward_hook(record("v", module.layer_idx)))
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    fitted = fit(model, ids.split(3), held_out=0.25)
+    assert list(fitted.weights) == list(fitted.r2) == FULL_LAYERS[name]
+    assert fitted.tokens == ids.numel() and fitted.threshold == 0.5
+    assert fitted.fingerprint == fingerprint(model.config) and fitted.model == describe(model.config)
+    apart = torch.tensor([True, False, False, False] * 2)
+    for layer in FULL_LAYERS[name]:
+        k, v = recorded["k", layer], recorded["v", layer]
+        weight = torch.linalg.lstsq(k[:, ~apart].flatten(1, 2), v[:, ~apart].flatten(1, 2)).solution
+        held_keys, held_values = k[:, apart].flatten(1, 2), v[:, apart].flatten(1, 2)
+        assert fitted.weights[layer].dtype == torch.float32
+        # The rotation and its undoing cost a few units of the last place of fp32.
+        torch.testing.assert_close(fitted.weights[layer], weight.float())
+        torch.testing.assert_close(fitted.r2[layer], brute_r2(held_keys, held_values, weight), rtol=0, atol=1e-6)
+
+
+def test_held_out_r2_is_that_of_the_stored_pairs():
+    """The same pairs that `fit` saw, kept this time: R^2 of the stored fp32 map agrees to float64."""
+    model, ids = build("qwen3"), sequences()
+    fitted = fit(model, ids.split(2), held_out=0.5)
+    rotary = Rotary.of(model)
+    batches = [pre_rope_pairs(model, rotary, batch) for batch in ids.split(2)]
+    for layer, weight in fitted.weights.items():
+        keys = torch.stack([batch[layer][1][0] for batch in batches]).double().transpose(0, 1).flatten(1, 2)
+        values = torch.stack([batch[layer][2][0] for batch in batches]).double().transpose(0, 1).flatten(1, 2)
+        direct = brute_r2(keys, values, weight.double())
+        torch.testing.assert_close(fitted.r2[layer], direct, rtol=1e-11, atol=1e-11)
+
+
+def test_values_that_are_linear_in_the_keys_are_predicted():
+    model = build()
+    weights = torch.randn(4, 2, 16, 16)
+    for layer, weight in zip(model.model.layers, weights):
+        keys = layer.self_attn.k_proj.weight.unflatten(0, (2, 16))
+        layer.self_attn.v_proj.weight.copy_((weight.mT @ keys).flatten(0, 1))
+    fitted = fit(model, sequences().split(4))
+    for layer, weight in enumerate(weights):
+        assert ((fitted.r2[layer] - 1).abs() <= 1e-9).all()
+        torch.testing.assert_close(fitted.weights[layer], weight, rtol=1e-5, atol=1e-5)
+        assert fitted.usable(layer) == [True, True]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_batch_size_changes_nothing(rows):
+    model, ids = build().double(), sequences()
+    one, other = fit(model, ids.split(2)), fit(model, ids.split(rows))
+    for layer in one.weights:
+        torch.testing.assert_close(one.weights[layer], other.weights[layer])
+        torch.testing.assert_close(one.r2[layer], other.r2[layer], rtol=0, atol=1e-6)
+
+
+def test_held_out_sequences_measure_and_do_not_enter():
+    model, ids = build(), sequences(rows=11, length=30)
+    changed = ids.clone()
+    changed[0] = changed[10] = sequences(rows=1, length=30)[0].flip(0)  # of eleven, a tenth is the first and the last
+    before, after = fit(model, ids.split(1)), fit(model, changed.split(1))
+    for layer in before.weights:
+        assert torch.equal(before.weights[layer], after.weights[layer])
+        assert not torch.equal(before.r2[layer], after.r2[layer])
+    changed[1] = 7
+    assert not torch.equal(fit(model, changed.split(1)).weights[0], before.weights[0])
+
+
+def test_batches_are_read_one_at_a_time_and_progress_counts_tokens():
+    model, events = build(), []
+
+    def batches():
+        for batch in sequences(rows=4, length=20).split(1):
+            events.append("read")
+            yield batch
+
+    fit(model, batches(), progress=events.append)
+    assert events == ["read", 20, "read", 40, "read", 60, "read", 80]
+
+
+def test_half_precision_models_are_fitted_in_float64():
+    ids = sequences()
+    exact, rounded = fit(build(), ids.split(4)), fit(build().bfloat16(), ids.split(4))
+    for layer in exact.weights:
+        assert rounded.weights[layer].dtype == torch.float32
+    assert (exact.r2[0] - rounded.r2[0]).abs().max() < 2**-8  # the first layer sees embeddings rounded to bf16
+
+
+def refused(message, call, *args, **kwargs):
+    """The call raises FastKVError with one sentence that holds the message."""
+    with pytest.raises(FastKVError) as error:
+        call(*args, **kwargs)
+    text = str(error.value)
+    assert message in text, text
+    assert not text.endswith(".") and "\n" not in text and ";" in text
+    return text
+
+
+def test_fit_refuses_what_it_cannot_fit():
+    model, ids = build(), sequences()
+    with fastkv.patched(model, budget=64):
+        refused("unpatch", fit, model, [ids])
+        refused("unpatch", fit, model.model, [ids])
+    refused("eval", fit, build().train(), [ids])
+    refused("held_out", fit, model, [ids], held_out=0.0)
+    refused("held_out", fit, model, [ids], held_out=1.0)
+    refused("boundary", fit, model, [ids], boundary=0.0)
+    refused("got 1 in all", fit, model, [ids[:1]])
+    refused("got 0 in all", fit, model, [])
+    refused("token ids", fit, model, [ids.float()])
+    refused("token ids", fit, model, [ids[0]])
+    refused("token ids", fit, model, [ids[:, :0]])
+    refused("full-attention", fit, build("gemma3", layer_types=["sliding_attention"] * 4), [ids])
+    model.model.layers[2].self_attn.v_proj.weight[:] = torch.inf
+    refused("layer 2", fit, model, [ids])
+
+
+# The threshold of Proposition 1.
+
+
+def test_threshold_is_half_for_equal_importance_and_that_of_the_proposition_where_all_are_approximated():
+    assert required_r2() == 0.5
+    for ratio in (0.1, 0.5, 0.9):
+        assert required_r2(1.0, ratio) == 0.5
+        assert required_r2(ratio, 1.0) == pytest.approx(1 / (1 + ratio), rel=1e-15)
+        assert required_r2(ratio, 0.0) == pytest.approx(1 - ratio / 2, rel=1e-15)
+
+
+@pytest.mark.parametrize("removed, approximated", [(0.5, 0.02), (0.5, 0.2), (0.9, 0.04)])
+def test_threshold_is_where_the_counted_loss_turns(removed, approximated):
+    """Loss of 100,000 tokens with decaying importance, counted with one more token in the pool and without."""
+    total = 100_000
+    importance = 1 / (50_000 + torch.arange(total, dtype=torch.float64))
+    before = importance.cumsum(0)
+
+    def loss(rescued, r2):
+        pool = round((1 - removed) * total) + rescued
+        kept = before[pool - 1]
+        return before[-1] - kept + 2 * rescued * kept / pool * (1 - r2)
+
+    rescued = round(approximated * total)
+    pool = round((1 - removed) * total) + rescued
+    mean = before[pool - 1] / pool
+    needed = required_r2((importance[pool] / mean).item(), 2 * rescued / pool)
+    assert 0.5 < needed < 1
+    assert loss(rescued + 1, needed + 1e-3) < loss(rescued, needed + 1e-3)
+    assert loss(rescued + 1, needed - 1e-3) > loss(rescued, needed - 1e-3)
+
+
+@pytest.mark.parametrize("boundary, approximated", [(0.0, 1.0), (1.1, 1.0), (0.5, -0.1), (0.5, 1.1)])
+def test_threshold_refuses_what_is_not_a_share(boundary, approximated):
+    refused("required_r2", required_r2, boundary, approximated)
+
+
+# The file.
+
+
+def example(model=None):
+    config = (model or build()).config
+    weights = {layer: torch.randn(2, 16, 16) for layer in (0, 1, 2, 3)}
+    r2 = {layer: torch.rand(2, dtype=torch.float64) for layer in weights}
+    r2[1] = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    return VectorMap(weights, r2, 1 / 3, fingerprint(config), describe(config), 12345)
+
+
+def same(one, other):
+    facts = ("threshold", "fingerprint", "model", "tokens")
+    assert [getattr(one, name) for name in facts] == [getattr(other, name) for name in facts]
+    for mine, theirs in ((one.weights, other.weights), (one.r2, other.r2)):
+        assert list(mine) == list(theirs)
+        assert all(mine[i].dtype == theirs[i].dtype and torch.equal(mine[i], theirs[i]) for i in mine)
+
+
+def test_a_file_comes_back_bit_for_bit(tmp_path):
+    model, path = build(), tmp_path / "vector.safetensors"
+    fitted = example()
+    fitted.save(path)
+    same(VectorMap.load(path, model.config), fitted)
+    same(VectorMap.load(str(path), fastkv.patch(model, budget=64).config), fitted)
+    first = path.read_bytes()
+    fitted.save(path)
+    assert path.read_bytes() == first and os.listdir(tmp_path) == ["vector.safetensors"]
+
+
+def test_usable_compares_with_the_threshold():
+    fitted = replace(example(), threshold=0.7)
+    assert fitted.usable(1) == [False, False], "a head has to exceed it"
+    assert replace(fitted, threshold=0.69).usable(1) == [False, True]
+    refused("layer 9", fitted.usable, 9)
+
+
+def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "vector.safetensors"
+    old = example()
+    old.save(path)
+    for name in ("replace", "fsync"):
+
+        def full(*args):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            text = refused("No space left on device", example().save, path)
+            assert str(path) in text
+        same(VectorMap.load(path, build().config), old)
+        assert os.listdir(tmp_path) == [path.name]
+    refused("cannot be written", old.save, tmp_path / "nowhere" / "vector.safetensors")
+
+
+def rewritten(path, **changes):
+    """The file with other header entries; None removes one."""
+    fitted = example()
+    tensors = {f"weight.{i}": w for i, w in fitted.weights.items()} | {f"r2.{i}": r for i, r in fitted.r2.items()}
+    header = {"version": VERSION, "tokens": 1, "threshold": 0.5, "model": "x", "fingerprint": fitted.fingerprint}
+    header = {name: value for name, value in (header | changes).items() if value is not None}
+    save_file(tensors, path, {HEADER: json.dumps(header)})
+
+
+def test_load_refuses_files_it_cannot_trust(tmp_path):
+    path, config = tmp_path / "vector.safetensors", build().config
+    refused("No such file", VectorMap.load, path, config)
+    refused("cannot be read", VectorMap.load, tmp_path, config)
+    for content in (b"", b"no tensors here", struct.pack("<Q", 10**9) + b"{}"):
+        path.write_bytes(content)
+        refused("cannot be read", VectorMap.load, path, config)
+    save_file({"weight.0": torch.zeros(2)}, path)
+    refused("header", VectorMap.load, path, config)
+    save_file({"weight.0": torch.zeros(2)}, path, {"format": "pt"})
+    refused("header", VectorMap.load, path, config)
+    save_file({"weight.0": torch.zeros(2)}, path, {HEADER: "[1"})
+    refused("damaged", VectorMap.load, path, config)
+    rewritten(path)
+    VectorMap.load(path, config)
+    rewritten(path, version=VERSION + 1, fingerprint=None)
+    refused("update fastkv", VectorMap.load, path, config)
+    for name, value in (("version", "one"), ("tokens", 0.5), ("threshold", "0.5"), ("fingerprint", None), ("model", 3)):
+        rewritten(path, **{name: value})
+        refused("damaged", VectorMap.load, path, config)
+
+
+@given(st.integers(0, 10**9))
+def test_load_refuses_every_truncation(tmp_path_factory, cut):
+    path = tmp_path_factory.getbasetemp() / "truncated.safetensors"
+    example().save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: cut % len(content)])
+    refused("cannot be read", VectorMap.load, path, build().config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights, r2: weights.pop(2),
+        lambda weights, r2: r2.pop(2),
+        lambda weights, r2: (weights.clear(), r2.clear()),
+        lambda weights, r2: weights.update({2: weights[2].double()}),
+        lambda weights, r2: weights.update({2: weights[2][0]}),
+        lambda weights, r2: r2.update({2: r2[2][:1]}),
+        lambda weights, r2: r2.update({2: r2[2].float()}),
+        lambda weights, r2: weights[2].fill_(torch.nan),
+        lambda weights, r2: (weights.update({4: weights[2]}), r2.update({4: r2[2]})),
+        lambda weights, r2: (weights.update({"x": weights[2]}), r2.update({"x": r2[2]})),
+    ],
+    ids="weight-missing r2-missing empty double flat short single nan no-such-layer no-number".split(),
+)
+def test_load_refuses_tensors_that_do_not_fit(tmp_path, change):
+    path, fitted = tmp_path / "vector.safetensors", example()
+    weights, r2 = {i: w.clone() for i, w in fitted.weights.items()}, dict(fitted.r2)
+    change(weights, r2)
+    weights, r2 = ({i: t.clone() for i, t in tensors.items()} for tensors in (weights, r2))
+    replace(fitted, weights=weights, r2=r2).save(path)
+    refused("damaged", VectorMap.load, path, build().config)
+
+
+def test_load_refuses_another_model(tmp_path):
+    path = tmp_path / "vector.safetensors"
+    example(build("llama")).save(path)
+    text = refused("another model", VectorMap.load, path, build("qwen3").config)
+    assert describe(build("llama").config) in text and describe(build("qwen3").config) in text
+    refused("another model", example(build("llama")).check, build("qwen3").config)
+    example(build("llama")).check(build("llama").config)
+
+
+# The fingerprint.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fingerprint_belongs_to_the_shape_of_a_model(name, tmp_path):
+    model = build(name, base="eager")
+    config = model.config
+    mine = fingerprint(config)
+    assert len(mine) == 16 and int(mine, 16) >= 0
+    assert mine == fingerprint(FAMILIES[name][1]) == fingerprint(type(config).from_dict(config.to_dict()))
+    config.save_pretrained(tmp_path)
+    assert mine == fingerprint(type(config).from_pretrained(tmp_path))
+    assert mine == fingerprint(model.bfloat16().config)
+    with fastkv.patched(model, budget=64):
+        assert mine == fingerprint(model.config)
+    others = [fingerprint(FAMILIES[other][1]) for other in FAMILIES if other != name]
+    assert mine not in others and len(describe(config).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("hidden_size", 96),
+        ("num_hidden_layers", 3),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("head_dim", 32),
+        ("vocab_size", VOCAB + 1),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 20000.0}),
+        ("layer_types", ["full_attention", "sliding_attention"] * 2),
+    ],
+)
+def test_fingerprint_changes_with_every_field(field, value):
+    config = build("qwen3").config
+    before = fingerprint(config)
+    setattr(config, field, value)
+    assert fingerprint(config) != before
+
+
+def test_fingerprint_does_not_depend_on_what_a_config_spells_out():
+    config = build("llama").config
+    before = fingerprint(config)
+    config.layer_types = ["full_attention"] * 4
+    config.rope_parameters = {"rope_theta": 10000, "factor": None, "rope_type": "default"}
+    assert fingerprint(config) == before
+
+
+# Text.
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load()
+
+
+WORDS = "the old baker waited in the kitchen . a small dog slept near the door . ".split()
+
+
+def test_text_is_packed_and_cut_into_sequences(bundled, tmp_path, monkeypatch):
+    _, tokenizer = bundled
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text(" ".join(WORDS[:5]) + "\n")
+    (tmp_path / "b.md").write_text("\n".join(WORDS[5:12]))
+    (tmp_path / "deep" / "c.txt").write_text(" ".join(WORDS[12:]))
+    (tmp_path / "d.py").write_text("code")
+    whole = [tokenizer.vocab[word] for word in WORDS]
+    assert len(whole) == 16
+    expected = [[tokenizer.bos_token_id, *whole[start : start + 3]] for start in range(0, 15, 3)]
+
+    def read(source, tokens=1000):
+        return [ids.tolist() for ids in corpus.sequences(source, tokenizer, 4, tokens)]
+
+    assert read(str(tmp_path)) == [[row] for row in expected]
+    assert read(str(tmp_path), tokens=11) == [[row] for row in expected[:2]]
+    assert read(str(tmp_path / "a.txt")) == [[expected[0]]]
+    monkeypatch.setattr("sys.stdin", io.StringIO(" ".join(WORDS)))
+    assert read("-") == [[row] for row in expected]
+    monkeypatch.setattr(corpus, "PIECE", 7)
+    (tmp_path / "lines.txt").write_text("\n".join(WORDS))
+    assert read(str(tmp_path / "lines.txt")) == [[row] for row in expected]
+
+
+def test_a_tokenizer_without_a_start_token_gets_none(bundled, tmp_path):
+    _, tokenizer = bundled
+
+    class Bare:
+        bos_token_id = None
+
+        def __call__(self, text, **kwargs):
+            return tokenizer(text, **{"add_special_tokens": False} | kwargs)
+
+    path = tmp_path / "a.txt"
+    path.write_text(" ".join(WORDS))
+    ids = torch.cat(list(corpus.sequences(str(path), Bare(), 8, 1000)))
+    assert ids.flatten().tolist() == [tokenizer.vocab[word] for word in WORDS]
+
+
+def test_demo_texts_are_generated_and_nobody_elses(bundled):
+    _, tokenizer = bundled
+    ids = list(corpus.sequences("demo", tokenizer, 128, 1000))
+    assert [batch.shape for batch in ids] == [(1, 128)] * 7
+    assert all((batch[:, 0] == tokenizer.bos_token_id).all() for batch in ids)
+    again = list(corpus.sequences("demo", tokenizer, 128, 1000))
+    assert all(torch.equal(one, other) for one, other in zip(ids, again))
+    assert len({tuple(batch[0].tolist()) for batch in ids}) == 7
+    assert tokenizer.unk_token_id not in torch.cat(ids)
+
+
+def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
+    _, tokenizer = bundled
+
+    def read(source, length=8, tokens=100):
+        return list(corpus.sequences(str(source), tokenizer, length, tokens))
+
+    path = tmp_path / "a.txt"
+    refused("nothing there", read, path)
+    refused(".txt or .md", read, tmp_path)
+    path.write_text("the dog")
+    refused("2 tokens", read, path)
+    path.write_bytes(b"\xff\xfe\x00")
+    refused("UTF-8", read, path)
+    refused("at least 96", read, "demo")
+    refused("length 1", read, path, length=1)
+    refused("7 tokens", read, path, tokens=7)
+
+
+# The command and the file of the bundled model.
+
+
+def calibrate(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    run(parser.parse_args(list(arguments)))
+
+
+def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
+    model, tokenizer = bundled
+    path = tmp_path / "v.safetensors"
+    calibrate("--length", "128", "--tokens", "1300", "--out", str(path), "--boundary", "0.5")
+    printed = capsys.readouterr().out
+    read = VectorMap.load(path, model.config)
+    direct = fit(model, corpus.sequences("demo", tokenizer, 128, 1300), boundary=0.5)
+    same(read, direct)
+    assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
+    for layer, r2 in read.r2.items():
+        row = next(line for line in printed.splitlines() if line.startswith(f"│     {layer} "))
+        for value, usable in zip(r2.tolist(), read.usable(layer)):
+            assert f"{value:.3f}{'' if usable else ' plain'}" in row
+    usable = sum(sum(read.usable(layer)) for layer in read.weights)
+    assert f"{usable} of 8 heads" in printed
+    assert f'fastkv.patch(model, correction="vector", vector="{path}")' in printed
+
+
+def test_the_command_refuses_a_model_that_is_not_there(tmp_path):
+    refused("cannot be loaded", calibrate, "--model", str(tmp_path), "--out", str(tmp_path / "v"))
+
+
+def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
+    model, tokenizer = bundled
+    path = MODEL_DIR / "vector.safetensors"
+    stored = VectorMap.load(path, model.config)
+    assert path.stat().st_size <= 2**18 and list(stored.weights) == [0, 1, 2, 3]
+    samples = [corpus.generate(task, 512, seed) for task in corpus.TASKS for seed in (0, 1)]
+    rotary, measured = Rotary.of(model), {}
+    for sample in samples:
+        ids = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt").input_ids
+        for layer, keys, values in pre_rope_pairs(model, rotary, ids):
+            measured.setdefault(layer, Sums(keys, values)).add(keys, values)
+    for layer, sums in measured.items():
+        assert (sums.r2(stored.weights[layer]) > stored.threshold).tolist() == stored.usable(layer)

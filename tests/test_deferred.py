@@ -1,0 +1,140 @@
+"""Prompts that are compressed only after all layers have read them: KVzip and Budget(quality=...)."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import fastkv
+from fastkv.errors import FastKVError
+from fastkv.fits import quality
+from fastkv.fits.fingerprint import describe, fingerprint
+
+from .models import FAMILIES, build, generate, prompt
+from .test_policy_matrix import EVERY, TOKENS, small
+
+
+def curve(model, policy, alpha=0.5, beta=-3.0):
+    config = model.config
+    return quality.QualityCurve(alpha, beta, policy, fingerprint(config), describe(config), 10, 0.1)
+
+
+def most_attention(model, ids, layer, request=()):
+    """What KVzip computes, literally: the model reads prompt, request and prompt again with full attention."""
+    again = torch.cat([ids, torch.tensor([list(request)], dtype=torch.long), ids], 1)
+    attention = model(again, output_attentions=True).attentions[layer]
+    num, heads = ids.shape[1], attention.shape[1] // 2
+    return attention[0, :, num:, :num].unflatten(0, (2, heads)).amax((1, 2))
+
+
+@pytest.mark.parametrize("request_ids", [(), (5, 6, 7)])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_kvzip_keeps_what_a_second_reading_attends_to_most(name, request_ids):
+    model = build(name, "eager")
+    ids, _ = prompt(1, 40, (0,))
+    layer = 1
+    model.set_attn_implementation("eager")
+    scores = most_attention(model, ids, layer, request_ids)
+    chosen = fastkv.policies.get("kvzip", prompt=request_ids)
+    fastkv.patch(model, chosen, small(), evict_every=EVERY)
+    exact = model(ids).past_key_values.layers[layer].state.exact
+    always = {0, 1, 36, 37, 38, 39}
+    for head in range(2):
+        ranked = sorted(range(40), key=lambda t: (t not in always, -float(scores[head, t]), t))
+        assert set(exact.positions[0, head, :TOKENS].tolist()) == set(ranked[:TOKENS])
+        stored = exact.memory[0, head, :TOKENS]
+        torch.testing.assert_close(stored, scores[head, exact.positions[0, head, :TOKENS].long()], atol=1e-4, rtol=1e-4)
+
+
+def test_kvzip_leaves_the_output_and_sliding_layers_alone():
+    for name in ("llama", "gemma3"):
+        model = build(name)
+        ids, mask = prompt()
+        stock = model(ids, attention_mask=mask)
+        fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small())
+        out = model(ids, attention_mask=mask)
+        real = mask.bool()
+        torch.testing.assert_close(out.logits[real], stock.logits[real], atol=1e-4, rtol=0)
+        assert out.past_key_values.get_seq_length() == 50
+        for mine, theirs in zip(out.past_key_values.layers, stock.past_key_values.layers):
+            if not hasattr(mine, "state"):
+                assert torch.equal(mine.keys, theirs.keys)
+
+
+def test_kvzip_rows_do_not_depend_on_padding():
+    model = build()
+    ids, mask = prompt()
+    fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small(), evict_every=EVERY)
+    together = generate(model, ids, mask, new=20)
+    for row, pad in enumerate((0, 7, 19)):
+        fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small(), evict_every=EVERY)
+        assert torch.equal(generate(model, ids[row : row + 1, pad:], new=20)[0, -20:], together[row, -20:])
+
+
+def test_quality_keeps_what_the_curve_says(tmp_path):
+    model = build()
+    ids, _ = prompt(2, 50, (0, 0))
+    logits = model(ids).logits[:, :-1].double()
+    nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(-1)
+    path = tmp_path / "context.json"
+    fitted = curve(model, "keydiff")
+    quality.save(path, [fitted])
+    budget = fastkv.Budget(quality=0.9, calibration=path, sinks=2, recent=4)
+    fastkv.patch(model, "keydiff", budget)
+    cache = model(ids).past_key_values
+    k = 0.5 * nll - 3.0
+    share = (torch.log1p(0.9 * torch.expm1(k)) / k).max()  # the row that needs most
+    assert cache.stored(0).tolist() == [[math.ceil(float(share) * 50)] * 2] * 2
+    assert TOKENS < int(cache.stored(0)[0, 0]) < 50
+    assert generate(model, ids, new=10).shape == (2, 60)
+    cache.reset()
+    model(ids[:1, :20], past_key_values=cache)
+    assert int(cache.stored(0).max()) <= 20
+
+
+def test_quality_of_one_keeps_everything_and_less_keeps_less(tmp_path):
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    path = tmp_path / "context.json"
+    quality.save(path, [curve(model, "snapkv")])
+    kept = []
+    for target in (1.0, 0.9, 0.5):
+        fastkv.patch(model, "snapkv", fastkv.Budget(quality=target, calibration=path, sinks=2, recent=4))
+        kept.append(int(model(ids).past_key_values.stored(0)[0, 0]))
+    assert kept[0] == 50 > kept[1] > kept[2]
+
+
+def test_refusals(tmp_path):
+    model = build()
+    path = tmp_path / "context.json"
+    quality.save(path, [curve(model, "snapkv")])
+
+    def refused(match, policy="snapkv", options=None, **given):
+        budget = fastkv.Budget(quality=0.9, **({"calibration": path} | given))
+        with pytest.raises(FastKVError, match=match):
+            fastkv.patch(model, policy, budget, **(options or {}))
+        assert "_fastkv_plan" not in model.__dict__
+
+    refused("no context.json where the model was loaded from", calibration=None)
+    refused("needs the whole context", options={"prefill_block": 16})
+    refused("keydiff", policy="keydiff")
+    refused("there is no calibration file", calibration=tmp_path / "missing.json")
+    with pytest.raises(FastKVError, match="is for quality"):
+        fastkv.Budget(tokens=10, calibration=path)
+    foreign = json.loads(path.read_text())
+    (tmp_path / "foreign.json").write_text(json.dumps(foreign).replace(fingerprint(model.config), "0" * 16))
+    refused("model", calibration=tmp_path / "foreign.json")
+    with pytest.raises(FastKVError, match="has no output embeddings"):
+        fastkv.patch(model.model, "snapkv", fastkv.Budget(quality=0.9, calibration=path))
+    fastkv.patch(model, "kvzip", small())
+    with pytest.raises(FastKVError, match="decode without an assistant"):
+        generate(model, prompt(1, 20, (0,))[0], assistant_model=build())
+
+
+def test_every_family_can_be_deferred():
+    for name in FAMILIES:
+        model = build(name, "eager")
+        ids, mask = prompt()
+        fastkv.patch(model, "kvzip", small(), evict_every=EVERY)
+        assert generate(model, ids, mask, new=9).shape == (3, 59)

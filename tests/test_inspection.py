@@ -1,0 +1,484 @@
+"""`fastkv inspect`: estimators find dimensions that are known, geometry equals brute force, the command tells both."""
+
+import argparse
+import io
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from fastkv import FastKVError
+from fastkv.demo import load
+from fastkv.demo.tasks import generate
+from fastkv.inspection import geometry
+from fastkv.inspection.dimension import MOST_POINTS, Dimensions, dimensions, levina_bickel, pca_dimension, two_nn
+from fastkv.inspection.report import Layer, Report, advice, explain, table_of
+from fastkv.inspection.run import DEMO_CONTEXT, MOST, add_arguments, measure, measure_layer, read, run, tokens_of
+
+from .models import build
+
+N = 2000
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def uniform(num, dim, seed=0):
+    return torch.rand(num, dim, generator=seeded(seed), dtype=torch.float64)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def rotation(dim, seed=1):
+    return torch.linalg.qr(normal(dim, dim, seed=seed))[0]
+
+
+def embedded(points, dim):
+    """The points in a randomly turned subspace of a larger space, away from the origin."""
+    padded = torch.nn.functional.pad(points, (0, dim - points.shape[1]))
+    return padded @ rotation(dim) + 3.0
+
+
+def sphere(dim):
+    points = normal(N, dim + 1)
+    return points / points.norm(dim=1, keepdim=True)
+
+
+def swiss_roll():
+    angle, height = (uniform(N, 2) * torch.tensor([3 * math.pi, 20.0]) + torch.tensor([1.5 * math.pi, 0.0])).unbind(1)
+    return torch.stack([angle * angle.cos(), height, angle * angle.sin()], 1)
+
+
+def torus(dim):
+    angle = 2 * math.pi * uniform(N, dim)
+    return torch.cat([angle.cos(), angle.sin()], 1)
+
+
+# Cloud, its dimension, and that of the flat space it spans.
+CLOUDS = {
+    "line": (uniform(N, 1), 1, 1),
+    "plane": (uniform(N, 2), 2, 2),
+    "5 flat": (uniform(N, 5), 5, 5),
+    "8 flat": (uniform(N, 8), 8, 8),
+    "sphere": (sphere(2), 2, 3),
+    "swiss roll": (swiss_roll(), 2, 3),
+    "torus": (torus(3), 3, 6),
+}
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_estimators_recover_known_dimensions(name):
+    """Within 10 % up to dimension 5. At 8 most of a cube is boundary, where neighbours are missing, which reads low."""
+    cloud, local, flat = CLOUDS[name]
+    got = dimensions(embedded(cloud, 24))
+    assert got.pca == flat
+    low = 0.9 if local <= 5 else 0.8
+    assert low * local <= got.two_nn <= 1.1 * local
+    assert low * local <= got.mle <= 1.1 * local
+
+
+@pytest.mark.parametrize("variance", (0.3, 0.6, 0.9, 0.95, 1.0))
+def test_pca_counts_the_components_of_a_known_spectrum(variance):
+    """Orthogonal directions with variances 8, 4, 2, 1: shares 8/15, 12/15, 14/15, 1."""
+    basis = torch.linalg.qr(normal(64, 4) - normal(64, 4).mean(0))[0]
+    centred = torch.linalg.qr(basis - basis.mean(0))[0]  # orthonormal columns of mean zero
+    assert centred.mean(0).abs().max() < 1e-12
+    points = embedded(centred * torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64).sqrt(), 9)
+    shares = (8 / 15, 12 / 15, 14 / 15, 1.0)
+    assert pca_dimension(points, variance) == 1 + sum(share < variance for share in shares)
+
+
+def brute_neighbours(points):
+    """Ascending distances from each point to all others, by the definition."""
+    rows = points.double().tolist()
+    return [sorted(math.dist(a, b) for j, b in enumerate(rows) if j != i) for i, a in enumerate(rows)]
+
+
+@pytest.mark.parametrize("discard", (0.0, 0.1, 0.35))
+def test_two_nn_maximises_the_likelihood_of_the_ratios(discard):
+    points = embedded(normal(57, 6), 12)
+    ratios = sorted(math.log(near[1] / near[0]) for near in brute_neighbours(points))
+    kept = len(ratios) - math.floor(discard * len(ratios))
+
+    def log_likelihood(d):
+        """Kept ratios are exponential with rate d; each of the others is at least the largest kept one."""
+        seen = sum(math.log(d) - d * ratio for ratio in ratios[:kept])
+        return seen - (len(ratios) - kept) * d * ratios[kept - 1]
+
+    got = two_nn(points, discard)
+    assert 0 < got < 12
+    assert log_likelihood(got) > max(log_likelihood(got * 1.001), log_likelihood(got / 1.001))
+    if discard == 0:
+        assert got == pytest.approx(len(ratios) / sum(ratios), rel=1e-12)
+
+
+@pytest.mark.parametrize("k", ((2,), (5, 9), range(10, 21)), ids=str)
+def test_levina_bickel_averages_inverses(k):
+    points = normal(41, 5)
+    near = brute_neighbours(points)
+    estimates = []
+    for count in k:
+        inverses = [sum(math.log(row[count - 1] / row[j]) for j in range(count - 1)) / (count - 1) for row in near]
+        estimates.append(len(inverses) / sum(inverses))
+    assert levina_bickel(points, k) == pytest.approx(min(5, sum(estimates) / len(estimates)), rel=1e-12)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    num=st.integers(3, 60),
+    dim=st.integers(1, 12),
+    size=st.floats(1e-3, 1e3),
+    shift=st.floats(-10, 10),
+)
+def test_rotation_scaling_and_shift_change_nothing(seed, num, dim, size, shift):
+    points = normal(num, dim, seed=seed)
+    moved = size * (points @ rotation(dim, seed + 1)) + size * shift
+    before, after = dimensions(points), dimensions(moved)
+    assert after.two_nn == pytest.approx(before.two_nn, rel=1e-6)
+    assert after.mle == pytest.approx(before.mle, rel=1e-6)
+    eigenvalues = torch.linalg.eigvalsh(points.T.cov(correction=0).reshape(dim, dim)).flip(0)
+    shares = eigenvalues.cumsum(0) / eigenvalues.sum()
+    if (shares - 0.95).abs().min() > 1e-9:  # nearer than that rounding may decide
+        assert after.pca == before.pca == 1 + int((shares < 0.95).sum())
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    num=st.integers(0, 30),
+    dim=st.integers(1, 5),
+    values=st.integers(1, 3),
+    dtype=st.sampled_from((torch.bfloat16, torch.float32, torch.float64)),
+)
+def test_every_cloud_has_a_finite_dimension(seed, num, dim, values, dtype):
+    """Grids with repeated points, down to a single point or none."""
+    points = (torch.randint(0, values, (num, dim), generator=seeded(seed)) * 0.1).to(dtype)
+    got = dimensions(points)
+    different = len({tuple(row) for row in points.tolist()})
+    assert 0 <= got.pca <= min(dim, max(0, different - 1))
+    for estimate in (got.two_nn, got.mle):
+        assert 0 <= estimate <= dim
+        assert (estimate == 0) == (different < 3)
+    if different <= 1:
+        assert got.pca == 0
+
+
+def test_equal_points_have_no_dimension_although_their_mean_is_rounded():
+    for num in (3, 7, 1000):
+        assert dimensions(torch.full((num, 4), 0.1, dtype=torch.float64)) == Dimensions(0, 0.0, 0.0)
+
+
+def test_repeated_points_count_once_for_neighbours():
+    points = embedded(uniform(300, 3), 8)
+    repeated = points[torch.randint(0, 300, (900,), generator=seeded())]
+    repeated = torch.cat([points, repeated])
+    assert two_nn(repeated) == two_nn(points)
+    assert levina_bickel(repeated) == levina_bickel(points)
+    assert pca_dimension(torch.cat([points, points])) == pca_dimension(points)
+
+
+def test_many_points_are_sampled_the_same_way_every_time():
+    points = embedded(uniform(3 * MOST_POINTS, 3), 8)
+    state = torch.random.get_rng_state()
+    first = dimensions(points)
+    torch.rand(7)
+    assert dimensions(points) == first
+    torch.random.set_rng_state(state)
+    dimensions(points)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert first.two_nn == pytest.approx(3, rel=0.1) and first.mle == pytest.approx(3, rel=0.1)
+    assert two_nn(points) == first.two_nn and levina_bickel(points) == first.mle
+
+
+@pytest.mark.parametrize(
+    "call, names",
+    [
+        (lambda: pca_dimension(torch.ones(3)), r"\[any, any\]"),
+        (lambda: two_nn(torch.ones(2, 3, 4)), r"\[2, 3, 4\]"),
+        (lambda: pca_dimension(torch.ones(3, 2), 0.0), "variance"),
+        (lambda: pca_dimension(torch.ones(3, 2), 1.5), "variance"),
+        (lambda: two_nn(torch.ones(3, 2), 1.0), "discard"),
+        (lambda: levina_bickel(torch.ones(3, 2), (1, 5)), "k must"),
+        (lambda: levina_bickel(torch.ones(3, 2), ()), "k must"),
+    ],
+)
+def test_estimators_refuse(call, names):
+    with pytest.raises(FastKVError, match=names):
+        call()
+
+
+def test_prefixes_and_windows():
+    assert geometry.prefix_lengths(256) == [256]
+    assert geometry.prefix_lengths(257) == [256, 257]
+    assert geometry.prefix_lengths(2048) == [256, 512, 1024, 2048]
+    assert geometry.prefix_lengths(3000) == [256, 512, 1024, 2048, 3000]
+    assert [geometry.window_length(num) for num in (1, 256, 4099, 16384, 131072)] == [1, 64, 1024, 4096, 4096]
+
+
+def cosine(a, b):
+    return math.fsum(x * y for x, y in zip(a, b)) / (math.hypot(*a) * math.hypot(*b))
+
+
+def mean_row(rows):
+    return [math.fsum(column) / len(rows) for column in zip(*rows)]
+
+
+def variation(sizes):
+    mean = math.fsum(sizes) / len(sizes)
+    return math.sqrt(math.fsum((size - mean) ** 2 for size in sizes) / len(sizes)) / mean
+
+
+KEYS = normal(3, 83, 6) * torch.tensor([0.2, 1.0, 30.0]).double()[:, None, None] + normal(3, 1, 6, seed=2)
+
+
+def test_norms_and_anchor_similarity_are_what_they_say():
+    got = geometry.norms(KEYS)
+    anchors = geometry.anchor_similarity(KEYS), geometry.anchor_similarity(KEYS, "normalized_mean")
+    for head, keys in enumerate(KEYS.tolist()):
+        sizes = [math.hypot(*key) for key in keys]
+        mean = math.fsum(sizes) / len(sizes)
+        assert got.mean[head].item() == pytest.approx(mean, rel=1e-12)
+        assert got.spread[head].item() == pytest.approx(variation(sizes), rel=1e-12)
+        assert got.peak[head].item() == pytest.approx(max(sizes) / mean, rel=1e-12)
+        units = [[x / size for x in key] for key, size in zip(keys, sizes)]
+        for anchor, similarity in zip((mean_row(keys), mean_row(units)), anchors):
+            wanted = math.fsum(cosine(anchor, key) for key in keys) / len(keys)
+            assert similarity[head].item() == pytest.approx(wanted, rel=1e-10)
+        pairs = math.fsum(cosine(a, b) for a in keys for b in keys) / len(keys) ** 2
+        assert anchors[1][head].item() ** 2 == pytest.approx(pairs, rel=1e-10)
+
+
+@pytest.mark.parametrize("window", (None, 1000, 32, 7))
+def test_dilution_equals_brute_force(window):
+    lengths = [5, 32, 64, 83]
+    got = geometry.dilution(KEYS.float(), lengths, window)
+    assert got.pull.shape == got.spread.shape == (len(lengths), len(KEYS))
+    for head, keys in enumerate(KEYS.float().tolist()):
+        for place, length in enumerate(lengths):
+            step = min(window or length, length)
+            windows = [keys[start : min(start + step, length)] for start in range(0, length, step)]
+            centroids = [mean_row(part) for part in windows]
+            distances = [math.dist(key, centre) for part, centre in zip(windows, centroids) for key in part]
+            size = math.fsum(math.hypot(*key) for key in keys[:length]) / length
+            pull = math.fsum(math.hypot(*c) * len(part) for part, c in zip(windows, centroids)) / length / size
+            assert got.pull[place, head].item() == pytest.approx(pull, rel=1e-10)
+            assert got.spread[place, head].item() == pytest.approx(variation(distances), rel=1e-10)
+
+
+def test_a_topic_for_every_window_dilutes_the_global_centroid_only():
+    topics = 10 * normal(16, 1, 32)
+    keys = (topics + normal(16, 128, 32, seed=1) * torch.linspace(0.1, 2, 128)[:, None]).reshape(1, -1, 32)
+    lengths = geometry.prefix_lengths(keys.shape[1])
+    whole, windowed = geometry.dilution(keys, lengths), geometry.dilution(keys, lengths, 128)
+    assert whole.pull[-1] < 0.5 * whole.pull[0]
+    assert windowed.pull.min() > 0.95
+    assert windowed.spread[-1] > 2 * whole.spread[-1]
+
+
+def test_effective_rank_of_known_singular_values():
+    left, right = torch.linalg.qr(normal(50, 6))[0], rotation(6)
+    equal = left[:, :3] @ right[:3]
+    skewed = left @ torch.diag(torch.tensor([4.0, 2, 1, 1, 0, 0]).double()) @ right
+    shares = (0.5, 0.25, 0.125, 0.125)
+    got = geometry.effective_rank(torch.stack([equal, skewed, torch.zeros(50, 6), 7 * equal]))
+    assert got.tolist() == pytest.approx([3, math.exp(-sum(p * math.log(p) for p in shares)), 0, 3], rel=1e-9)
+
+
+def test_leverage_share_is_that_of_the_projection_on_the_keys():
+    keys = KEYS.clone()
+    keys[0, 4] *= 50
+    got = geometry.leverage_share(keys)
+    for head, rows in enumerate(keys):
+        diagonal = (rows @ torch.linalg.pinv(rows)).diagonal().sort(descending=True).values
+        assert got[head].item() == pytest.approx((diagonal[:8].sum() / diagonal.sum()).item(), rel=1e-9)
+    equal = torch.eye(8, dtype=torch.float64).repeat(10, 1)[None]
+    assert geometry.leverage_share(equal).item() == pytest.approx(0.1, rel=1e-9)
+
+
+def test_keys_that_are_all_equal_or_zero_give_finite_numbers():
+    for keys in (torch.zeros(2, 300, 8), torch.full((2, 300, 8), 0.1)):
+        layer = measure_layer(0, keys, keys, [256, 300], 64, None)
+        numbers = json.loads(json.dumps(vars(layer), allow_nan=False))
+        assert numbers["pca"] == [0, 0] and numbers["two_nn"] == numbers["mle"] == [0.0, 0.0]
+        assert layer.mean("spread") == pytest.approx(0, abs=1e-6)
+        assert layer.mean("anchor") == pytest.approx(float(keys.max() > 0), abs=1e-12)
+
+
+def options(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+def inspect(*arguments, width=112):
+    """The report and what was printed."""
+    printed = io.StringIO()
+    return run(options(*arguments), Console(file=printed, width=width)), printed.getvalue()
+
+
+@pytest.mark.parametrize("width", (80, 120))
+def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
+    out = tmp_path / "results"
+    report, printed = inspect("--context", 256, "--out", out, width=width)
+    model, tokenizer = load()
+    assert (out / "inspect.png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads((out / "inspect.json").read_text())
+    assert record["tokens"] == 256 and record["lengths"] == [256] and record["window"] == 64
+    assert [layer["layer"] for layer in record["layers"]] == list(range(model.config.num_hidden_layers))
+    table = printed[: printed.index("Means over")].splitlines()
+    rows = {words[0]: words[1:] for words in map(str.split, table) if words and words[0].isdigit()}
+    assert set(rows) == {str(index) for index in range(model.config.num_hidden_layers)}
+    assert "…" not in printed, "the table fits"
+    for sentence in record["advice"]:
+        assert sentence in " ".join(printed.split())
+
+    sample = generate("facts", 256, seed=0)
+    ids = tokenizer(f"{sample.context} {sample.questions[0]} {sample.answers[0]}", return_tensors="pt").input_ids
+    projected = []
+    for block in model.model.layers:
+        block.self_attn.k_proj.register_forward_hook(lambda module, args, output: projected.append(output[0]))
+    cache = DynamicCache()
+    model(ids, past_key_values=cache)
+    for layer, stored, row in zip(report.layers, cache.layers, rows.values()):
+        keys = stored.keys[0].double()
+        wanted = [dimensions(head) for head in keys]
+        assert layer.pca == [one.pca for one in wanted]
+        assert layer.two_nn == pytest.approx([one.two_nn for one in wanted], rel=1e-4)
+        assert layer.mle == pytest.approx([one.mle for one in wanted], rel=1e-4)
+        assert layer.key_norm == pytest.approx(keys.norm(dim=-1).mean(-1).tolist(), rel=1e-5)
+        assert layer.value_norm == pytest.approx(stored.values[0].norm(dim=-1).mean(-1).tolist(), rel=1e-5)
+        unit = keys / keys.norm(dim=-1, keepdim=True)
+        anchor = torch.nn.functional.cosine_similarity(keys, keys.mean(1, keepdim=True), dim=-1)
+        assert layer.anchor == pytest.approx(anchor.mean(-1).tolist(), abs=1e-6)
+        assert layer.unit_anchor == pytest.approx(unit.mean(1).norm(dim=-1).tolist(), abs=1e-6)
+        assert layer.spread[0] == layer.spread[-1] and layer.window_spread != layer.spread
+        before = projected[layer.layer].unflatten(-1, (model.config.num_key_value_heads, -1)).transpose(0, 1)
+        assert layer.rank == pytest.approx(geometry.effective_rank(before).tolist(), rel=1e-3)
+        assert layer.leverage == pytest.approx(geometry.leverage_share(before).tolist(), rel=1e-3)
+        assert row[2] == f"{sum(layer.mle) / len(layer.mle):.1f}"
+
+
+@pytest.mark.parametrize("context, read_tokens", [((), 700), (("--context", 300), 300)], ids=("all", "300"))
+def test_a_text_is_read_from_a_file_or_from_standard_input(context, read_tokens, tmp_path, monkeypatch):
+    text = generate("facts", 1000, seed=5).context
+    words = " ".join(text.split()[:699])  # and <bos>
+    (tmp_path / "text.txt").write_text(words)
+    from_file, _ = inspect("--text", tmp_path / "text.txt", "--out", tmp_path, *context)
+    monkeypatch.setattr("sys.stdin", io.StringIO(words))
+    from_input, _ = inspect("--text", "-", "--out", tmp_path, *context)
+    assert from_file.tokens == from_input.tokens == read_tokens
+    assert from_file.layers == from_input.layers
+
+
+def test_by_default_no_more_is_read_than_the_model_and_the_defaults_allow():
+    _, tokenizer = load()
+    text = generate("facts", 6000, seed=0).context
+    asked = options("--text", "text.txt")
+    assert [len(tokens_of(text, tokenizer, longest, asked)) for longest in (300, 8192)] == [300, MOST]
+    assert len(tokens_of(text, tokenizer, 8192, options())) == DEMO_CONTEXT
+    whole = tokens_of(text, tokenizer, 8192, options("--context", 5000))
+    assert whole.tolist() == tokenizer(text).input_ids[:5000]
+
+
+def test_only_full_attention_layers_are_read():
+    model = build("gemma3")
+    ids = torch.randint(3, 90, (40,), generator=seeded())
+    found = list(read(model, ids))
+    assert [index for index, _, _ in found] == [1, 3]
+    cache = DynamicCache(config=model.config)
+    model(ids[None], past_key_values=cache)
+    for index, keys, values in found:
+        assert torch.equal(keys, cache.layers[index].keys[0]) and torch.equal(values, cache.layers[index].values[0])
+        assert keys.shape == (2, 40, 16)
+
+
+def test_a_model_without_a_rotary_embedding_lacks_two_columns_and_says_why():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=300, n_embd=32, n_layer=2, n_head=2)).eval()
+    ids = torch.randint(0, 50, (300,), generator=seeded())
+    report = measure(model, ids, options("--model", "gpt", "--text", "words"), Console(file=io.StringIO()))
+    assert all(layer.rank is layer.leverage is None for layer in report.layers)
+    assert "no rotary embedding" in explain(report)
+    printed = io.StringIO()
+    Console(file=printed, width=120).print(table_of(report))
+    assert [line.split()[-2:] for line in printed.getvalue().splitlines()[2:]] == [["-", "-"]] * 2
+    assert not any("leverage" in sentence for sentence in advice(report))
+
+
+def test_a_model_that_only_slides_is_refused():
+    model = build("gemma3", layer_types=["sliding_attention"] * 4)
+    with pytest.raises(FastKVError, match="no full-attention layer"):
+        measure(model, torch.arange(3, 90), options(), Console(file=io.StringIO()))
+
+
+def test_keys_that_are_not_finite_are_refused():
+    model = build("llama")
+    model.model.layers[2].self_attn.k_proj.weight[0, 0] = math.nan
+    with pytest.raises(FastKVError, match="layer 2"):
+        list(read(model, torch.arange(3, 90)))
+
+
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        (["--text", "missing.txt"], "missing.txt"),
+        (["--text", "short.txt"], "at least 256 tokens, got 5"),
+        (["--text", "long.txt", "--context", "600"], "at least 600 tokens, got 501"),
+        (["--text", "latin.txt"], "UTF-8"),
+        (["--text", "foreign.txt"], "vocabulary"),
+        (["--text", "."], "cannot read"),
+        (["--context", "100"], "at least 256"),
+        (["--context", "9000"], "at most 8192"),
+        (["--model", "no-model"], "no-model"),
+        (["--out", "short.txt"], "another directory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence_and_writes_nothing(arguments, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no-model").mkdir()
+    (tmp_path / "short.txt").write_text("the dog slept .")
+    (tmp_path / "long.txt").write_text("the old dog slept . " * 100)
+    (tmp_path / "foreign.txt").write_text("lorem ipsum dolor sit amet " * 100)
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 2000)
+    with pytest.raises(FastKVError) as refused:
+        inspect(*arguments)
+    message = str(refused.value)
+    assert names in message and "\n" not in message and not message.endswith(".")
+    assert not list(tmp_path.rglob("inspect.*"))
+
+
+def layer_with(**numbers):
+    """A layer with one head and everything at a plain value unless given."""
+    plain = {name: [1.0] for name in Layer.__annotations__}
+    flat = {name: [[0.3]] * 3 for name in ("pull", "spread", "window_pull", "window_spread")}
+    return Layer(**{**plain, **flat, "layer": 0, "key_spread": [0.05], "anchor": [0.8], "leverage": [0.12], **numbers})
+
+
+def told(**numbers):
+    return advice(Report("m", "t", 1024, [256, 512, 1024], 256, [layer_with(**numbers)]))
+
+
+def test_advice_follows_from_the_numbers():
+    directions, length, leverage, caution = told()
+    assert "keydiff" in directions and "0.80" in directions and "5%" in directions
+    assert "no windows needed" in length
+    assert "little" in leverage and "12%" in leverage
+    assert "hint" in caution
+    assert "manifold" in told(key_spread=[0.4])[0]
+    assert "momentkv" in told(anchor=[0.1])[0]
+    falling = [[0.3], [0.25], [0.2]]
+    assert "give manifold a window" in told(spread=falling, window_spread=[[0.3], [0.3], [0.25]])[1]
+    assert "would not help" in told(spread=falling, window_spread=falling)[1]
+    assert "compactor can" in told(leverage=[0.35])[2]
+
+
+def test_a_short_context_says_nothing_about_length():
+    layer = layer_with(spread=[[0.3]], window_spread=[[0.3]])
+    assert "too few" in advice(Report("m", "t", 256, [256], 64, [layer]))[1]

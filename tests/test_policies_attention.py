@@ -1,0 +1,541 @@
+"""Policies that score by attention: each against float64 brute force, exact selections, and what all have in common."""
+
+import itertools
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastkv
+from fastkv import FastKVError, ops
+from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, Signals, SnapKV
+from fastkv.reference import Moments, again, most_attended, output, output_norms
+
+from .models import build, generate, prompt
+
+F64 = torch.float64
+B, HEADS, GROUP, DIM, HIDDEN, SCALE = 2, 2, 3, 4, 5, 0.4
+POLICIES = {
+    "tova": TOVA(),
+    "h2o": H2O(),
+    "pyramidkv": PyramidKV(),
+    "kvzip": KVzip(),
+    "duoattention": DuoAttention(),
+    "criticalkv": CriticalKV(),
+    "criticalkv on h2o": CriticalKV(base=H2O()),
+    "momentkv": MomentKV(),
+    "momentkv uninformed": MomentKV(informed=False),
+    "momentkv order 0": MomentKV(residual_order=0),
+}
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def make(num=13, seed=0, **changes):
+    """Signals in float64, slots in another order in every head but one, six tokens evicted before."""
+    keys, values = randn(B, HEADS, num + 6, DIM, seed=seed), randn(B, HEADS, num + 6, DIM, seed=seed + 1)
+    order = randn(B, HEADS, num, seed=seed + 2).argsort(-1)
+    order[0, 0] = torch.arange(num)
+    attention, memory = randn(2, B, HEADS, num, seed=seed + 3).softmax(-1)
+    made = Signals(
+        keys=keys[:, :, :num],
+        values=values[:, :, :num],
+        positions=order.int(),
+        valid=torch.ones(B, HEADS, num, dtype=torch.bool),
+        moments=Moments.empty(B, HEADS, DIM, DIM, dtype=F64).add(keys[:, :, num:], values[:, :, num:]),
+        scale=SCALE,
+        layer=0,
+        decoding=False,
+        tokens=6,
+        attention=attention,
+        queried=torch.full((B, 1, 1), 7.0),
+        output=randn(HIDDEN, HEADS * GROUP, DIM, seed=seed + 4),
+        memory=memory,
+    )
+    return replace(made, **changes)
+
+
+CANDIDATES = ("keys", "values", "positions", "valid", "attention", "memory")
+
+
+def changed(signals, change):
+    """The same with `change` applied to everything that has an entry per candidate."""
+    return replace(signals, **{name: change(getattr(signals, name)) for name in CANDIDATES})
+
+
+def row_of(signals, row):
+    alone = slice(row, row + 1)
+    moments = Moments(*(part[alone] for part in signals.moments.tensors()))
+    return replace(changed(signals, lambda part: part[alone]), moments=moments, queried=signals.queried[alone])
+
+
+def score(policy, signals):
+    """What the flow does: remember first."""
+    if policy.remembers:
+        signals = replace(signals, memory=policy.remember(signals))
+    return policy.score(signals)
+
+
+def kept(scores, signals, tokens=6, guard=None):
+    """Positions that stay, a sorted list per (sequence, head)."""
+    guard = torch.zeros_like(signals.valid) if guard is None else guard
+    mask = ops.select(scores, signals.positions, signals.valid, guard, tokens).kept
+    return [
+        [sorted(signals.positions[row, head][mask[row, head]].tolist()) for head in range(mask.shape[1])]
+        for row in range(mask.shape[0])
+    ]
+
+
+def by_position(signals, row, head, values):
+    """{position: value} of the valid candidates."""
+    real = signals.valid[row, head]
+    return dict(zip(signals.positions[row, head][real].tolist(), values[row, head][real].tolist()))
+
+
+def agree(signals, scores, expected):
+    """Scores equal expected(row, head) -> {position: score}."""
+    for row in range(signals.valid.shape[0]):
+        for head in range(HEADS):
+            assert by_position(signals, row, head, scores) == pytest.approx(expected(row, head), rel=1e-12, abs=1e-15)
+
+
+# What all of them have in common
+
+
+@every_policy
+@pytest.mark.parametrize("decoding", [False, True], ids=["prompt", "decode"])
+@given(num=st.integers(1, 20), pads=st.integers(0, 5), seed=st.integers(0, 1000))
+def test_rows_padding_and_order_of_slots_do_not_matter(policy, decoding, num, pads, seed):
+    signals = make(num, seed, decoding=decoding)
+    scores = score(policy, signals)
+    assert scores.shape == signals.valid.shape and scores.isfinite().all()
+    for row in range(B):
+        torch.testing.assert_close(score(policy, row_of(signals, row))[0], scores[row])
+
+    def pad(part):
+        empty = {torch.bool: False, torch.int32: 3}.get(part.dtype, float("nan"))
+        return torch.cat([torch.full_like(part[:, :, :1], empty).repeat_interleave(pads, 2), part], 2)
+
+    order = randn(B, HEADS, pads + num, seed=seed).argsort(-1)
+
+    def shuffle(part):
+        return part.gather(2, order if part.ndim == 3 else order[..., None].expand_as(part))
+
+    other = changed(changed(signals, pad), shuffle)
+    moved = score(policy, other)
+    torch.testing.assert_close(moved[other.valid], shuffle(pad(scores))[other.valid])
+    assert kept(moved, other) == kept(scores, signals)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [TOVA(), H2O(), PyramidKV(pool=1), KVzip(), CriticalKV(base=SnapKV(pool=1)), MomentKV(), MomentKV(informed=False)],
+    ids=lambda policy: policy.name,
+)
+def test_equal_scores_keep_the_lower_positions(policy):
+    same = torch.full((B, HEADS, 13), 0.125, dtype=F64)
+    equal = {"attention": same, "memory": same, "values": torch.ones(B, HEADS, 13, DIM, dtype=F64)}
+    signals = make(**equal, moments=Moments.empty(B, HEADS, DIM, DIM, dtype=F64))
+    assert kept(score(policy, signals), signals) == [[list(range(6))] * HEADS] * B
+
+
+class Process:
+    """One of two processes that hold a head each, as threads: what `fastkv.parallel.Parallel` does for a policy."""
+
+    def __init__(self, rank, parts, barrier):
+        self.rank, self.parts, self.barrier = rank, parts, barrier
+
+    def gather(self, part):
+        self.parts[self.rank] = part
+        self.barrier.wait()
+        whole = torch.cat(self.parts, 1)
+        self.barrier.wait()
+        return whole
+
+    def mean_heads(self, part):
+        return self.gather(part).mean(1, keepdim=True)
+
+
+@every_policy
+def test_heads_split_between_processes_score_as_on_one(policy):
+    signals, parts, barrier = make(), [None, None], threading.Barrier(2, timeout=60)
+
+    def run(rank):
+        mine = slice(rank, rank + 1)
+        own = replace(
+            changed(signals, lambda part: part[:, mine]),
+            moments=Moments(*(part[:, mine] for part in signals.moments.tensors())),
+            output=signals.output[:, rank * GROUP : (rank + 1) * GROUP],
+            parallel=Process(rank, parts, barrier),
+        )
+        return score(policy, own)
+
+    with ThreadPoolExecutor(2) as pool:
+        torch.testing.assert_close(torch.cat(list(pool.map(run, range(2))), 1), score(policy, signals))
+
+
+@every_policy
+def test_policies_are_frozen_and_hashable(policy):
+    assert hash(policy) == hash(replace(policy)) and policy == replace(policy)
+
+
+# TOVA
+
+
+def test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each():
+    signals = make()
+    scores = TOVA().score(signals)
+
+    def expected(row, head):
+        each = [by_position(signals, row, other, signals.attention) for other in range(HEADS)]
+        return {position: sum(one[position] for one in each) / HEADS for position in each[0]}
+
+    agree(signals, scores, expected)
+    assert all(heads == [heads[0]] * HEADS for heads in kept(scores, signals))
+    assert TOVA().observation == 1 and not TOVA.adaptive
+
+
+# H2O
+
+
+@pytest.mark.parametrize("blocks", [[17], [5, 1, 8, 3], [1] * 17], ids=["whole", "blocks", "tokens"])
+def test_h2o_in_blocks_equals_the_column_sums_of_the_whole_matrix(blocks):
+    num, pads, steps = 17, 3, 4
+    q, keys = randn(B, HEADS * GROUP, num + steps, DIM), randn(B, HEADS, num + steps, DIM, seed=1)
+    logits = SCALE * q @ keys.repeat_interleave(GROUP, 1).transpose(-1, -2)
+    real = torch.ones(B, num + steps, dtype=torch.bool)
+    real[1, :pads] = False
+    visible = torch.ones(num + steps, num + steps).tril().bool() & real[:, None] & real[:, :, None]
+    weights = logits.masked_fill(~visible[:, None], -torch.inf).softmax(-1).nan_to_num(0)
+    weights = weights.unflatten(1, (HEADS, GROUP)).mean(2)  # [B, Hkv, query, key]
+    policy, memory, start = H2O(), torch.zeros(B, HEADS, 0), 0
+    for size in blocks:
+        end = start + size
+        queried = real[:, start:end].sum(-1)[:, None, None].float()
+        attention = (weights[:, :, start:end, :end].sum(2) / queried.clamp(min=1)).float()
+        memory = torch.cat([memory, torch.zeros(B, HEADS, size)], 2)
+        signals = make(memory=memory, attention=attention, queried=queried)
+        memory, start = policy.remember(signals), end
+        assert torch.equal(policy.score(replace(signals, memory=memory)), memory)
+    torch.testing.assert_close(memory, weights[:, :, :num, :num].sum(2).float(), atol=1e-6, rtol=0)
+    # Generated tokens: one flush of four steps, each token the mean over the queries that saw it.
+    queried = (num + steps - torch.arange(num + steps)).clamp(max=steps).float().expand(B, HEADS, -1)
+    attention = (weights[:, :, num:].sum(2) / queried).float()
+    memory = torch.cat([memory, torch.zeros(B, HEADS, steps)], 2)
+    memory = policy.remember(make(memory=memory, attention=attention, queried=queried, decoding=True))
+    torch.testing.assert_close(memory, weights.sum(2).float(), atol=1e-6, rtol=0)
+
+
+def test_h2o_asks_for_every_query_and_half_of_the_budget_for_recent_tokens():
+    assert H2O().observation is None and H2O().recent_share == 0.5 and H2O(recent=0.25).recent_share == 0.25
+    for recent in (-0.1, 1.1, math.nan):
+        with pytest.raises(FastKVError, match="recent must be a share"):
+            H2O(recent=recent)
+
+
+# SnapKV and PyramidKV
+
+
+@pytest.mark.parametrize("pool", [1, 5, 7])
+def test_pyramidkv_scores_like_snapkv_and_brings_a_pyramid(pool):
+    signals = make()
+    scores = PyramidKV(pool=pool).score(signals)
+
+    def expected(row, head):
+        one = by_position(signals, row, head, signals.attention)
+        near = range(-(pool // 2), pool // 2 + 1)
+        return {position: sum(one.get(position + step, 0.0) for step in near) / pool for position in one}
+
+    agree(signals, scores, expected)
+    assert torch.equal(scores, SnapKV(pool=pool).score(signals))
+    assert PyramidKV.layers == "pyramid" and PyramidKV().observation == 32 and PyramidKV.name == "pyramidkv"
+
+
+def test_snapkv_window_longer_than_the_prompt_shrinks():
+    model = build()
+    ids, mask = prompt()
+    budget = fastkv.Budget(tokens=16, sinks=1, recent=4)
+
+    def tokens(window, rows, pad=0):
+        with fastkv.patched(model, SnapKV(window=window), budget):
+            return generate(model, ids[rows, pad:], mask[rows, pad:])
+
+    everything = slice(0, 3)
+    expected = tokens(50, everything)
+    assert torch.equal(tokens(1000, everything), expected)
+    assert not torch.equal(tokens(2, everything), expected)
+    for row, pad in enumerate((0, 7, 19)):  # each alone, with a window of exactly its length
+        assert torch.equal(tokens(50 - pad, slice(row, row + 1), pad)[0], expected[row, pad:])
+
+
+# KVzip
+
+
+def test_kvzip_remembers_the_largest_weight_and_scores_generated_tokens_by_attention():
+    signals = make()
+    signals.memory[:, :, ::3] = 0
+    policy = KVzip()
+    largest = policy.remember(signals)
+    before, now = signals.memory.flatten().tolist(), signals.attention.flatten().tolist()
+    assert largest.flatten().tolist() == [max(pair) for pair in zip(before, now)]
+    later = replace(signals, decoding=True)
+    assert torch.equal(policy.remember(later), signals.memory)
+    assert policy.score(later).flatten().tolist() == [old or new for old, new in zip(before, now)]
+    assert policy.rereads and policy.remembers
+
+
+def test_kvzip_hyper_parameters_are_checked():
+    assert KVzip(prompt=[5, 6]) == KVzip(prompt=(5, 6)) and KVzip().chunk == 2048
+    with pytest.raises(FastKVError, match="chunk must be an integer of at least 1, got 0"):
+        KVzip(chunk=0)
+    with pytest.raises(FastKVError, match="prompt must hold token ids"):
+        KVzip(prompt=(3, -1))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("chunk", [1, 2, 256])
+def test_most_attended_equals_brute_force(monkeypatch, softcap, chunk):
+    monkeypatch.setattr(again, "QUERY_CHUNK", chunk)
+    q, keys, values = randn(B, HEADS * GROUP, 5, DIM), randn(B, HEADS, 9, DIM, seed=1), randn(B, HEADS, 9, 3, seed=2)
+    visible = randn(B, 5, 9, seed=3) > 0
+    visible[1, 3] = False  # a padded query
+    out, most = most_attended(q, keys, values, visible, SCALE, softcap)
+    for row, head in itertools.product(range(B), range(HEADS)):
+        best = [0.0] * 9
+        for member, w in itertools.product(range(head * GROUP, (head + 1) * GROUP), range(5)):
+            logits = [SCALE * float(q[row, member, w] @ key) for key in keys[row, head]]
+            if softcap is not None:
+                logits = [softcap * math.tanh(x / softcap) for x in logits]
+            raw = [math.exp(x) if inside else 0.0 for x, inside in zip(logits, visible[row, w].tolist())]
+            weights = [x / (sum(raw) or 1.0) for x in raw]
+            best = [max(pair) for pair in zip(best, weights)]
+            expected = sum(weight * value for weight, value in zip(weights, values[row, head]))
+            torch.testing.assert_close(out[row, member, w], expected)
+        assert most[row, head].tolist() == pytest.approx(best, rel=1e-12)
+
+
+# CriticalKV
+
+
+@pytest.mark.parametrize("scratch", [1, 70, 1 << 24])
+def test_output_norms_equal_brute_force(monkeypatch, scratch):
+    monkeypatch.setattr(output, "SCRATCH", scratch)
+    values, projection = randn(B, HEADS, 9, DIM), randn(HIDDEN, HEADS * GROUP, DIM, seed=1)
+    got = output_norms(values, projection)
+    for row in range(B):
+        for head in range(HEADS):
+            for n, value in enumerate(values[row, head]):
+                group = projection[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
+                expected = sum(abs(float(line @ value)) for line in group) / GROUP
+                assert float(got[row, head, n]) == pytest.approx(expected, rel=1e-12)
+    assert output_norms(values.bfloat16(), projection.bfloat16()).dtype == torch.float32
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_scratch_of_output_norms_does_not_grow_with_the_prompt(monkeypatch):
+    monkeypatch.setattr(output, "SCRATCH", 20_000)
+    values, projection = torch.randn(1, 2, 3000, 4), torch.randn(64, 6, 4)
+    with Largest() as norms:
+        output_norms(values, projection)
+    assert 10_000 < norms.numel <= 20_000
+
+
+@pytest.mark.parametrize("first", [0, 0.3, 0.5, 1])
+@given(num=st.integers(1, 24), tokens=st.integers(1, 26), seed=st.integers(0, 1000))
+def test_criticalkv_top_k_does_both_stages(first, num, tokens, seed):
+    signals = make(num, seed, tokens=tokens)
+    signals.valid[1, 0, : num // 3] = False
+    policy, base = CriticalKV(first=first), SnapKV().score(signals)
+    scores, norms = policy.score(signals), output_norms(signals.values, signals.output)
+    expected = [[[] for _ in range(HEADS)] for _ in range(B)]
+    for row in range(B):
+        for head in range(HEADS):
+            real = by_position(signals, row, head, base)
+            effect = by_position(signals, row, head, norms)
+            won = sorted(real, key=lambda position: (-real[position], position))[: math.ceil(first * tokens)]
+            least = min(real.values(), default=0.0)
+            second = {p: (real[p] - least + 1e-4) * effect[p] for p in real if p not in won}
+            rest = sorted(second, key=lambda position: (-second[position], position))[: tokens - len(won)]
+            expected[row][head] = sorted(won + rest)
+            got = by_position(signals, row, head, scores)
+            assert all(got[p] >= 2 for p in won) and all(0 <= got[p] <= 1 for p in second)
+    assert kept(scores, signals, tokens) == expected
+
+
+def test_criticalkv_where_protection_leaves_no_room_the_base_decides():
+    signals = make(tokens=8)
+    early = signals.positions < 7
+    signals = replace(signals, attention=signals.attention + early)
+    # Stage one has four winners, all of them early; the six late tokens are protected, so two places are left.
+    got = kept(CriticalKV(base=SnapKV(pool=1)).score(signals), signals, 8, ~early)
+    for row in range(B):
+        for head in range(HEADS):
+            weight = by_position(signals, row, head, signals.attention)
+            assert got[row][head] == sorted([*sorted(range(7), key=lambda p: -weight[p])[:2], *range(7, 13)])
+
+
+def test_criticalkv_keeps_heads_comparable():
+    signals = make()
+    base, norms = SnapKV().score(signals), output_norms(signals.values, signals.output)
+    scores = CriticalKV().score(signals)
+    second = (base - base.amin(-1, keepdim=True) + 1e-4) * norms
+    for row in range(B):
+        rest = scores[row] <= 1
+        ratio = scores[row][rest] / second[row][rest]
+        torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+        assert scores[row][~rest].min() == 2
+
+
+def test_criticalkv_passes_on_what_its_base_asks_for():
+    on_h2o, signals = CriticalKV(base=H2O(recent=0.25)), make()
+    assert on_h2o.needs == {"attention", "output"} and on_h2o.remembers
+    assert on_h2o.observation is None and on_h2o.recent_share == 0.25
+    assert torch.equal(on_h2o.remember(signals), H2O().remember(signals))
+    assert CriticalKV(base="momentkv").moment_order == 1 and CriticalKV(base="momentkv").observation == 32
+    assert CriticalKV(base="random").needs == {"output"} and CriticalKV(base=KVzip()).rereads
+    assert CriticalKV(base=PyramidKV()).layers == "pyramid" and CriticalKV().layers is None
+    with pytest.raises(FastKVError, match="needs the pattern file"):
+        CriticalKV(base=DuoAttention()).check([2, 2])
+
+
+@pytest.mark.parametrize(
+    "hyper,match",
+    [
+        ({"base": "criticalkv"}, "base must be another policy"),
+        ({"base": CriticalKV()}, "base must be another policy"),
+        ({"base": "nonsense"}, "unknown policy 'nonsense'"),
+        ({"first": 1.5}, "first must be in"),
+        ({"epsilon": 0.0}, "epsilon above 0"),
+    ],
+)
+def test_criticalkv_hyper_parameters_are_checked(hyper, match):
+    with pytest.raises(FastKVError, match=match):
+        CriticalKV(**hyper)
+
+
+# DuoAttention
+
+
+@pytest.fixture
+def pattern(tmp_path):
+    def write(text):
+        path = tmp_path / "full_attention_heads.tsv"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "text,match",
+    [
+        (None, "needs the pattern file of the model, got none; download"),
+        ("missing", "readable file of numbers separated by tabs, got .*nowhere.tsv .*No such file"),
+        ("0.1\t0.9\n0.5\tmany\n", "readable file of numbers separated by tabs, got .*'many'"),
+        ("0.1\t0.9\n0.5\tnan\n", "must hold finite numbers, got others"),
+        ("\n", "must hold finite numbers, got none"),
+        ("0.1\t0.9\n", "2 lines of 2 for this model, got 1 of 2 in .*use the file made for this model"),
+        ("0.1\t0.9\n0.5\t0.5\t0.5\n", "2 lines of 2 for this model, got 2 of 2 or 3"),
+    ],
+    ids=["none", "missing", "garbled", "nan", "empty", "lines", "columns"],
+)
+def test_duoattention_says_what_is_wrong_with_a_pattern(pattern, tmp_path, text, match):
+    path = "" if text is None else tmp_path / "nowhere.tsv" if text == "missing" else pattern(text)
+    with pytest.raises(FastKVError, match=match):
+        DuoAttention(pattern=path).check([2, 2])
+
+
+def test_duoattention_reads_its_pattern_once(pattern):
+    path = pattern("1.0\t0.2\t0.5\n0.0\t0.0\t0.0\n")
+    policy = DuoAttention(pattern=str(path))
+    policy.check([3, 3])
+    path.unlink()
+    policy.check([3, 3])
+    assert policy.head_tokens(0, 3, 100, 36) == (132, 36, 132)
+    assert replace(policy, threshold=0.6).head_tokens(0, 3, 100, 36) == (228, 36, 36)
+    assert replace(policy, threshold=0.2).head_tokens(0, 3, 100, 36) == (100, 100, 100)
+    assert policy.head_tokens(1, 3, 100, 36) is None, "streaming heads alone share the budget evenly"
+
+
+@given(heads=st.lists(st.booleans(), min_size=1, max_size=8), tokens=st.integers(1, 90), data=st.data())
+def test_duoattention_shares_out_exactly_the_budget(tmp_path_factory, heads, tokens, data):
+    reserved = data.draw(st.integers(0, tokens))
+    path = tmp_path_factory.mktemp("duo") / "full_attention_heads.tsv"
+    path.write_text("\t".join("0.75" if full else "0.25" for full in heads))
+    shares = DuoAttention(pattern=path).head_tokens(0, len(heads), tokens, reserved)
+    if not any(heads):
+        assert shares is None
+        return
+    assert sum(shares) == len(heads) * tokens
+    assert all(share == reserved for share, full in zip(shares, heads) if not full)
+    retrieval = [share for share, full in zip(shares, heads) if full]
+    assert retrieval == sorted(retrieval, reverse=True) and retrieval[0] - retrieval[-1] <= 1
+    assert retrieval[-1] >= tokens
+
+
+def test_duoattention_drops_the_oldest():
+    signals = make()
+    assert kept(DuoAttention().score(signals), signals) == [[list(range(7, 13))] * HEADS] * B
+    assert not DuoAttention.adaptive
+
+
+# MomentKV
+
+
+def residual(signals, row, head, slot, order):
+    """|r_j| from the six evicted pairs themselves."""
+    everything = randn(B, HEADS, 19, DIM)[row, head, 13:], randn(B, HEADS, 19, DIM, seed=1)[row, head, 13:]
+    key_mean, value_mean = (part.mean(0) for part in everything)
+    r = signals.values[row, head, slot] - value_mean
+    if order == 1:
+        cross = sum(torch.outer(v - value_mean, k - key_mean) for k, v in zip(*everything))
+        r = r - SCALE / 6 * cross @ signals.keys[row, head, slot]
+    return float(r.norm())
+
+
+@pytest.mark.parametrize("decoding", [False, True], ids=["prompt", "decode"])
+@pytest.mark.parametrize("order", [1, 0, None], ids=["complete", "order 0", "uninformed"])
+def test_momentkv_ablations_equal_brute_force(order, decoding):
+    signals = make(decoding=decoding)
+    policy = MomentKV(informed=False) if order is None else MomentKV(residual_order=order)
+    assert policy.moment_order == order
+
+    def expected(row, head):
+        weights = signals.attention[row, head].tolist()
+        raw = [w if order is None else w * residual(signals, row, head, n, order) for n, w in enumerate(weights)]
+        one = dict(zip(signals.positions[row, head].tolist(), raw))
+        if decoding:
+            return one
+        chunks = {p: [one[other] for other in one if other // 4 == p // 4] for p in one}
+        return {p: sum(chunk) / len(chunk) for p, chunk in chunks.items()}
+
+    agree(signals, policy.score(signals), expected)
+
+
+def test_momentkv_order_0_needs_no_matrix_and_hyper_parameters_are_checked():
+    signals, policy = make(), MomentKV(residual_order=0)
+    means = replace(signals, moments=Moments(*signals.moments.tensors()[:3]))
+    assert torch.equal(policy.score(means), policy.score(signals))
+    assert MomentKV().moment_order == 1 and MomentKV(informed=False).moment_order is None
+    with pytest.raises(FastKVError, match="residual_order must be 0 or 1, got 2"):
+        MomentKV(residual_order=2)

@@ -1,0 +1,651 @@
+"""ManifoldKV, leverage, non-causal attention, Compactor and KNorm: against brute force, and what must not matter.
+
+Brute force is one token at a time in float64, over the valid tokens of one head, in order of position.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.llama import modeling_llama
+
+from fastkv import ops
+from fastkv.errors import FastKVError
+from fastkv.policies import KeyDiff, Signals
+from fastkv.policies.compactor import Compactor
+from fastkv.policies.knorm import KNorm
+from fastkv.policies.leverage import Leverage
+from fastkv.policies.manifold import Manifold, WindowedManifold
+from fastkv.policies.noncausal import NonCausal
+from fastkv.reference import Moments
+from fastkv.reference.geometry import sketch_matrix
+from fastkv.reference.scores import neighbour_mean, z_scores
+from fastkv.rotary import Rotary
+from tests.models import build
+
+F64 = torch.float64
+DIM = 8
+FREQUENCIES = {dim: 10000.0 ** -(torch.arange(dim // 2) / (dim // 2)) for dim in (DIM, 16)}
+ROTARY = Rotary(FREQUENCIES[DIM])
+PLAIN = Rotary(torch.zeros(DIM // 2))  # turns nothing
+NAN = float("nan")
+
+POLICIES = {
+    "knorm": KNorm(),
+    "manifold": Manifold(),
+    "manifold-l1": Manifold(metric="l1"),
+    "manifold-linf": Manifold(metric="linf"),
+    "manifold-cosine": Manifold(metric="cosine"),
+    "manifold-windowed": WindowedManifold(window=4),
+    "manifold-windowed-paper": WindowedManifold(),
+    "leverage": Leverage(sketch=4),
+    "leverage-seed": Leverage(sketch=4, seed=7),
+    "leverage-srht": Leverage(sketch=4, method="srht"),
+    "leverage-qr": Leverage(sketch=3, method="qr"),
+    "leverage-svd": Leverage(sketch=None, method="svd"),
+    "leverage-exact": Leverage(method="exact"),
+    "noncausal": NonCausal(chunk=4, pool=3),
+    "noncausal-unpooled": NonCausal(chunk=5, pool=1),
+    "compactor": Compactor(chunk=4, pool=3, sketch=4),
+    "compactor-seed": Compactor(chunk=4, pool=3, sketch=4, method="qr", seed=5),
+    "compactor-paper": Compactor(),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+both_times = pytest.mark.parametrize("decoding", [False, True], ids=["prompt", "decode"])
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def made(held=9, new=11, batch=2, heads=2, seed=0, decoding=False, pads=(0, 3), holes=(2, 0), dtype=None, dim=DIM):
+    """Signals with `held` retained tokens in random order and a block of `new`.
+
+    The block of row b starts with pads[b] padding tokens, its last holes[b] slots are empty; both hold NaN. While
+    decoding there is no block: the `new` tokens were generated one by one and have no memory.
+    """
+    num = held + new
+    keys, values = randn(batch, heads, num, dim, seed=seed), randn(batch, heads, num, dim, seed=seed + 1)
+    queries = 2 * randn(batch, 2 * heads, new, dim, seed=seed + 2)
+    memory = randn(batch, heads, num, seed=seed + 3).abs() + 0.1
+    memory[..., held:] = 0
+    memory[..., : held // 4] = 0  # retained, but generated
+    positions = torch.zeros(batch, heads, num, dtype=torch.int32)
+    valid = torch.ones(batch, heads, num, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            order = torch.randperm(2 * held, generator=torch.Generator().manual_seed(seed + 10 * b + h))
+            positions[b, h, :held] = order[:held]
+        positions[b, :, held:] = 2 * held + (torch.arange(new) - pads[b]).clamp(min=-1)
+        valid[b, :, held : held + pads[b]] = False
+        valid[b, :, held - holes[b] : held] = False
+        queries[b, :, : pads[b]] = NAN
+    keys, values = (torch.where(valid[..., None], x, NAN) for x in (keys, values))
+    keys, values, queries = (x.to(dtype or torch.float32) for x in (keys, values, queries))
+    return Signals(
+        keys=keys,
+        values=values,
+        positions=positions,
+        valid=valid,
+        moments=Moments.empty(batch, heads, dim, dim, "cpu"),
+        scale=0.4,
+        layer=3,
+        decoding=decoding,
+        queries=None if decoding else queries,
+        memory=torch.where(valid, memory, NAN).float(),
+        rotary=Rotary(FREQUENCIES[dim]),
+        backend="reference",
+    )
+
+
+def scored(policy, signals):
+    """Scores as the flow asks for them: first what to remember, then the score."""
+    if policy.remembers:
+        signals = replace(signals, memory=policy.remember(signals))
+    return policy.score(signals)
+
+
+def kept(scores, signals, tokens):
+    """Positions that `ops.select` keeps, as one set per (row, head)."""
+    chosen = ops.select(scores, signals.positions, signals.valid, torch.zeros_like(signals.valid), tokens).kept
+    rows = zip(chosen.flatten(0, 1), signals.positions.flatten(0, 1))
+    return [set(positions[keep].tolist()) for keep, positions in rows]
+
+
+def brute_kept(scores, signals, tokens):
+    """The same by sorting: larger score first, then lower position."""
+    sets = []
+    for row, positions, valid in zip(*(x.flatten(0, 1).tolist() for x in (scores, signals.positions, signals.valid))):
+        order = sorted((-score, position) for score, position, real in zip(row, positions, valid) if real)
+        sets.append({position for _, position in order[:tokens]})
+    return sets
+
+
+def brute(policy, signals):
+    """[B, Hkv, N] float64, 0 where not valid."""
+    out = torch.zeros(signals.valid.shape, dtype=F64)
+    for b, h in itertools.product(*map(range, out.shape[:2])):
+        index = [i for i in range(out.shape[2]) if signals.valid[b, h, i]]
+        index.sort(key=lambda i: int(signals.positions[b, h, i]))
+        if index:
+            out[b, h, index] = brute_head(policy, signals, b, h, index)
+    return out
+
+
+def brute_head(policy, signals, b, h, index):
+    """Scores of the tokens `index` of one head, in order of position."""
+    keys = signals.keys[b, h, index].double()
+    if isinstance(policy, KNorm):
+        return torch.stack([-sum(x * x for x in k).sqrt() for k in keys])
+    if isinstance(policy, Manifold):
+        return brute_manifold(keys, policy.window or len(index), policy.metric)
+    if isinstance(policy, Leverage):
+        return brute_leverage(keys, signals.positions[b, h, index].double(), policy)
+    mass = brute_noncausal(policy, signals, b, h, index)
+    if not isinstance(policy, Compactor):
+        return mass
+    other = brute_leverage(keys, signals.positions[b, h, index].double(), policy)
+    return brute_z(mass) + policy.blend * brute_z(other)
+
+
+def brute_manifold(keys, window, metric):
+    out = []
+    for i, k in enumerate(keys):
+        near = keys[i // window * window :][:window]
+        gap = k - sum(near) / len(near)
+        mean = sum(near) / len(near)
+        norms = max(float(k.norm() * mean.norm()), 1e-12)
+        value = {"l2": gap.norm(), "l1": gap.abs().sum(), "linf": gap.abs().max(), "cosine": 1 - k @ mean / norms}
+        out.append(value[metric])
+    return torch.stack(out)
+
+
+def brute_leverage(keys, positions, policy):
+    turn = torch.exp(-1j * positions[:, None] * ROTARY.frequencies.double())
+    turned = torch.complex(keys[:, : DIM // 2], keys[:, DIM // 2 :]) * turn
+    rows = torch.cat([turned.real, turned.imag], -1)
+    if policy.method != "exact" and policy.sketch is not None and policy.sketch < DIM:
+        kind = "srht" if policy.method == "srht" else "gaussian"
+        rows = rows @ sketch_matrix(DIM, policy.sketch, torch.Generator().manual_seed(policy.seed), kind=kind).double()
+    gram = rows.T @ rows
+    if policy.method in ("cholesky", "srht"):
+        gram = gram + 1e-6 * gram.trace() / len(gram) * torch.eye(len(gram), dtype=F64)  # the documented ridge
+        return torch.stack([x @ torch.linalg.inv(gram) @ x for x in rows])
+    return torch.stack([x @ torch.linalg.pinv(gram, rtol=1e-10) @ x for x in rows])
+
+
+def brute_noncausal(policy, signals, b, h, index):
+    memory = {i: float(signals.memory[b, h, i]) for i in index}
+    if signals.queries is not None:
+        start = signals.keys.shape[2] - signals.queries.shape[2]
+        block = [i for i in index if i >= start]
+        groups = signals.queries.shape[1] // signals.keys.shape[1]
+        mass = dict.fromkeys(block, 0.0)
+        for first in range(0, len(block), policy.chunk):
+            members = block[first : first + policy.chunk]
+            for g in range(groups):
+                for i in members:
+                    q = signals.queries[b, h * groups + g, i - start].double()
+                    logits = [signals.scale * float(q @ signals.keys[b, h, j].double()) for j in members]
+                    if signals.softcap is not None:
+                        logits = [signals.softcap * math.tanh(x / signals.softcap) for x in logits]
+                    total = sum(math.exp(x) for x in logits)
+                    for j, x in zip(members, logits):
+                        mass[j] += math.exp(x) / total / groups
+        for rank, i in enumerate(block):
+            near = block[max(0, rank - policy.pool // 2) : rank + policy.pool // 2 + 1]
+            memory[i] = sum(mass[j] for j in near) / len(near) * float(signals.values[b, h, i].double().norm())
+    known = [m for m in memory.values() if m > 0]
+    mean = sum(known) / len(known) if known else 0.0
+    return torch.tensor([memory[i] or mean for i in index], dtype=F64)
+
+
+def brute_z(scores):
+    mean = sum(scores) / len(scores)
+    std = (sum((x - mean) ** 2 for x in scores) / len(scores)).sqrt()
+    return torch.stack([(x - mean) / std if std > 1e-9 else 0 * x for x in scores])
+
+
+@each_policy
+@both_times
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_score_and_kept_set_equal_brute_force(policy, decoding, seed):
+    signals = made(seed=seed, decoding=decoding)
+    got, expected = scored(policy, signals), brute(policy, signals)
+    assert got.dtype == torch.float32 and got.shape == signals.valid.shape
+    torch.testing.assert_close(torch.where(signals.valid, got, 0), expected.float())
+    for tokens in (1, 5, 12):
+        assert kept(got, signals, tokens) == brute_kept(expected, signals, tokens)
+
+
+@pytest.mark.parametrize("policy", [NonCausal(chunk=4, pool=3), Compactor(chunk=4)], ids=lambda p: p.name)
+def test_softcap_reaches_the_attention(policy):
+    signals = replace(made(), softcap=0.5)
+    expected = brute(policy, signals)
+    torch.testing.assert_close(torch.where(signals.valid, scored(policy, signals), 0), expected.float())
+    assert not torch.allclose(expected, brute(policy, made()))
+
+
+INTEGER = [KNorm(), Manifold(), Manifold(metric="l1"), Manifold(metric="linf"), WindowedManifold(window=4)]
+
+
+@pytest.mark.parametrize("policy", INTEGER, ids=lambda p: f"{p.name}-{getattr(p, 'metric', '')}")
+@settings(max_examples=100)
+@given(data=st.data())
+def test_ties_go_to_the_lower_position(policy, data):
+    """Small integers in numbers that are powers of two: every score is exact, and many are equal."""
+    numbers = data.draw(st.lists(st.integers(-1, 1), min_size=16, max_size=16))
+    order = data.draw(st.permutations(range(8)))
+    keys = torch.zeros(1, 1, 8, DIM)
+    keys[0, 0, :, :2] = torch.tensor(numbers).float().reshape(8, 2)
+    positions = torch.tensor([[order]], dtype=torch.int32)
+    signals = replace(
+        made(held=0, new=8, batch=1, heads=1, pads=(0,), holes=(0,)), keys=keys, values=keys, positions=positions
+    )
+    scores = scored(policy, signals)
+    for tokens in (1, 3, 6):
+        assert kept(scores, signals, tokens) == brute_kept(brute(policy, signals), signals, tokens)
+
+
+@each_policy
+def test_kernels_give_the_same_scores(policy):
+    signals = made(held=20, new=25, dim=16)
+    got = scored(policy, replace(signals, backend="triton"))
+    torch.testing.assert_close(got[signals.valid], scored(policy, signals)[signals.valid], atol=1e-4, rtol=1e-4)
+
+
+@each_policy
+def test_half_precision_is_scored_in_fp32(policy):
+    half = made(dtype=torch.bfloat16)
+    got = scored(policy, half)
+    assert got.dtype == torch.float32 and got[half.valid].isfinite().all()
+
+
+@each_policy
+@both_times
+def test_a_row_does_not_depend_on_other_rows(policy, decoding):
+    signals, other = made(decoding=decoding), made(seed=50, decoding=decoding, pads=(0, 0), holes=(0, 5))
+    fields = ("keys", "values", "positions", "valid", "memory") + (() if decoding else ("queries",))
+    mixed = replace(signals, **{f: torch.cat([getattr(signals, f)[:1], 3 * getattr(other, f)[1:]]) for f in fields})
+    mixed = replace(mixed, valid=mixed.valid.bool())
+    alone = replace(signals, **{f: getattr(signals, f)[:1] for f in fields})
+    together, elsewhere, single = (scored(policy, s) for s in (signals, mixed, alone))
+    real = signals.valid[:1]
+    assert torch.equal(elsewhere[:1][real], together[:1][real])
+    torch.testing.assert_close(single[real], together[:1][real])
+    assert kept(single, alone, 6) == kept(together, signals, 6)[:2]
+
+
+@each_policy
+@both_times
+def test_what_is_not_valid_does_not_matter(policy, decoding):
+    signals = made(decoding=decoding)
+    real = signals.valid
+
+    def filled(number):
+        changes = {f: torch.where(real[..., None], getattr(signals, f), number) for f in ("keys", "values")}
+        changes["positions"] = torch.where(real, signals.positions, int(number) % 100).int()
+        changes["memory"] = torch.where(real, signals.memory, number)
+        if not decoding:
+            asks = real[:, :1, -11:, None].expand_as(signals.queries)
+            changes["queries"] = torch.where(asks, signals.queries, number)
+        return scored(policy, replace(signals, **changes))
+
+    first, second = filled(3.0), filled(1e18)
+    assert torch.equal(first[real], second[real])
+    assert torch.equal(first[real], scored(policy, signals)[real])
+
+
+@each_policy
+@settings(max_examples=25)
+@given(pads=st.integers(0, 9), holes=st.integers(0, 5), held=st.integers(0, 6), new=st.integers(1, 12))
+def test_padding_does_not_matter(policy, pads, holes, held, new):
+    plain = made(held=held, new=new, batch=1, pads=(0,), holes=(0,))
+
+    def padded(x, junk):
+        size = list(x.shape)
+        size[2] = holes
+        hole = x.new_full(size, junk)
+        size[2] = pads
+        return torch.cat([x[:, :, :held], hole, x.new_full(size, junk), x[:, :, held:]], 2)
+
+    junk = {"keys": NAN, "values": NAN, "positions": 1, "valid": False, "memory": NAN}
+    wide = replace(plain, **{f: padded(getattr(plain, f), value) for f, value in junk.items()})
+    asks = torch.cat([plain.queries.new_full((1, 4, pads, DIM), NAN), plain.queries], 2)
+    wide = replace(wide, queries=asks)
+    got, expected = scored(policy, wide), scored(policy, plain)
+    torch.testing.assert_close(got[wide.valid], expected[plain.valid], atol=1e-4, rtol=1e-4)
+
+
+@each_policy
+@both_times
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_order_of_the_candidates_does_not_matter(policy, decoding, seed):
+    """Retained tokens come in any order; only the block is in the order of the text."""
+    signals = made(decoding=decoding)
+    movable = 20 if decoding else 9
+    order = torch.randn(2, 2, movable, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    order = torch.cat([order, torch.arange(movable, 20).expand(2, 2, -1)], -1)
+    moved = {f: getattr(signals, f).gather(2, order) for f in ("positions", "valid", "memory")}
+    wide = order[..., None].expand(-1, -1, -1, DIM)
+    moved |= {f: getattr(signals, f).gather(2, wide) for f in ("keys", "values")}
+    shuffled = replace(signals, **moved)
+    got, expected = scored(policy, shuffled), scored(policy, signals)
+    torch.testing.assert_close(got[shuffled.valid], expected.gather(2, order)[shuffled.valid])
+    assert kept(got, shuffled, 7) == kept(expected, signals, 7)
+
+
+@each_policy
+@both_times
+def test_few_and_equal_tokens_have_finite_scores(policy, decoding):
+    signals = made(decoding=decoding)
+    same = {f: torch.ones_like(getattr(signals, f)) for f in ("keys", "values")}
+    memory = torch.full_like(signals.memory, DIM**0.5)  # what such a token is remembered with: mass 1, this norm
+    equal = replace(signals, **same, memory=memory, rotary=PLAIN)
+    for scores, real in zip(scored(policy, equal).flatten(0, 1), equal.valid.flatten(0, 1)):
+        torch.testing.assert_close(scores[real], scores[real][:1].expand_as(scores[real]))
+    for tokens in (0, 1, 2):
+        few = torch.zeros_like(signals.valid)
+        few[:, :, -tokens or 20 :] = True
+        scores = scored(policy, replace(signals, valid=few & signals.valid))
+        assert scores[few & signals.valid].isfinite().all()
+
+
+def only_keys(keys):
+    """Signals of one head with these keys [N, DIM] in order."""
+    num = len(keys)
+    empty = made(held=0, new=num, batch=1, heads=1, pads=(0,), holes=(0,))
+    keys = keys.float()[None, None]
+    return replace(empty, keys=keys, values=keys, rotary=PLAIN)
+
+
+@settings(max_examples=50)
+@given(factor=st.floats(1.5, 50.0), token=st.integers(0, 19), seed=st.integers(0, 10**6))
+def test_scaling_a_key_is_seen_by_manifold_and_not_by_keydiff(factor, token, seed):
+    keys = randn(20, DIM, seed=seed)
+    longer = keys.clone()
+    longer[token] *= factor
+    blind = KeyDiff(anchor="normalized_mean")
+    torch.testing.assert_close(blind.score(only_keys(keys)), blind.score(only_keys(longer)))
+    # The mean anchor moves with the key; the cosine with any given anchor does not.
+    a = keys.mean(0)
+    torch.testing.assert_close(keys[token] @ a / keys[token].norm(), longer[token] @ a / longer[token].norm())
+    before, after = (Manifold().score(only_keys(k))[0, 0, token] for k in (keys, longer))
+    gap = (factor - 1) * keys[token].norm() * 19 / 20  # what the distance changes by at most, and nearly so if large
+    assert abs(float(after - before)) <= gap + 1e-4
+    if factor > 10:
+        assert after > before
+
+
+@pytest.mark.parametrize("common", [4, 40, 400])
+def test_radial_outlier(common):
+    """Theorem A.1: 100 e_1 among e_1 + eps v, v orthogonal to e_1, in opposite pairs so that the mean is along e_1."""
+    around = 0.1 * randn(common // 2, DIM)
+    around[:, 0] = 0
+    keys = torch.cat([around, 100 * torch.eye(DIM, dtype=F64)[:1], -around])
+    keys[: common // 2, 0] = keys[common // 2 + 1 :, 0] = 1
+    signals, outlier = only_keys(keys), common // 2
+    cosine, distance = KeyDiff().score(signals), Manifold().score(signals)
+    assert cosine[0, 0].argmin() == outlier
+    torch.testing.assert_close(cosine[0, 0, outlier], torch.tensor(-1.0))
+    assert kept(cosine, signals, common) == [set(range(common + 1)) - {outlier}]
+    assert kept(distance, signals, 1) == [{outlier}]
+    # (N - 1) / N of 99, the mean being what it is with the outlier in it.
+    torch.testing.assert_close(distance[0, 0, outlier].double(), torch.tensor(99.0 * common / (common + 1), dtype=F64))
+
+
+def test_directional_collision():
+    """Important keys that share a direction: to KeyDiff they and a faint key are the same, ManifoldKV ranks them."""
+    keys = 0.05 * randn(60, DIM)
+    keys[:, 0] += 1
+    places, sizes = (7, 21, 33, 50), (0.125, 4.0, 16.0, 8.0)  # powers of two: equal cosines to the last bit
+    for place, size in zip(places, sizes):
+        keys[place] = size * torch.eye(DIM, dtype=F64)[1]
+    signals = only_keys(keys)
+    cosine, distance = KeyDiff().score(signals), Manifold().score(signals)
+    assert len(set(cosine[0, 0, list(places)].tolist())) == 1
+    assert [kept(distance, signals, n) for n in (1, 2, 3)] == [[{33}], [{33, 50}], [{33, 50, 21}]]
+    assert kept(cosine, signals, 3) == [{7, 21, 33}]  # indistinguishable, so the earliest
+
+
+def topics(count, size=64):
+    """`count` stretches of `size` tokens around far-apart means, one unusual token in each; keys and the unusual."""
+    means = 40 * torch.eye(DIM, dtype=F64)[:count].repeat_interleave(size, 0)
+    keys = means + 0.4 * randn(count * size, DIM)
+    unusual = [topic * size + (11 * topic + 5) % size for topic in range(count)]
+    keys[unusual, -1] += 5.0
+    return keys, set(unusual)
+
+
+def test_centroid_dilution_and_its_cure():
+    keys, unusual = topics(1)
+    signals = only_keys(keys)
+    assert kept(Manifold().score(signals), signals, 1) == [unusual]
+    keys, unusual = topics(DIM - 1)
+    signals = only_keys(keys)
+    diluted, local = Manifold().score(signals), WindowedManifold(window=64).score(signals)
+    assert diluted.std() / diluted.mean() < 0.02  # all tokens are equally far from a mean that is nobody's
+    assert len(kept(diluted, signals, len(unusual))[0] & unusual) <= len(unusual) // 2
+    assert kept(local, signals, len(unusual)) == [unusual]
+    # Windows are cut in the order of the text, wherever the slots are.
+    order = torch.randperm(len(keys))
+    mixed = replace(only_keys(keys[order]), positions=order[None, None].int())
+    assert kept(WindowedManifold(window=64).score(mixed), mixed, len(unusual)) == [unusual]
+
+
+@pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "exact"])
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_unsketched_leverage_sums_to_the_rank_and_ignores_invertible_maps(method, rank):
+    policy = Leverage(sketch=None, method=method)
+    keys = randn(40, rank) @ randn(rank, DIM, seed=1)
+    turned = keys @ (randn(DIM, DIM, seed=2) + 4 * torch.eye(DIM, dtype=F64))
+    first, second = (policy.score(only_keys(x)) for x in (keys, turned))
+    torch.testing.assert_close(float(first.sum()), float(rank), atol=1e-3, rtol=0)
+    torch.testing.assert_close(first, second, atol=2e-3 if method == "cholesky" else 1e-4, rtol=0)
+    assert 0 <= first.min() and first.max() <= 1 + 1e-5
+
+
+def test_leverage_is_of_the_keys_before_the_rotation():
+    policy, keys = Leverage(sketch=4), randn(1, 1, 30, DIM)
+
+    def rotated(offset):
+        positions = torch.arange(30)[None, None] + offset
+        angle = positions[..., None] * ROTARY.frequencies.double()
+        turned = torch.complex(keys[..., : DIM // 2], keys[..., DIM // 2 :]) * torch.exp(1j * angle)
+        signals = replace(only_keys(torch.cat([turned.real, turned.imag], -1)[0, 0]), rotary=ROTARY)
+        return replace(signals, positions=positions.int())
+
+    plain = policy.score(only_keys(keys[0, 0]))
+    for offset in (0, 777):
+        torch.testing.assert_close(policy.score(rotated(offset)), plain, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(policy.score(replace(rotated(0), rotary=PLAIN)), plain, atol=1e-2)
+
+
+def test_sketches_are_seeded():
+    signals = made()
+    first, again, other = (Leverage(sketch=4, seed=seed).score(signals) for seed in (3, 3, 4))
+    torch.manual_seed(123)
+    assert torch.equal(first, again) and torch.equal(first, Leverage(sketch=4, seed=3).score(signals))
+    assert not torch.allclose(first, other)
+
+
+@pytest.mark.parametrize("tail", [1, 2, 7])
+@pytest.mark.parametrize("pads", [0, 3])
+def test_the_ragged_tail_is_not_favoured(tail, pads):
+    """Equal tokens score the same in full chunks, in the tail, at the ends and beside padding."""
+    signals = made(held=0, new=16 + tail + pads, batch=1, pads=(pads,), holes=(0,))
+    real = signals.valid[..., None]
+    signals = replace(signals, keys=torch.where(real, 1.0, NAN).expand_as(signals.keys), queries=signals.queries * 1)
+    signals = replace(signals, values=torch.where(real, 2.0, NAN).expand_as(signals.values))
+    scores = scored(NonCausal(chunk=8, pool=5), signals)[signals.valid]
+    torch.testing.assert_close(scores, torch.full_like(scores, 2 * math.sqrt(DIM)))
+
+
+def test_a_block_is_remembered_and_what_was_known_stays():
+    policy, signals = NonCausal(chunk=4, pool=3), made(pads=(0, 3))
+    signals.values[0, 0, 12] = 0
+    memory = policy.remember(signals)
+    assert torch.equal(memory[..., :9].nan_to_num(-1), signals.memory[..., :9].nan_to_num(-1))
+    assert (memory[..., 9:][signals.valid[..., 9:]] > 0).all() and (memory[..., 9:][~signals.valid[..., 9:]] == 0).all()
+    scores = policy.score(replace(signals, memory=memory))
+    assert scores[0, 0, 12] < 1e-30  # known to be worthless, not unknown
+    later = replace(signals, memory=memory, queries=None, decoding=True)
+    assert torch.equal(policy.remember(later).nan_to_num(-1), memory.nan_to_num(-1))
+
+
+def test_unknown_tokens_count_as_the_mean_of_the_known():
+    signals = made(held=4, new=2, batch=1, heads=1, decoding=True, pads=(0,), holes=(1,))
+    signals = replace(signals, memory=torch.tensor([[[0.0, 1.0, 5.0, 99.0, 0.0, 0.0]]]))
+    assert scored(NonCausal(), signals)[0, 0, [0, 1, 2, 4, 5]].tolist() == [3.0, 1.0, 5.0, 3.0, 3.0]
+    assert scored(NonCausal(), replace(signals, memory=torch.zeros(1, 1, 6))).tolist() == [[[0.0] * 6]]
+
+
+@settings(max_examples=100)
+@given(data=st.data(), num=st.integers(1, 14), pool=st.sampled_from([1, 3, 5, 7]))
+def test_neighbour_mean_equals_brute_force(data, num, pool):
+    order = data.draw(st.permutations(range(num)))
+    real = data.draw(st.lists(st.booleans(), min_size=num, max_size=num))
+    scores = randn(1, 1, num)
+    got = neighbour_mean(scores, pool, torch.tensor([[order]]), torch.tensor([[real]]))
+    line = sorted((i for i in range(num) if real[i]), key=lambda i: order[i])
+    expected = torch.zeros(num, dtype=F64)
+    for rank, i in enumerate(line):
+        near = line[max(0, rank - pool // 2) : rank + pool // 2 + 1]
+        expected[i] = sum(scores[0, 0, j] for j in near) / len(near)
+    torch.testing.assert_close(got[0, 0], expected)
+
+
+@settings(max_examples=100)
+@given(num=st.integers(3, 30), shift=st.floats(-10, 10), stretch=st.floats(0.001, 1000), seed=st.integers(0, 10**6))
+def test_z_scores_have_mean_0_and_variance_1_whatever_the_units(num, shift, stretch, seed):
+    scores = randn(2, 3, num, seed=seed)
+    scores[..., 0] += 5  # never nearly equal
+    mask = torch.ones(2, 3, num + 2, dtype=torch.bool)
+    mask[..., 1] = mask[..., -1] = False
+    wide = torch.full((2, 3, num + 2), NAN, dtype=F64)
+    wide[mask] = scores.flatten()
+    z = z_scores(wide, mask)
+    assert (z[~mask] == 0).all()
+    z = z[mask].reshape(2, 3, num)
+    torch.testing.assert_close(z, (scores - scores.mean(-1, True)) / scores.std(-1, keepdim=True, unbiased=False))
+    torch.testing.assert_close(z_scores((wide + shift) * stretch, mask)[mask].reshape(2, 3, num), z)
+
+
+def test_one_outlier_among_many_is_not_rounding_noise():
+    scores = torch.zeros(1, 1, 2**21)
+    scores[..., 7] = 1.0
+    z = z_scores(scores, torch.ones_like(scores, dtype=torch.bool))
+    torch.testing.assert_close(z[0, 0, 7], torch.tensor((2.0**21 - 1) ** 0.5))
+
+
+@pytest.mark.parametrize("value", [0.0, 1 / 3, -1e6, 1e-20])
+def test_a_constant_vector_has_z_0_also_with_rounding_noise(value):
+    mask = torch.ones(1, 2, 50, dtype=torch.bool)
+    constant = torch.full((1, 2, 50), value)
+    noise = constant * (1 + 3e-7 * randn(1, 2, 50).float())
+    assert (z_scores(constant, mask) == 0).all() and (z_scores(noise, mask) == 0).all()
+    assert (z_scores(randn(1, 2, 1), mask[..., :1]) == 0).all()
+    assert (z_scores(randn(1, 2, 50), torch.zeros_like(mask)) == 0).all()
+
+
+def test_compactor_of_equal_tokens_keeps_the_first():
+    signals = only_keys(torch.ones(20, DIM))
+    signals = replace(signals, positions=torch.arange(19, -1, -1, dtype=torch.int32)[None, None])
+    signals = replace(signals, queries=torch.ones(1, 2, 20, DIM), memory=torch.zeros(1, 1, 20))
+    scores = scored(Compactor(), signals)
+    assert (scores == 0).all()
+    assert kept(scores, signals, 6) == [set(range(6))]
+
+
+def test_fewer_tokens_than_columns_all_have_leverage_1_and_the_ridge_does_not_show():
+    signals = made(held=2, new=4, batch=1, pads=(0,), holes=(0,))
+    attention = scored(NonCausal(), signals)
+    assert torch.equal(scored(Compactor(sketch=None), signals), z_scores(attention, signals.valid))
+
+
+def test_blend_weighs_the_leverage():
+    signals = made()
+    parts = {"chunk": 4, "pool": 3, "sketch": 4}
+    attention, leverage = scored(NonCausal(chunk=4, pool=3), signals), scored(Leverage(sketch=4), signals)
+    assert kept(scored(Compactor(**parts, blend=0.0), signals), signals, 8) == kept(attention, signals, 8)
+    assert kept(scored(Compactor(**parts, blend=1e4), signals), signals, 8) == kept(leverage, signals, 8)
+
+
+ROPE = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+}
+
+
+def scaled_llama(kind, **more):
+    return build("llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **more})
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_keys_of_llama_are_unrotated(kind):
+    model = scaled_llama(kind, **ROPE[kind])
+    check_round_trip(model, modeling_llama.apply_rotary_pos_emb)
+    assert (Rotary.of(model).scaling != 1) == (kind == "yarn")
+
+
+def test_keys_of_the_full_layers_of_gemma3_are_unrotated():
+    check_round_trip(build("gemma3"), modeling_gemma3.apply_rotary_pos_emb, "full_attention")
+
+
+def check_round_trip(model, apply, *layer_type):
+    """Keys that transformers rotated come back, left padding and long texts included."""
+    keys = randn(2, 2, 9, 16).float()
+    position = torch.arange(9) + torch.tensor([[0], [3000]])
+    cos, sin = model.model.rotary_emb(keys, position, *layer_type)
+    _, rotated = apply(keys, keys, cos, sin)
+    assert not torch.allclose(rotated, keys, atol=0.1)
+    signals = replace(made(), keys=rotated, positions=position[:, None].expand(-1, 2, -1).int())
+    back = replace(signals, rotary=Rotary.of(model)).pre_rope_keys
+    torch.testing.assert_close(back, keys)
+
+
+def test_frequencies_that_change_with_the_length_are_refused():
+    with pytest.raises(FastKVError, match="'dynamic', whose frequencies change with the length"):
+        Rotary.of(scaled_llama("dynamic", factor=4.0))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Manifold(window=0), "window must be an integer of at least 1, got 0"),
+        (lambda: WindowedManifold(window=2.5), "manifold-windowed: window must be an integer"),
+        (lambda: Manifold(metric="l3"), "metric must be one of l2, l1, linf, cosine"),
+        (lambda: Leverage(sketch=0), "sketch must be an integer of at least 1"),
+        (lambda: Leverage(sketch=129), "at most 128 columns for method 'cholesky', got 129"),
+        (lambda: Leverage(method="lu"), "method must be one of cholesky, qr, svd, exact, srht"),
+        (lambda: NonCausal(chunk=0), "noncausal: chunk must be an integer of at least 1"),
+        (lambda: NonCausal(pool=4), "odd width"),
+        (lambda: Compactor(chunk=0), "compactor: chunk must be"),
+        (lambda: Compactor(sketch=500), "at most 128 columns"),
+        (lambda: Compactor(blend=-0.1), "blend must be a finite weight of at least 0"),
+        (lambda: Compactor(blend=NAN), "blend must be a finite weight of at least 0"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(FastKVError, match=message):
+        make()
+
+
+def test_defaults_are_those_of_the_papers():
+    assert (Manifold().window, WindowedManifold().window) == (None, 4096)
+    paper = Compactor()
+    assert (paper.blend, paper.sketch, paper.chunk) == (0.3, 64, 256)
+    assert Leverage(sketch=500, method="qr").sketch == 500

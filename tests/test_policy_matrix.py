@@ -1,0 +1,161 @@
+"""Every policy in every mode: one-shot, in blocks, while decoding, on a second turn; with every sharing of heads."""
+
+import pytest
+import torch
+
+import fastkv
+from fastkv.errors import FastKVError
+
+from .models import build, generate, policy, prompt
+
+TOKENS, EVERY = 20, 7
+NAMES = fastkv.policies.names()
+ADAPTIVE = [one.name for one in fastkv.policies.ALL if one.adaptive]
+IN_BLOCKS = [one.name for one in fastkv.policies.ALL if not one.rereads]
+
+
+def small(**options):
+    return fastkv.Budget(tokens=TOKENS, sinks=2, recent=4, **options)
+
+
+def check(cache, seen, every=EVERY):
+    """Nothing is lost, nothing is stored twice, sinks and recent tokens are there, the bound holds."""
+    if not any(layer.state.approx for layer in cache.layers):
+        assert sum(cache.slots(layer) for layer in range(4)) == 4 * (TOKENS + every)
+    for layer in range(4):
+        state = cache.layers[layer].state
+        stored, tokens = cache.stored(layer), cache.slots(layer) - every
+        assert torch.equal(stored + cache.moments(layer).count, seen[:, None].expand(3, 2))
+        assert int(stored.sum(-1).max()) <= 2 * (tokens + every - 1)
+        exact = state.exact
+        for row in range(3):
+            for head in range(2):
+                held = exact["positions"][row, head, : int(exact.lengths[row, head])].tolist()
+                if state.approx is not None:
+                    held += state.approx["positions"][row, head, : int(state.approx.lengths[row, head])].tolist()
+                assert len(set(held)) == len(held) == int(stored[row, head])
+                newest = int(seen[row]) - 1
+                assert {0, 1, *range(newest - 3, newest + 1)} <= set(held)
+
+
+def two_turns(model, chosen, budget, block, **options):
+    """A prompt, generated tokens, a second prompt and more generated tokens on one cache; checked after each."""
+    fastkv.patch(model, chosen, budget, prefill_block=block, evict_every=EVERY, **options)
+    cache = fastkv.FastKVCache(model)
+    ids, mask = prompt()
+    tokens = mask.sum(-1)
+    first = generate(model, ids, mask, new=20, past_key_values=cache)
+    check(cache, tokens + 19)
+    more = torch.cat([first, prompt(seed=2)[0][:, -11:]], 1)
+    mask = torch.cat([mask, torch.ones(3, more.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+    generate(model, more, mask, new=9, past_key_values=cache)
+    check(cache, tokens + 20 + 11 + 8)
+    return cache
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_turns(name, block, tmp_path):
+    if block and name not in IN_BLOCKS:
+        with pytest.raises(FastKVError, match="needs the whole context before anything is evicted"):
+            fastkv.patch(build(), name, small(), prefill_block=block)
+        return
+    cache = two_turns(build(), policy(name, tmp_path), small(), block)
+    if name not in ("pyramidkv", "duoattention"):
+        assert [cache.slots(layer) for layer in range(4)] == [TOKENS + EVERY] * 4
+        assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
+
+
+@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_correction_conserves(name, correction, tmp_path):
+    model = build()
+    ids, mask = prompt()
+    fastkv.patch(model, policy(name, tmp_path), small(), correction=correction, evict_every=1)
+    cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
+    check(cache, mask.sum(-1) + 19, every=1)
+    order = {"none": None, "mean": 0, "moments": 1}[correction]
+    assert cache.moments(0).order == (1 if name == "momentkv" else order)
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_adaptive_heads(name, block, tmp_path):
+    if block and name not in IN_BLOCKS:
+        return
+    uniform = two_turns(build(), policy(name, tmp_path), small(), block)
+    adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)
+    # The state without the kernels' working memory; starts and nothing else come on top.
+    sizes = [sum(layer.state.nbytes() for layer in cache.layers) for cache in (uniform, adaptive)]
+    assert sizes[0] < sizes[1] == sizes[0] + 4 * 3 * 3 * 4
+    assert abs(sizes[1] / sizes[0] - 1) < 0.05
+
+
+def test_adaptive_heads_are_unequal_and_share_the_total():
+    model = build()
+    ids, _ = prompt(3, 50, (0, 0, 0))
+    fastkv.patch(model, "snapkv", small(heads="adaptive"), evict_every=EVERY)
+    cache = model(ids).past_key_values
+    unequal = 0
+    for layer in range(4):
+        stored = cache.stored(layer)
+        assert torch.equal(stored.sum(-1), torch.full((3,), 2 * TOKENS))
+        assert int(stored.min()) >= 6, "sinks, recent tokens and a fifth of the mean are the floor"
+        unequal += int((stored[:, 0] != stored[:, 1]).sum())
+        starts = cache.layers[layer].state.exact.starts
+        assert torch.equal(starts.diff(dim=-1), stored + EVERY), "a head owns what it uses and room to decode"
+    assert unequal > 0
+
+
+def test_adaptive_selection_is_one_competition():
+    """The kept set equals a literal one: each head's floor, then the best of all heads together."""
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    fastkv.patch(model, "keydiff", small(heads="adaptive"), evict_every=EVERY)
+    cache = model(ids).past_key_values
+    fastkv.unpatch(model)
+    keys = model(ids).past_key_values.layers[0].keys
+    scores = fastkv.reference.keydiff_scores(keys)[0]
+    always = {0, 1, 46, 47, 48, 49}
+    kept = []
+    for head in range(2):
+        ranked = sorted(range(50), key=lambda token: (token not in always, -float(scores[head, token]), token))
+        kept.append(set(ranked[:6]))
+    rest = [(-float(scores[head, token]), token, head) for head in range(2) for token in range(50) if token not in kept[head]]
+    for _, token, head in sorted(rest)[: 2 * TOKENS - 12]:
+        kept[head].add(token)
+    exact = cache.layers[0].state.exact
+    for head in range(2):
+        assert set(exact["positions"][0, head, : int(exact.lengths[0, head])].tolist()) == kept[head]
+
+
+def test_ragged_output_is_the_uniform_output_where_nothing_is_evicted():
+    for block in (None, 16):
+        uniform, adaptive = build(), build()
+        ids, mask = prompt()
+        large = {"tokens": 200, "sinks": 2, "recent": 4}
+        fastkv.patch(uniform, "snapkv", fastkv.Budget(**large), prefill_block=block)
+        fastkv.patch(adaptive, "snapkv", fastkv.Budget(**large, heads="adaptive"), prefill_block=block)
+        assert torch.equal(generate(uniform, ids, mask, new=30), generate(adaptive, ids, mask, new=30))
+
+
+def test_refusals_of_combinations():
+    for name in ("tova", "duoattention"):
+        with pytest.raises(FastKVError, match="do not compare between heads"):
+            fastkv.patch(build(), name, small(heads="adaptive"))
+    with pytest.raises(FastKVError, match="needs the pattern file"):
+        fastkv.patch(build(), "duoattention", small())
+    model = build()
+    with pytest.raises(FastKVError, match="pass input_ids"):
+        fastkv.patch(model, "kvzip", small())
+        model(inputs_embeds=torch.randn(1, 30, 48))
+
+
+def test_duoattention_splits_by_the_pattern(tmp_path):
+    model = build()
+    ids, _ = prompt(3, 50, (0, 0, 0))
+    fastkv.patch(model, policy("duoattention", tmp_path), small(), evict_every=EVERY)
+    cache = model(ids).past_key_values
+    assert [cache.stored(layer)[0].tolist() for layer in range(4)] == [[34, 6], [6, 34], [20, 20], [20, 20]]
+    sizes = [layer.state.nbytes() for layer in cache.layers]
+    assert sizes[0] == sizes[1] == sizes[2] + 3 * 3 * 4, "unequal heads cost their starts and nothing else"
