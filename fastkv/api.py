@@ -46,8 +46,9 @@ def patch(
             attention; a number reads it in blocks of that many tokens, so that memory never exceeds the bound.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
-            zeroth-order part, "none" nothing; "auto" is what the policy's paper does. "vector" lets twice as many tokens
-            keep their key only, in the room of half the pairs, and recovers their values with a linear map (VECTOR);
+            zeroth-order part, "none" nothing; "auto" is what the policy's paper does. "vector" lets
+            twice as many tokens keep their key only, in the room of half the pairs, and recovers their values with a
+            linear map (VECTOR);
             "vector+mean" and "vector+moments" do both.
         backend: "auto" runs Triton kernels on an accelerator and the reference on a CPU; "reference" and "triton"
             insist.
@@ -73,6 +74,7 @@ def with_fits(plan: Plan, model: Module, vector: str | Path | VectorMap | None) 
         if not isinstance(vector, VectorMap):
             file = vector or _beside(config, "vector.safetensors", "correction='vector'", "vector=file")
             vector = VectorMap.load(file, config)
+        vector.check(config)
         plan = replace(plan, values=vector)
     elif vector is not None:
         raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")

@@ -18,7 +18,7 @@ PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer's state costs, in bytes per sequence: `per_token` for each token per KV head, `fixed` for the rest."""
+    """Bytes per sequence of one layer's state: `per_token` for each token per KV head, `fixed` for the rest."""
 
     per_token: float
     fixed: int
@@ -80,7 +80,9 @@ class Budget:
             if share is not None and (not is_number or not 0 < share <= 1):
                 raise FastKVError(f"Budget {name} must be in (0, 1], got {share!r}; {example}")
         if self.calibration is not None and self.quality is None:
-            raise FastKVError("Budget calibration is for quality=..., got none; give a quality or leave calibration out")
+            raise FastKVError(
+                "Budget calibration is for quality=..., got none; give a quality or leave calibration out"
+            )
         if self.tokens is not None and self.tokens < self.reserved:
             raise FastKVError(
                 f"a budget of {self.tokens} tokens is smaller than sinks + recent = {self.sinks} + {self.recent}; "

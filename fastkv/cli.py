@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 TRITON_NEEDED = (3, 6)
 
@@ -17,6 +18,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the sentence and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class LazyParser(Parser):
+    """A command whose module, with `add_arguments(parser)` and `run(options)`, is imported when the command is used."""
+
+    def __init__(self, *args: Any, module: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.module = module
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Add the module's options, once, then parse."""
+        if self.module:
+            module = importlib.import_module(self.module, __package__)
+            module.add_arguments(self)
+            self.set_defaults(run=module.run)
+            self.module = ""
+        return super().parse_known_args(args, namespace)
 
 
 def comma_separated(text: str) -> list[str]:
@@ -39,7 +57,9 @@ def build_parser() -> Parser:
         description="A key-value cache of fixed size for Hugging Face models that remembers what it evicted.",
         epilog="example: fastkv demo --quick",
     )
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND", parser_class=LazyParser
+    )
 
     demo = commands.add_parser(
         "demo",
@@ -58,6 +78,13 @@ def build_parser() -> Parser:
     )
     demo.add_argument("--policies", type=comma_separated, metavar="NAME,...", help="policies to compare (default: all)")
     demo.add_argument("--tasks", type=comma_separated, metavar="NAME,...", help="kinds of questions (default: all)")
+    demo.add_argument(
+        "--prefill",
+        type=comma_separated,
+        metavar="MODE,...",
+        help="whole: the prompt at once; context: compressed before the question is known; blocks "
+        "(default: whole,blocks)",
+    )
     demo.add_argument("--blocks", type=int, metavar="N", help="tokens of a block when the prompt is read in blocks")
     demo.add_argument("--samples", type=int, metavar="N", help="texts for each task")
     demo.add_argument("--seed", type=int, metavar="N", help="seed of the first text; the others follow it")
@@ -65,6 +92,35 @@ def build_parser() -> Parser:
     demo.add_argument("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
     demo.set_defaults(run=run_demo)
 
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="fit what VECTOR and quality budgets need to know of a model",
+        description="Fit what VECTOR and quality budgets need to know of a model, and write it to a file.",
+        epilog="example: fastkv calibrate vector --model PATH --text corpus/ --out vector.safetensors",
+    )
+    kinds = calibrate.add_subparsers(title="what", dest="what", required=True, metavar="WHAT", parser_class=LazyParser)
+    kinds.add_parser(
+        "vector",
+        module=".calibration.vector",
+        help="maps from keys to values, for correction='vector'",
+        description="Fit a linear map from keys to values for every KV head, and report its held-out R^2.",
+        epilog="example: fastkv calibrate vector --model PATH --text corpus/ --out vector.safetensors",
+    )
+    kinds.add_parser(
+        "context",
+        module=".calibration.context",
+        help="how much of a prompt a quality needs, for Budget(quality=...)",
+        description="Fit how the quality of answers falls with the share of the context that is kept, for each policy.",
+        epilog="example: fastkv calibrate context --model PATH --policies keydiff,compactor --out calibration",
+    )
+    commands.add_parser(
+        "inspect",
+        module=".inspection.run",
+        help="what a model's keys look like, and which policy that suits",
+        description="Measure the keys and values a model makes of a text: intrinsic dimension, norms, similarity "
+        "to the mean key, and how the mean key dilutes with the length of the text. Writes inspect.json and inspect.png.",
+        epilog="example: fastkv inspect --model demo --text demo --context 2048 --out inspection",
+    )
     doctor = commands.add_parser(
         "doctor",
         help="print versions, devices and backends, and why one is not available",

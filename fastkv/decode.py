@@ -24,21 +24,49 @@ def decode_token(
     Args: q [B, Hq, 1, D]; k, v [B, Hkv, 1, D]; table: cos and sin [P, D/2], for layers with tokens without values.
     Returns: [B, Hq, 1, Dv].
     """
-    exact, approx = state.exact, state.approx
-    slots = (exact.keys, exact.values, exact.positions, exact.lengths, state.seen)
-    settings = (state.moments, rule.scale, rule.softcap)
-    options = dict(order=rule.plan.order, attention=exact.attention, scratch=state.scratch, backend=rule.plan.backend)
-    if exact.starts is not None:
-        options |= dict(starts=exact.starts, width=exact.limit)
+    exact, approx, plan = state.exact, state.approx, rule.plan
     if approx is None:
-        out, _, _ = ops.decode_step(q[:, :, 0], k, v, *slots, *settings, **options)
+        out, _, _ = ops.decode_step(
+            q[:, :, 0],
+            k,
+            v,
+            *exact.pairs,
+            state.seen,
+            state.moments,
+            rule.scale,
+            rule.softcap,
+            order=plan.order,
+            attention=exact.attention,
+            starts=exact.starts,
+            width=exact.width,
+            scratch=state.scratch,
+            backend=plan.backend,
+        )
     else:
-        assert table is not None
-        if approx.starts is not None:
-            options |= dict(approx_starts=approx.starts, approx_width=approx.limit)
-        keys = (approx.keys, approx.positions, approx.lengths, rule.weight, *table)
+        assert table is not None and rule.weight is not None
         out, _, _ = ops.vector_decode_step(
-            q[:, :, 0], k, v, *slots, *keys, *settings, approx_attention=approx.attention, **options
+            q[:, :, 0],
+            k,
+            v,
+            *exact.pairs,
+            state.seen,
+            approx.keys,
+            approx.positions,
+            approx.lengths,
+            rule.weight,
+            *table,
+            state.moments,
+            rule.scale,
+            rule.softcap,
+            order=plan.order,
+            attention=exact.attention,
+            approx_attention=approx.attention,
+            starts=exact.starts,
+            width=exact.width,
+            approx_starts=approx.starts,
+            approx_width=approx.width,
+            scratch=state.scratch,
+            backend=plan.backend,
         )
     exact.filled += 1
     state.steps += 1
@@ -66,12 +94,8 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         return
     if exact.memory is not None:
         signals = replace(signals, positions=signals.positions.clone())  # eviction moves them
-    ragged = {} if exact.starts is None else dict(starts=exact.starts, drop=spare)
     ops.evict(
-        exact.keys,
-        exact.values,
-        exact.positions,
-        exact.lengths,
+        *exact.pairs,
         state.seen,
         state.moments,
         scores,
@@ -79,8 +103,9 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         rule.plan.budget.sinks,
         recent_tokens(rule),
         scratch=state.scratch,
+        starts=exact.starts,
+        drop=None if exact.starts is None else spare,
         backend=rule.plan.backend,
-        **ragged,
     )
     exact.filled = min(filled, exact.limit - spare)
     remember(exact, signals)

@@ -160,9 +160,7 @@ class FastKVLayer(CacheLayerMixin):
 
     # A first prompt that is held in full until all layers have read it: `deferring`, perhaps `read_again`, `commit`.
 
-    def read_again(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float, softcap: float | None
-    ) -> Tensor:
+    def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Attention of re-fed tokens over the held prompt and themselves; `received` [B, Hkv, N] becomes the most any
         of them gave to each token of the prompt. Nothing is stored.
         """

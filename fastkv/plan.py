@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -143,8 +143,8 @@ class Plan:
         if self.vector:
             if pairs is not None:
                 raise FastKVError(
-                    f"correction='vector' and policy {self.policy.name!r} both fix how many tokens each head keeps; use "
-                    "one of them"
+                    f"correction='vector' and policy {self.policy.name!r} both fix how many tokens each head keeps; "
+                    "use one of them"
                 )
             assert self.values is not None
             keyed = key_only(tokens, reserved, keep)
@@ -190,7 +190,7 @@ class LayerPlan:
     layout: Layout
     scale: float
     softcap: float | None = None
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     rotary: Rotary | None = None
     output: Tensor | None = None
     weight: Tensor | None = None

@@ -79,7 +79,7 @@ def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule:
     """Add the attention that the last queries of the block give to every candidate, and how many they were."""
     num, observed = q.shape[2], rule.plan.policy.observation
     first = 0 if observed is None else max(num - observed, 0)
-    received, queried = signals.keys.new_zeros((), dtype=torch.float32), 0
+    received = queried = signals.keys.new_zeros((), dtype=torch.float32)
     for start in range(first, num, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, num)
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()

@@ -42,11 +42,12 @@ class Rotary:
         kind = kind.get("full_attention", "default") if isinstance(kind, dict) else kind
         if kind not in FIXED:
             raise FastKVError(
-                f"the rotary embedding of {type(model).__name__} is of type {kind!r}, whose frequencies change with the "
-                f"length; methods that undo the rotation work with {', '.join(FIXED)}"
+                f"the rotary embedding of {type(model).__name__} is of type {kind!r}, whose frequencies change with "
+                f"the length; methods that undo the rotation work with {', '.join(FIXED)}"
             )
         frequencies = getattr(found, name).detach().float()
-        text = found.config.get_text_config(decoder=True) if hasattr(found, "config") else model.config
+        config: Any = getattr(found, "config", None) or model.config
+        text = config.get_text_config(decoder=True)
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         if 2 * frequencies.numel() != head_dim:
             raise FastKVError(

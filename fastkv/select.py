@@ -66,9 +66,11 @@ def _each(signals: Signals, scores: Tensor, guard: Tensor, tokens: list[int]) ->
         return ops.select(scores, signals.positions, signals.valid, guard, tokens[0], backend=backend)
     kept = torch.zeros_like(signals.valid)
     for number in sorted(set(tokens)):
-        group = [head for head, own in enumerate(tokens) if own == number]
-        parts = (part[:, group] for part in (scores, signals.positions, signals.valid, guard))
-        kept[:, group] = ops.select(*parts, number, backend=backend).kept
+        of = [head for head, own in enumerate(tokens) if own == number]
+        chosen = ops.select(
+            scores[:, of], signals.positions[:, of], signals.valid[:, of], guard[:, of], number, backend=backend
+        )
+        kept[:, of] = chosen.kept
     return Selection(kept, kept.sum(-1))
 
 
@@ -81,10 +83,14 @@ def _adaptive(signals: Signals, scores: Tensor, guard: Tensor, rule: LayerPlan) 
     backend, tokens = signals.backend, rule.total
     floor = max(math.ceil(FLOOR * tokens), rule.plan.budget.sinks + recent_tokens(rule))
     first = ops.select(scores, signals.positions, signals.valid, guard, floor, backend=backend).kept
-    parts = [rule.parallel.gather(part) for part in (scores, signals.positions, signals.valid, first)]
-    heads = parts[0].shape[1]
-    head = torch.arange(heads, dtype=torch.int32, device=scores.device)[:, None]
-    flat = [part.flatten(1)[:, None] for part in (parts[0], parts[1] * heads + head, parts[2], parts[3])]
-    kept = ops.select(*flat, heads * tokens, backend=backend).kept.reshape(parts[0].shape)
-    kept = rule.parallel.own(kept)
+    gather = rule.parallel.gather
+    scores, positions, valid, first = gather(scores), gather(signals.positions), gather(signals.valid), gather(first)
+    heads = scores.shape[1]
+    place = positions * heads + torch.arange(heads, dtype=torch.int32, device=scores.device)[:, None]
+
+    def flat(part: Tensor) -> Tensor:
+        return part.flatten(1)[:, None]
+
+    chosen = ops.select(flat(scores), flat(place), flat(valid), flat(first), heads * tokens, backend=backend)
+    kept = rule.parallel.own(chosen.kept.reshape(scores.shape))
     return Selection(kept, kept.sum(-1))

@@ -34,15 +34,12 @@ class Shared:
         sizes = [(one.keys.shape, one.starts is not None, one.limit) for one in (exact, approx) if one is not None]
         shape = (q.device, q.shape[1], *sizes, collects)
         if shape not in self.scratch:
-            options: dict[str, Any] = {"attention": collects, "backend": backend}
-            if exact.starts is not None:
-                options |= {"starts": exact.starts, "width": exact.limit}
+            options: dict[str, Any] = {"attention": collects, "starts": exact.starts, "width": exact.width}
             if approx is None:
-                self.scratch[shape] = ops.workspace(q, exact.keys, **options)
+                self.scratch[shape] = ops.workspace(q, exact.keys, **options, backend=backend)
             else:
-                if approx.starts is not None:
-                    options |= {"approx_starts": approx.starts, "approx_width": approx.limit}
-                self.scratch[shape] = ops.vector_workspace(q, exact.keys, approx.keys, **options)
+                options |= {"approx_starts": approx.starts, "approx_width": approx.width}
+                self.scratch[shape] = ops.vector_workspace(q, exact.keys, approx.keys, **options, backend=backend)
         return self.scratch[shape]
 
     def table(self, device: torch.device, length: int) -> tuple[Tensor, Tensor]:

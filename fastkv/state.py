@@ -102,22 +102,37 @@ class Slots:
             self.starts.zero_()
             self.starts[:, 1:] = torch.tensor(capacities, device=self.starts.device).cumsum(0)
 
-    def trade(self, counts: Tensor, tokens: int, spare: int) -> None:
-        """Give each head `counts` [B, Hkv] slots, `spare` more, and its part of what is left of `tokens` per head.
+    def trade(self, capacities: Tensor, everywhere: Tensor) -> None:
+        """Give each head so many slots, [B, Hkv]; `everywhere` [B, all heads] says what the heads of all processes get.
 
-        The one host sync of an adaptive layer, once per selection while a prompt is read.
+        The one host sync of an adaptive layer, once per selection while a prompt is read. One process alone always
+        has room; of several that share the heads, one may need more than its part, and its slab then grows.
         """
         assert self.starts is not None
-        heads = counts.shape[1]
-        left = (heads * tokens - counts.sum(-1, keepdim=True)).clamp(min=0) // heads
-        capacities = counts + left + spare
         self.starts[:, 1:] = capacities.cumsum(-1)
-        self.limit = int(capacities.max())
+        self.limit, room = torch.stack([everywhere.max(), capacities.sum(-1).max()]).tolist()
+        missing = room - self.positions.shape[1]
+        if missing > 0:
+            for name in ("keys", "values", "positions", "attention", "memory"):
+                slab = getattr(self, name)
+                if slab is not None:
+                    setattr(self, name, torch.cat([slab, slab.new_zeros(len(slab), missing, *slab.shape[2:])], 1))
 
     def __getitem__(self, name: str) -> Tensor:
         """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...]."""
         rows: Tensor = getattr(self, name)
         return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)
+
+    @property
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """keys, values, positions and lengths of a tier that has values."""
+        assert self.values is not None
+        return self.keys, self.values, self.positions, self.lengths
+
+    @property
+    def width(self) -> int | None:
+        """`limit` for unequal heads, None for equal ones, whose tensors say it."""
+        return None if self.starts is None else self.limit
 
     @property
     def valid(self) -> Tensor:
@@ -227,7 +242,7 @@ class LayerState:
 
     def map_batch_(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis to every tensor, in place where the shape stays."""
-        for prefix, owner in self._owners():
+        for _, owner in self._owners():
             for one in fields(owner):  # type: ignore[arg-type]
                 tensor = getattr(owner, one.name)
                 if not isinstance(tensor, Tensor):

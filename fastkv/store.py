@@ -59,16 +59,19 @@ def store(state: LayerState, signals: Signals, selection: Selection, num: int, r
     elif exact.starts is None:
         block = slice(signals.keys.shape[2] - num, None)
         new = (signals.keys[:, :, block], signals.values[:, :, block], signals.positions[:, :, block])
-        slots = (exact.keys, exact.values, exact.positions, exact.lengths)
-        ops.compact(*slots, state.moments, *new, signals.valid, selection, backend=signals.backend)
+        ops.compact(*exact.pairs, state.moments, *new, signals.valid, selection, backend=signals.backend)
     else:
         # Compacted where the candidates lie, because the stretches of the heads are about to move.
-        rows = (signals.keys, signals.values, signals.positions.clone())
-        none = [part[:, :, :0] for part in rows]
-        ops.compact(*rows, exact.lengths, state.moments, *none, signals.valid, selection, backend=signals.backend)
+        keys, values, positions = signals.keys, signals.values, signals.positions.clone()
+        none = (keys[:, :, :0], values[:, :, :0], positions[:, :, :0])
+        slots = (keys, values, positions, exact.lengths)
+        ops.compact(*slots, state.moments, *none, signals.valid, selection, backend=signals.backend)
         if full and state.layout.adaptive:
-            exact.trade(selection.counts, rule.total, state.layout.spare)
-        for slab, part in zip((exact.keys, exact.values, exact.positions), rows):
+            counts = rule.parallel.gather(selection.counts)
+            left = (counts.shape[1] * rule.total - counts.sum(-1, keepdim=True)) // counts.shape[1]
+            capacities = counts + left + state.layout.spare
+            exact.trade(rule.parallel.own(capacities), capacities)
+        for slab, part in zip(exact.pairs, slots[:3]):
             pack(slab, exact.starts, part)
     if state.approx is None:
         exact.filled = exact.limit - state.layout.spare if full else exact.filled + num

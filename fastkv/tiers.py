@@ -1,7 +1,7 @@
 """VECTOR: where two tokens may keep their key only, in the room of one pair, and their values come from a linear map.
 
-Source: VECTOR, arXiv:2605.23258, Sec. 4; selection in two steps: the policy's best tokens stay, and among them those keep their
-value where the map errs most.
+Source: VECTOR, arXiv:2605.23258, Sec. 4. Selection in two steps: the policy's best tokens stay, and among them those
+keep their value where the map errs most.
 """
 
 from __future__ import annotations
@@ -39,11 +39,20 @@ def attend_keys(approx: Slots, q: Tensor, out: Tensor, lse: Tensor, rule: LayerP
     keys, positions = (approx.keys, approx.positions) if equal else (approx["keys"], approx["positions"])
     values = estimate(keys, positions, rule).to(out.dtype)
     batch, heads, _, dim = keys.shape
-    none = keys.new_zeros(batch, heads, q.shape[2], dim), values.new_zeros(batch, heads, q.shape[2], values.shape[-1])
-    unseen = torch.zeros(batch, q.shape[2], dtype=torch.bool, device=q.device)
-    settings = (None, rule.scale, rule.softcap)
+    num = q.shape[2]
     more, more_lse = ops.prefill_attention(
-        q, keys, values, approx.lengths, *none, unseen, *settings, order=None, backend=rule.plan.backend
+        q,
+        keys,
+        values,
+        approx.lengths,
+        keys.new_zeros(batch, heads, num, dim),
+        values.new_zeros(batch, heads, num, values.shape[-1]),
+        torch.zeros(batch, num, dtype=torch.bool, device=q.device),  # no block here
+        None,
+        rule.scale,
+        rule.softcap,
+        order=None,
+        backend=rule.plan.backend,
     )
     return merge_partials(out, lse, more, more_lse)[0].to(out.dtype)
 

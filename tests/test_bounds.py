@@ -31,7 +31,9 @@ class Watch:
         state = layer.state
         assert state.exact.keys.shape[2] == state.exact.values.shape[2] == TOKENS + EVERY
         assert int(state.exact.lengths.max()) <= state.exact.filled <= TOKENS + EVERY
-        assert torch.equal(state.exact.lengths + state.moments.count, state.seen[:, None].expand_as(state.exact.lengths))
+        assert torch.equal(
+            state.exact.lengths + state.moments.count, state.seen[:, None].expand_as(state.exact.lengths)
+        )
         address = self.addresses.setdefault(module.layer_idx, state.exact.keys.data_ptr())
         assert state.exact.keys.data_ptr() == address, "slots are allocated once"
         self.checks += 1
@@ -124,8 +126,8 @@ def test_layer_shares_and_bytes_are_what_they_say():
     fastkv.patch(model, budget=small(layers=[40, 20, 12, 8]))
     cache = model(ids).past_key_values
     assert [int(cache.stored(layer)[0, 0]) for layer in range(4)] == [40, 20, 12, 8]
-    for policy in ("momentkv", "keydiff"):
-        fastkv.patch(model, policy, budget=fastkv.Budget(bytes=40_000, sinks=2, recent=4))
+    for name in ("momentkv", "keydiff"):
+        fastkv.patch(model, name, budget=fastkv.Budget(bytes=40_000, sinks=2, recent=4))
         cache = model(ids.repeat(2, 1)).past_key_values
         per_slot = sum(layer.state.nbytes() // layer.state.slots for layer in cache.layers)
         assert 40_000 - per_slot < cache.nbytes() / 2 <= 40_000

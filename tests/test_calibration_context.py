@@ -367,6 +367,33 @@ def test_triples_of_the_bundled_model(bundled):
     assert not any("_fastkv_plan" in vars(module) for module in model.modules()), "the model is stock again"
 
 
+@pytest.mark.parametrize("aware", [False, True], ids=["unknown", "known"])
+def test_quality_is_the_nll_ratio_of_the_answers_alone(aware, bundled):
+    """Recomputed one question at a time, without sharing a cache: stock in one pass, compressed in two."""
+    model, tokenizer = bundled
+    options = {"keeps": (0.15,), "lengths": (256,), "samples": 3, "text": "demo", "query_aware": aware}
+    triples = make_triples(model, tokenizer, "keydiff", **options)
+    budget = fastkv.Budget(keep=0.15, sinks=4, recent=16)
+    for index, triple in enumerate(triples):
+        sample = demo_text(tokenizer, 256, -1 - index)
+        prompt = tokenizer(sample.context).input_ids
+        lost = {"full": [], "compressed": []}
+        for question, answer in list(zip(sample.questions, sample.answers))[: 1 if aware else None]:
+            asked, told = tokenizer([question, answer], add_special_tokens=False).input_ids
+            ids = torch.tensor([prompt + asked + told])
+            split = len(prompt) + (len(asked) - 1 if aware else 0)
+            full = model(ids).logits
+            with fastkv.patched(model, "keydiff", budget):
+                cache = model(ids[:, :split]).past_key_values
+                rest = model(ids[:, split:], past_key_values=cache).logits
+            for name, logits in (("full", full), ("compressed", rest)):
+                last = logits[0, -len(told) - 1 : -1]
+                lost[name] += torch.nn.functional.cross_entropy(last, ids[0, -len(told) :], reduction="none").tolist()
+        full, compressed = (max(sum(each) / len(each), 0.05) for each in lost.values())
+        assert triple.quality == pytest.approx(min(full / compressed, 1), rel=1e-3)
+    assert min(triple.quality for triple in triples) < 0.5, "something was lost, so the ratio says something"
+
+
 def test_a_known_question_survives_stronger_compression(bundled):
     model, tokenizer = bundled
     options = {"keeps": (0.5,), "lengths": (512,), "samples": 6, "text": "demo"}

@@ -116,7 +116,7 @@ def test_refusals(tmp_path):
             fastkv.patch(model, policy, budget, **(options or {}))
         assert "_fastkv_plan" not in model.__dict__
 
-    refused("no context.json where the model was loaded from", calibration=None)
+    refused(r"no context\.json where the model was loaded from", calibration=None)
     refused("needs the whole context", options={"prefill_block": 16})
     refused("keydiff", policy="keydiff")
     refused("there is no calibration file", calibration=tmp_path / "missing.json")

@@ -37,19 +37,45 @@ def block():
     return randn(B, HKV, T, D, seed=5), randn(B, HKV, T, D, seed=6), positions
 
 
+def token():
+    return randn(B, HKV, 1, D, seed=8), randn(B, HKV, 1, D, seed=9)
+
+
+def approx():
+    """Slots with a key only, the map from keys to values, cos and sin."""
+    positions = torch.arange(5, dtype=torch.int32).repeat(B, HKV, 1)
+    turn = randn(C, D // 2, seed=9)
+    lengths = torch.tensor([[5, 2]], dtype=torch.int32)
+    return randn(B, HKV, 5, D, seed=7), positions, lengths, randn(HKV, D, D, seed=8) / 4, turn.cos(), turn.sin()
+
+
+def slab():
+    """As `slots`, but the heads own 10 and 6 of 18 slots: slab, positions, lengths and starts."""
+    positions = torch.arange(18, dtype=torch.int32).repeat(B, 1)
+    starts = torch.tensor([[0, 10, 16]], dtype=torch.int32)
+    return randn(B, 18, D, seed=3), randn(B, 18, D, seed=4), positions, slots()[3], starts
+
+
+def approx_slab():
+    """As `approx`, but the heads own 7 and 4 of 12 slots; and starts."""
+    positions = torch.arange(12, dtype=torch.int32).repeat(B, 1) % C
+    starts = torch.tensor([[0, 7, 11]], dtype=torch.int32)
+    return (randn(B, 12, D, seed=7), positions, *approx()[2:]), starts
+
+
 def candidates():
     return torch.arange(C, dtype=torch.int32).repeat(B, HKV, 1), torch.rand(B, HKV, C) > 0.2
 
 
 CASES = {
     "decode_attention": lambda: (
-        randn(B, HKV * G, D), *slots()[:2], slots()[3], *flat(moments()), 0.3, None, 1, None, [],
+        randn(B, HKV * G, D), *slots()[:2], slots()[3], *flat(moments()), 0.3, None, 1, None, None, None, [],
     ),
     "decode_step": lambda: (
-        randn(B, HKV * G, D), randn(B, HKV, 1, D, seed=8), randn(B, HKV, 1, D, seed=9), *slots(),
-        torch.tensor([16]), *flat(moments()), 0.3, 4.0, 1, torch.zeros(B, HKV, C), [],
+        randn(B, HKV * G, D), *token(), *slots(),
+        torch.tensor([16]), *flat(moments()), 0.3, 4.0, 1, torch.zeros(B, HKV, C), None, None, [],
     ),
-    "evict": lambda: (*slots(), torch.tensor([16]), *flat(moments()), randn(B, HKV, C), 6, 1, 2, None),
+    "evict": lambda: (*slots(), torch.tensor([16]), *flat(moments()), randn(B, HKV, C), 6, 1, 2, None, None, None),
     "prefill_attention": lambda: (
         randn(B, HKV * G, T, D), *slots()[:2], slots()[3], *block()[:2], torch.ones(B, T, dtype=torch.bool),
         *flat(moments()), 0.3, None, 1,
@@ -60,10 +86,12 @@ CASES = {
     "manifold_scores": lambda: (randn(B, HKV, C, D), None, "l2", candidates()[1]),
     "leverage_scores": lambda: (randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False),
     "vector_decode_attention": lambda: (
-        randn(B, HKV * G, D), *slots()[:2], slots()[3], randn(B, HKV, 5, D, seed=7),
-        torch.arange(5, dtype=torch.int32).repeat(B, HKV, 1), torch.tensor([[5, 2]], dtype=torch.int32),
-        randn(HKV, D, D, seed=8) / 4, randn(C, D // 2, seed=9).cos(), randn(C, D // 2, seed=9).sin(),
-        *flat(moments()), 0.3, None, 1,
+        randn(B, HKV * G, D), *slots()[:2], slots()[3], *approx(), *flat(moments()), 0.3, None, 1,
+        *[None] * 6, [],
+    ),
+    "vector_decode_step": lambda: (
+        randn(B, HKV * G, D), *token(), *slots(), torch.tensor([16]), *approx(), *flat(moments()), 0.3, 4.0, 1,
+        torch.zeros(B, HKV, C), torch.zeros(B, HKV, 5), *[None] * 4, [],
     ),
     "noncausal_attention_mass": lambda: (randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, None, None),
     "window_scores": lambda: (
@@ -71,6 +99,28 @@ CASES = {
         candidates()[1], torch.ones(B, T, dtype=torch.bool), randn(B, HKV * G, T), 1,
     ),
     "moment_scores": lambda: (torch.rand(B, HKV, C), randn(B, HKV, C, D), randn(B, HKV, C, D), *flat(moments()), 0.3),
+}  # fmt: skip
+
+RAGGED = {
+    "decode_attention": lambda: (
+        randn(B, HKV * G, D), *slab()[:2], slab()[3], *flat(moments()), 0.3, None, 1,
+        torch.zeros(B, 18), slab()[4], 9, [],
+    ),
+    "decode_step": lambda: (
+        randn(B, HKV * G, D), *token(), *slab()[:4], torch.tensor([16]), *flat(moments()), 0.3, 4.0, 1,
+        torch.zeros(B, 18), slab()[4], 10, [],
+    ),
+    "evict": lambda: (
+        *slab()[:4], torch.tensor([16]), *flat(moments()), randn(B, HKV, 9), 0, 1, 2, slab()[4], 3, None,
+    ),
+    "vector_decode_attention": lambda: (
+        randn(B, HKV * G, D), *slab()[:2], slab()[3], *approx_slab()[0], *flat(moments()), 0.3, None, 1,
+        None, torch.zeros(B, 12), slab()[4], 10, approx_slab()[1], 7, [],
+    ),
+    "vector_decode_step": lambda: (
+        randn(B, HKV * G, D), *token(), *slab()[:4], torch.tensor([16]), *approx_slab()[0], *flat(moments()), 0.3, 4.0,
+        1, torch.zeros(B, 18), torch.zeros(B, 12), slab()[4], 10, approx_slab()[1], 7, [],
+    ),
 }  # fmt: skip
 
 
@@ -89,6 +139,12 @@ def test_opcheck(name, backend):
 def test_every_operator_is_checked():
     names = torch._C._dispatch_get_all_op_names()
     assert {name for name in names if name.startswith("fastkv::")} == {f"fastkv::{name}" for name in CASES}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", RAGGED)
+def test_opcheck_of_unequal_heads(name, backend):
+    torch.library.opcheck(getattr(torch.ops.fastkv, name).default, (*RAGGED[name](), backend))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -121,8 +121,9 @@ def test_adaptive_selection_is_one_competition():
     for head in range(2):
         ranked = sorted(range(50), key=lambda token: (token not in always, -float(scores[head, token]), token))
         kept.append(set(ranked[:6]))
-    rest = [(-float(scores[head, token]), token, head) for head in range(2) for token in range(50) if token not in kept[head]]
-    for _, token, head in sorted(rest)[: 2 * TOKENS - 12]:
+    rest = [(head, token) for head in range(2) for token in range(50) if token not in kept[head]]
+    rest.sort(key=lambda one: (-float(scores[one]), one[1], one[0]))
+    for head, token in rest[: 2 * TOKENS - 12]:
         kept[head].add(token)
     exact = cache.layers[0].state.exact
     for head in range(2):

@@ -378,7 +378,7 @@ class Vector:
 @pytest.mark.parametrize("approx_ragged", [True, False], ids=["approx ragged", "approx equal"])
 @pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "equal"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(**common, approx=st.lists(st.integers(0, 9), min_size=2 * HEADS, max_size=2 * HEADS))
 def test_vector_step(backend, ragged, approx_ragged, owned, order, softcap, parts, seed, approx):
     approx_owned = [approx[b * HEADS : (b + 1) * HEADS] for b in range(len(owned))]
@@ -386,7 +386,7 @@ def test_vector_step(backend, ragged, approx_ragged, owned, order, softcap, part
         Vector(owned, approx_owned, order, softcap, seed).check(backend, ragged, approx_ragged)
 
 
-@pytest.mark.parametrize("approx", [[[0, 0, 0]], [[0, 9, 1]]], ids=["none", "some"])
+@pytest.mark.parametrize("approx", [[[0, 0, 0]], [[9, 0, 1]]], ids=["none", "some"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vector_step_with_scratch(backend, approx):
     for seed in range(3):

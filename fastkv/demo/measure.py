@@ -26,11 +26,15 @@ SPEED_STEPS = 32  # decode steps that are timed: two evictions at the default ev
 
 @dataclass(frozen=True)
 class Questions:
-    """Equally long prompts of one task, prompts [N, P] and reference answers [N, A] as tokens."""
+    """Equally long prompts of one task, prompts [N, P] and reference answers [N, A] as tokens.
+
+    The last `question` tokens of each prompt are the question.
+    """
 
     task: str
     prompts: Tensor
     answers: Tensor
+    question: int
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,25 @@ def make_questions(tokenizer: PreTrainedTokenizerBase, task: str, context: int, 
     drawn = [generate(task, context, seed + index) for index in range(samples)]
     prompts = tokenizer([f"{one.context} {one.questions[0]}" for one in drawn]).input_ids
     answers = tokenizer([one.answers[0] for one in drawn], add_special_tokens=False).input_ids
-    return Questions(task, torch.tensor(prompts), torch.tensor(answers))
+    question = tokenizer(drawn[0].questions[0], add_special_tokens=False).input_ids
+    return Questions(task, torch.tensor(prompts), torch.tensor(answers), len(question))
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, questions: Questions, *, timed: bool = False) -> Measured:
-    """Read the prompts, then decode the reference answers one word at a time. The model's own cache is used."""
-    out = model(questions.prompts, logits_to_keep=1, use_cache=True)
-    cache = out.past_key_values
+def measure(
+    model: PreTrainedModel, questions: Questions, *, timed: bool = False, question_later: bool = False
+) -> Measured:
+    """Read the prompts, then decode the reference answers one word at a time. The model's own cache is used.
+
+    question_later: read, and compress, the text before the question is known.
+    """
+    parts = [questions.prompts]
+    if question_later:
+        parts = list(questions.prompts.tensor_split([questions.prompts.shape[1] - questions.question], 1))
+    cache = None
+    for part in parts:
+        out = model(part, past_key_values=cache, logits_to_keep=1, use_cache=True)
+        cache = out.past_key_values
     logits = [out.logits[:, -1]]
     with record_attention(model) as recorded:
         for word in questions.answers[:, :-1].split(1, dim=1):
@@ -106,8 +121,8 @@ def kept_tokens(cache: Any) -> float | None:
     """Tokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
     if not isinstance(cache, FastKVCache):
         return None
-    slots = [cache.slots(index) for index in range(len(cache.layers))]
-    return sum(slots) / len(slots) - cache.plan.evict_every
+    tokens = [layer.rule.total for layer in cache.layers]
+    return sum(tokens) / len(tokens)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from .run import Row
 
 COLOURS = ("#d1495b", "#00798c", "#edae49", "#5f4b8b", "#8d99ae", "#3a7d44", "#b56576", "#2f4858")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")  # with the colours, forty different pairs
+TITLES = {"whole": "prompt read whole", "context": "text compressed before the question"}
 
 
 def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -30,8 +31,7 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     axes = figure.subplots(2, len(modes), sharex=True, sharey="row", squeeze=False)
     for column, mode in enumerate(modes):
         accuracy, error = axes[0][column], axes[1][column]
-        whole = mode == "whole"
-        accuracy.set_title("prompt read whole" if whole else f"prompt read in blocks of {mode} tokens", fontsize=11)
+        accuracy.set_title(TITLES.get(mode, f"prompt read in blocks of {mode} tokens"), fontsize=11)
         accuracy.axhline(100 * full.accuracy, color="#444444", linestyle=(0, (4, 3)), linewidth=1.2, label="full cache")
         for index, policy in enumerate(policies):
             line = sorted((r for r in compressed if (r.policy, r.prefill) == (policy, mode)), key=lambda r: r.nbytes)
@@ -59,6 +59,6 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     axes[0][0].set_ylabel("answers right, %")
     axes[1][0].set_ylabel("attention output,\nmean relative error")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4 * len(modes)), frameon=False)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path)

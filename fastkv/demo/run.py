@@ -21,12 +21,14 @@ from transformers import PreTrainedModel
 from .. import Budget, FastKVError, __version__, patched, policies
 from ..state import LayerState, Layout
 from . import MODEL_DIR, load
+from .heads import PATTERN
 from .measure import Measured, Questions, make_questions, measure, relative_error
 from .plot import write_plot
 from .tasks import TASKS
 
 EVICT_EVERY = 16
 MIN_CONTEXT = 96
+PREFILLS = ("whole", "context", "blocks")
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,20 @@ class Settings:
         budgets: tokens per KV head that a cache without moments keeps.
         equal: "bytes": every policy gets the bytes of such a cache; "tokens": every policy keeps that many tokens.
         policies: names.  tasks: names.  samples: texts for each task.  seed: of the first text.
-        blocks: tokens of a block in the second prefill mode; the first reads the whole prompt.
+        prefill: "whole": the prompt is read at once; "context": the text is read, and compressed, before the question;
+            "blocks": the prompt is read in blocks.  blocks: tokens of a block.
         sinks, recent: tokens that are never evicted, as in `Budget`.
         out: directory for demo.json and demo.png.
     """
 
     context: int = 1024
-    budgets: tuple[int, ...] = (64, 128, 256)
+    budgets: tuple[int, ...] = (128, 256)
     equal: str = "bytes"
     policies: tuple[str, ...] = ()
     tasks: tuple[str, ...] = TASKS
     samples: int = 6
     seed: int = 0
+    prefill: tuple[str, ...] = ("whole", "blocks")
     blocks: int = 256
     sinks: int = 4
     recent: int = 16
@@ -65,14 +69,15 @@ class Settings:
         for name, least in (("context", MIN_CONTEXT), ("samples", 1), ("blocks", 1)):
             if getattr(settings, name) < least:
                 raise FastKVError(f"{name} must be at least {least}, got {getattr(settings, name)}")
-        for name in ("budgets", "policies", "tasks"):
+        for name in ("budgets", "policies", "tasks", "prefill"):
             if not getattr(settings, name):
                 raise FastKVError(f"{name} must name at least one, got none; leave it out to use the default")
-        unknown = [task for task in settings.tasks if task not in TASKS]
-        if unknown:
-            raise FastKVError(f"unknown task {unknown[0]!r}; choose from {', '.join(TASKS)}")
+        for name, chosen_ones, known in (("task", settings.tasks, TASKS), ("prefill", settings.prefill, PREFILLS)):
+            unknown = [one for one in chosen_ones if one not in known]
+            if unknown:
+                raise FastKVError(f"unknown {name} {unknown[0]!r}; choose from {', '.join(known)}")
         for policy in settings.policies:
-            policies.get(policy)
+            policy_of(policy)
         for tokens in settings.budgets:
             Budget(tokens=tokens, sinks=settings.sinks, recent=settings.recent)
         return settings
@@ -80,7 +85,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One cache. Bytes and kept tokens are per sequence; `prefill` is "whole" or the block length as text."""
+    """One cache. Bytes and kept tokens are per sequence; `prefill` is "whole", "context" or the block length."""
 
     policy: str
     prefill: str
@@ -118,7 +123,7 @@ def run(settings: Settings, console: Console | None = None) -> list[Row]:
         make_questions(tokenizer, task, settings.context, settings.samples, settings.seed) for task in settings.tasks
     ]
     rows = list(compare(model, asked, settings, console))
-    console.print(table_of(rows, settings.tasks, roomy=console.width >= 100))
+    console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
     console.print(explain(settings), highlight=False)
     write_json(rows, settings)
     title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
@@ -134,10 +139,11 @@ def run(settings: Settings, console: Console | None = None) -> list[Row]:
 def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, console: Console) -> Iterator[Row]:
     """The full cache first, then every policy at every budget in both prefill modes."""
     caches = [
-        (policy, block, budget)
-        for block in (None, settings.blocks)
+        (policy, prefill, budget)
+        for prefill in settings.prefill
         for policy in settings.policies
         for budget in settings.budgets
+        if prefill != "blocks" or not policy_of(policy).rereads
     ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -145,15 +151,23 @@ def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, 
         full = [measure(model, questions, timed=place == 0) for place, questions in enumerate(asked)]
         yield summarise(("full", "whole", settings.context), asked, full, full)
         progress.advance(bar)
-        for policy, block, tokens in caches:
-            mode = "whole" if block is None else str(block)
-            progress.update(bar, description=f"{policy}, {'whole prompt' if block is None else 'blocks'}, {tokens}")
+        for policy, prefill, tokens in caches:
+            block = settings.blocks if prefill == "blocks" else None
+            progress.update(bar, description=f"{policy}, {prefill}, {tokens}")
             budget = budget_of(model, tokens, settings)
-            with patched(model, policy, budget, prefill_block=block, evict_every=EVICT_EVERY):
-                measured = [measure(model, questions, timed=place == 0) for place, questions in enumerate(asked)]
-            yield summarise((policy, mode, tokens), asked, measured, full)
+            with patched(model, policy_of(policy), budget, prefill_block=block, evict_every=EVICT_EVERY):
+                measured = [
+                    measure(model, questions, timed=place == 0, question_later=prefill == "context")
+                    for place, questions in enumerate(asked)
+                ]
+            yield summarise((policy, str(block or prefill), tokens), asked, measured, full)
             progress.advance(bar)
         progress.update(bar, description="done")
+
+
+def policy_of(name: str) -> policies.Policy:
+    """The policy with its defaults; DuoAttention with the pattern of the bundled model."""
+    return policies.get(name, **({"pattern": str(PATTERN)} if name == "duoattention" else {}))
 
 
 def budget_of(model: PreTrainedModel, tokens: int, settings: Settings) -> Budget:
@@ -222,7 +236,8 @@ def explain(settings: Settings) -> str:
     return f"""
 One question to each of {settings.samples} texts a task, {settings.context} tokens each.
   budget   tokens per KV head that a cache without moments keeps; all policies get equal {share}
-  prefill  the prompt is read whole, or in blocks of so many tokens
+  prefill  the prompt is read whole, or the text before the question is known (context), or in blocks of so
+           many tokens; kvzip does without blocks, because it needs the whole context before it evicts
   kept     tokens per KV head that this cache keeps
   right    answers that greedy decoding gives exactly
   KiB      cache of one sequence, everything counted; share: of the full cache

@@ -12,7 +12,6 @@ f grows, that is always 1, and the smallest is meant.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError
+from .files import replace_file
 from .fingerprint import describe, fingerprint
 
 FORMAT = "fastkv context calibration"
@@ -133,7 +133,7 @@ def save(path: str | Path, curves: Iterable[QualityCurve]) -> None:
             for policy in sorted(merged)
         },
     }
-    _replace(path, json.dumps(content, indent=2) + "\n")
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def load(path: str | Path, config: Any, policy: str) -> QualityCurve:
@@ -197,19 +197,3 @@ def _curve(policy: str, content: dict[str, Any], entry: dict[str, Any]) -> Quali
     if not isinstance(aware, bool):
         raise TypeError("a flag is not a flag")
     return QualityCurve(**words, **numbers, query_aware=aware)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write next to `path`, then rename over it, which is atomic: a failure leaves what was there."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
-    except OSError as error:
-        raise FastKVError(
-            f"{path} cannot be written ({error.strerror}) and is as it was; choose a file in a directory that exists "
-            "and is writable"
-        ) from error
-    finally:
-        if fresh.is_file():
-            fresh.unlink()

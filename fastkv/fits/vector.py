@@ -19,6 +19,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..errors import FastKVError
+from .files import replace_file
 from .fingerprint import describe, fingerprint
 
 HEADER = "fastkv.vector"  # the one metadata entry; its presence says what the file is
@@ -101,7 +102,7 @@ class VectorMap:
         }
         tensors = {f"weight.{layer}": weight.contiguous() for layer, weight in self.weights.items()}
         tensors |= {f"r2.{layer}": r2.contiguous() for layer, r2 in self.r2.items()}
-        _replace(Path(path), to_bytes(tensors, {HEADER: json.dumps(header, sort_keys=True)}))
+        replace_file(Path(path), to_bytes(tensors, {HEADER: json.dumps(header, sort_keys=True)}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> VectorMap:
@@ -188,21 +189,3 @@ def _damaged(path: Any) -> FastKVError:
 def _reason(error: Exception) -> str:
     """What the operating system or safetensors says, without the path, which the sentence has already."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write next to `path`, then rename over it, which is atomic: a failure leaves what was there."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(fresh, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
-        raise FastKVError(
-            f"{path} cannot be written ({_reason(error)}) and is as it was; choose a file in a directory that exists "
-            "and is writable"
-        ) from error
-    finally:
-        fresh.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A first prompt that is compressed only after all layers have read it: KVzip reads it twice, quality budgets grade it."""
+"""A first prompt that is compressed after all layers have read it: KVzip reads it twice, quality budgets grade it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Tensor | None],
     if ids is None:
         raise FastKVError("KVzip and Budget(quality=...) read the prompt's tokens; pass input_ids, not inputs_embeds")
     if mask is not None and mask.ndim != 2:
-        raise FastKVError("KVzip and Budget(quality=...) need a 2-D padding mask, got a prepared one; pass the 2-D mask")
+        raise FastKVError("KVzip and Budget(quality=...) need a 2-D padding mask, got a prepared one; pass the 2-D one")
     out = base._fastkv_stock_forward(**given, past_key_values=cache, **kwargs)
     if plan.policy.rereads:
         read_again(base, cache, layers, ids, torch.ones_like(ids) if mask is None else mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
@@ -57,7 +57,7 @@ class Signals:
     output: Tensor | None = None
     memory: Tensor | None = None
     rotary: Rotary | None = None
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     backend: str = "auto"
 
     @property

@@ -8,6 +8,7 @@ Read in this order:
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
 - `ragged`: slots that heads share unequally.
+- `output`: what a token's value does to the layer's output (CriticalKV).
 - `again`: attention of tokens that are read a second time (KVzip).
 - `vector`: decoding where some tokens keep their key but no value (VECTOR).
 
@@ -32,11 +33,14 @@ from .scores import (
     check_pool,
     chunk_mean,
     keydiff_scores,
+    knorm_scores,
+    neighbour_mean,
     pool_scores,
     random_scores,
     streaming_scores,
     window_attention,
     window_scores,
+    z_scores,
 )
 from .selection import Selection, compact, evict, joined, protected, select
 from .vector import vector_decode_attention
@@ -54,6 +58,7 @@ __all__ = [
     "evict",
     "joined",
     "keydiff_scores",
+    "knorm_scores",
     "leverage_scores",
     "make_sketch",
     "manifold_scores",
@@ -61,6 +66,7 @@ __all__ = [
     "moment_estimate",
     "moment_residual",
     "most_attended",
+    "neighbour_mean",
     "noncausal_attention_mass",
     "output_norms",
     "pack",
@@ -75,4 +81,5 @@ __all__ = [
     "vector_decode_attention",
     "window_attention",
     "window_scores",
+    "z_scores",
 ]

@@ -101,14 +101,14 @@ def decode_attention(
     """
     if starts is not None:
         width = keys.shape[1] if width is None else width
-        held = (unpack(keys, starts, width), unpack(values, starts, width), lengths)
+        stored = (unpack(keys, starts, width), unpack(values, starts, width), lengths)
         received = None if attention is None else attention.new_zeros(*lengths.shape, width)
-        out = decode_attention(
-            q, *held, moments, scale, softcap, order=order, attention=received, finite_slots=finite_slots
+        results = decode_attention(
+            q, *stored, moments, scale, softcap, order=order, attention=received, finite_slots=finite_slots
         )
         if attention is not None and received is not None:
             add_to_slab(attention, starts, received)
-        return out
+        return results
     batch, num_heads, dim = q.shape
     heads, slots = keys.shape[1:3]
     groups = check_groups("decode_attention", num_heads, heads)

@@ -1,0 +1,90 @@
+"""Tensor parallelism: two processes with half of the heads each generate what one process generates."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastkv
+
+from .models import PATTERN, build, generate, prompt
+from .test_vector_cache import mapping
+
+HEADS = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]  # usable heads differ between the processes
+
+WORKER = """
+import json, sys
+import torch
+import torch.distributed
+from transformers import AutoModelForCausalLM
+import fastkv
+from tests.models import generate, prompt
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+directory, cases = sys.argv[1], json.loads(sys.argv[2])
+model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
+ids, mask = prompt()
+found = []
+for policy, hyper, budget, options in cases:
+    chosen = fastkv.policies.get(policy, **hyper)
+    fastkv.patch(model, chosen, fastkv.Budget(**budget), evict_every=5, **options)
+    out = generate(model, ids, mask, new=15, return_dict_in_generate=True)
+    cache = out.past_key_values
+    stored = [cache.stored(layer).tolist() for layer in range(4)]
+    found.append({"tokens": out.sequences.tolist(), "stored": stored})
+rank = torch.distributed.get_rank()
+with open(f"{directory}/found{rank}.json", "w") as file:
+    json.dump(found, file)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_two_processes_equal_one(name, tmp_path):
+    model = build(name, vocab_size=98)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "pattern.tsv").write_text(PATTERN)
+    mapping(model, r2=HEADS).save(tmp_path / "map.safetensors")
+    small = {"tokens": 20, "sinks": 2, "recent": 4}
+    adaptive = {**small, "heads": "adaptive"}
+    vector = {"correction": "vector", "vector": str(tmp_path / "map.safetensors")}
+    cases = [
+        ("momentkv", {}, small, {}),
+        ("keydiff", {}, adaptive, {}),
+        ("snapkv", {}, adaptive, {"prefill_block": 16}),
+        ("tova", {}, small, {}),
+        ("criticalkv", {}, adaptive, {}),
+        ("compactor", {}, adaptive, {}),
+        ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {}),
+        ("keydiff", {}, small, vector),
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    (tmp_path / "worker.py").write_text(WORKER)
+    arguments = [str(tmp_path / "worker.py"), str(tmp_path), json.dumps(cases)]
+    root = fastkv.__path__[0].removesuffix("/fastkv")
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=280, env=environment(root), cwd=root
+    )
+    assert done.returncode == 0, done.stderr[-9000:]
+    halves = [json.loads((tmp_path / f"found{rank}.json").read_text()) for rank in range(2)]
+    ids, mask = prompt()
+    model = type(model).from_pretrained(tmp_path)
+    for index, (policy, hyper, budget, options) in enumerate(cases):
+        fastkv.patch(model, fastkv.policies.get(policy, **hyper), fastkv.Budget(**budget), evict_every=5, **options)
+        out = generate(model, ids, mask, new=15, return_dict_in_generate=True)
+        stored = torch.tensor([out.past_key_values.stored(layer).tolist() for layer in range(4)])
+        for rank, half in enumerate(halves):
+            assert half[index]["tokens"] == out.sequences.tolist(), (policy, rank)
+            assert half[index]["stored"] == stored[:, :, rank : rank + 1].tolist(), (policy, rank)
+
+
+def environment(root):
+    """This process's, with the tests importable and one thread for each process."""
+    import os
+
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
