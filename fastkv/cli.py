@@ -117,8 +117,8 @@ def build_parser() -> Parser:
         "inspect",
         module=".inspection.run",
         help="what a model's keys look like, and which policy that suits",
-        description="Measure the keys and values a model makes of a text: intrinsic dimension, norms, similarity "
-        "to the mean key, and how the mean key dilutes with the length of the text. Writes inspect.json and inspect.png.",
+        description="Measure the keys and values a model makes of a text: intrinsic dimension, norms, similarity to "
+        "the mean key, and how that dilutes with the length of the text. Writes inspect.json and inspect.png.",
         epilog="example: fastkv inspect --model demo --text demo --context 2048 --out inspection",
     )
     doctor = commands.add_parser(

@@ -13,7 +13,7 @@ import fastkv
 from fastkv.cli import main
 from fastkv.demo import load
 from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.demo.run import EVICT_EVERY, Settings, budget_of
+from fastkv.demo.run import EVICT_EVERY, Settings, budget_of, policy_of
 
 OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--quick")
 POLICIES = ("momentkv", "streaming")  # of --quick
@@ -149,7 +149,7 @@ def test_equal_bytes_are_equal(bundled, policy):
     sizes = {}
     for name in ("streaming", policy):
         budget = budget_of(model, 96, Settings.make())
-        with fastkv.patched(model, name, budget, evict_every=EVICT_EVERY):
+        with fastkv.patched(model, policy_of(name), budget, evict_every=EVICT_EVERY):
             sizes[name] = measure(model, asked).nbytes
     slot = sizes["streaming"] / (96 + EVICT_EVERY)
     assert sizes["streaming"] - slot * 1.1 <= sizes[policy] <= sizes["streaming"]

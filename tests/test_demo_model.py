@@ -9,6 +9,7 @@ import fastkv
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.card import accuracy
 from fastkv.demo.measure import make_questions, measure, relative_error
+from fastkv.demo.run import policy_of
 from fastkv.demo.tasks import TASKS, VOCABULARY, generate
 
 
@@ -84,3 +85,20 @@ def test_generate_answers_a_question(bundled):
     answer = tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     assert answer.startswith(sample.answers[0])
     assert torch.isfinite(model(inputs.input_ids).logits).all()
+
+
+def test_what_is_fitted_to_the_model_is_used(bundled):
+    """The map from keys to values, the quality curves and the head pattern beside the weights load and work."""
+    model, tokenizer = bundled
+    asked = make_questions(tokenizer, "facts", 512, 4, seed=50)
+    full = measure(model, asked)
+    errors = {}
+    for correction in ("none", "vector", "vector+moments"):
+        with fastkv.patched(model, "keydiff", fastkv.Budget(tokens=96, sinks=4, recent=16), correction=correction):
+            errors[correction] = relative_error(measure(model, asked).attention, full.attention)
+    assert errors["vector+moments"] < 0.8 * errors["vector"] < 0.8 * 0.95 * errors["none"]
+    with fastkv.patched(model, "keydiff", fastkv.Budget(quality=0.9)):
+        graded = measure(model, asked)
+    assert 36 < graded.kept < 512
+    with fastkv.patched(model, policy_of("duoattention"), 96):
+        assert measure(model, asked).kept == 96

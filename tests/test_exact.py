@@ -6,7 +6,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastkv
 
-from .models import COMBINATIONS, build, generate, prompt
+from .models import COMBINATIONS, build, generate, policy, prompt
 
 BLOCKS = [None, 13]
 
@@ -36,13 +36,15 @@ def test_budget_beyond_the_prompt_changes_nothing(name, base, block):
     assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits[real], padded[real])
 
 
-@pytest.mark.parametrize("policy", fastkv.policies.names())
+@pytest.mark.parametrize("name", fastkv.policies.names())
 @pytest.mark.parametrize("block", BLOCKS, ids=["whole", "blocks"])
-def test_every_policy_is_exact_with_room_for_everything(policy, block):
+def test_every_policy_is_exact_with_room_for_everything(name, block, tmp_path):
+    if block and name == "kvzip":  # refused, see test_policy_matrix
+        return
     model = build()
     ids, mask = prompt()
     expected = generate(model, ids, mask)
-    with fastkv.patched(model, policy, budget=500, prefill_block=block):
+    with fastkv.patched(model, policy(name, tmp_path), budget=500, prefill_block=block):
         assert torch.equal(generate(model, ids, mask), expected)
 
 

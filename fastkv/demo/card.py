@@ -146,4 +146,7 @@ counts if greedy decoding gives every word of it. Training saw texts of up to {l
 {newline.join(rows)}
 
 Measure again with `python -m fastkv.demo.train --evaluate`.
+
+**Fitted to it.** `vector.safetensors` (`fastkv calibrate vector`), `context.json` (`fastkv calibrate context`) and
+`full_attention_heads.tsv` (`python -m fastkv.demo.heads`). Other weights need them again.
 """

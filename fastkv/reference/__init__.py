@@ -43,7 +43,7 @@ from .scores import (
     z_scores,
 )
 from .selection import Selection, compact, evict, joined, protected, select
-from .vector import vector_decode_attention
+from .vector import vector_decode_attention, vector_decode_step
 
 __all__ = [
     "Moments",
@@ -79,6 +79,7 @@ __all__ = [
     "streaming_scores",
     "unpack",
     "vector_decode_attention",
+    "vector_decode_step",
     "window_attention",
     "window_scores",
     "z_scores",
