@@ -59,6 +59,6 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     axes[0][0].set_ylabel("answers right, %")
     axes[1][0].set_ylabel("attention output,\nmean relative error")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4 * len(modes)), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3 * len(modes)), frameon=False)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path)
