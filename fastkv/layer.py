@@ -250,7 +250,8 @@ class FastKVLayer(CacheLayerMixin):
         if self.state is not None:
             self.state.zero_()
         self.seen = 0
-        self.pending = None
+        self.pending = self.received = None
+        self.deferring = False
 
     def offload(self) -> None:
         """Not supported: the state is small and read every step."""
