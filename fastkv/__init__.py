@@ -12,11 +12,13 @@ from .api import patch, patched, unpatch
 from .budget import Budget
 from .cache import FastKVCache
 from .errors import FastKVError
+from .module import FastKVAttention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Budget",
+    "FastKVAttention",
     "FastKVCache",
     "FastKVError",
     "ops",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.nn import Module
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from . import saved
 from .errors import FastKVError
 from .layer import FastKVLayer
 from .parallel import Parallel
@@ -43,6 +46,7 @@ class FastKVCache(Cache):
         self.shared = Shared(Parallel.of(model), rotary)
         super().__init__(layers=build_layers(model.config, plan, self.shared))
         self.plan: Plan = plan
+        self.config = model.config
 
     def _state(self, layer: int) -> LayerState:
         compressed = [i for i, one in enumerate(self.layers) if isinstance(one, FastKVLayer)]
@@ -79,6 +83,58 @@ class FastKVCache(Cache):
     def moments(self, layer: int) -> Moments:
         """Moments of what the layer has evicted."""
         return self._state(layer).moments
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a file, about `nbytes()` long; a crash leaves the file that was there before.
+
+        Raises: FastKVError if the cache is empty, awaits a roll-back or is shared by several processes, or if the file
+            cannot be written.
+        """
+        saved.write(path, self.config, self.plan, self.layers)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
+        """The cache in a file that `save` wrote, on the devices of the model; it continues bit for bit.
+
+        Args: model: patched with the policy, budget, correction and evict_every that the cache was saved with.
+        Raises: FastKVError if it is not, if its shape or dtype is another, or if the file is damaged or something else.
+        """
+        cache = cls(model)
+        attention: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
+        devices = {module.layer_idx: module.k_proj.weight.device for module in attention}
+        saved.read(path, cache.config, cache.plan, cache.layers, devices, model.dtype)  # type: ignore[arg-type]
+        return cache
+
+    def clone(self) -> FastKVCache:
+        """An independent copy: what happens to one does not touch the other."""
+        twin = copy.copy(self)
+        twin.shared = Shared(self.shared.parallel, self.shared.rotary)
+        twin.layers = [_copied(layer, twin.shared) for layer in self.layers]
+        return twin
+
+    def fork(self, n: int) -> FastKVCache:
+        """A copy with every sequence `n` times, for as many questions over one prefix: row i goes on from row i // n.
+
+        Raises: FastKVError unless n is a whole number of at least 1.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise FastKVError(f"fork needs a whole number of copies of at least 1, got {n!r}; pass one per question")
+        twin = self.clone()
+        twin.batch_repeat_interleave(n)
+        return twin
+
+
+def _copied(layer: Any, shared: Shared) -> Any:
+    """A copy of a layer that shares no tensor which is ever written."""
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            setattr(twin, name, value.detach().clone())
+    if isinstance(layer, FastKVLayer):
+        twin.shared = shared
+        if layer.state is not None:  # the kernels' scratch belongs to the cache it came from
+            twin.state = copy.deepcopy(layer.state, {id(layer.state.scratch): []})
+    return twin
 
 
 def build_layers(config: Any, plan: Plan, shared: Shared) -> list[Any]:

@@ -121,6 +121,24 @@ def build_parser() -> Parser:
         "the mean key, and how that dilutes with the length of the text. Writes inspect.json and inspect.png.",
         epilog="example: fastkv inspect --model demo --text demo --context 2048 --out inspection",
     )
+    commands.add_parser(
+        "fidelity",
+        module=".evaluation.fidelity_run",
+        help="how close every policy comes to the full cache on a text, at equal bytes",
+        description="Compare attention outputs, evicted mass and next tokens of every policy and budget with the full "
+        "cache, all at equal bytes. Writes fidelity.json and a picture.",
+        epilog="example: fastkv fidelity --model demo --budgets 128,256 --seeds 5 --out fidelity",
+    )
+
+    commands.add_parser(
+        "eval",
+        module=".evaluation.run",
+        help="lm-evaluation-harness tasks with the full cache and with policies and budgets",
+        description="Run tasks of the lm-evaluation-harness with the full cache and with every policy and budget; what "
+        "is finished is kept and skipped the next time. Needs pip install fastkv[eval].",
+        epilog="example: fastkv eval --model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
+    )
+
     doctor = commands.add_parser(
         "doctor",
         help="print versions, devices and backends, and why one is not available",

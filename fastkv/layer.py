@@ -71,14 +71,22 @@ class FastKVLayer(CacheLayerMixin):
         cost = LayerState.cost(keys, values, layout)
         context = max(self.expected, keys.shape[2])
         tokens = budget.layer_tokens(self.place, self.num_compressed, context, cost)
-        rotary = None if self.shared.rotary is None else self.shared.rotary.to(keys.device)
+        self.adopt(LayerState.allocate(keys, values, layout(tokens)))
+
+    def adopt(self, state: LayerState) -> None:
+        """Go on from a state that was laid out for this layer: a new one or a saved one."""
+        keys, shared = state.exact.keys, self.shared
+        self.dtype, self.device, self.batch_size = keys.dtype, keys.device, keys.shape[0]
+        self.is_initialized = True
+        rotary = None if shared.rotary is None else shared.rotary.to(keys.device)
         weight = None
-        if plan.vector:
-            assert plan.values is not None
-            weight = parallel.own(plan.values.weights[self.layer][None])[0].to(keys.device)
-        chosen = layout(tokens)
-        self.rule = LayerPlan(plan, self.layer, chosen, 0.0, parallel=parallel, rotary=rotary, weight=weight)
-        self.state = LayerState.allocate(keys, values, chosen)
+        if self.plan.vector:
+            assert self.plan.values is not None
+            weight = shared.parallel.own(self.plan.values.weights[self.layer][None])[0].to(keys.device)
+        self.rule = LayerPlan(
+            self.plan, self.layer, state.layout, 0.0, parallel=shared.parallel, rotary=rotary, weight=weight
+        )
+        self.state = state
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on: keys and values [B, Hkv, T, D] are returned as they came."""

@@ -84,6 +84,7 @@ CASES = {
     "compact": lambda: (*slots(), *flat(moments()), *block(), *compaction()),
     "keydiff_scores": lambda: (randn(B, HKV, C, D), "mean", "cosine", candidates()[1]),
     "manifold_scores": lambda: (randn(B, HKV, C, D), None, "l2", candidates()[1]),
+    "sketch": lambda: (randn(B, HKV, C, D), 4, "cholesky", 0),
     "leverage_scores": lambda: (randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False),
     "vector_decode_attention": lambda: (
         randn(B, HKV * G, D), *slots()[:2], slots()[3], *approx(), *flat(moments()), 0.3, None, 1,

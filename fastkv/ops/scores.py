@@ -75,18 +75,36 @@ def _leverage_scores(
     return leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
 
 
+def _sketch_output(keys: Tensor, columns: int, *rest: Any) -> Tensor:
+    return keys.new_empty(keys.shape[-1], columns, dtype=torch.float32)
+
+
+@operator("sketch(Tensor keys, int columns, str method, int seed, str backend) -> Tensor", _sketch_output)
+def _sketch(keys: Tensor, columns: int, method: str, seed: int, backend: str) -> Tensor:
+    sketch = reference.make_sketch(keys, columns, method, torch.Generator().manual_seed(seed))
+    assert sketch is not None
+    return sketch
+
+
 def leverage_scores(
     pre_rope_keys: Tensor,
     sketch_dim: int | None = 64,
     method: str = "cholesky",
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | int | None = None,
     *,
     mask: Tensor | None = None,
     centre: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """`reference.leverage_scores`. Kernel: two passes over the keys around a small Cholesky factorisation."""
-    sketch = reference.make_sketch(pre_rope_keys, sketch_dim, method, generator)
+    """`reference.leverage_scores`. Kernel: two passes over the keys around a small Cholesky factorisation.
+
+    generator: also its seed, which a compiled step needs, because it cannot make generators.
+    """
+    if isinstance(generator, int) and method != "exact" and sketch_dim and sketch_dim < pre_rope_keys.shape[-1]:
+        sketch: Tensor | None = torch.ops.fastkv.sketch(pre_rope_keys, sketch_dim, method, generator, backend)
+    else:
+        random = None if isinstance(generator, int) else generator
+        sketch = reference.make_sketch(pre_rope_keys, sketch_dim, method, random)
     return torch.ops.fastkv.leverage_scores(pre_rope_keys, sketch, method, mask, centre, backend)
 
 

@@ -30,6 +30,7 @@ class CriticalKV(Policy):
     """
 
     name: ClassVar[str] = "criticalkv"
+    scorer: ClassVar[Policy]  # the base policy, of each instance
 
     base: str | Policy = "snapkv"
     epsilon: float = 1e-4
@@ -43,16 +44,12 @@ class CriticalKV(Policy):
             )
         if self.base == self.name or isinstance(self.base, CriticalKV):
             raise FastKVError("criticalkv: base must be another policy, got criticalkv; the paper uses snapkv")
+        from . import get  # the package imports this file first
+
+        object.__setattr__(self, "scorer", get(self.base))  # once: a compiled step cannot make policies
         for name in ("remembers", "rereads", "layers", "moment_order"):
             object.__setattr__(self, name, getattr(self.scorer, name))
         object.__setattr__(self, "needs", self.scorer.needs | {"output"})
-
-    @property
-    def scorer(self) -> Policy:
-        """The base policy."""
-        from . import get  # the package imports this file first
-
-        return get(self.base)
 
     @property
     def observation(self) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -51,7 +50,7 @@ class Leverage(Policy):
             signals.pre_rope_keys,
             self.sketch,
             self.method,
-            torch.Generator().manual_seed(self.seed),
+            self.seed,
             mask=signals.valid,
             backend=signals.backend,
         )

@@ -1,0 +1,39 @@
+"""Evidence for choosing a policy: tasks, fidelity to the full cache, and reports, all at equal bytes.
+
+Importing this package registers the model "fastkv" with lm-evaluation-harness where that is installed; the harness then
+runs it by name, as in `python -m fastkv.evaluation --model fastkv --model_args pretrained=PATH,policy=keydiff ...`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FastKVError
+
+if TYPE_CHECKING:
+    from .lm_eval_model import FastKVLM
+
+__all__ = ["FastKVLM"]
+
+
+def _check_harness() -> None:
+    """Raise FastKVError unless lm-evaluation-harness is installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise FastKVError("lm-evaluation-harness is not installed, tasks cannot be run; pip install fastkv[eval]")
+
+
+if importlib.util.find_spec("lm_eval") is not None:
+    from lm_eval.api.registry import model_registry
+
+    # By name, so that whoever only wants fidelity does not wait for the harness's models to be imported.
+    model_registry.register("fastkv", target="fastkv.evaluation.lm_eval_model:FastKVLM")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FastKVLM":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _check_harness()
+    from .lm_eval_model import FastKVLM
+
+    return FastKVLM

@@ -1,0 +1,281 @@
+"""How close a compressed cache comes to the full one on a text, without any task or data set.
+
+Both caches read the same first tokens and are then fed the same further ones, one at a time. Two comparisons:
+
+- with the run of the full cache: everything that went wrong so far, in this layer and below (`error`, next tokens);
+- of one layer with itself, had it kept every pair that it was given: what eviction costs there, for the very query it
+  got (`own_error` and everything about the evicted set E and the retained set R). With Z the sums of exp(logit) and f
+  the attention over one set, attention over all pairs is f = (Z_R f_R + Z_E f_E) / (Z_R + Z_E)
+  (MomentKV, arXiv:2606.01563, Eq. 3).
+
+The pairs kept aside are those of the compressed run, not of the full one: deeper layers of the two runs see different
+hidden states, and the moments summarise what their own layer has evicted. All comparisons are in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache import FastKVCache, FastKVLayer
+from ..demo.measure import cache_bytes, record_attention
+from ..errors import FastKVError
+from ..reference import joined, moment_estimate
+from ..state import LayerState
+
+
+@dataclass(frozen=True)
+class Full:
+    """What the full cache did with the fed tokens.
+
+    Attributes:
+        attention: [layers, B, T, Hq * Dv], what every layer hands to its output projection.
+        log_probs: [B, T, V] float64, of the token after each fed one.
+        nll: [B, T - 1] float64, of the fed tokens after the first.
+        nbytes: bytes of the cache per sequence.
+    """
+
+    attention: Tensor
+    log_probs: Tensor
+    nll: Tensor
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One number for every query, float64: [B, Hq] from `compare`, [layers, B, T, Hq] in `Fidelity`.
+
+    Numbers about the evicted set are NaN (masses: -inf) as long as it is empty; estimates also without moments.
+
+    Attributes:
+        own_error: |o - f| / |f|, with o what the layer returned and f attention over all pairs it was given.
+        cosine: of f_E with its estimate from the moments.
+        retained_cosine: of f_E with f_R.
+        log_retained, log_evicted, log_estimate: log Z_R, log Z_E and its estimate.
+    """
+
+    own_error: Tensor
+    cosine: Tensor
+    retained_cosine: Tensor
+    log_retained: Tensor
+    log_evicted: Tensor
+    log_estimate: Tensor
+
+    @property
+    def mass(self) -> Tensor:
+        """Share of the attention that the evicted set should get, Z_E / (Z_R + Z_E)."""
+        return torch.sigmoid(self.log_evicted - self.log_retained)
+
+    @property
+    def estimated_mass(self) -> Tensor:
+        """Share that it gets if Z_E is estimated from the moments."""
+        return torch.sigmoid(self.log_estimate - self.log_retained)
+
+    @property
+    def gap(self) -> Tensor:
+        """Jensen gap, log Z_E minus its estimate; never negative without softcap."""
+        return self.log_evicted - self.log_estimate
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """A compressed cache against the full one, for T fed tokens of B texts.
+
+    Attributes:
+        layers: indices of the compressed layers.  heads: per layer and head.
+        error: [layers, B, T, Hq], |o - o_full| / |o_full|.
+        agreement: [B, T] bool, whether both caches find the same next token most likely.
+        kl: [B, T], Kullback-Leibler divergence of the next-token distribution from that of the full cache, nats.
+        excess: [B, T - 1], negative log-likelihood of the fed tokens after the first minus that with the full cache.
+        cache: as it was left.
+    """
+
+    layers: list[int]
+    heads: Heads
+    error: Tensor
+    agreement: Tensor
+    kl: Tensor
+    excess: Tensor
+    cache: FastKVCache
+
+
+@torch.no_grad()
+def read_full(model: PreTrainedModel, tokens: Tensor, steps: int) -> Full:
+    """Run the stock model over tokens [B, N], the last `steps` of them one at a time.
+
+    Raises: FastKVError if the model is patched, or unless 2 <= steps < N.
+    """
+    if "_fastkv_plan" in vars(model):
+        raise FastKVError("read_full needs the stock model, got a patched one; call fastkv.unpatch(model) first")
+    check_steps(tokens, steps)
+    cache = model(tokens[:, :-steps], use_cache=True, logits_to_keep=1).past_key_values
+    attention, log_probs = feed(model, tokens[:, -steps:], cache)
+    return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> Fidelity:
+    """Run the patched model over tokens [B, N], the last `steps` of them one at a time, and compare.
+
+    Args: tokens, steps: as `read_full` got them, without padding; full: what it returned.
+    Raises: FastKVError if the model is not patched, or unless 2 <= steps < N.
+    """
+    check_steps(tokens, steps)
+    cache = FastKVCache(model)
+    witnesses = {index: Witness(layer) for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
+    model(tokens[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    for witness in witnesses.values():
+        witness.comparing = True
+    attention, log_probs = feed(model, tokens[:, -steps:], cache)
+    for witness in witnesses.values():
+        witness.leave()
+    compared = [witness.compared for witness in witnesses.values()]
+    heads = Heads(**{one.name: torch.stack([stacked(layer, one.name) for layer in compared]) for one in fields(Heads)})
+    layers = list(witnesses)
+    return Fidelity(
+        layers=layers,
+        heads=heads,
+        error=distance(*(split(run[layers].double(), heads.mass.shape[-1]) for run in (attention, full.attention))),
+        agreement=log_probs.argmax(-1) == full.log_probs.argmax(-1),
+        kl=(full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1),
+        excess=negative_log_likelihood(log_probs, tokens) - full.nll,
+        cache=cache,
+    )
+
+
+class Witness:
+    """Takes the place of a compressed layer's `attend`: remembers every pair that the layer is given and, while
+    `comparing`, what became of the query.
+
+    Args: layer: of a cache that is still empty.
+    """
+
+    def __init__(self, layer: FastKVLayer) -> None:
+        self.layer, self.attend = layer, layer.attend
+        self.keys = self.values = torch.empty(0, 0, 0, 0)
+        self.comparing = False
+        self.compared: list[Heads] = []
+        layer.attend = self  # type: ignore[assignment, method-assign]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float, softcap: float | None, *rest: Any
+    ) -> Tensor:
+        """As `FastKVLayer.attend`."""
+        if self.layer.seen > self.keys.shape[2]:  # a second reading of the prompt (KVzip) brings nothing new
+            self.keys, self.values = joined(self.keys, k), joined(self.values, v)
+        if not self.comparing:
+            return self.attend(q, k, v, valid, scale, softcap, *rest)
+        state = self.layer.state
+        assert state is not None
+        # Attention comes before eviction, so the evicted set of this query is that of the state before the step.
+        stored, estimate = stored_tokens(state, self.keys.shape[2]), self.estimate(q, state, scale, softcap)
+        out = self.attend(q, k, v, valid, scale, softcap, *rest)
+        pairs = self.keys, self.values, stored
+        self.compared.append(compare(q[:, :, 0], *pairs, scale, softcap, out[:, :, 0], estimate))
+        return out
+
+    def leave(self) -> None:
+        """Give the layer its own `attend` back, so that the cache does not hold on to the pairs."""
+        del vars(self.layer)["attend"]
+
+    def estimate(self, q: Tensor, state: LayerState, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        """Estimate of f_E [B, Hq, Dv] and log Z_E [B, Hq] for queries [B, Hq, 1, D]; NaN without moments."""
+        order = self.layer.plan.order
+        order = state.moments.order if order is None else order  # a policy may keep moments that it does not apply
+        if order is None:
+            nothing = torch.full_like(q[:, :, 0, :1], torch.nan, dtype=torch.float64)
+            return nothing, nothing[..., 0]
+        value, log_mass = moment_estimate(q.double(), state.moments, scale, softcap, order)
+        return value[:, :, 0], log_mass[:, :, 0]
+
+
+def stored_tokens(state: LayerState, num: int) -> Tensor:
+    """[B, Hkv, num] bool: which of the first `num` tokens are in the slots of each head, or arrived after the state."""
+    tokens = torch.arange(num, device=state.seen.device)
+    stored = (tokens >= state.seen[:, None])[:, None].repeat(1, state.seen_heads, 1)
+    for slots in (state.exact, state.approx):
+        if slots is not None:
+            # Slots that are not in use all point past the end.
+            places = torch.where(slots.valid, slots["positions"].long(), num)
+            stored = torch.cat([stored, stored[..., :1]], -1).scatter(-1, places, True)[..., :num]
+    return stored
+
+
+def compare(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    stored: Tensor,
+    scale: float,
+    softcap: float | None,
+    out: Tensor,
+    estimate: tuple[Tensor, Tensor],
+) -> Heads:
+    """Attention over the stored and over the evicted pairs, and how `out` and the estimate differ from it.
+
+    Args:
+        q [B, Hq, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv].  stored: [B, Hkv, S] bool.
+        out: [B, Hq, Dv], what the layer returned.  estimate: of f_E [B, Hq, Dv] and log Z_E [B, Hq].
+    """
+    batch, num_heads, dim = q.shape
+    logits = scale * q.double().reshape(batch, keys.shape[1], -1, dim) @ keys.double().mT
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+
+    def attend(inside: Tensor) -> tuple[Tensor, Tensor]:
+        within = logits.masked_fill(~inside[:, :, None], float("-inf"))
+        f = within.softmax(-1) @ values.double()
+        return f.reshape(batch, num_heads, -1), within.logsumexp(-1).reshape(batch, num_heads)
+
+    (f_retained, log_retained), (f_evicted, log_evicted) = attend(stored), attend(~stored)
+    whole, _ = attend(torch.ones_like(stored))
+    return Heads(
+        own_error=distance(out.double(), whole),
+        cosine=torch.cosine_similarity(f_evicted, estimate[0], dim=-1),
+        retained_cosine=torch.cosine_similarity(f_evicted, f_retained, dim=-1),
+        log_retained=log_retained,
+        log_evicted=log_evicted,
+        log_estimate=estimate[1],
+    )
+
+
+def feed(model: PreTrainedModel, tokens: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+    """Decode the given tokens [B, T]. Returns attention [layers, B, T, Hq * Dv] and log-probabilities [B, T, V]."""
+    with record_attention(model) as recorded:
+        logits = [model(word, past_key_values=cache).logits[:, -1] for word in tokens.split(1, dim=1)]
+    attention = torch.stack([torch.cat(steps, 1).cpu() for steps in recorded])  # layers may be on several devices
+    return attention, torch.stack(logits, 1).double().log_softmax(-1)
+
+
+def negative_log_likelihood(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    """[B, T - 1], of the last T - 1 of tokens [B, N] given log_probs [B, T, V] after each of the last T."""
+    steps = log_probs.shape[1]
+    return -log_probs[:, :-1].gather(-1, tokens[:, 1 - steps :, None])[..., 0]
+
+
+def distance(o: Tensor, full: Tensor) -> Tensor:
+    """|o - full| / |full| over the last dimension."""
+    return (o - full).norm(dim=-1) / full.norm(dim=-1)
+
+
+def split(attention: Tensor, heads: int) -> Tensor:
+    """[..., Hq * Dv] as [..., Hq, Dv]."""
+    return attention.unflatten(-1, (heads, -1))
+
+
+def stacked(steps: list[Heads], name: str) -> Tensor:
+    """One number of all steps of a layer, [B, T, Hq]."""
+    return torch.stack([getattr(step, name) for step in steps], 1).cpu()
+
+
+def check_steps(tokens: Tensor, steps: int) -> None:
+    """Raise FastKVError unless some of tokens [B, N] are read before at least two are fed."""
+    if not 2 <= steps < tokens.shape[1]:
+        raise FastKVError(
+            f"steps must be at least 2 and fewer than the {tokens.shape[1]} tokens of the text, got {steps}; give "
+            "fewer steps or a longer context"
+        )

@@ -1,0 +1,221 @@
+"""FastKVLM: the model "fastkv" of lm-evaluation-harness, a transformers model with a compressed cache.
+
+Generation goes through `model.generate` as in the harness's own model, in left-padded batches. Log-likelihoods need a
+choice, because the harness reads context and continuation in one forward, in which every token attends before anything
+is evicted, so that compression would never be seen:
+
+    stream   the whole text is read in blocks of `prefill_block` tokens, and every block attends to what is left of the
+             blocks before it. The model is scored while it reads; also right for rolling perplexity.
+    prefix   the context but its last token is read and compressed, then its last token and the continuation are scored
+             on what is left. A continuation of one token, a letter of a multiple choice, is affected too.
+
+Neither changes a score while everything fits into the budget.
+
+Several GPUs, on one node or several: `accelerate launch` starts one process for each, every process evaluates its share
+of the requests with its own copy of the model, and the harness gathers the answers. A model that needs several GPUs is
+spread over them by `parallelize=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch.nn import Module
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from ..api import patch, unpatch
+from ..budget import Budget
+from ..demo.measure import cache_bytes
+from ..errors import FastKVError
+from ..policies import Policy
+from .results import FULL
+
+MODES = ("auto", "stream", "prefix")
+UNITS = {"tokens": int, "keep": float, "bytes": int, "quality": float}
+
+Request = tuple[Any, list[int], list[int]]  # what the harness calls it, tokens of the context and of the continuation
+Answer = tuple[float, bool]  # log-likelihood of the continuation, and whether greedy decoding would give it
+
+
+def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
+    """A `Budget` from what fits into a command line: 512, "512", "keep=0.25", "bytes=2000000" or "quality=0.95".
+
+    Args: shares: sinks, recent, layers and heads, as in `Budget`; a ready Budget has its own.
+    Raises: FastKVError if it is none of these.
+    """
+    if isinstance(value, Budget):
+        return value
+    unit, _, number = str(value).rpartition("=")
+    unit = unit or "tokens"
+    try:
+        amount = UNITS[unit](number)
+    except (KeyError, ValueError):
+        raise FastKVError(
+            f"budget must be a number of tokens or one of {', '.join(f'{unit}=...' for unit in UNITS)}, got {value!r}; "
+            "for example 512 or keep=0.25"
+        ) from None
+    return Budget(**{unit: amount}, **shares)
+
+
+class FastKVLM(HFLM):
+    """The harness's transformers model with a compressed cache.
+
+    As `--model_args` on a command line: pretrained=PATH,policy=momentkv,budget=keep=0.25,mode=prefix.
+
+    Args:
+        pretrained: folder, name, or a transformers model, as in the harness.
+        policy, prefill_block, evict_every, correction, vector: as in `fastkv.patch`; policy "full" is the stock cache.
+        budget: tokens per KV head, "keep=0.25", "bytes=2000000", "quality=0.95", or a `Budget`.
+        mode: how log-likelihoods are measured, see above; "auto" is stream with a prefill_block and prefix without.
+        sinks, recent, layers, heads: as in `Budget`.
+        kwargs: everything else that the harness's own model takes.
+    Raises:
+        FastKVError: if the model or an argument cannot be used.
+
+    A budget that follows the prompt (keep, quality) must not see the padding of a batch: its batches have one sequence.
+    With a `prefill_block`, padding shifts where blocks of generation prompts begin; batches of one sequence avoid it.
+    `cache_bytes` is the largest cache that any sequence needed since `set_cache`.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        policy: str | Policy = "momentkv",
+        budget: int | str | Budget = 1024,
+        prefill_block: int | None = None,
+        evict_every: int = 16,
+        correction: str | bool | None = "auto",
+        mode: str = "auto",
+        vector: str | Path | None = None,
+        sinks: int = 4,
+        recent: int = 32,
+        layers: str | Sequence[float] = "uniform",
+        heads: str = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(pretrained, **kwargs)
+        if hasattr(self, "accelerator"):
+            # The harness numbers processes within a node, and only where a node has several GPUs.
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        adapted: Any = self.model
+        self.patched: Any = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
+        self.patched.register_forward_hook(self._measure)
+        shares = {"sinks": sinks, "recent": recent, "layers": layers, "heads": heads}
+        self.set_cache(
+            policy,
+            to_budget(budget, **shares),
+            prefill_block=prefill_block,
+            evict_every=evict_every,
+            correction=correction,
+            mode=mode,
+            vector=vector,
+        )
+
+    def set_cache(
+        self,
+        policy: str | Policy,
+        budget: int | Budget = 1024,
+        *,
+        prefill_block: int | None = None,
+        mode: str = "auto",
+        **settings: Any,
+    ) -> None:
+        """Give the model another cache; arguments as in the constructor. The model is not loaded again.
+
+        Raises: FastKVError if it cannot; the cache is then what it was.
+        """
+        if mode not in MODES:
+            raise FastKVError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if policy != FULL and mode == "stream" and prefill_block is None:
+            raise FastKVError(
+                "mode stream needs prefill_block, got none, with which every token attends before anything is evicted; "
+                "give a prefill_block or use mode=prefix"
+            )
+        if policy == FULL:
+            unpatch(self.patched)
+        else:
+            patch(self.patched, policy, budget, prefill_block=prefill_block, **settings)
+        self.compressed = policy != FULL
+        self.alone = self.compressed and Budget.of(budget).follows_prompt
+        self.mode = mode if mode != "auto" else "prefix" if prefill_block is None else "stream"
+        self.cache_bytes = 0
+
+    alone = False  # whether every batch has one sequence
+
+    @property
+    def batch_size(self) -> Any:
+        """Sequences in a batch, or "auto"."""
+        return 1 if self.alone else self.batch_size_per_gpu
+
+    def _measure(self, module: Module, args: Any, output: Any) -> None:
+        """Forward hook: note the bytes of the cache, per sequence."""
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None:
+            self.cache_bytes = max(self.cache_bytes, cache_bytes(cache) // len(output.logits))
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts. Raises FastKVError in mode prefix, which would find no context to compress."""
+        if self.compressed and self.mode == "prefix":
+            raise FastKVError(
+                "rolling log-likelihoods have no context, only a text, and mode prefix compresses contexts; use "
+                "mode=stream with a prefill_block"
+            )
+        return super().loglikelihood_rolling(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        """Score requests in the chosen mode; the harness calls this for every kind of likelihood."""
+        if self.compressed and self.mode == "prefix":
+            return self._score_after_contexts(requests, disable_tqdm)
+        return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+
+    def _score_after_contexts(self, requests: list[Request], disable_tqdm: bool) -> list[Answer]:
+        """Mode prefix: requests with the same context, up to a batch of them, share one reading of it."""
+        by_context: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            # As in the harness: what is too long loses its beginning.
+            tokens = (context + continuation)[-(self.max_length + 1) :]
+            by_context.setdefault(tuple(tokens[: -len(continuation)]), []).append(index)
+        size = self.max_batch_size if self.batch_size == "auto" else self.batch_size
+        answers: dict[int, Answer] = {}
+        shown = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        for context_tokens, indices in by_context.items():
+            for start in range(0, len(indices), size):
+                batch = indices[start : start + size]
+                scores = self._score(context_tokens, [requests[index][2] for index in batch])
+                for index, answer in zip(batch, scores):
+                    answers[index] = answer
+                    if requests[index][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+                shown.update(len(batch))
+        shown.close()
+        return [answers[index] for index in range(len(requests))]
+
+    @torch.no_grad()
+    def _score(self, context: tuple[int, ...], continuations: list[list[int]]) -> list[Answer]:
+        """Read and compress all of the context but its last token, then score continuations in one batch."""
+        lengths = [len(continuation) for continuation in continuations]
+        rows = [torch.tensor([context[-1], *one[:-1]], device=self.device) for one in continuations]
+        padded = pad_sequence(rows, batch_first=True)  # on the right, where nothing attends to it
+        with torch.autocast(
+            self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+        ):
+            past = None
+            if len(context) > 1:
+                read = torch.tensor([context[:-1]], device=self.device)
+                past = self.model(read, use_cache=True, logits_to_keep=1).past_key_values
+                past.batch_repeat_interleave(len(rows))
+            logits = self.model(padded, past_key_values=past, use_cache=True).logits
+        scores = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
+        answers = []
+        for score, continuation, length in zip(scores, continuations, lengths):
+            target = torch.tensor(continuation, device=score.device)
+            chosen = score[:length].gather(1, target[:, None])
+            answers.append((float(chosen.sum()), bool((score[:length].argmax(-1) == target).all())))
+        return answers

@@ -1,0 +1,300 @@
+"""A cache in a file: every tensor of every layer, and a header that says which model and settings they belong to.
+
+The file is safetensors with one entry of metadata: a SHA-256 over header and tensors, by which damage is noticed, and
+the header in JSON. All slots are written, used or not: the file is as large as the cache, and what is read back
+continues bit for bit. How the model computes (`prefill_block`, `backend`, device) is free to differ when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from .backend import uses_kernels
+from .errors import FastKVError
+from .fits.files import replace_file
+from .fits.fingerprint import describe, fingerprint
+from .layer import FastKVLayer
+from .plan import Plan
+from .policies import Policy
+from .state import LayerState, Layout, Slots
+
+HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
+VERSION = 1
+STOCK_NUMBERS = ("cumulative_length", "record_past")  # of transformers' sliding-window layers, those that have them
+
+
+def write(path: str | os.PathLike[str], config: Any, plan: Plan, layers: Sequence[Any]) -> None:
+    """Save the layers of a cache; whoever reads `path` sees the old file or the whole new one.
+
+    Args: config: of the model.  plan: it was patched with.  layers: FastKVLayer or stock, one per layer of the model.
+    Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
+    """
+    from . import __version__  # the package imports this file first
+
+    _check_alone(layers)
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for index, layer in enumerate(layers):
+        compressed = isinstance(layer, FastKVLayer)
+        if (layer.state if compressed else layer.keys) is None:
+            raise FastKVError("an empty cache cannot be saved; run the model with it first")
+        stock = {name: int(getattr(layer, name)) for name in STOCK_NUMBERS if hasattr(layer, name)}
+        entries.append(_numbers(layer, layer.state) if compressed else stock)
+        held = layer.state.named_tensors() if compressed else (("keys", layer.keys), ("values", layer.values))
+        tensors |= {f"{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in held}
+    header = {
+        "version": VERSION,
+        "fingerprint": fingerprint(config),
+        "model": describe(config),
+        "settings": {"dtype": str(layers[0].dtype), **described(plan)},
+        "layers": entries,
+        "versions": {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    words = json.dumps(header, sort_keys=True)
+    replace_file(Path(path), to_bytes(tensors, {HEADER: f"{_digest(words, tensors)} {words}"}))
+
+
+def _check_alone(layers: Sequence[Any]) -> None:
+    """Raise FastKVError if several processes share the heads: each would hold a part only."""
+    size = max(layer.shared.parallel.size for layer in layers if isinstance(layer, FastKVLayer))
+    if size > 1:
+        raise FastKVError(
+            f"caches are saved and loaded by one process, but {size} share this model's heads; load it without tp_plan"
+        )
+
+
+def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
+    """What the host knows of a compressed layer."""
+    if layer.pending is not None:
+        raise FastKVError(
+            "the last tokens of this cache may still be rolled back, so there is no state to save yet; accept them "
+            "with cache.crop(0) first"
+        )
+    entry = {"seen": layer.seen, "steps": state.steps, "recording": int(layer.recording)}
+    for name, numbers in (("tokens", state.layout.tokens), ("approx", state.layout.approx)):
+        entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
+    for name, slots in _tiers(state):
+        entry |= {f"{name}.filled": slots.filled, f"{name}.limit": slots.limit}
+    return entry
+
+
+def _tiers(state: LayerState) -> list[tuple[str, Slots]]:
+    both = [("exact", state.exact), ("approx", state.approx)]
+    return [(name, slots) for name, slots in both if slots is not None]
+
+
+def described(plan: Plan) -> dict[str, Any]:
+    """What the contents of a cache depend on, as JSON: `policy`, `policy.window`, `budget.tokens`, `correction`, ..."""
+    flat: dict[str, Any] = {
+        "policy": plan.policy.name,
+        "correction": "none" if plan.order is None else ("mean", "moments")[plan.order],
+        "evict_every": plan.evict_every,
+        "vector": None,
+    }
+    flat |= _settings("policy", plan.policy) | _settings("budget", plan.budget)
+    if plan.values is not None:
+        flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in plan.values.weights.items()})
+    return json.loads(json.dumps(flat, default=str))
+
+
+def _settings(prefix: str, settings: Any) -> dict[str, Any]:
+    """The fields of a dataclass, also of a policy within. Not where files lie: what they said shows in the layout."""
+    flat: dict[str, Any] = {}
+    for one in fields(settings):
+        name, value = f"{prefix}.{one.name}", getattr(settings, one.name)
+        if isinstance(value, Policy):
+            flat |= {name: value.name} | _settings(name, value)
+        elif "Path" not in str(one.type):
+            flat[name] = value
+    return flat
+
+
+def _digest(words: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a text and of names, dtypes, shapes and bytes of tensors on the CPU, in hexadecimal."""
+    found = hashlib.sha256(words.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def read(
+    path: str | os.PathLike[str],
+    config: Any,
+    plan: Plan,
+    layers: Sequence[Any],
+    devices: Mapping[int, torch.device],
+    dtype: torch.dtype,
+) -> None:
+    """Fill the empty layers of a new cache with what `write` saved.
+
+    Args: devices: of each layer of the model.  dtype: that it computes in.  The others as in `write`.
+    Raises: FastKVError if the file cannot be read, is damaged or of something else, was written by a newer fastkv, or
+        if the model or how it is patched differs; layers may then be half filled.
+    """
+    _check_alone(layers)
+    file = _File.open(path)
+    if file.header.get("fingerprint") != fingerprint(config):
+        raise FastKVError(
+            f"{path} holds a cache of another model ({file.header.get('model')}), got {describe(config)}; load it with "
+            "the model it was saved from"
+        )
+    file.check_settings({"dtype": str(dtype), **described(plan)})
+    entries: Any = file.header.get("layers")
+    file.need(isinstance(entries, list) and len(entries) == len(layers))
+    for index, (layer, entry) in enumerate(zip(layers, entries)):
+        file.need(isinstance(entry, dict) and isinstance(layer, FastKVLayer) == ("seen" in entry))
+        start = f"{index}."
+        saved = {name.removeprefix(start): each for name, each in file.tensors.items() if name.startswith(start)}
+        if isinstance(layer, FastKVLayer):
+            _fill(file, layer, entry, saved, devices[index])
+        else:
+            names = [name for name in STOCK_NUMBERS if name in entry]
+            numbers = dict(zip(names, file.counts(entry, *names)))
+            file.need(saved.keys() == {"keys", "values"} and all(each.ndim == 4 for each in saved.values()))
+            # Before: how much update keeps. After: it has counted only what was left.
+            vars(layer).update(numbers)
+            layer.update(*(saved[name].to(devices[index], copy=True) for name in ("keys", "values")))
+            vars(layer).update(numbers)
+
+
+def _fill(file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[str, Tensor], device: Any) -> None:
+    """Put the saved tensors and numbers of a compressed layer into it."""
+    file.need(all(name in saved and saved[name].ndim > 1 for name in ("exact.keys", "exact.values", "exact.lengths")))
+    batch, heads = saved["exact.lengths"].shape[:2]
+    file.need(batch > 0 and heads > 0)
+    tokens = file.counts(entry, *(f"tokens.{head}" for head in range(heads)))
+    approx = file.counts(entry, *(f"approx.{head}" for head in range(heads))) if "approx.0" in entry else []
+    layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
+    sizes = [(batch, heads, 0, saved[name].shape[-1]) for name in ("exact.keys", "exact.values")]
+    keys, values = (torch.empty(size, dtype=saved["exact.keys"].dtype, device="meta") for size in sizes)
+    state = LayerState.allocate(keys, values, layout)
+    for name, like in list(state.named_tensors()):
+        if name == "moments.slope" and name not in saved:
+            continue
+        file.need(name in saved and saved[name].shape == like.shape and saved[name].dtype == like.dtype)
+        owner, _, attribute = name.rpartition(".")
+        setattr(getattr(state, owner) if owner else state, attribute, saved[name].to(device, copy=True))
+    if state.moments.slope is not None and state.moments.slope.is_meta:  # saved where no kernel needed it
+        state.moments.slope = torch.empty_like(state.moments.slope, device=device)
+        state.moments.copy_(state.moments)
+    layer.seen, state.steps, recording = file.counts(entry, "seen", "steps", "recording")
+    layer.recording = recording > 0
+    for name, slots in _tiers(state):
+        slots.filled, slots.limit = file.counts(entry, f"{name}.filled", f"{name}.limit")
+    file.need(_sound(state, layer.seen))
+    layer.adopt(state)
+
+
+def _layout(file: _File, layer: FastKVLayer, tokens: tuple[int, ...], approx: tuple[int, ...], device: Any) -> Layout:
+    """The layout that the plan gives a layer with so many tokens; FastKVError if it deals them out differently."""
+    plan, heads, kernels = layer.plan, len(tokens), uses_kernels(layer.plan.backend, device)
+    made = plan.layout(layer.layer, heads, sum(tokens) // heads, None, kernels, layer.shared.parallel)
+    if not plan.vector and (made.tokens, made.approx) != (tokens, approx):
+        raise FastKVError(
+            f"{file.path} was saved with heads of {list(tokens)} tokens in layer {layer.layer}, but policy "
+            f"{plan.policy.name!r} now gives them {list(made.tokens)}; patch the model as it was then"
+        )
+    return replace(made, tokens=tokens, approx=approx)
+
+
+def _sound(state: LayerState, seen: int) -> bool:
+    """Whether the numbers of a state can be: nothing outside its slots, every token either stored or evicted."""
+    if (state.stored + state.moments.count != state.seen[:, None]).any() or state.seen.max() > seen:
+        return False
+    for _, slots in _tiers(state):
+        lengths, starts, size = slots.lengths, slots.starts, slots.positions.shape[-1]
+        if starts is not None and ((starts[:, 0] != 0) | (starts[:, -1] > size)).any():
+            return False
+        rooms = torch.full_like(lengths, size) if starts is None else starts.diff(dim=-1)
+        if ((lengths < 0) | (lengths > rooms)).any() or not rooms.max() <= slots.limit <= size:
+            return False
+        if not lengths.max() <= slots.filled <= slots.limit:
+            return False
+        if (((slots["positions"] < 0) | (slots["positions"] >= seen)) & slots.valid).any():
+            return False
+    return state.steps < state.layout.spare
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file that was read whole and is what it was when it was written."""
+
+    path: Any
+    header: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def open(cls, path: Any) -> _File:
+        """Raise FastKVError unless all of it can be read by this version."""
+        try:
+            with safe_open(path, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+                if HEADER not in metadata:
+                    raise FastKVError(
+                        f"{path} is a safetensors file, but expected a saved cache, got one without the header "
+                        f"{HEADER}; write one with cache.save(path)"
+                    )
+                digest, _, words = metadata[HEADER].partition(" ")
+                header = _parsed(words)
+                if header.get("version", 0) > VERSION:
+                    raise FastKVError(
+                        f"{path} has format {header['version']}, but this fastkv reads formats up to {VERSION}; update "
+                        "fastkv or save the cache again"
+                    )
+                file = cls(path, header, {name: opened.get_tensor(name) for name in opened.keys()})
+        except (SafetensorError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise FastKVError(
+                f"{path} cannot be read as a saved cache ({reason}); write one with cache.save(path)"
+            ) from error
+        file.need(digest == _digest(words, file.tensors) and header.get("version") == VERSION)
+        return file
+
+    def need(self, fact: bool) -> None:
+        """Raise FastKVError unless the file is as it should be."""
+        if not fact:
+            raise FastKVError(
+                f"{self.path} is damaged, expected a header and tensors as fastkv writes them, got something else; "
+                "save the cache again"
+            )
+
+    def counts(self, entry: dict[str, Any], *names: str) -> list[int]:
+        """The named entries, each a number of at least 0."""
+        found: list[Any] = [entry.get(name) for name in names]
+        self.need(all(type(number) is int and number >= 0 for number in found))
+        return found
+
+    def check_settings(self, here: dict[str, Any]) -> None:
+        """Raise FastKVError unless these are the settings that were saved."""
+        saved = self.header.get("settings") or {}
+        names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]
+        if "policy" in names:  # another policy has other hyper-parameters
+            names = [name for name in names if not name.startswith("policy.")]
+        if names:
+            was, now = ([f"{name}={settings.get(name)}" for name in names] for settings in (saved, here))
+            raise FastKVError(
+                f"{self.path} was saved with {', '.join(was)}, got {', '.join(now)}; load and patch the model as it "
+                "was then"
+            )
+
+
+def _parsed(words: str) -> dict[str, Any]:
+    """The header, or an empty one if it is none: its digest is checked later."""
+    try:
+        header = json.loads(words)
+    except (ValueError, RecursionError):
+        return {}
+    return header if isinstance(header, dict) and type(header.get("version")) is int else {}

@@ -1,0 +1,412 @@
+"""Fidelity: exact where nothing is evicted, equal to brute force where something is, at bytes that are equal."""
+
+import argparse
+import io
+import itertools
+import json
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+import fastkv
+from fastkv import Budget, FastKVCache, FastKVError, reference
+from fastkv.cache import FastKVLayer
+from fastkv.demo import load
+from fastkv.demo.measure import make_questions
+from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
+from fastkv.evaluation.fidelity import compare, measure, read_full
+from fastkv.evaluation.fidelity_run import add_arguments, run
+
+from .models import build, policy, prompt
+from .test_vector_cache import mapping
+
+STEPS = 12
+
+
+def text(length=60, rows=2):
+    return prompt(batch=rows, length=length, pads=(0,) * rows)[0]
+
+
+def measured(model, tokens, *args, steps=STEPS, **kwargs):
+    """Fidelity of the model patched with the other arguments."""
+    full = read_full(model, tokens, steps)
+    with fastkv.patched(model, *args, **kwargs):
+        return measure(model, tokens, steps, full)
+
+
+@pytest.mark.parametrize("name,base", [("llama", "sdpa"), ("qwen3", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")])
+@pytest.mark.parametrize("rule", ["momentkv", "kvzip", "streaming"])
+def test_a_budget_larger_than_the_context_changes_nothing(name, base, rule):
+    got = measured(build(name, base), text(), rule, 80)
+    assert got.error.max() < 1e-5 and got.heads.own_error.max() < 1e-5
+    assert not any("attend" in vars(layer) for layer in got.cache.layers), "nothing is left in the cache"
+    assert got.kl.abs().max() < 1e-8 and got.agreement.all() and got.excess.abs().max() < 1e-4
+    assert (got.heads.mass == 0).all() and (got.heads.log_evicted == -math.inf).all()
+    for number in (got.heads.cosine, got.heads.retained_cosine, got.heads.gap):
+        assert number.isnan().all()
+
+
+@dataclass
+class Step:
+    """What one decoded token met in one compressed layer; stored: positions, a set for each row and head."""
+
+    layer: int
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    stored: list
+    scale: float
+    softcap: float | None
+    out: torch.Tensor
+
+
+def positions_of(state):
+    """The stored positions as [row][head] sets."""
+    tiers = [slots for slots in (state.exact, state.approx) if slots is not None]
+    batch, heads = state.exact.lengths.shape
+
+    def of(row, head):
+        return {p for one in tiers for p in one["positions"][row, head, : one.lengths[row, head]].tolist()}
+
+    return [[of(row, head) for head in range(heads)] for row in range(batch)]
+
+
+def spy_on_attention(monkeypatch):
+    """The list that every decoded token of every compressed layer will be added to."""
+    steps, pairs, attend = [], {}, FastKVLayer.attend
+
+    def spy(self, q, k, v, valid, scale, softcap, *rest):
+        before = pairs.get(id(self), (k[:, :, :0], v[:, :, :0]))
+        keys, values = pairs[id(self)] = tuple(torch.cat(two, 2) for two in zip(before, (k, v)))
+        stored = None if k.shape[2] > 1 else positions_of(self.state)
+        out = attend(self, q, k, v, valid, scale, softcap, *rest)
+        if stored is not None:
+            tensors = [one.double() for one in (q[:, :, 0], keys, values)]
+            steps.append(Step(self.layer, *tensors, stored, scale, softcap, out[:, :, 0].double()))
+        return out
+
+    monkeypatch.setattr(FastKVLayer, "attend", spy)
+    return steps
+
+
+def brute_force(step, row, head):
+    """Every number about one query of one head, pair by pair."""
+    owner = head // (step.q.shape[1] // step.keys.shape[1])
+    keys, values, q = step.keys[row, owner], step.values[row, owner], step.q[row, head]
+    bend = (lambda x: x) if step.softcap is None else (lambda x: step.softcap * math.tanh(x / step.softcap))
+    weights = [math.exp(bend(step.scale * float(q @ key))) for key in keys]
+
+    def attention(chosen):
+        return sum(weights[j] * values[j] for j in chosen) / sum(weights[j] for j in chosen)
+
+    everything = set(range(len(weights)))
+    stays = step.stored[row][owner] | {len(weights) - 1}
+    goes = everything - stays
+    whole = attention(everything)
+    found = {
+        "mass": sum(weights[j] for j in goes) / sum(weights),
+        "total": sum(weights),
+        "own_error": float((step.out[row, head] - whole).norm() / whole.norm()),
+    }
+    if goes:
+        mean = keys[sorted(goes)].mean(0)
+        found["log_estimate"] = math.log(len(goes)) + bend(step.scale * float(q @ mean))
+        found["retained_cosine"] = float(torch.cosine_similarity(attention(goes), attention(stays), dim=0))
+        if step.softcap is None:
+            keyed, valued = keys[sorted(goes)] - mean, values[sorted(goes)]
+            linear = valued.mean(0) + step.scale * (keyed @ q) @ valued / len(goes)
+            found["cosine"] = float(torch.cosine_similarity(attention(goes), linear, dim=0))
+    return found
+
+
+SMALL = Budget(tokens=20, sinks=1, recent=4)
+CASES = {
+    "momentkv": ("llama", "sdpa", "momentkv", SMALL, {}),
+    "every-step": ("llama", "sdpa", "snapkv", SMALL, {"evict_every": 1}),
+    "blocks": ("qwen3", "sdpa", "keydiff", SMALL, {"prefill_block": 7, "correction": "moments"}),
+    "adaptive": ("llama", "sdpa", "momentkv", replace(SMALL, heads="adaptive"), {"evict_every": 5}),
+    "softcap": ("gemma2", "eager", "momentkv", SMALL, {"evict_every": 3}),
+    "means": ("llama", "sdpa", "h2o", SMALL, {"correction": "mean", "evict_every": 4}),
+    "vector": ("llama", "sdpa", "streaming", SMALL, {"correction": "vector+moments", "evict_every": 4}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_equals_brute_force(case, monkeypatch):
+    name, base, rule, budget, options = CASES[case]
+    model = build(name, base)
+    correction = options.get("correction", "moments" if rule == "momentkv" else "none")
+    if correction.startswith("vector"):
+        options = {**options, "vector": mapping(model)}
+    steps = spy_on_attention(monkeypatch)
+    got = measured(model, text(), rule, budget, **options)
+    assert len(steps) == STEPS * len(got.layers) and got.heads.mass.max() > 0.01
+    for place, layer in enumerate(got.layers):
+        for index, step in enumerate(step for step in steps if step.layer == layer):
+            for row, head in itertools.product(range(2), range(4)):
+                at = (place, row, index, head)
+                expected = brute_force(step, row, head)
+                total = expected.pop("total")
+                kept, gone = got.heads.log_retained[at].exp().item(), got.heads.log_evicted[at].exp().item()
+                assert kept + gone == pytest.approx(total, rel=1e-6)
+                if correction == "none":
+                    assert got.heads.cosine[at].isnan() and got.heads.log_estimate[at].isnan()
+                    expected = {key: expected[key] for key in ("mass", "own_error", "retained_cosine")}
+                elif correction != "moments":  # of a token that lost its value before, VECTOR evicts what it recovers
+                    expected.pop("cosine", None)
+                for key, number in expected.items():
+                    tolerance = 1e-5 if key in ("log_estimate", "cosine") else 1e-9  # moments are kept in float32
+                    assert getattr(got.heads, key)[at].item() == pytest.approx(number, rel=tolerance, abs=tolerance)
+
+
+def test_evicted_mass_is_what_stock_attention_gave_it():
+    """In the first layer queries and keys do not depend on the cache, so the stock attention weights are the truth."""
+    model, tokens = build("llama", "eager"), text()
+    weights = model(tokens, output_attentions=True).attentions[0]
+    with fastkv.patched(model, "snapkv", Budget(tokens=16, sinks=1, recent=4), evict_every=3):
+        cache = FastKVCache(model)
+        model(tokens[:, :-STEPS], past_key_values=cache)
+        expected = torch.zeros(2, STEPS, 4)
+        for step in range(STEPS):
+            query = tokens.shape[1] - STEPS + step
+            slots = cache.layers[0].state.exact
+            for row in range(2):
+                for head in range(4):
+                    kept = set(slots["positions"][row, head // 2, : slots.lengths[row, head // 2]].tolist())
+                    gone = sorted(set(range(query)) - kept)
+                    expected[row, step, head] = weights[row, head, query, gone].sum()
+            model(tokens[:, query : query + 1], past_key_values=cache)
+    got = measured(model, tokens, "snapkv", Budget(tokens=16, sinks=1, recent=4), evict_every=3)
+    assert expected.min() > 0
+    torch.testing.assert_close(got.heads.mass[0].float(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_errors_and_next_tokens_equal_brute_force():
+    """Against two plain runs: of the stock model in one forward, of the patched one token by token."""
+    model, tokens = build("llama", "eager").double(), text()
+    inputs = {}
+
+    def hook(layer):
+        return lambda module, args: inputs.setdefault(layer, []).append(args[0].clone())
+
+    def outputs(forward):
+        inputs.clear()
+        handles = [one.self_attn.o_proj.register_forward_pre_hook(hook(i)) for i, one in enumerate(model.model.layers)]
+        logits = forward()[:, -STEPS:]
+        for handle in handles:
+            handle.remove()
+        return logits, torch.stack([torch.cat(parts, 1)[:, -STEPS:] for parts in inputs.values()])
+
+    def token_by_token():
+        cache = FastKVCache(model)
+        model(tokens[:, :-STEPS], past_key_values=cache)
+        return torch.cat([model(word, past_key_values=cache).logits for word in tokens[:, -STEPS:].split(1, 1)], 1)
+
+    settings = ("tova", Budget(tokens=46, sinks=1, recent=4))
+    logits, o = outputs(lambda: model(tokens).logits)
+    with fastkv.patched(model, *settings):
+        other_logits, other = outputs(token_by_token)
+    got = measured(model, tokens, *settings)
+    for head in range(4):
+        mine, theirs = (x[..., head * 16 : (head + 1) * 16] for x in (o, other))
+        expected = (theirs - mine).square().sum(-1).sqrt() / mine.square().sum(-1).sqrt()
+        torch.testing.assert_close(got.error[..., head], expected, rtol=1e-7, atol=1e-10)
+    p, r = logits.softmax(-1), other_logits.softmax(-1)
+    torch.testing.assert_close(got.kl, (p * (p / r).log()).sum(-1))
+    assert torch.equal(got.agreement, p.argmax(-1) == r.argmax(-1)) and 0 < got.agreement.sum() < got.agreement.numel()
+    targets = tokens[:, -STEPS + 1 :, None]
+    ratio = (p[:, :-1].gather(-1, targets) / r[:, :-1].gather(-1, targets)).log()[..., 0]
+    torch.testing.assert_close(got.excess, ratio)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12), st.floats(0.05, 3.0))
+def test_the_estimated_mass_never_exceeds_the_true_one(seed, evicted, scale):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    num = evicted + 3
+    q, keys, values = normal(2, 6, 8), normal(2, 3, num, 8), normal(2, 3, num, 5)
+    stored = torch.arange(num).expand(2, 3, num) >= evicted
+    moments = reference.Moments.empty(2, 3, 8, 5, dtype=torch.float64).add(keys, values, ~stored)
+    estimate = [part[:, :, 0] for part in reference.moment_estimate(q[:, :, None], moments, scale)]
+    out, lse, _ = reference.decode_attention(q, keys, values, torch.full((2, 3), num), None, scale)
+    heads = compare(q, keys, values, stored, scale, None, out, tuple(estimate))
+    assert heads.gap.min() > -1e-12 and (heads.estimated_mass <= heads.mass + 1e-12).all()
+    assert heads.own_error.max() < 1e-12
+    torch.testing.assert_close(torch.logaddexp(heads.log_retained, heads.log_evicted), lse)
+    if evicted == 1:
+        assert heads.gap.max() < 1e-12
+        torch.testing.assert_close(heads.cosine, torch.ones_like(heads.cosine))
+
+
+@pytest.mark.parametrize("rule", ["momentkv", "streaming", "random"])
+def test_the_estimate_of_a_cache_stays_below_the_truth(rule):
+    got = measured(build(), text(), rule, Budget(tokens=16, sinks=1, recent=4), correction="moments", evict_every=2)
+    assert (got.heads.mass > 0).all()
+    assert got.heads.gap.min() > -1e-5  # moments are kept in float32
+    assert got.heads.gap.max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load()
+
+
+def test_the_correction_lowers_the_error_at_equal_tokens(bundled):
+    model, tokenizer = bundled
+    asked = make_questions(tokenizer, "facts", 512, 4, seed=0)
+    tokens = torch.cat([asked.prompts, asked.answers], 1)
+    plain, corrected = (
+        measured(model, tokens, "snapkv", Budget(tokens=64, recent=16), correction=correction, steps=32)
+        for correction in ("none", "moments")
+    )
+    assert (corrected.error.mean((0, 2, 3)) < plain.error.mean((0, 2, 3))).all(), "for every text"
+    assert corrected.heads.own_error.mean() < 0.9 * plain.heads.own_error.mean()
+    assert plain.heads.estimated_mass.isnan().all() and plain.heads.mass.mean() > 0.1
+
+
+def filled(model, rule, budget, rows=3, **options):
+    with fastkv.patched(model, rule, budget, **options):
+        return model(text(40, rows)).past_key_values
+
+
+@pytest.mark.parametrize("family,base", [("llama", "sdpa"), ("gemma2", "eager")])
+@pytest.mark.parametrize("correction", ["auto", "none", "mean", "moments"])
+def test_caches_of_equal_bytes_are(family, base, correction, tmp_path):
+    model = build(family, base)
+    budget = equal_bytes(model.config, 60, model.dtype, recent=4)
+    caches = {}
+    for rule in fastkv.policies.names():
+        if rule == "duoattention" and family == "gemma2":
+            continue  # its pattern is for four layers
+        caches[rule] = filled(model, policy(rule, tmp_path), budget, correction=correction)
+    assert_equal_bytes(caches, budget.bytes)
+    # What a baseline holds, counted by hand: keys, values, positions; lengths, tokens seen and evicted.
+    layers = 4 if family == "llama" else 2
+    by_hand = layers * (2 * (60 + 16) * (2 * 16 * 4 + 4) + 2 * 4 + 8 + 2 * 8)
+    assert budget.bytes == by_hand
+    if correction in ("auto", "none"):
+        assert stored_bytes(caches["streaming"]) == by_hand
+    assert token_bytes(caches["streaming"]) == layers * 2 * (2 * 16 * 4 + 4)
+
+
+def test_unequal_bytes_are_noticed():
+    model = build()
+    budget = equal_bytes(model.config, 60, model.dtype, recent=4)
+    caches = {
+        "given": filled(model, "snapkv", budget),
+        "a token more": filled(model, "streaming", 61),
+        "a token less": filled(model, "streaming", 59),
+        "moments on top": filled(model, "streaming", 60, correction="moments"),
+    }
+    for name in list(caches)[1:]:
+        with pytest.raises(FastKVError, match=name):
+            assert_equal_bytes({"given": caches["given"], name: caches[name]}, budget.bytes)
+    assert_equal_bytes({"given": caches["given"]}, budget.bytes)
+    with pytest.raises(FastKVError, match="run the model first"), fastkv.patched(model):
+        stored_bytes(FastKVCache(model))
+    with pytest.raises(FastKVError, match="smaller than sinks"):
+        equal_bytes(model.config, 8, model.dtype)
+
+
+def test_misuse_is_refused():
+    model, tokens = build(), text()
+    full = read_full(model, tokens, STEPS)
+    with pytest.raises(FastKVError, match="patch"):
+        measure(model, tokens, STEPS, full)
+    with fastkv.patched(model, "streaming", 40), pytest.raises(FastKVError, match="stock"):
+        read_full(model, tokens, STEPS)
+    for steps in (1, 60):
+        with pytest.raises(FastKVError, match="steps"):
+            read_full(model, tokens, steps)
+
+
+def fidelity(*arguments):
+    """Rows and what was printed."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    told = io.StringIO()
+    rows = run(parser.parse_args([str(argument) for argument in arguments]), Console(file=told, width=112))
+    return rows, told.getvalue()
+
+
+QUICK = ("--context", 160, "--steps", 8, "--seeds", 2)
+
+
+def test_the_command_compares_and_writes(tmp_path):
+    policies, out = ["momentkv", "snapkv", "duoattention", "kvzip"], tmp_path / "out"
+    command = (*QUICK, "--policies", ",".join(policies), "--budgets", "64,256", "--out", out)
+    rows, told = fidelity(*command)
+    assert [(row.policy, row.budget) for row in rows] == [(name, size) for size in (64, 256) for name in policies]
+    written = (out / "fidelity.json").read_text()
+    record = json.loads(written)
+    assert [row["error"] for row in record["rows"]] == [row.error for row in rows]
+    assert record["options"]["correction"] == "auto" and (out / "fidelity.png").stat().st_size > 20_000
+    assert all(name in told for name in policies) and "KiB" in told
+    for row in rows:
+        assert len(row.by_text["error"]) == 2 and len(row.by_head["error"]) == 4 and len(row.by_head["error"][0]) == 4
+        assert math.isclose(sum(row.by_text["error"]) / 2, row.error)
+        if row.budget == 256:
+            assert row.error < 1e-5 and row.agreement == 1 and row.cosine is None and row.kl < 1e-8
+        else:
+            assert row.error > 0.01 and row.mass > 0.01 and row.retained_cosine is not None
+            assert (row.gap is None) == (row.policy != "momentkv")
+    sizes = [row.nbytes for row in rows if row.budget == 64]
+    assert max(sizes) - min(sizes) < 64 * 2**10 / 16 and rows[0].kept < rows[1].kept
+    fidelity(*command)
+    assert (out / "fidelity.json").read_text() == written, "deterministic"
+
+
+@pytest.mark.parametrize("number,rows", [(2, 12), (3, 2)])
+def test_figures_of_the_paper(number, rows, tmp_path):
+    got, _ = fidelity("--figure", number, "--context", 400, "--steps", 6, "--seeds", 2, "--out", tmp_path)
+    assert len(got) == rows and (tmp_path / f"figure{number}.png").stat().st_size > 20_000
+    assert [row.policy for row in got] == (["h2o"] * rows if number == 2 else ["h2o", "momentkv"])
+
+
+def test_a_text_of_ones_own(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("the old dog slept on a box . we saw it but they were in the garden . " * 30)
+    rows, _ = fidelity(*QUICK, "--text", file, "--policies", "keydiff", "--budgets", 64, "--out", tmp_path)
+    assert len(rows) == 1 and rows[0].perplexity_ratio > 0
+
+
+@pytest.mark.parametrize(
+    "arguments,names",
+    [
+        (["--context", 90], "96"),
+        (["--context", 300, "--figure", 2], "384"),
+        (["--context", 9000], "8192"),
+        (["--steps", 1], "steps"),
+        (["--steps", 1024], "steps"),
+        (["--seeds", 0], "seeds"),
+        (["--policies", "nothing"], "nothing"),
+        (["--figure", 2, "--policies", "h2o,snapkv"], "one policy"),
+        (["--figure", 3, "--policies", "h2o"], "two policies"),
+        (["--budgets", "10"], "sinks"),
+        (["--budgets", "24", "--policies", "momentkv"], "bytes"),
+        (["--text", "short.txt"], "short.txt"),
+        (["--text", "foreign.txt", "--context", 96, "--steps", 8], "does not know"),
+        (["--text", "absent.txt"], "absent.txt"),
+        (["--model", "no-model"], "no-model"),
+        (["--out", "short.txt"], "short.txt"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence_and_writes_nothing(arguments, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no-model").mkdir()
+    (tmp_path / "short.txt").write_text("the dog slept .")
+    (tmp_path / "foreign.txt").write_text("lorem ipsum dolor sit amet " * 100)
+    with pytest.raises(FastKVError) as refused:
+        fidelity(*arguments)
+    message = str(refused.value)
+    assert names in message and "\n" not in message and not message.endswith(".")
+    assert not list(tmp_path.rglob("fidelity.*"))

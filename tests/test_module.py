@@ -1,0 +1,583 @@
+"""FastKVAttention: the flow of a patched model as a module of its own."""
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import fastkv
+from fastkv import Budget, FastKVAttention, FastKVError
+from fastkv.fits.vector import VectorMap
+from fastkv.layer import FastKVLayer
+from fastkv.rotary import Rotary
+
+from .models import build, generate, policy, prompt
+from .test_refusals import sentence
+
+B, HQ, HKV, D = 2, 4, 2, 16
+TOKENS, EVERY = 20, 5
+NAMES = [one.name for one in fastkv.policies.ALL if not one.rereads]
+
+
+def small(**options):
+    return Budget(**{"tokens": TOKENS, "sinks": 2, "recent": 4, **options})
+
+
+def fresh(chosen="keydiff", budget=None, **options):
+    return FastKVAttention(HQ, HKV, D, chosen, budget or small(), **{"evict_every": EVERY, **options})
+
+
+def tokens(num, batch=B, dtype=torch.float32):
+    """Random q, k and v of num tokens."""
+    return tuple(torch.randn(batch, heads, num, D, dtype=dtype) for heads in (HQ, HKV, HKV))
+
+
+def mapping():
+    """A map from keys to values for one layer."""
+    r2 = torch.ones(HKV, dtype=torch.float64)
+    weight = torch.randn(HKV, D, D, generator=torch.Generator().manual_seed(3)) / 4
+    return VectorMap({0: weight}, {0: r2}, threshold=0.5, fingerprint="", model="", tokens=1)
+
+
+def rotary():
+    return Rotary(100.0 ** -torch.linspace(0, 1, D // 2))
+
+
+def one_layer(name, directory):
+    """The policy of that name; DuoAttention with a pattern of one layer, both of whose heads keep the context."""
+    if name != "duoattention":
+        return name
+    path = directory / "pattern.tsv"
+    path.write_text("1.0\t0.9\n")
+    return fastkv.policies.get(name, pattern=str(path))
+
+
+KINDS = {
+    "uniform": lambda: fresh(),
+    "attention and memory": lambda: fresh("h2o"),
+    "moments": lambda: fresh("momentkv"),
+    "adaptive heads": lambda: fresh("snapkv", small(heads="adaptive")),
+    "no values": lambda: fresh("keydiff", correction="vector", rotary=rotary(), vector=mapping()),
+    "share of the prompt": lambda: fresh("keydiff", small(tokens=None, keep=0.5)),
+    "bytes": lambda: fresh("keydiff", small(tokens=None, bytes=8000)),
+    "blocks": lambda: fresh("keydiff", prefill_block=16),
+}
+each_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+def dense(q, k, v, visible, softcap=None):
+    """Plain attention in float64: q [Hq, T, D] over k, v [Hkv, N, D] where visible [T, N]."""
+    k, v = (rows.repeat_interleave(HQ // HKV, 0) for rows in (k, v))
+    logits = torch.einsum("htd,hnd->htn", q, k) / D**0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = torch.where(visible, logits.exp(), 0.0)
+    return torch.einsum("htn,hnd->htd", weights / weights.sum(-1, keepdim=True), v)
+
+
+# Against the patched model and against arithmetic.
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
+    """Fed with the q, k and v of every layer, it returns what the layer returns, and holds the same tokens after."""
+    model, chosen = build(), policy(name, tmp_path)
+    turning = Rotary.of(model)
+    projections = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    fastkv.patch(model, chosen, small(), prefill_block=block, evict_every=EVERY)
+    calls = []
+    attend = FastKVLayer.attend
+
+    def record(self, q, k, v, valid, *rest):
+        out = attend(self, q, k, v, valid, *rest)
+        calls.append((self.layer, q.clone(), k.clone(), v.clone(), valid.clone(), out.clone()))
+        return out
+
+    monkeypatch.setattr(FastKVLayer, "attend", record)
+    ids, mask = prompt()
+    cache = generate(model, ids, mask, new=14, return_dict_in_generate=True).past_key_values
+    assert len(calls) == 4 * (13 + (1 if block is None else 4))
+    for layer in range(4):
+        options = {"layer": layer, "num_layers": 4, "rotary": turning, "output": projections[layer]}
+        module = fresh(chosen, **options)
+        for _, q, k, v, valid, expected in (call for call in calls if call[0] == layer):
+            if q.shape[2] == 1:
+                assert torch.equal(module(q, k, v), expected)
+                continue
+            real = valid[:, None, :, None].expand_as(expected)
+            torch.testing.assert_close(module(q, k, v, valid)[real], expected[real], atol=1e-5, rtol=1e-5)
+        held = cache.layers[layer].state
+        for (which, mine), (_, theirs) in zip(module.state.named_tensors(), held.named_tensors(), strict=True):
+            assert torch.equal(mine, theirs), which
+
+
+@pytest.mark.parametrize("block", [None, 7], ids=["whole", "blocks"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_with_room_for_everything_it_is_attention(name, softcap, block, tmp_path):
+    options = {"rotary": rotary(), "output": torch.randn(24, HQ * D), "softcap": softcap, "prefill_block": block}
+    module = fresh(one_layer(name, tmp_path), Budget(tokens=80, sinks=2, recent=4), **options)
+    q, k, v = tokens(40, dtype=torch.float64)
+    mask = torch.ones(B, 30, dtype=torch.bool)
+    mask[1, :9] = False
+    outs = [module(q[:, :, :30], k[:, :, :30], v[:, :, :30], mask)]
+    outs += [module(*(rows[:, :, at : at + 1] for rows in (q, k, v))) for at in range(30, 36)]
+    outs.append(module(*(rows[:, :, 36:] for rows in (q, k, v))))
+    real = torch.cat([mask, torch.ones(B, 10, dtype=torch.bool)], 1)
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()
+    for row in range(B):
+        expected = dense(q[row], k[row], v[row], causal & real[row], softcap)
+        got = torch.cat(outs, 2)[row]
+        torch.testing.assert_close(got[:, real[row]], expected[:, real[row]], atol=1e-12, rtol=0)
+    assert torch.equal(module.stored(), torch.tensor([[40], [31]], dtype=torch.int32).expand(B, HKV))
+
+
+@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
+def test_a_window_with_the_moments_of_the_rest(correction):
+    """StreamingLLM keeps a set that is known beforehand; the rest is what the definitions make of it, in float64."""
+    module = fresh("streaming", correction=correction, evict_every=1)
+    q, k, v = tokens(70, dtype=torch.float64)
+    module(q[:, :, :50], k[:, :, :50], v[:, :, :50])
+    for at in range(50, 70):
+        got = module(*(rows[:, :, at : at + 1] for rows in (q, k, v)))
+        kept = [0, 1, *range(at - TOKENS + 2, at), at]  # 20 tokens, of which 2 are sinks, and the new one
+        gone = [token for token in range(at) if token not in kept]
+        for row in range(B):
+            for head in range(HQ):
+                query, keys, values = q[row, head, at], k[row, head // 2], v[row, head // 2]
+                weights = (keys[kept] @ query / D**0.5).exp()
+                top, total = weights @ values[kept], weights.sum()
+                if correction != "none":
+                    mean, value = keys[gone].mean(0), values[gone].mean(0)
+                    mass = len(gone) * (mean @ query / D**0.5).exp()
+                    if correction == "moments":
+                        cross = (keys[gone] - mean).T @ (values[gone] - value)
+                        value = value + cross.T @ query / D**0.5 / len(gone)
+                    top, total = top + mass * value, total + mass
+                torch.testing.assert_close(got[row, head, 0], top / total, atol=2e-6, rtol=0)
+        positions = module.state.exact["positions"].sort(-1).values
+        assert positions[0, 0].tolist() == [0, 1, *range(at - TOKENS + 3, at + 1)]
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 1, 1, 1, 2, 3, 8, 17, 40]), min_size=2, max_size=14),
+    block=st.sampled_from([None, 6]),
+    name=st.sampled_from(["keydiff", "momentkv", "tova"]),
+    pad=st.integers(0, 5),
+)
+def test_bounds_and_conservation(sizes, block, name, pad):
+    """Whatever arrives in whatever pieces: nothing is lost or stored twice, the bound holds, addresses stay."""
+    module = fresh(name, prefill_block=block)
+    module.allocate(B)
+    addresses = {which: tensor.data_ptr() for which, tensor in module.named_buffers()}
+    seen = torch.zeros(B, 1, dtype=torch.int64)
+    for index, num in enumerate(sizes):
+        mask = None
+        if index % 3 == 0:
+            mask = torch.ones(B, num, dtype=torch.bool)
+            mask[0, : min(pad, num)] = False
+        assert module(*tokens(num), mask).shape == (B, HQ, num, D)
+        seen += num if mask is None else mask.sum(-1, keepdim=True)
+        assert torch.equal(module.stored() + module.moments().count, seen.expand(B, HKV))
+        assert int(module.stored().max()) <= module.state.exact.filled <= TOKENS + EVERY
+        for row in range(B):
+            held = module.state.exact.positions[row, 0, : int(module.stored()[row, 0])].tolist()
+            assert len(set(held)) == len(held)
+            assert set(range(max(int(seen[row]) - 4, 0), int(seen[row]))) <= set(held)
+    assert {which: tensor.data_ptr() for which, tensor in module.named_buffers()} == addresses
+
+
+def test_rows_of_a_batch_do_not_see_each_other():
+    together = fresh("snapkv")
+    q, k, v = tokens(40, batch=3)
+    steps = [tokens(1, batch=3) for _ in range(12)]
+    outs = [together(q, k, v), *(together(*step) for step in steps)]
+    for row in range(3):
+        alone = fresh("snapkv")
+        own = slice(row, row + 1)
+        torch.testing.assert_close(alone(q[own], k[own], v[own]), outs[0][own], atol=1e-6, rtol=0)
+        for step, out in zip(steps, outs[1:]):
+            torch.testing.assert_close(alone(*(rows[own] for rows in step)), out[own], atol=1e-6, rtol=0)
+
+
+def test_padding_is_as_if_it_were_not_there():
+    padded, plain = fresh("snapkv"), fresh("snapkv")
+    q, k, v = tokens(40, batch=1)
+    mask = torch.ones(1, 47, dtype=torch.bool)
+    mask[:, :7] = False
+    junk = [torch.cat([torch.full_like(rows[:, :, :7], torch.nan), rows], 2) for rows in (k, v)]
+    out = padded(torch.cat([q[:, :, :7], q], 2), *junk, mask)
+    torch.testing.assert_close(out[:, :, 7:], plain(q, k, v), atol=1e-6, rtol=0)
+    for _ in range(12):
+        step = tokens(1, batch=1)
+        torch.testing.assert_close(padded(*step), plain(*step), atol=1e-6, rtol=0)
+
+
+def test_a_masked_token_is_not_absorbed():
+    module = fresh()
+    module(*tokens(30))
+    module(*tokens(1), torch.tensor([[True], [False]]))
+    assert torch.equal(module.stored() + module.moments().count, torch.tensor([[31, 31], [30, 30]]))
+
+
+def test_arguments_are_left_alone():
+    for make in KINDS.values():
+        module, given_ = make(), tokens(40)
+        before = [rows.clone() for rows in given_]
+        module(*given_)
+        assert all(torch.equal(*pair) for pair in zip(given_, before))
+
+
+@pytest.mark.parametrize("name", ["momentkv", "h2o"])
+def test_kernels_do_the_same(name):
+    """Triton's kernels, interpreted where there is no GPU."""
+    plain, kernels = fresh(name), fresh(name, backend="triton")
+    prompt_, steps = tokens(40), [tokens(1) for _ in range(EVERY + 2)]
+    torch.testing.assert_close(kernels(*prompt_), plain(*prompt_), atol=1e-5, rtol=1e-5)
+    for step in steps:
+        torch.testing.assert_close(kernels(*step), plain(*step), atol=1e-5, rtol=1e-5)
+    ordered = [module.state.exact["positions"].sort(-1).values for module in (plain, kernels)]
+    assert torch.equal(*ordered)
+    assert kernels.nbytes() > plain.nbytes(), "working memory of the kernels counts"
+
+
+# Budgets.
+
+
+def test_budgets():
+    assert fresh("keydiff", TOKENS + 20).plan.budget.tokens == 40
+    half = fresh("keydiff", small(tokens=None, keep=0.5))
+    half(*tokens(60))
+    assert torch.equal(half.stored(), torch.full((B, HKV), 30, dtype=torch.int32))
+    for bytes_ in (6000, 8000):
+        module = fresh("keydiff", small(tokens=None, bytes=bytes_))
+        module(*tokens(200))
+        per_token = HKV * (2 * D * 4 + 4)
+        assert B * (bytes_ - per_token) < module.nbytes() <= B * bytes_
+    shares = [fresh("keydiff", small(layers=[1, 3]), layer=layer, num_layers=2) for layer in range(2)]
+    for module, expected in zip(shares, (10, 30)):
+        module(*tokens(50))
+        assert int(module.stored().max()) == expected
+
+
+# What torch does with modules.
+
+
+@each_kind
+def test_state_dict_continues_the_sequence(make):
+    """Saved in the middle, between two evictions, and loaded into a new module, a used one and one already made."""
+    module = make()
+    module(*tokens(44))
+    for _ in range(EVERY + 2):
+        module(*tokens(1))
+    file = io.BytesIO()
+    torch.save(torch.nn.ModuleDict({"attention": module}).state_dict(), file)
+    used, ready = copy.deepcopy(module), copy.deepcopy(module)
+    used.reset()
+    used(*tokens(30))
+    new = make()
+    ready.reset()
+    copies = [new, used, ready]
+    for one in copies:
+        file.seek(0)
+        torch.nn.ModuleDict({"attention": one}).load_state_dict(torch.load(file, weights_only=True))
+    for num in (1, 1, 1, 1, 1, 1, 9, 1, 1):
+        step = tokens(num)
+        expected = module(*step)
+        for one in copies:
+            assert torch.equal(one(*step), expected)
+    assert all(torch.equal(one.stored(), module.stored()) for one in copies)
+
+
+def test_loading_keeps_the_addresses():
+    module, other = fresh(), fresh()
+    module(*tokens(44))
+    other(*tokens(30))
+    addresses = {which: tensor.data_ptr() for which, tensor in other.named_buffers()}
+    other.load_state_dict(module.state_dict())
+    assert {which: tensor.data_ptr() for which, tensor in other.named_buffers()} == addresses
+    other.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    step = tokens(1)
+    assert torch.equal(other(*step), module(*step))
+
+
+def test_weights_without_a_sequence_load():
+    """Those saved before the module was put in, and those saved before its first token."""
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2), "attention": fresh()})
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("head")}
+    model.load_state_dict(weights)
+    empty = model.state_dict()
+    model["attention"](*tokens(30))
+    model.load_state_dict(weights)
+    assert int(model["attention"].stored().max()) == TOKENS
+    model.load_state_dict(empty)
+    assert not list(model["attention"].buffers())
+    assert all(isinstance(value, torch.Tensor) for value in empty.values())
+
+
+@each_kind
+def test_deepcopy_is_independent(make):
+    module = make()
+    module(*tokens(44))
+    twin = copy.deepcopy(module)
+    before = {which: tensor.clone() for which, tensor in module.named_buffers()}
+    steps = [tokens(1) for _ in range(EVERY + 3)]
+    outs = [twin(*step) for step in steps]
+    assert all(torch.equal(tensor, before[which]) for which, tensor in module.named_buffers())
+    assert all(torch.equal(module(*step), out) for step, out in zip(steps, outs))
+
+
+@each_kind
+def test_reset_starts_again(make):
+    module = make()
+    first, steps = tokens(44), [tokens(1) for _ in range(EVERY + 3)]
+    expected = [module(*first), *(module(*step) for step in steps)]
+    addresses = {which: tensor.data_ptr() for which, tensor in module.named_buffers()}
+    module.reset()
+    assert torch.equal(module(*first), expected[0])
+    assert all(torch.equal(module(*step), out) for step, out in zip(steps, expected[1:]))
+    if not module.plan.budget.follows_prompt:
+        assert {which: tensor.data_ptr() for which, tensor in module.named_buffers()} == addresses
+    module.allocate(1, prompt=44)
+    assert torch.equal(module(*(rows[:1] for rows in first)), expected[0][:1])
+
+
+def test_a_change_of_dtype_keeps_statistics():
+    module = fresh("h2o", correction="moments")
+    module(*tokens(44))
+    for _ in range(3):
+        module(*tokens(1))
+    kept = {"moments_count", "moments_key_mean", "moments_value_mean", "moments_cross", "exact_attention"}
+    before = {which: tensor.clone() for which, tensor in module.named_buffers()}
+    module.to(torch.bfloat16)
+    after = dict(module.named_buffers())
+    assert kept < after.keys()
+    for which, tensor in before.items():
+        changed = tensor.to(torch.bfloat16) if which in ("exact_keys", "exact_values") else tensor
+        assert torch.equal(after[which], changed) and after[which].dtype == changed.dtype, which
+    assert module(*tokens(1, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert module.to("meta").moments().cross.is_meta
+
+
+def test_a_projection_of_the_model_stays_the_models():
+    model = torch.nn.ModuleDict({"attention": None, "proj": torch.nn.Linear(HQ * D, 24, bias=False)})
+    model["attention"] = fresh("criticalkv", output=model["proj"].weight)
+    assert set(model.state_dict()) == {"proj.weight", "attention._extra_state"}
+    twin = copy.deepcopy(model)
+    assert twin["attention"].projection[0] is twin["proj"].weight
+    twin.double()["attention"](*tokens(30, dtype=torch.float64))
+
+
+def test_sizes():
+    module = fresh("momentkv", correction="moments")
+    assert module.nbytes() == 0
+    module.allocate(B)
+    slots = HKV * (TOKENS + EVERY)
+    moments = HKV * (8 + 4 * (2 * D + D * D))
+    extra = sum(t.nbytes for which, t in module.named_buffers() if which in ("exact_attention", "exact_memory"))
+    assert module.nbytes() - extra == B * (slots * (2 * D * 4 + 4) + HKV * 4 + 8 + moments)
+    assert module.nbytes() == sum(tensor.nbytes for tensor in module.buffers())
+
+
+# Compiled.
+
+
+def compare(make, backend, first=50):
+    """Graphs compiled for 60 steps after `first` tokens, and the largest difference from eager."""
+    torch._dynamo.reset()
+    module = make()
+    module(*tokens(first))
+    twin = copy.deepcopy(module)
+    counter = CompileCounterWithBackend(backend)
+    step = torch.compile(twin, fullgraph=True, backend=counter)
+    worst = 0.0
+    for _ in range(60):
+        new = tokens(1)
+        worst = max(worst, float((step(*new) - module(*new)).abs().max()))
+    for (which, mine), (_, theirs) in zip(twin.named_buffers(), module.named_buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6, msg=which)
+    return counter.frame_count, worst
+
+
+def test_compiled_decode_with_inductor():
+    """One graph for the first step, one for any step and one for a step that evicts; then no more, ever."""
+    graphs, worst = compare(lambda: fresh("momentkv"), "inductor")
+    assert graphs <= 3 and worst <= 1e-6
+
+
+COMPILED = [*KINDS, "keydiff", "tova", "random", "streaming", "knorm", "manifold"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_decode_of_every_kind(name):
+    graphs, worst = compare(KINDS.get(name, lambda: fresh(name)), "aot_eager")
+    assert graphs <= 3 and worst <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["uniform", "attention and memory", "adaptive heads"])
+def test_compiled_decode_from_the_first_token(name):
+    """One graph more: until the slots are full, a step that might evict need not."""
+    graphs, worst = compare(KINDS[name], "aot_eager", first=1)
+    assert graphs <= 4 and worst <= 1e-6
+
+
+def test_compiled_after_reset_does_not_compile_again():
+    torch._dynamo.reset()
+    module, counter = fresh(), CompileCounterWithBackend("aot_eager")
+    step = torch.compile(module, fullgraph=True, backend=counter)
+    for length in (50, 33, 64):
+        module.reset()
+        module(*tokens(length))
+        for _ in range(2 * EVERY + 1):
+            step(*tokens(1))
+        if length == 50:
+            graphs = counter.frame_count
+    assert counter.frame_count == graphs <= 3
+
+
+EXAMPLE = """\
+import torch
+from torch import nn
+
+import fastkv
+
+
+class Layer(nn.Module):
+    def __init__(self, size, heads, kv_heads, **cache):
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, size // heads
+        self.norms = nn.ModuleList([nn.RMSNorm(size), nn.RMSNorm(size)])
+        self.qkv = nn.Linear(size, (heads + 2 * kv_heads) * self.dim, bias=False)
+        self.out = nn.Linear(size, size, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.SiLU(), nn.Linear(4 * size, size))
+        self.attention = fastkv.FastKVAttention(heads, kv_heads, self.dim, **cache)
+
+    def forward(self, x, cos, sin):
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = (t * cos + torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1) * sin for t in (q, k))
+        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, words=1000, size=256, heads=8, kv_heads=2, layers=2, **cache):
+        super().__init__()
+        self.words = nn.Embedding(words, size)
+        self.layers = nn.ModuleList(Layer(size, heads, kv_heads, **cache) for _ in range(layers))
+        self.head = nn.Linear(size, words, bias=False)
+        self.register_buffer("frequencies", 1e4 ** -torch.linspace(0, 1, size // heads // 2 + 1)[:-1])
+
+    def forward(self, ids, positions):
+        angles = (positions[:, None] * self.frequencies).repeat(1, 2)
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x, angles.cos(), angles.sin())
+        return self.head(x)
+
+
+model = Decoder(policy="momentkv", budget=256).eval()
+prompt = torch.randint(1000, (1, 2000))
+with torch.inference_mode():
+    for block in torch.arange(2000).split(500):  # no layer holds more than 256 + 500 tokens on the way
+        logits = model(prompt[:, block], block)
+    step = torch.compile(model, fullgraph=True)
+    for position in range(2000, 2060):  # and none more than 256 + 16 from here on, however long it gets
+        token = logits[:, -1:].argmax(-1)
+        logits = step(token, torch.tensor([position]))
+"""
+
+
+def test_the_example_of_the_readme():
+    """The decoder of the README, compiled by a backend that is quick at it; every layer stays within its slots."""
+    assert EXAMPLE in (Path(__file__).parent.parent / "README.md").read_text()
+    torch._dynamo.reset()
+    counters.clear()
+    names = {}
+    exec(EXAMPLE.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'"), names)
+    assert counters["stats"]["unique_graphs"] <= 3
+    for layer in names["model"].layers:
+        assert torch.equal(layer.attention.stored() + layer.attention.moments().count, torch.tensor([[2060, 2060]]))
+        assert 256 <= int(layer.attention.stored().max()) <= 256 + 16
+        assert layer.attention.state.exact.limit == 256 + 16
+
+
+def test_the_example_computes_what_a_decoder_with_a_full_cache_computes():
+    names = {}
+    exec(EXAMPLE.partition("model = ")[0], names)
+    model = names["Decoder"](words=50, size=32, heads=4, kv_heads=2, layers=2, budget=100).eval()
+    ids = torch.randint(50, (1, 40))
+    whole = model(ids, torch.arange(40))
+    for layer in model.layers:
+        layer.attention.reset()
+    pieces = [model(ids[:, at], at) for at in torch.arange(40).split([20, 7, *[1] * 13])]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+# Refusals.
+
+MAKE = {
+    "kvzip": (lambda: fresh("kvzip"), "reads the prompt with the whole model"),
+    "quality": (lambda: fresh("compactor", Budget(quality=0.9, sinks=2, recent=4)), r"Budget\(quality=...\) reads"),
+    "no rotary": (lambda: fresh("compactor"), "pass rotary="),
+    "no rotary for vector": (lambda: fresh(correction="vector", vector=mapping()), "correction='vector' needs keys"),
+    "partial rotary": (lambda: fresh("leverage", rotary=Rotary(torch.ones(3))), "all 16 dimensions of a head, got 6"),
+    "no maps": (lambda: fresh(correction="vector", rotary=rotary()), "got the first only"),
+    "maps for nothing": (lambda: fresh(vector=mapping()), "got the second only"),
+    "maps of other layers": (
+        lambda: fresh(correction="vector", rotary=rotary(), vector=mapping(), layer=3),
+        "layer 3 has no map",
+    ),
+    "no projection": (lambda: fresh("criticalkv"), "pass output=proj.weight"),
+    "wrong projection": (lambda: fresh("criticalkv", output=torch.randn(8, 9)), r"output must have shape \[any, 64\]"),
+    "no pattern": (lambda: fresh("duoattention"), "needs the pattern file"),
+    "heads that do not divide": (lambda: FastKVAttention(4, 3, D), "multiple of the number of KV heads"),
+    "no head_dim": (lambda: FastKVAttention(4, 2, 0), "head_dim must be a whole number of at least 1"),
+    "a layer too many": (lambda: fresh(layer=2, num_layers=2), "from 0 below num_layers = 2, got 2"),
+    "negative layer": (lambda: fresh(layer=-1), "whole number from 0, got -1"),
+    "wrong number of weights": (lambda: fresh("keydiff", small(layers=[1, 2])), "2 weights, but the model has 1"),
+    "unknown policy": (lambda: fresh("h3o"), "unknown policy 'h3o'"),
+    "zero block": (lambda: fresh(prefill_block=0), "prefill_block must be"),
+}
+
+
+@pytest.mark.parametrize("case", MAKE)
+def test_refused_when_made(case):
+    make, expected = MAKE[case]
+    with pytest.raises(FastKVError, match=expected) as error:
+        make()
+    sentence(error)
+
+
+def test_refused_when_called():
+    module = fresh()
+    with pytest.raises(FastKVError, match="is empty; run it"):
+        module.stored()
+    with pytest.raises(FastKVError, match=r"share of the first prompt"):
+        fresh("keydiff", small(tokens=None, keep=0.5)).allocate(1)
+    with pytest.raises(FastKVError, match="give at least"):
+        fresh("keydiff", small(tokens=None, bytes=100))(*tokens(9))
+    q, k, v = tokens(30)
+    module(q, k, v)
+    calls = {
+        r"q must have shape \[any, 4, any, 16\]": (q[:, :3], k, v),
+        r"k must have shape \[2, 2, 30, 16\]": (q, k[:, :, :29], v),
+        r"v must have shape \[2, 2, 30, 16\]": (q, k, v[..., :8]),
+        r"mask must have shape \[2, 30\]": (q, k, v, torch.ones(2, 31)),
+        r"holds 2 sequences, got 1": (q[:1], k[:1], v[:1]),
+        r"buffers of torch.float32 on cpu, got tokens of torch.float64": (q.double(), k.double(), v.double()),
+        "needs at least one new token": (q[:, :, :0], k[:, :, :0], v[:, :, :0]),
+    }
+    for expected, arguments in calls.items():
+        with pytest.raises(FastKVError, match=expected) as error:
+            module(*arguments)
+        sentence(error)
+    with pytest.raises(FastKVError, match="slots were saved"):
+        fresh("keydiff", small(tokens=21), evict_every=4).load_state_dict(module.state_dict())

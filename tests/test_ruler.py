@@ -1,0 +1,476 @@
+"""RULER offline: needles where they are said to be, exact lengths, counts by definition, metrics by hand, and grids."""
+
+import json
+import random
+import re
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastkv
+from fastkv import FastKVError
+from fastkv.demo import load
+from fastkv.demo.tasks import TASKS as DEMO_TASKS
+from fastkv.demo.tasks import generate as demo_text
+from fastkv.evaluation import needles, ruler
+from fastkv.evaluation.haystack import NOISE, SENTENCES, Units, prose, scatter
+from fastkv.evaluation.metrics import string_match_all, string_match_part
+from fastkv.evaluation.ruler_sample import Request, longest
+from fastkv.evaluation.ruler_words import _english
+
+NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
+ELEVEN = [*NIAH, "vt", "cwe", "fwe"]
+TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\b")
+# At least as many tokens as one unit of filler; other tasks have sentences.
+LARGEST = {"niah_single_1": NOISE, "vt": NOISE, "cwe": 3 * "12345. wwwwwwwwwwww ", "fwe": "wwwwww "}
+NUMBER = re.compile(r"\b[1-9][0-9]{6}\b")
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load()
+
+
+def toy_bpe():
+    """Byte-level BPE of 400 tokens, trained here; adds a start token."""
+    from tokenizers import ByteLevelBPETokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    sentences = prose(random.Random(0))
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([next(sentences) for _ in range(300)], 400, special_tokens=["<s>"], show_progress=False)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(bundled):
+    """Three of them, each with an independent way to count."""
+    words, bpe = bundled[1], toy_bpe()
+    return {
+        "words": (words, lambda text: len(text.split()) + 1),  # and <bos>
+        "characters": (len, len),
+        "bpe": (bpe, lambda text: len(bpe.backend_tokenizer.encode(text).ids)),
+    }
+
+
+def by_words(text):
+    return len(text.split())
+
+
+@pytest.mark.parametrize("name", ["words", "characters", "bpe"])
+@pytest.mark.parametrize("task", ELEVEN)
+def test_length_is_exact(task, name, tokenizers):
+    """The prompt and the answer fit, and with one more unit of filler, which is small, they would not."""
+    tokenizer, count = tokenizers[name]
+    for length in (3001, 12000 if task == "cwe" else 4200):
+        sample = ruler.generate(task, tokenizer, length, seed=1)
+        assert sample.tokens_to_generate == TOKENS[task]
+        assert sample.prompt.endswith(sample.question) and sample.context in sample.prompt
+        left = length - TOKENS[task] - count(sample.prompt)
+        units = sample.metadata["units"]
+        draft = ruler.TASKS[task].write(Request(task, length, seed=1, index=0))
+        assert draft(units) == sample
+        more = count(draft(units + 1).prompt) - count(sample.prompt)
+        assert 0 <= left < more
+        assert more <= count(LARGEST.get(task, 12 * "sentence word ")) + 1
+
+
+@pytest.mark.parametrize("task", ELEVEN)
+def test_same_seed_same_sample_other_seed_other_sample(task):
+    first = ruler.generate(task, by_words, 1500, seed=3, index=2)
+    assert first == ruler.generate(task, by_words, 1500, seed=3, index=2)
+    others = [ruler.generate(task, by_words, 1500, seed, index) for seed, index in ((4, 2), (3, 3))]
+    others.append(ruler.generate(task, by_words, 1501, seed=3, index=2))
+    assert len({first.answers, *(other.answers for other in others)}) == 4
+
+
+@pytest.mark.parametrize("task", NIAH)
+def test_answers_are_in_the_context_once_and_belong_to_the_key(task):
+    """Counted against the paper's definitions: keys, values and queries, and what kind they are."""
+    for index in range(5):
+        sample = ruler.generate(task, by_words, 1200, index=index)
+        answers = 4 if task in ("niah_multivalue", "niah_multiquery") else 1
+        hidden = 4 if task in ("niah_multivalue", "niah_multiquery", "niah_multikey_1") else 1
+        assert len(set(sample.answers)) == answers and len(sample.metadata["needles"]) == hidden
+        kind = UUID if task in ("niah_single_3", "niah_multikey_3") else NUMBER
+        assert all(kind.fullmatch(answer) and sample.context.count(answer) == 1 for answer in sample.answers)
+        asked = sample.question.partition(" for ")[2].partition("?")[0].replace(" and ", ", ").split(", ")
+        owner = {value: key for key, value in re.findall(r"of (\S+) is (\S+)\.", sample.context)}
+        assert {owner[answer] for answer in sample.answers} == set(asked)
+        assert sorted(value for value, key in owner.items() if key in asked) == sorted(sample.answers)
+        assert len(asked) == (4 if task == "niah_multiquery" else 1)
+        key_kind = UUID if task == "niah_multikey_3" else re.compile(r"[a-z]+-[a-z]+")
+        assert all(key_kind.fullmatch(key) for key in owner.values())
+        needles_as_haystack = task in ("niah_multikey_2", "niah_multikey_3")
+        assert len(owner) == (sample.metadata["units"] + 1 if needles_as_haystack else hidden)
+        assert not any(answer in sample.question for answer in sample.answers)
+
+
+def test_haystacks_are_of_their_kind():
+    line = ruler.generate("niah_single_1", by_words, 800)
+    assert set(line.context.split("\n")) == {NOISE, *line.metadata["needles"]}
+    essay = ruler.generate("niah_single_2", by_words, 800)
+    text = essay.context.replace(essay.metadata["needles"][0], "")
+    assert not re.search(r"[\d{}-]", text) and text.count(".") == essay.metadata["units"] > 20
+    assert len(set(re.split(r"(?<=\.) +", text))) > 0.95 * essay.metadata["units"]
+    assert "{" not in "".join(next(prose(random.Random(seed))) for seed in range(20 * len(SENTENCES)))
+
+
+@pytest.mark.parametrize("task", NIAH)
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+def test_needle_is_at_the_stated_depth(task, depth):
+    sample = ruler.generate(task, by_words, 1600, seed=5, depth=depth)
+    between = " " if "essay" == essay_or_lines(task) else "\n"
+    others = sample.context
+    for needle in sample.metadata["needles"]:
+        assert others.count(needle) == 1
+    asked = [n for n in sample.metadata["needles"] if any(answer in n for answer in sample.answers)]
+    before = sample.context[: sample.context.index(asked[0])]
+    for needle in sample.metadata["needles"]:
+        before = before.replace(needle, "")
+    filler = [one for one in (re.split(r"(?<=\.) +", before) if between == " " else before.split("\n")) if one.strip()]
+    assert len(filler) == round(depth * sample.metadata["units"])
+    free = ruler.generate(task, by_words, 1600, seed=5)
+    assert free.answers == sample.answers and free.question == sample.question, "only the place differs"
+
+
+def essay_or_lines(task):
+    return "lines" if task in ("niah_single_1", "niah_multikey_2", "niah_multikey_3") else "essay"
+
+
+def test_random_depths_are_those_of_forty_places_and_true():
+    seen = set()
+    for index in range(60):
+        sample = ruler.generate("niah_single_1", by_words, 900, index=index)
+        lines = sample.context.split("\n")
+        (depth,), (needle,) = sample.metadata["depths"], sample.metadata["needles"]
+        assert lines.index(needle) == round(depth * sample.metadata["units"])
+        assert abs(39 * depth - round(39 * depth)) < 1e-9
+        seen.add(round(39 * depth))
+    assert len(seen) > 20 and min(seen) < 6 and max(seen) > 33
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 12), st.lists(st.floats(0, 1), max_size=6))
+def test_scatter(units, depths):
+    text = [f"u{i}" for i in range(units)]
+    hidden = [f"n{i}" for i in range(len(depths))]
+    out = scatter(text, hidden, depths)
+    assert [one for one in out if one[0] == "u"] == text and sorted(set(out) - set(text)) == hidden
+    for needle, depth in zip(hidden, depths):
+        assert sum(one[0] == "u" for one in out[: out.index(needle)]) == round(depth * units)
+    for one, other in pairwise(range(len(depths))):
+        if round(depths[one] * units) == round(depths[other] * units):
+            assert out.index(hidden[one]) < out.index(hidden[other])
+
+
+def test_units_are_made_once_and_kept():
+    units = Units(iter(range(10)))
+    assert units.take(3) == [0, 1, 2] and units.take(5) == [0, 1, 2, 3, 4] and units.take(2) == [0, 1]
+
+
+def test_variable_tracking():
+    """One chain of four hops; following it by hand gives the answers, each set once and all but the last passed on."""
+    for index in range(10):
+        sample = ruler.generate("vt", by_words, 1000, index=index)
+        value = re.search(r"value (\d{5}) in", sample.question)[1]
+        lines = sample.context.split("\n")
+        assert {line for line in lines if not line.startswith("SET")} == {NOISE}
+        held = {}
+        for line in lines:
+            if line.startswith("SET"):
+                _, name, _, given = line.split()
+                held[name] = held.get(given, given)
+        assert tuple(held) == sample.answers and set(held.values()) == {value} and len(held) == 5
+        counts = [sample.context.count(name) for name in sample.answers]
+        assert counts == [2, 2, 2, 2, 1]
+        for needle, depth in zip(sample.metadata["needles"], sample.metadata["depths"]):
+            before = lines[: lines.index(needle)]
+            assert before.count(NOISE) == round(depth * sample.metadata["units"])
+        example = sample.prompt.replace(sample.context, "").replace(sample.question, "")
+        assert not any(name in example for name in sample.answers) and example.count("SET") == 5
+
+
+@pytest.mark.parametrize("length,often,seldom", [(2000, 6, 1), (4096, 30, 3), (30000, 30, 3)])
+def test_common_words(length, often, seldom):
+    sample = ruler.generate("cwe", by_words, length, seed=2)
+    numbers, words = sample.context.split()[::2], sample.context.split()[1::2]
+    assert numbers == [f"{number}." for number in range(1, len(words) + 1)]
+    counts = Counter(words)
+    assert counts == sample.metadata["counts"]
+    assert {word for word, times in counts.items() if times == often} == set(sample.answers)
+    assert len(sample.answers) == 10 and set(counts.values()) == {often, seldom}
+    assert len(counts) == 10 + sample.metadata["units"]
+    assert words != sorted(words) and len(set(words[:40])) > 15, "shuffled"
+    assert not any(one != other and one in other for one in sample.answers for other in counts)
+    example = sample.prompt[: sample.prompt.index(sample.context)]
+    assert not set(counts) & set(re.findall(r"\d+\. (\w+)", example)), "the worked example has other words"
+    best = Counter(re.findall(r"\d+\. (\w+)", example)).most_common(10)
+    assert set(example.split("most often are ")[1].split(".")[0].split(", ")) == set(dict(best))
+
+
+def test_no_word_of_a_long_list_gives_itself_away():
+    """The share of coined words is the same among common and other words, within four standard errors."""
+    english, common, others = set(_english()), [], []
+    assert len(english) > 250 and not any(one != other and one in other for one in english for other in english)
+    for index in range(20):
+        sample = ruler.generate("cwe", by_words, 8000, index=index)
+        common += [word in english for word in sample.answers]
+        others += [word in english for word in set(sample.metadata["counts"]) - set(sample.answers)]
+    share, of_common = sum(others) / len(others), sum(common) / len(common)
+    assert 0 < share < 1 and abs(share - of_common) < 4 * (share * (1 - share) / len(common)) ** 0.5
+
+
+@pytest.mark.parametrize("length", [170, 500, 3000, 20000])
+def test_frequent_words_follow_the_zeta_distribution(length):
+    """Counts are floor(t / k^2) for one t, up to words that are due at the same t; alpha is 2."""
+    sample = ruler.generate("fwe", by_words, length, seed=9)
+    words = sample.context.split()
+    counts = Counter(words)
+    assert counts == sample.metadata["counts"] and len(words) == sample.metadata["units"]
+    ranked = [word for word, _ in counts.most_common()]
+    assert ranked[0] == "..." and tuple(ranked[1:4]) == sample.answers
+    times = [counts[word] for word in ranked]
+    assert times[0] > times[1] > times[2] > times[3] > times[4]
+    t = times[0]
+    for rank, got in enumerate(times, 1):
+        assert (t - 1) // rank**2 <= got <= (t + 1) // rank**2
+    assert all(re.fullmatch("[a-z]{6}", word) for word in ranked[1:])
+    assert words != sorted(words, key=ranked.index), "shuffled"
+
+
+@pytest.mark.parametrize("task", ELEVEN)
+def test_too_short_says_how_long(task):
+    with pytest.raises(FastKVError, match=rf"{task} needs at least \d+ tokens.*got length 140"):
+        ruler.generate(task, len, 140)
+    try:
+        ruler.generate(task, len, 140)
+    except FastKVError as error:
+        least = int(re.search(r"at least (\d+)", str(error))[1])
+    if task != "cwe" and task != "fwe":  # whose vocabulary, and so the least, depends on the length
+        assert ruler.TASKS[task].least == 1
+    elif task == "fwe":
+        assert len(ruler.generate(task, len, least).context.split()) == 46
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=120, max_size=120), st.integers(0, 100), st.integers(1, 5))
+def test_longest_is_what_trying_every_length_finds(sizes, room, least):
+    """Units of very different sizes; by brute force over all numbers of units."""
+
+    def draft(units):
+        return ruler.Sample("task", (10 + sum(sizes[:units])) * "x", "", "", ("x",), 7)
+
+    fitting = [units for units in range(least, 120) if len(draft(units).prompt) + 7 <= room]
+    if fitting:
+        assert longest(draft, len, room, least) == draft(max(fitting))
+    else:
+        with pytest.raises(FastKVError, match=f"at least {len(draft(least).prompt) + 7} tokens"):
+            longest(draft, len, room, least)
+
+
+def test_a_tokenizer_that_does_not_count_is_refused():
+    with pytest.raises(FastKVError, match="check the tokenizer"):
+        ruler.generate("niah_single_1", lambda text: 1, 200)
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"task": "niah"}, "expected one of the tasks"),
+        ({"task": "vt", "depth": 0.5}, "vt has no depth"),
+        ({"task": "niah_single_1", "text": "x"}, "niah_single_1 has no text"),
+        ({"task": "cwe", "data": "x"}, "cwe has no data"),
+        ({"task": "niah_single_1", "depth": 1.5}, "from 0 to 1, got 1.5"),
+        ({"task": "qa_1"}, r"SQuAD 2.0.*dev-v2.0.json from https://rajpurkar.github.io"),
+        ({"task": "qa_2", "data": "no/such/file.json"}, r"HotpotQA.*no/such/file.json.*https://hotpotqa.github.io"),
+    ],
+    ids=lambda value: value["task"] if isinstance(value, dict) else "",
+)
+def test_refusals(arguments, message):
+    with pytest.raises(FastKVError, match=message):
+        ruler.generate(tokenizer=by_words, length=1000, **arguments)
+
+
+def test_haystack_of_text_files(tmp_path):
+    (tmp_path / "one.txt").write_text("Alpha begins here. Beta goes\non! Gamma asks?\n")
+    (tmp_path / "two.md").write_text("Delta ends it. " + "word " * 130)
+    (tmp_path / "three.py").write_text("Never read.")
+    sample = ruler.generate("niah_single_2", by_words, 600, text=tmp_path)
+    assert sample == ruler.generate("niah_single_2", by_words, 600, text=str(tmp_path))
+    text = sample.context.replace(sample.metadata["needles"][0] + " ", "")
+    cycle = "Alpha begins here. Beta goes on! Gamma asks? Delta ends it. " + "word " * 130
+    assert len(text.split()) > 140 and " ".join(text.split()) in " ".join((cycle * 9).split())
+    assert 0 <= 600 - 128 - by_words(sample.prompt) < 60
+    starts = {ruler.generate("niah_single_2", by_words, 600, index=i, text=tmp_path).context[:5] for i in range(30)}
+    assert len(starts) > 3
+    (tmp_path / "none").mkdir()
+    with pytest.raises(FastKVError, match=r"a folder without .txt"):
+        ruler.generate("niah_single_2", by_words, 600, text=tmp_path / "none")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(FastKVError, match="files without words"):
+        ruler.generate("niah_single_2", by_words, 600, text=tmp_path / "empty.txt")
+
+
+def squad(path):
+    """Three articles of four paragraphs, one answerable and one impossible question each."""
+    articles = []
+    for a in range(3):
+        paragraphs = []
+        for p in range(4):
+            answer = {"text": f"answer{a}{p}", "answer_start": 0}
+            asked = {"question": f"Which one is {a}{p}?", "answers": [answer, answer], "is_impossible": False}
+            never = {"question": f"Which is not {a}{p}?", "answers": [], "is_impossible": True}
+            paragraphs.append({"context": f"Here answer{a}{p} is told, at some length.", "qas": [asked, never]})
+        articles.append({"title": str(a), "paragraphs": paragraphs})
+    path.write_text(json.dumps({"version": "v2.0", "data": articles}))
+
+
+def hotpot(path):
+    asked = []
+    for q in range(4):
+        context = [[f"Title {q}{p}", [f"First of {q}{p}.", f" Second says hop{q}{p}."]] for p in range(10)]
+        asked.append({"question": f"Where does {q} go?", "answer": f"hop{q}7", "context": context})
+    path.write_text(json.dumps(asked))
+
+
+def test_questions_from_squad(tmp_path):
+    file = tmp_path / "dev-v2.0.json"
+    squad(file)
+    seen = set()
+    for index in range(12):
+        sample = ruler.generate("qa_1", by_words, 150, seed=1, index=index, data=file)
+        assert sample == ruler.generate("qa_1", by_words, 150, seed=1, index=index, data=str(file))
+        which = re.search(r"Which one is (\d\d)\?", sample.question)[1]
+        seen.add(which)
+        assert sample.answers == (f"answer{which}",) and sample.context.count(sample.answers[0]) == 1
+        assert 0 <= 150 - 32 - by_words(sample.prompt) < 9 and sample.tokens_to_generate == 32
+        documents = re.findall(r"Document (\d+):\n(.*)", sample.context)
+        assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
+        if len(documents) > 4:
+            assert sum(f"answer{which[0]}" in text for _, text in documents) == 4, "its article comes first"
+        at = next(i for i, (_, text) in enumerate(documents) if sample.answers[0] in text)
+        assert sample.metadata["depths"] == (at / len(documents),)
+        longer = ruler.generate("qa_1", by_words, 400, seed=1, index=index, data=file)
+        assert longer.question == sample.question, "lengths are compared on the same questions"
+    assert len(seen) == 12
+    assert ruler.score(sample, f"it is {sample.answers[0].upper()}") == 1 and ruler.score(sample, "no") == 0
+
+
+def test_questions_from_hotpot(tmp_path):
+    file = tmp_path / "hotpot.json"
+    hotpot(file)
+    sample = ruler.generate("qa_2", by_words, 300, data=file)
+    which = re.search(r"Where does (\d) go", sample.question)[1]
+    assert sample.answers == (f"hop{which}7",) and sample.context.count(sample.answers[0]) == 1
+    assert all(sample.context.count(f"Title {which}{p}\nFirst") == 1 for p in range(10))
+    assert len(sample.metadata["needles"]) == 10 and sample.context.count("Title") == 10 + sample.metadata["units"]
+    assert 0 <= 300 - 32 - by_words(sample.prompt) < 12
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", '{"data": []}', '{"data": [{"paragraphs": [{}]}]}', "[3]"])
+def test_a_file_that_is_something_else(tmp_path, content):
+    file = tmp_path / "dev-v2.0.json"
+    file.write_text(content)
+    for task in ("qa_1", "qa_2"):
+        with pytest.raises(FastKVError, match=r"dev-v2.0.json is not .*; download"):
+            ruler.generate(task, by_words, 300, data=file)
+
+
+@pytest.mark.parametrize(
+    "prediction,answers,every,some",
+    [
+        ("the numbers are 123, 456 and 789", ("123", "456", "789", "555"), 0.75, 1.0),
+        ("It is PARIS.", ("Paris",), 1.0, 1.0),
+        ("", ("a", "b"), 0.0, 0.0),
+        ("one\x00two\x1fthree", ("one", "two three"), 0.5, 1.0),
+        ("one\x07two", ("onetwo",), 0.0, 0.0),
+        ("one\x00two", ("one\ntwo",), 1.0, 1.0),
+        ("ab", ("a", "b", "c", "d", "e"), 0.4, 1.0),
+        ("abc", ("B",), 1.0, 1.0),
+        ("new york", ("New York City", "New York"), 0.5, 1.0),
+    ],
+)
+def test_metrics_by_hand(prediction, answers, every, some):
+    assert string_match_all(prediction, answers) == every
+    assert string_match_part(prediction, answers) == some
+
+
+@pytest.mark.parametrize("answers", [(), "text", []])
+def test_metrics_refuse_what_is_no_list_of_answers(answers):
+    for metric in (string_match_all, string_match_part):
+        with pytest.raises(FastKVError, match="at least one answer"):
+            metric("text", answers)
+
+
+@pytest.mark.parametrize("task", DEMO_TASKS)
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+def test_bundled_needles_are_moved_and_nothing_else(task, depth, bundled):
+    tokenizer = bundled[1]
+    for seed in range(5):
+        sample = needles.placed(task, tokenizer, 300, depth, seed)
+        original = demo_text(task, 300, seed)
+        assert Counter(sample.context.split()) == Counter(original.context.split())
+        assert sample.question == original.questions[0] and sample.prompt == f"{sample.context} {sample.question}"
+        assert len(tokenizer(f"{sample.prompt} {original.answers[0]}").input_ids) == 300
+        assert len(sample.metadata["needles"]) == (1 if task == "facts" else 2)
+        numbers = re.findall(r"\d\d \d\d \d\d", sample.answers[0])
+        moved = " ".join(sample.metadata["needles"])
+        assert sample.context.count(moved) == 1 and all(moved.count(number) == 1 for number in numbers)
+        before = sample.context[: sample.context.index(moved)]
+        assert before.count(" . ") == round(depth * sample.metadata["units"])
+
+
+def test_bundled_needles_refuse(bundled):
+    for arguments, message in (
+        (("facts", bundled[1], 60, 0.5, 0), "at least 96"),
+        (("facts", bundled[1], 300, -0.1, 0), "from 0 to 1"),
+        (("facts", len, 300, 0.5, 0), "tokenizer of the bundled model"),
+    ):
+        with pytest.raises(FastKVError, match=message):
+            needles.placed(*arguments)
+    for arguments, message in (
+        ({"task": "vt"}, "expected one of the tasks"),
+        ({"task": "facts", "text": "folder"}, "facts has no text"),
+        ({"task": "facts", "samples": 0}, "at least one length"),
+        ({"task": "facts", "depths": ()}, "at least one length"),
+    ):
+        with pytest.raises(FastKVError, match=message):
+            needles.grid(*bundled, **{"lengths": (200,), "depths": (0.5,), **arguments})
+
+
+def test_grid_on_the_bundled_model(bundled, tmp_path):
+    """The full cache finds every depth; 4 sinks and 60 recent tokens only what stands right before the question."""
+    model, tokenizer = bundled
+    lengths, depths, calls = (192, 384), (0.0, 0.5, 1.0), []
+    full = needles.grid(model, tokenizer, lengths, depths, 3, task="facts", progress=lambda *at: calls.append(at))
+    assert calls == [(done, 18) for done in range(1, 19)]
+    with fastkv.patched(model, "streaming", budget=64):
+        streaming = needles.grid(model, tokenizer, lengths, depths, 3, task="facts")
+    assert sum(map(sum, full.accuracy)) >= 6 - 1 / 3 - 1e-9
+    assert streaming.accuracy[:2] == ((0.0, 0.0), (0.0, 0.0)) and min(streaming.accuracy[2]) >= 2 / 3
+
+    full.save(tmp_path / "grid.json")
+    saved = json.loads((tmp_path / "grid.json").read_text())
+    assert saved["accuracy"] == [list(row) for row in full.accuracy]
+    assert (saved["task"], saved["lengths"], saved["depths"]) == ("facts", list(lengths), list(depths))
+    needles.write_plot(streaming, tmp_path / "grid.png", "streaming")
+    assert (tmp_path / "grid.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_grid_scores_what_the_model_wrote(bundled, monkeypatch):
+    """RULER's needles, with a stand-in for the model that knows one half of the values."""
+    written = iter(("", "all"))
+
+    def half(model, tokenizer, sample):
+        known = sample.answers if next(written) else sample.answers[:2]
+        return f"They are {' and '.join(known)}."
+
+    monkeypatch.setattr(needles, "answer", half)
+    got = needles.grid(*bundled, (700,), (0.0, 1.0), 1, task="niah_multivalue")
+    assert got.accuracy == ((0.5,), (1.0,))

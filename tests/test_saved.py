@@ -1,0 +1,588 @@
+"""Saved, cloned and forked caches go on exactly as the original would, and a file never loads a lie."""
+
+import functools
+import json
+import signal
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import fastkv
+from fastkv import FastKVCache, FastKVError, saved
+from fastkv.demo import load
+from fastkv.demo.tasks import generate as write_text
+from fastkv.parallel import Parallel
+
+from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
+from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
+from .test_vector_cache import mapping
+
+MIXED = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def read_prompt(model, new=10, cache=None):
+    """A cache that has read a padded prompt and decoded into the middle of an eviction period, the tokens and mask."""
+    ids, mask = prompt()
+    cache = cache or FastKVCache(model)
+    tokens = generate(model, ids, mask, new=new, past_key_values=cache)
+    return cache, tokens, torch.cat([mask, torch.ones(len(mask), new, dtype=torch.long)], 1)
+
+
+def go_on(model, cache, tokens, mask):
+    """Logits of 20 decoded tokens, of a second prompt and of 3 more tokens: evictions in every way there is."""
+    seen = []
+    mask = mask[:, : tokens.shape[1]]
+    word = tokens[:, -1:]
+    parts = [None] * 20 + [prompt(len(tokens), 23, (0, 0, 0), seed=5)[0]] + [None] * 3
+    for part in parts:
+        word = word if part is None else part
+        out = model(word, attention_mask=mask, past_key_values=cache)
+        seen.append(out.logits)
+        word = out.logits[:, -1:].argmax(-1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 23 if part is not None else 1)], 1)
+        mask = mask[:, : cache.get_seq_length() + 1]
+    return torch.cat(seen, 1)
+
+
+def contents(cache):
+    """Every tensor and number of a cache, for exact comparison."""
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        if index in compressed_layers(cache):
+            state = layer.state
+            found |= {f"{index}.{name}": tensor.clone() for name, tensor in state.named_tensors()}
+            slots = [state.exact] + ([] if state.approx is None else [state.approx])
+            found[f"{index}"] = (layer.seen, state.steps, *((one.filled, one.limit) for one in slots))
+        else:
+            found |= {f"{index}.keys": layer.keys.clone(), f"{index}.values": layer.values.clone()}
+            found[f"{index}"] = (layer.get_seq_length(),)
+    return found
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        assert same, name
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other[name].dtype
+
+
+def check_round_trip(model, path):
+    """Save, load, clone; all three go on bit for bit alike, and a second file is byte for byte the first."""
+    cache, tokens, mask = read_prompt(model)
+    cache.save(path)
+    before = contents(cache)
+    again = FastKVCache.load(path, model)
+    twin = cache.clone()
+    assert_same(contents(again), before)
+    assert again.get_seq_length() == cache.get_seq_length()
+    again.save(path.with_name("again"))
+    assert path.read_bytes() == path.with_name("again").read_bytes()
+    size, state = path.stat().st_size, sum(tensor.nbytes for tensor in before.values() if hasattr(tensor, "nbytes"))
+    assert 0 < size - state < 16_000, "the header and nothing else comes on top"
+    expected = go_on(model, twin, tokens, mask)
+    assert_same(contents(cache), before)
+    assert torch.equal(go_on(model, again, tokens, mask), expected)
+    assert torch.equal(go_on(model, cache, tokens, mask), expected)
+    assert_same(contents(cache), contents(again))
+    assert_same(contents(cache), contents(twin))
+    assert not torch.equal(contents(cache)["1.seen"], before["1.seen"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy(name, tmp_path):
+    model = fastkv.patch(build(), policy(name, tmp_path), small(), evict_every=EVERY)
+    check_round_trip(model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["h2o", "keydiff", "kvzip"])
+def test_adaptive_heads(name, tmp_path):
+    assert name in ADAPTIVE
+    model = fastkv.patch(build(), name, small(heads="adaptive"), evict_every=EVERY, correction="moments")
+    check_round_trip(model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("r2", [1.0, MIXED], ids=["all", "mixed"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "momentkv"])
+def test_vector(name, r2, tmp_path):
+    model = build()
+    options = {"correction": "vector+moments", "vector": mapping(model, r2=r2), "evict_every": EVERY}
+    check_round_trip(fastkv.patch(model, name, small(), **options), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        fastkv.Budget(keep=0.3, sinks=2, recent=4),
+        fastkv.Budget(bytes=40_000, sinks=2, recent=4),
+        fastkv.Budget(tokens=20, sinks=2, recent=4, layers=[1, 2, 1, 3]),
+        fastkv.Budget(tokens=20, sinks=2, recent=4, layers="pyramid", heads="adaptive"),
+    ],
+    ids=["keep", "bytes", "weights", "pyramid-adaptive"],
+)
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+def test_every_budget(budget, block, tmp_path):
+    check_round_trip(fastkv.patch(build(), "snapkv", budget, prefill_block=block), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name,base", COMBINATIONS)
+def test_every_family(name, base, tmp_path):
+    """Gemma's sliding-window layers are transformers' and saved too."""
+    model = fastkv.patch(build(name, base), "keydiff", small(), correction="moments", evict_every=EVERY)
+    check_round_trip(model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_every_dtype(name, dtype, tmp_path):
+    model = fastkv.patch(build(name).to(dtype), "h2o", small(), correction="moments", evict_every=EVERY)
+    check_round_trip(model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+def test_kernels_and_reference_read_each_others_files(dtype, tmp_path):
+    """Kernels keep a half-precision copy of cross / count: it is read where it was saved and made where it was not."""
+    model = build().to(dtype)
+    ids, mask = prompt(1, 30, (3,))
+    files = {}
+    for backend in ("reference", "triton"):
+        fastkv.patch(model, "momentkv", small(), evict_every=EVERY, backend=backend)
+        files[backend] = tmp_path / backend
+        model(ids, attention_mask=mask).past_key_values.save(files[backend])
+    for saved_by in files:
+        for read_by in files:
+            fastkv.patch(model, "momentkv", small(), evict_every=EVERY, backend=read_by)
+            cache = FastKVCache.load(files[saved_by], model)
+            moments = cache.moments(2)
+            assert (moments.slope is not None) == (read_by == "triton")
+            if moments.slope is not None:
+                exact = moments.cross.double() / moments.count.clamp(min=1).double()[..., None, None]
+                step = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).tiny
+                assert ((moments.slope.double() - exact).abs() <= step).all() and moments.slope.any()
+            cache.save(tmp_path / "again")
+            if saved_by == read_by:
+                assert (tmp_path / "again").read_bytes() == files[read_by].read_bytes()
+
+
+def test_after_assisted_decoding(tmp_path):
+    """The cache then expects roll-backs; so does the one that was read, and what awaits one is not saved."""
+    model = fastkv.patch(build("gemma3"), "keydiff", small(), evict_every=EVERY)
+    ids, _ = prompt(1, 50, (0,))
+    cache = FastKVCache(model)
+    cache.activate_past_recording()
+    model(ids, past_key_values=cache)
+    with pytest.raises(FastKVError, match=r"may still be rolled back.*cache\.crop\(0\)"):
+        cache.save(tmp_path / "cache")
+    twin = cache.clone()
+    cache.crop(0)
+    cache.save(tmp_path / "cache")
+    again = FastKVCache.load(tmp_path / "cache", model)
+    for one in (cache, twin, again):
+        one.crop(0)
+        model(ids[:, :9], past_key_values=one)
+        one.crop(-4)
+        assert one.get_seq_length() == 55
+    assert_same(contents(again), contents(cache))
+    assert_same(contents(twin), contents(cache))
+
+
+def test_reset_and_a_new_batch_after_loading(tmp_path):
+    model = fastkv.patch(build(), "snapkv", fastkv.Budget(keep=0.3, sinks=2, recent=4), evict_every=EVERY)
+    cache, tokens, mask = read_prompt(model)
+    cache.save(tmp_path / "cache")
+    again = FastKVCache.load(tmp_path / "cache", model)
+    again.reset()
+    ids, _ = prompt(2, 31, (0, 0))
+    assert torch.equal(generate(model, ids, past_key_values=again), generate(model, ids))
+
+
+def test_rows_may_be_chosen_before_saving(tmp_path):
+    """Without the row of the longest head, the room that kernels are told of is larger than any head."""
+    model = fastkv.patch(build(), "snapkv", small(heads="adaptive"), evict_every=EVERY)
+    for row in range(3):
+        cache, tokens, mask = read_prompt(model)
+        cache.batch_select_indices(torch.tensor([row]))
+        cache.save(tmp_path / "cache")
+        again = FastKVCache.load(tmp_path / "cache", model)
+        rows = tokens[row : row + 1], mask[row : row + 1]
+        assert torch.equal(go_on(model, again, *rows), go_on(model, cache, *rows))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+def test_a_fork_is_as_many_continuations(name, heads):
+    model = fastkv.patch(build(name), "h2o", small(heads=heads), correction="moments", evict_every=EVERY)
+    ids, mask = prompt(2, 50, (0, 7))
+    cache = model(ids, attention_mask=mask).past_key_values
+    before = contents(cache)
+    questions = torch.randint(3, 90, (6, 9), generator=torch.Generator().manual_seed(7))
+    fork = cache.fork(3)
+    assert_same(contents(cache), before)
+    whole = torch.cat([ids.repeat_interleave(3, 0), questions], 1)
+    wide = torch.cat([mask.repeat_interleave(3, 0), torch.ones_like(questions)], 1)
+    together = generate(model, whole, wide, new=15, past_key_values=fork)[:, 50:]
+    assert_same(contents(cache), before)
+    for number in range(3):
+        alone = cache.clone()
+        rows = torch.tensor([number, 3 + number])
+        answers = generate(model, whole[rows], wide[rows], new=15, past_key_values=alone)[:, 50:]
+        assert torch.equal(together[rows], answers)
+        for layer in compressed_layers(cache):
+            assert torch.equal(fork.stored(layer)[rows], alone.stored(layer))
+            mine, theirs = fork.layers[layer].state.exact, alone.layers[layer].state.exact
+            held = [torch.where(slots.valid, slots["positions"], -1).sort(-1).values for slots in (mine, theirs)]
+            assert torch.equal(held[0][rows][..., -20:], held[1][..., -20:])
+    assert len(together.unique(dim=0)) == 6
+    assert_same(contents(cache), before)
+
+
+def test_a_fork_of_one_is_a_clone_and_none_is_refused():
+    model = fastkv.patch(build(), "keydiff", small(), evict_every=EVERY)
+    cache, tokens, mask = read_prompt(model)
+    assert_same(contents(cache.fork(1)), contents(cache))
+    for n in (0, -1, 1.5, True, "2"):
+        with pytest.raises(FastKVError, match="whole number of copies of at least 1"):
+            cache.fork(n)
+
+
+def test_clones_share_no_memory():
+    """Also with gradients on, where keys of stock layers belong to a graph, and with kernels, which share scratch."""
+    model = fastkv.patch(build("gemma3"), "keydiff", small(), evict_every=EVERY, backend="triton")
+    ids, _ = prompt(1, 50, (0,))
+    with torch.enable_grad():
+        cache = model(ids).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        twin = cache.clone()
+    assert cache.shared.scratch and not twin.shared.scratch
+    mine, theirs = ({t.data_ptr() for t in contents_in_place(one)} for one in (cache, twin))
+    assert mine and not mine & theirs
+    assert FastKVCache(model).clone().get_seq_length() == 0
+
+
+def contents_in_place(cache):
+    """Tensors of a cache themselves, those with bytes."""
+    for layer in cache.layers:
+        state = getattr(layer, "state", None)
+        found = [layer.keys, layer.values] if state is None else [tensor for _, tensor in state.named_tensors()]
+        yield from (tensor for tensor in found if tensor.numel())
+        yield from () if state is None else state.scratch
+
+
+# What is refused.
+
+
+@functools.cache
+def saved_bytes():
+    """A model and the file of a small cache of it, made once."""
+    import tempfile
+    from pathlib import Path
+
+    model = fastkv.patch(build(), "h2o", small(heads="adaptive"), correction="mean", evict_every=EVERY)
+    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+        cache, _, _ = read_prompt(model)
+        cache.save(Path(directory) / "cache")
+        return model, (Path(directory) / "cache").read_bytes()
+
+
+def refused(path, model, sentence):
+    """Loading fails with one sentence."""
+    with pytest.raises(FastKVError, match=sentence) as caught:
+        FastKVCache.load(path, model)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600 and str(path) in message
+
+
+@settings(max_examples=500)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), early=st.booleans())
+def test_any_flipped_bit_is_noticed(place, bit, early, tmp_path_factory):
+    model, content = saved_bytes()
+    index = int(place * (struct.unpack("<Q", content[:8])[0] + 8 if early else len(content)))
+    broken = bytearray(content)
+    broken[index] ^= 1 << bit
+    path = tmp_path_factory.getbasetemp() / "flipped"
+    path.write_bytes(broken)
+    refused(path, model, r"is damaged|cannot be read as a saved cache|without the header|has format")
+
+
+@settings(max_examples=100)
+@given(share=st.floats(0, 1, exclude_max=True), more=st.sampled_from([b"", b"\0", b"more"]))
+def test_any_truncation_is_noticed(share, more, tmp_path_factory):
+    model, content = saved_bytes()
+    path = tmp_path_factory.getbasetemp() / "truncated"
+    path.write_bytes(content[: int(share * len(content))] if not more else content + more)
+    refused(path, model, "cannot be read as a saved cache")
+
+
+def test_other_files(tmp_path):
+    model, content = saved_bytes()
+    refused(tmp_path / "none", model, "No such file or directory")
+    refused(tmp_path, model, "cannot be read as a saved cache")
+    (tmp_path / "empty").write_bytes(b"")
+    refused(tmp_path / "empty", model, "cannot be read as a saved cache")
+    (tmp_path / "json").write_text(json.dumps({"format": "something else"}))
+    refused(tmp_path / "json", model, "cannot be read as a saved cache")
+    torch.save({"keys": torch.zeros(3)}, tmp_path / "pickle")
+    refused(tmp_path / "pickle", model, "cannot be read as a saved cache")
+    mapping(model).save(tmp_path / "vector")
+    refused(tmp_path / "vector", model, r"expected a saved cache, got one without the header fastkv\.cache")
+
+
+def rewritten(path, content, change=None, tensors=None):
+    """The file with a changed header or tensors and a digest that fits: a forgery, or a file of another version."""
+    path.write_bytes(content)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()[saved.HEADER].partition(" ")[2])
+    held = load_file(path)
+    if tensors:
+        tensors(held)
+    header = (change(header) or header) if change else header
+    words = json.dumps(header)
+    save_file(held, path, {saved.HEADER: f"{saved._digest(words, held)} {words}"})
+    return path
+
+
+def test_newer_versions(tmp_path):
+    model, content = saved_bytes()
+    rewritten(tmp_path / "same", content)
+    FastKVCache.load(tmp_path / "same", model)
+    rewritten(tmp_path / "new", content, lambda header: header.update(version=2))
+    refused(tmp_path / "new", model, "has format 2, but this fastkv reads formats up to 1; update fastkv")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: [header],
+        lambda header: header.pop("version") and None,
+        lambda header: header.update(version="1"),
+        lambda header: header.pop("layers") and None,
+        lambda header: header["layers"].pop() and None,
+        lambda header: header["layers"].__setitem__(1, None),
+        lambda header: header["layers"].__setitem__(1, {"cumulative_length": 3}),
+        lambda header: header["layers"][1].update(seen=-1),
+        lambda header: header["layers"][1].update(seen=10),
+        lambda header: header["layers"][1].update(steps=True),
+        lambda header: header["layers"][1].update(steps=EVERY),
+        lambda header: header["layers"][1].update({"tokens.0": 21}),
+        lambda header: header["layers"][1].update({"tokens.1": "20"}),
+        lambda header: header["layers"][1].pop("tokens.1") and None,
+        lambda header: header["layers"][1].update({"approx.0": 20, "approx.1": 20}),
+        lambda header: header.update(settings={**header["settings"], "dtype": "torch.float16"}),
+        lambda header: header.pop("settings") and None,
+        lambda header: header["layers"][1].update({"exact.filled": 1}),
+        lambda header: header["layers"][1].update({"exact.limit": 10_000}),
+        lambda header: header["layers"][1].pop("exact.filled") and None,
+    ],
+)
+def test_forged_headers(change, tmp_path):
+    model, content = saved_bytes()
+    path = rewritten(tmp_path / "forged", content, change)
+    refused(path, model, "is damaged|was saved with")
+
+
+def forge(name, value):
+    def change(held):
+        if value is None:
+            del held[name]
+        elif callable(value):
+            held[name] = value(held[name])
+        else:
+            held[name].flatten()[0] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        forge("1.exact.keys", None),
+        forge("1.exact.memory", None),
+        forge("1.exact.keys", lambda t: t.half()),
+        forge("1.exact.values", lambda t: t[:, 1:].clone()),
+        forge("1.exact.lengths", lambda t: t[:1].clone()),
+        forge("1.exact.lengths", lambda t: t[:, :0].clone()),
+        forge("1.exact.lengths", lambda t: t[0].clone()),
+        forge("1.exact.lengths", lambda t: t[None].clone()),
+        forge("1.exact.lengths", 1000),
+        forge("1.exact.lengths", -1),
+        forge("1.exact.starts", 5),
+        forge("1.exact.starts", lambda t: t * 2),
+        forge("1.exact.positions", -1),
+        forge("1.exact.positions", 10_000),
+        forge("1.moments.count", 0),
+        forge("1.seen", 10_000),
+    ],
+)
+def test_forged_tensors(tensors, tmp_path):
+    """Numbers that would make a kernel read outside its slots are refused even under a digest that fits."""
+    model, content = saved_bytes()
+    refused(rewritten(tmp_path / "forged", content, tensors=tensors), model, "is damaged")
+
+
+def test_other_models_and_settings(tmp_path):
+    model = build()
+    path = tmp_path / "cache"
+    options = {"evict_every": EVERY, "correction": "moments"}
+    fastkv.patch(model, "snapkv", small(), **options)
+    read_prompt(model)[0].save(path)
+    qwen = fastkv.patch(build("qwen3"), "snapkv", small(), **options)
+    refused(path, qwen, r"holds a cache of another model \(llama, 4 layers of width 48.*got qwen3, 4 layers")
+    deeper = fastkv.patch(build(num_hidden_layers=5, layer_types=None), "snapkv", small(), **options)
+    refused(path, deeper, r"another model \(llama, 4 layers.*got llama, 5 layers")
+    half = fastkv.patch(build().to(torch.bfloat16), "snapkv", small(), **options)
+    refused(path, half, r"saved with dtype=torch\.float32, got dtype=torch\.bfloat16; load and patch")
+    others = {
+        "policy=snapkv, got policy=keydiff;": ("keydiff", small(), options),
+        r"policy\.window=32, got policy\.window=16;": (fastkv.policies.get("snapkv", window=16), small(), options),
+        r"budget\.tokens=20, got budget\.tokens=24;": ("snapkv", fastkv.Budget(24, sinks=2, recent=4), options),
+        r"budget\.recent=4, budget\.sinks=2, got budget\.recent=5, budget\.sinks=1;": (
+            "snapkv",
+            fastkv.Budget(20, sinks=1, recent=5),
+            options,
+        ),
+        r"budget\.heads=uniform, got budget\.heads=adaptive;": ("snapkv", small(heads="adaptive"), options),
+        "correction=moments, got correction=mean;": ("snapkv", small(), {**options, "correction": "mean"}),
+        f"evict_every={EVERY}, got evict_every=8;": ("snapkv", small(), {**options, "evict_every": 8}),
+        "vector=None, got vector=": (
+            "snapkv",
+            small(),
+            {**options, "correction": "vector+moments", "vector": mapping(model)},
+        ),
+    }
+    for sentence, (name, budget, given_options) in others.items():
+        refused(path, fastkv.patch(model, name, budget, **given_options), sentence)
+    with pytest.raises(FastKVError, match="needs a patched model"):
+        FastKVCache.load(path, fastkv.unpatch(model))
+    fastkv.patch(model, "snapkv", small(), prefill_block=16, backend="triton", **options)
+    FastKVCache.load(path, model)
+
+
+def test_another_map_or_pattern_is_refused(tmp_path):
+    model = build()
+    path = tmp_path / "cache"
+    options = {"correction": "vector", "evict_every": EVERY}
+    fastkv.patch(model, "snapkv", small(), vector=mapping(model), **options)
+    read_prompt(model)[0].save(path)
+    refused(path, fastkv.patch(model, "snapkv", small(), vector=mapping(model), **options), "vector=.*, got vector=")
+    duo = policy("duoattention", tmp_path)
+    fastkv.patch(model, duo, small(), evict_every=EVERY)
+    read_prompt(model)[0].save(path)
+    moved = tmp_path / "moved.tsv"
+    moved.write_bytes((tmp_path / "pattern.tsv").read_bytes())
+    fastkv.patch(model, fastkv.policies.get("duoattention", pattern=str(moved)), small(), evict_every=EVERY)
+    FastKVCache.load(path, model)
+    other = tmp_path / "other.tsv"
+    other.write_text("1.0\t0.1\n" * 4)
+    fastkv.patch(model, fastkv.policies.get("duoattention", pattern=str(other)), small(), evict_every=EVERY)
+    refused(path, model, r"heads of \[6, 34\] tokens in layer 1, but policy 'duoattention' now gives them \[34, 6\]")
+
+
+def test_what_cannot_be_saved(tmp_path):
+    model = fastkv.patch(build("gemma3"), "keydiff", small(), evict_every=EVERY)
+    path = tmp_path / "cache"
+    path.write_text("old")
+    cache = FastKVCache(model)
+    with pytest.raises(FastKVError, match="an empty cache cannot be saved; run the model with it first"):
+        cache.save(path)
+    read_prompt(model, cache=cache)
+    with pytest.raises(FastKVError, match="cannot be written"):
+        cache.save(tmp_path / "no" / "directory")
+    with pytest.raises(FastKVError, match="cannot be written"):
+        cache.save(tmp_path)
+    cache.shared.parallel = Parallel(0, 2)
+    with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
+        cache.save(path)
+    with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
+        saved.read(path, model.config, cache.plan, cache.layers, {}, torch.float32)
+    assert path.read_text() == "old"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
+
+
+KILLED = """
+import os, sys, time
+import torch
+torch.set_num_threads(1)
+from tests.models import build
+from tests.test_saved import read_prompt, small
+import fastkv
+
+stage, path = sys.argv[1:]
+def hang(*args):
+    print("there", flush=True)
+    time.sleep(600)
+
+model = fastkv.patch(build(), "keydiff", small())
+cache, _, _ = read_prompt(model, new=3)
+setattr(os, stage, hang)
+cache.save(path)
+"""
+
+
+@pytest.mark.parametrize("stage", ["fsync", "replace"])
+def test_a_kill_in_the_middle_leaves_the_old_file(stage, tmp_path):
+    """Killed with the new file written and not yet safe on disk, or safe and not yet in place."""
+    path = tmp_path / "cache"
+    model = fastkv.patch(build(), "keydiff", small())
+    read_prompt(model)[0].save(path)
+    old = path.read_bytes()
+    root = fastkv.__path__[0].removesuffix("/fastkv")
+    command = [sys.executable, "-c", KILLED, stage, str(path)]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    assert path.read_bytes() == old and len(list(tmp_path.iterdir())) == 2, "the new file was being written"
+    FastKVCache.load(path, model)
+    read_prompt(model, new=5)[0].save(path)
+    assert FastKVCache.load(path, model).get_seq_length() == 54
+
+
+def test_size_on_disk(tmp_path):
+    """Within 5 % of what the cache holds, for a prompt of ordinary size on the bundled model."""
+    model, tokenizer = load()
+    text = tokenizer(write_text("facts", 1024, seed=0).context, return_tensors="pt").input_ids
+    for name, options in (("momentkv", {}), ("snapkv", {"budget": fastkv.Budget(tokens=256, heads="adaptive")})):
+        with fastkv.patched(model, name, **{"budget": 256, **options}):
+            cache = model(text, logits_to_keep=1).past_key_values
+            cache.save(tmp_path / "cache")
+            assert abs((tmp_path / "cache").stat().st_size / cache.nbytes() - 1) < 0.05
+
+
+def test_many_questions_over_one_saved_prefix(tmp_path):
+    """Context read once and saved; every question, one after the other or all at once, is answered as if it had been
+    read, and compressed, for that question alone."""
+    model, tokenizer = load()
+    text = write_text("facts", 1024, seed=3, questions=8)
+    context = tokenizer(text.context, return_tensors="pt").input_ids
+    questions = tokenizer(list(text.questions), add_special_tokens=False, return_tensors="pt").input_ids
+    prompts = torch.cat([context.expand(len(questions), -1), questions], 1)
+    path = tmp_path / "prefix"
+    with fastkv.patched(model, "keydiff", budget=384):
+        model(context, logits_to_keep=1).past_key_values.save(path)
+        each_time = []
+        for row in range(len(questions)):
+            cache = FastKVCache(model)
+            model(context, past_key_values=cache, logits_to_keep=1)
+            each_time.append(generate(model, prompts[row : row + 1], new=4, past_key_values=cache)[0])
+        prefix = FastKVCache.load(path, model)
+        before = contents(prefix)
+        after_another = [
+            generate(model, prompts[row : row + 1], new=4, past_key_values=prefix.clone())[0]
+            for row in range(len(questions))
+        ]
+        at_once = generate(model, prompts, new=4, past_key_values=prefix.fork(len(questions)))
+        assert_same(contents(prefix), before)
+    assert torch.equal(torch.stack(after_another), torch.stack(each_time))
+    assert torch.equal(at_once, torch.stack(each_time))
+    answers = tokenizer.batch_decode(at_once[:, prompts.shape[1] :])
+    right = sum(answer.startswith(expected[:8]) for answer, expected in zip(answers, text.answers))
+    assert right >= 7, "the prefix knows the answers"
