@@ -164,10 +164,8 @@ def read(
             names = [name for name in STOCK_NUMBERS if name in entry]
             numbers = dict(zip(names, file.counts(entry, *names)))
             file.need(saved.keys() == {"keys", "values"} and all(each.ndim == 4 for each in saved.values()))
-            # Before: how much update keeps. After: it has counted only what was left.
-            vars(layer).update(numbers)
             layer.update(*(saved[name].to(devices[index], copy=True) for name in ("keys", "values")))
-            vars(layer).update(numbers)
+            vars(layer).update(numbers)  # update has counted only the tokens that were left
 
 
 def _fill(file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[str, Tensor], device: Any) -> None:
