@@ -35,8 +35,8 @@ def test_explicit_weights_keep_the_total(tokens, weights):
 @given(total=st.integers(50_000, 10**7), layers=st.integers(1, 8))
 def test_bytes_are_an_upper_bound_that_is_nearly_reached(total, layers):
     tokens = shares(Budget(bytes=total), layers)
-    spent = sum(COST.fixed + COST.per_slot * t for t in tokens)
-    assert total - layers * COST.per_slot <= spent <= total
+    spent = sum(COST.fixed + COST.per_token * t for t in tokens)
+    assert total - layers * COST.per_token <= spent <= total
 
 
 @settings(max_examples=300)

@@ -39,8 +39,8 @@ def test_budget_beyond_the_prompt_changes_nothing(name, base, block):
 @pytest.mark.parametrize("name", fastkv.policies.names())
 @pytest.mark.parametrize("block", BLOCKS, ids=["whole", "blocks"])
 def test_every_policy_is_exact_with_room_for_everything(name, block, tmp_path):
-    if block and name == "kvzip":  # refused, see test_policy_matrix
-        return
+    if (block and name == "kvzip") or name == "duoattention":
+        return  # refused in blocks; streaming heads drop tokens by design (test_policy_matrix has both)
     model = build()
     ids, mask = prompt()
     expected = generate(model, ids, mask)

@@ -28,7 +28,7 @@ ARGUMENTS = {
     "boolean budget": ({"budget": True}, "whole number"),
     "text budget": ({"budget": "1024"}, "whole number"),
     "budget below sinks + recent": ({"budget": 35}, r"sinks \+ recent = 4 \+ 32"),
-    "unknown policy": ({"policy": "h3o"}, "momentkv, keydiff, snapkv, streaming, random"),
+    "unknown policy": ({"policy": "h3o"}, "momentkv, keydiff, manifold, .*, streaming, random"),
     "zero block": ({"prefill_block": 0}, "prefill_block must be a whole number of at least 1"),
     "fractional eviction": ({"evict_every": 1.5}, "evict_every must be a whole number of at least 1"),
     "unknown correction": ({"correction": "second"}, "auto, none, mean, moments"),

@@ -48,7 +48,7 @@ def _best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Ten
     bits = scores.view(torch.int32)
     descending = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     rank = torch.where(valid, torch.where(protected, -1, 0), 1)
-    return ((rank << 62) + (descending << 30) + positions).argsort(dim=-1)
+    return ((rank << 62) + (descending << 30) + positions).argsort(dim=-1, stable=True)
 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
