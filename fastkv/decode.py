@@ -71,7 +71,7 @@ def decode_token(
     exact.filled += 1
     state.steps += 1
     if state.steps == state.layout.spare:  # whether or not the room is needed, so that rows do not depend on others
-        if exact.filled > exact.limit - state.steps or rule.plan.policy.remembers:
+        if exact.filled > exact.limit - state.layout.spare or rule.plan.policy.remembers:
             evict(state, rule)
         else:
             forget_attention(state)

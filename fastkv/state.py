@@ -201,10 +201,10 @@ class LayerState:
     def slots(self) -> int:
         """Slots per KV head, of all tiers, mean over heads."""
         tiers = [self.exact] if self.approx is None else [self.exact, self.approx]
-        return sum(tier.positions[0].numel() for tier in tiers) // self.seen_heads
+        return sum(tier.positions[0].numel() for tier in tiers) // self.heads
 
     @property
-    def seen_heads(self) -> int:
+    def heads(self) -> int:
         """Hkv."""
         return self.exact.lengths.shape[1]
 

@@ -65,7 +65,7 @@ def token_bytes(cache: FastKVCache) -> int:
     """Bytes per sequence of one more token in every KV head of every compressed layer."""
 
     def each(state: LayerState) -> float:
-        keys, values, heads = state.exact.keys, state.exact.values, state.seen_heads
+        keys, values, heads = state.exact.keys, state.exact.values, state.heads
         assert values is not None
         like_keys, like_values = (
             torch.empty(1, heads, 1, rows.shape[-1], dtype=rows.dtype, device="meta") for rows in (keys, values)

@@ -196,7 +196,7 @@ class Witness:
 def stored_tokens(state: LayerState, num: int) -> Tensor:
     """[B, Hkv, num] bool: which of the first `num` tokens are in the slots of each head, or arrived after the state."""
     tokens = torch.arange(num, device=state.seen.device)
-    stored = (tokens >= state.seen[:, None])[:, None].repeat(1, state.seen_heads, 1)
+    stored = (tokens >= state.seen[:, None])[:, None].repeat(1, state.heads, 1)
     for slots in (state.exact, state.approx):
         if slots is not None:
             # Slots that are not in use all point past the end.
