@@ -26,14 +26,14 @@ check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-perf: $(STAMP)perf ## decode and prompt speed on this machine's CPU, against the full cache
-	$(BIN)/python -m perf.cpu_decode --out perf/results/cpu_decode.json $(ARGS)
+perf: $(STAMP)perf ## speed of whole models on this machine, against the full cache and kvpress (ARGS=--help)
+	$(BIN)/python -m perf.speed_run $(ARGS)
 
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
 
-perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json
-	$(BIN)/python -m perf.report $(ARGS)
+perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the README's section
+	$(BIN)/python -m perf.report --readme $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info

@@ -11,6 +11,7 @@ from . import ops, policies, reference
 from .api import patch, patched, unpatch
 from .budget import Budget
 from .cache import FastKVCache
+from .capture import capture_decode
 from .errors import FastKVError
 from .module import FastKVAttention
 
@@ -21,6 +22,7 @@ __all__ = [
     "FastKVAttention",
     "FastKVCache",
     "FastKVError",
+    "capture_decode",
     "ops",
     "patch",
     "patched",

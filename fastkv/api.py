@@ -52,7 +52,8 @@ def patch(
             "vector+mean" and "vector+moments" do both.
         backend: "auto" runs Triton kernels on an accelerator and the reference on a CPU; "reference" and "triton"
             insist.
-        static: reserved; only None and False.
+        static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
+            as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
         vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default
             the model's own directory is searched for vector.safetensors.
 

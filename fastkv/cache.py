@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from . import saved
 from .errors import FastKVError
@@ -18,8 +19,9 @@ from .parallel import Parallel
 from .plan import Plan
 from .reference import Moments
 from .rotary import Rotary
-from .shared import Shared
+from .shared import FIRST_TABLE, Shared
 from .state import LayerState
+from .window import Ring, WindowLayer
 
 
 class FastKVCache(Cache):
@@ -30,23 +32,29 @@ class FastKVCache(Cache):
 
     Args:
         model: a model that `fastkv.patch` has patched.
+        static: whether decode steps may be compiled and captured as graphs, as in `patch`; None: as the model says.
     Raises:
-        FastKVError: if it is not.
+        FastKVError: if the model is not patched, or static is True and cannot be.
     """
 
     layers: list[Any]
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, static: bool | None = None) -> None:
         plan = model.__dict__.get("_fastkv_plan")
         if plan is None:
             raise FastKVError(
                 f"FastKVCache needs a patched model, got {type(model).__name__}; call fastkv.patch(model) first"
             )
         rotary = Rotary.of(model) if plan.undoes_rotation else None
-        self.shared = Shared(Parallel.of(model), rotary)
-        super().__init__(layers=build_layers(model.config, plan, self.shared))
+        config: Any = model.config
+        positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or FIRST_TABLE
+        attention: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
+        groups = {module.layer_idx: module.num_key_value_groups for module in attention}
+        static = is_static(model, plan.static if static is None else static)
+        self.shared = Shared(Parallel.of(model), rotary, plan.evict_every, positions if static else FIRST_TABLE, groups)
+        super().__init__(layers=build_layers(config, plan, self.shared, static))
         self.plan: Plan = plan
-        self.config = model.config
+        self.config = config
 
     def _state(self, layer: int) -> LayerState:
         compressed = [i for i, one in enumerate(self.layers) if isinstance(one, FastKVLayer)]
@@ -56,6 +64,75 @@ class FastKVCache(Cache):
         if state is None:
             raise FastKVError(f"layer {layer} is empty; run the model with this cache first")
         return state
+
+    @property
+    def compressed(self) -> list[FastKVLayer]:
+        """The layers that are not left to transformers."""
+        return [layer for layer in self.layers if isinstance(layer, FastKVLayer)]
+
+    def decodes(self, num: int) -> bool:
+        """Whether the next `num` tokens are one decode step."""
+        return next(layer for layer in self.layers if isinstance(layer, FastKVLayer)).decodes(num)
+
+    # Layers with a sliding window, of a static cache.
+
+    @property
+    def windows(self) -> list[WindowLayer]:
+        """The layers that keep their window in a ring."""
+        return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
+
+    @property
+    def rolled(self) -> bool:
+        """Whether sliding windows are ready for a decode step, if there are any."""
+        return all(layer.ring.rolled for layer in self.windows)
+
+    def roll(self, mask: Tensor | None) -> None:
+        """After a prompt: sliding windows become rings. mask [B, tokens so far] is 0 for padding, None without any."""
+        for index, layer in enumerate(self.windows):
+            length = layer.cumulative_length
+            recent = layer.ring.recent(length, layer.keys.device)
+            if index == 0:
+                layer.ring.roll(len(layer.keys), recent, length, mask)
+            layer.roll(recent)
+
+    def unroll(self) -> None:
+        """Before a prompt: rings become what transformers expects. One host sync."""
+        if not self.windows or not self.windows[0].ring.rolled:
+            return
+        ring = self.windows[0].ring
+        length = int(ring.seen)
+        ring.rolled = False
+        for layer in self.windows:
+            layer.unroll(ring.recent(length, layer.keys.device), length)
+
+    def window_mask(self, eager: bool) -> Tensor:
+        """Mask of one decode step for the sliding-window layers, which count on by it; additive for eager attention."""
+        layer = self.windows[0]
+        return layer.ring.step(layer.dtype if eager else None)
+
+    def reset(self) -> None:
+        """Forget the sequences, not where they are stored."""
+        self.unroll()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i of the batch continues from row beam_idx[i]."""
+        super().reorder_cache(beam_idx)
+        self._map_ring(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._map_ring(lambda t: t.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only the given rows."""
+        super().batch_select_indices(indices)
+        self._map_ring(lambda t: t[indices.to(t.device)])
+
+    def _map_ring(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.windows:
+            self.windows[0].ring.map_batch_(change)
 
     @property
     def fully_compressed(self) -> bool:
@@ -90,6 +167,7 @@ class FastKVCache(Cache):
         Raises: FastKVError if the cache is empty, awaits a roll-back or is shared by several processes, or if the file
             cannot be written.
         """
+        self.unroll()
         saved.write(path, self.config, self.plan, self.layers)
 
     @classmethod
@@ -108,8 +186,13 @@ class FastKVCache(Cache):
     def clone(self) -> FastKVCache:
         """An independent copy: what happens to one does not touch the other."""
         twin = copy.copy(self)
-        twin.shared = Shared(self.shared.parallel, self.shared.rotary)
+        twin.shared = self.shared.twin()
         twin.layers = [_copied(layer, twin.shared) for layer in self.layers]
+        if self.windows:
+            ring = copy.deepcopy(self.windows[0].ring)
+            for layer in twin.windows:
+                layer.ring = ring
+                layer.key_room, layer.value_room = (layer.keys, layer.values) if ring.rolled else (None, None)
         return twin
 
     def fork(self, n: int) -> FastKVCache:
@@ -134,14 +217,40 @@ def _copied(layer: Any, shared: Shared) -> Any:
         twin.shared = shared
         if layer.state is not None:  # the kernels' scratch belongs to the cache it came from
             twin.state = copy.deepcopy(layer.state, {id(layer.state.scratch): []})
+            twin.settle_in()
     return twin
 
 
-def build_layers(config: Any, plan: Plan, shared: Shared) -> list[Any]:
+def is_static(model: Module, wanted: bool | None) -> bool:
+    """Whether caches of the model hold still for captured graphs: as `wanted`, by default on a single CUDA device.
+
+    Raises: FastKVError if it is wanted and not possible.
+    """
+    config: Any = model.config
+    stock = {type(layer) for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers}
+    flash = "flash" in (config._attn_implementation or "")
+    possible = stock == {DynamicLayer} or (stock == {DynamicLayer, DynamicSlidingWindowLayer} and not flash)
+    if wanted and not possible:
+        raise FastKVError(
+            "static=True with sliding-window layers needs masks that flash_attention_2 does not take; load the model "
+            "with attn_implementation='sdpa' or leave static out"
+        )
+    if wanted is not None:
+        return wanted
+    devices = {parameter.device for parameter in model.parameters()}
+    return possible and len(devices) == 1 and devices.pop().type == "cuda"
+
+
+def build_layers(config: Any, plan: Plan, shared: Shared, static: bool = False) -> list[Any]:
     """The stock layer structure for this config, with every plain full-attention layer replaced by a FastKVLayer."""
-    stock = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    stock: list[Any] = DynamicCache(config=config.get_text_config(decoder=True)).layers
     full = [index for index, layer in enumerate(stock) if type(layer) is DynamicLayer]
-    return [
-        FastKVLayer(plan, index, full.index(index), len(full), shared) if index in full else layer
-        for index, layer in enumerate(stock)
-    ]
+    windows = {layer.sliding_window for layer in stock if static and type(layer) is DynamicSlidingWindowLayer}
+    rings = {size: Ring(size) for size in windows}
+    made: list[Any] = []
+    for index, layer in enumerate(stock):
+        if index in full:
+            made.append(FastKVLayer(plan, index, full.index(index), len(full), shared, static))
+        else:
+            made.append(WindowLayer(rings[layer.sliding_window]) if rings else layer)
+    return made

@@ -131,6 +131,15 @@ def build_parser() -> Parser:
     )
 
     commands.add_parser(
+        "needles",
+        module=".evaluation.needles_run",
+        help="what is found in a text, by its depth and the length of the text, as heat maps",
+        description="Hide a needle at every depth of texts of every length and ask for it, with the full cache and "
+        "with every policy and budget. Writes a JSON file and a heat map for each; what is finished is kept and "
+        "skipped the next time.",
+        epilog="example: fastkv needles --model PATH --policies keydiff,snapkv --budgets 256 --lengths 4096,16384",
+    )
+    commands.add_parser(
         "eval",
         module=".evaluation.run",
         help="lm-evaluation-harness tasks with the full cache and with policies and budgets",

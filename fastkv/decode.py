@@ -17,11 +17,16 @@ Table = tuple[Tensor, Tensor]
 
 
 def decode_token(
-    state: LayerState, q: Tensor, k: Tensor, v: Tensor, rule: LayerPlan, table: Table | None = None
+    state: LayerState, q: Tensor, k: Tensor, v: Tensor, rule: LayerPlan, *, evicts: bool, table: Table | None = None
 ) -> Tensor:
     """Append the token, attend to everything including it, then evict if it is time.
 
-    Args: q [B, Hq, 1, D]; k, v [B, Hkv, 1, D]; table: cos and sin [P, D/2], for layers with tokens without values.
+    All lengths stay on the device, and the host counts nothing: a captured graph of the step can be replayed.
+
+    Args:
+        q [B, Hq, 1, D]; k, v [B, Hkv, 1, D].
+        evicts: whether this is one of the steps that evict (`Shared.phase`).
+        table: cos and sin [P, D/2], for layers with tokens without values.
     Returns: [B, Hq, 1, Dv].
     """
     exact, approx, plan = state.exact, state.approx, rule.plan
@@ -68,25 +73,24 @@ def decode_token(
             scratch=state.scratch,
             backend=plan.backend,
         )
-    exact.filled += 1
-    state.steps += 1
-    if state.steps == state.layout.spare:  # whether or not the room is needed, so that rows do not depend on others
-        if exact.filled > exact.limit - state.layout.spare or rule.plan.policy.remembers:
-            evict(state, rule)
-        else:
-            forget_attention(state)
+    state.fill()
+    if evicts:
+        evict(state, rule)
     return out[:, :, None]
 
 
 def evict(state: LayerState, rule: LayerPlan) -> None:
-    """Shrink every head to its budget; heads that hold fewer tokens lose none."""
+    """Shrink every head to its budget; heads that hold fewer tokens lose none.
+
+    All slots are looked at, used or not, so that shapes are the same whenever this happens.
+    """
     exact, spare = state.exact, state.layout.spare
-    filled, exact.filled = exact.filled, exact.limit  # all slots are looked at
+    state.fill()
     signals = candidates(state, None, rule)
     if exact.attention is not None:
         received = [exact["attention"]] + ([] if state.approx is None else [state.approx["attention"]])
         # A token that arrived after the last eviction was seen by fewer queries: mean over those that saw it.
-        queries = (state.seen[:, None, None] - signals.positions).clamp(1, max(state.steps, 1))
+        queries = (state.seen[:, None, None] - signals.positions).clamp(1, spare)
         signals = replace(signals, attention=joined(*received) / queries, queried=queries)
     signals, scores = score(signals, rule)
     if state.approx is not None:
@@ -107,6 +111,6 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         drop=None if exact.starts is None else spare,
         backend=rule.plan.backend,
     )
-    exact.filled = min(filled, exact.limit - spare)
+    exact.filled = exact.limit - spare
     remember(exact, signals)
     forget_attention(state)

@@ -14,8 +14,7 @@ from .backend import uses_kernels
 from .decode import decode_token
 from .errors import FastKVError
 from .plan import LayerPlan, Plan
-from .prefill import absorb_block, attend_block
-from .reference import joined, most_attended
+from .prefill import absorb_block, attend_block, attend_held, without_padding
 from .shared import Shared
 from .state import LayerState, Layout
 
@@ -27,25 +26,29 @@ class FastKVLayer(CacheLayerMixin):
 
     Attributes:
         state: LayerState, None until the first tokens arrive.
-        seen: length of the sequence as transformers counts it, padding included.
+        static: whether a decode step may be compiled into one graph: it then changes tensors only, at fixed addresses.
+        seen: length of the sequence as transformers counts it, padding included; int64 [] on the device if static.
+        started: whether there is a past.
         expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
         deferring: whether the next forward is held in full until `commit`.  received: see `read_again`.
     """
 
-    is_compileable = False
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, plan: Plan, layer: int, place: int, num_compressed: int, shared: Shared) -> None:
+    def __init__(
+        self, plan: Plan, layer: int, place: int, num_compressed: int, shared: Shared, static: bool = False
+    ) -> None:
         super().__init__()
+        self.is_compileable = self.static = static
         self.plan, self.layer, self.shared = plan, layer, shared
         self.place, self.num_compressed = place, num_compressed
         self.budget = plan.budget
         self.state: LayerState | None = None
         self.rule: LayerPlan | None = None
-        self.seen = self.expected = 0
-        self.batch_size = 0
-        self.recording = self.deferring = False
+        self.seen: Any = 0
+        self.expected = self.batch_size = 0
+        self.started = self.recording = self.deferring = False
         self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.received: Tensor | None = None
 
@@ -68,8 +71,7 @@ class FastKVLayer(CacheLayerMixin):
         def layout(tokens: int) -> Layout:
             return plan.layout(self.layer, heads, tokens, budget.keep, kernels, parallel)
 
-        cost = LayerState.cost(keys, values, layout)
-        context = max(self.expected, keys.shape[2])
+        cost, context = LayerState.cost(keys, values, layout), max(self.expected, keys.shape[2])
         tokens = budget.layer_tokens(self.place, self.num_compressed, context, cost)
         self.adopt(LayerState.allocate(keys, values, layout(tokens)))
 
@@ -80,17 +82,31 @@ class FastKVLayer(CacheLayerMixin):
         self.is_initialized = True
         rotary = None if shared.rotary is None else shared.rotary.to(keys.device)
         weight = None
-        if self.plan.vector:
-            assert self.plan.values is not None
+        if self.plan.values is not None:
             weight = shared.parallel.own(self.plan.values.weights[self.layer][None])[0].to(keys.device)
-        self.rule = LayerPlan(
-            self.plan, self.layer, state.layout, 0.0, parallel=shared.parallel, rotary=rotary, weight=weight
-        )
+        self.rule = LayerPlan(self.plan, self.layer, state.layout, 0.0, None, shared.parallel, rotary, None, weight)
         self.state = state
+        if self.static:
+            self.seen = torch.as_tensor(self.seen, dtype=torch.int64, device=self.device)
+        self.settle_in()
+
+    def settle_in(self) -> None:
+        """Make working memory for the state as it is now and, if static, promise that all of it stays where it is."""
+        state, shared = self.state, self.shared
+        assert state is not None
+        state.scratch = shared.workspace(state.heads * shared.groups[self.layer], state, self.plan.backend)
+        if self.static:
+            for tensor in (*self.changed(), *state.scratch):
+                torch._dynamo.mark_static_address(tensor, guard=False)  # captured graphs then read and write in place
+
+    def changed(self) -> list[Tensor]:
+        """All tensors that a decode step changes, if static."""
+        assert self.state is not None
+        return [self.seen, *(tensor for _, tensor in self.state.named_tensors())]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on: keys and values [B, Hkv, T, D] are returned as they came."""
-        if not self.is_initialized or (self.seen == 0 and key_states.shape[0] != self.batch_size):
+        if not self.is_initialized or (not self.started and key_states.shape[0] != self.batch_size):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise FastKVError(
@@ -101,22 +117,45 @@ class FastKVLayer(CacheLayerMixin):
             self.seen += key_states.shape[-2]
         return key_states, value_states
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: Any) -> Any:
         """True length of the sequence, evicted tokens included; RoPE positions follow from it."""
         return self.seen
 
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """The stock mask covers the new tokens only: T keys, starting at the true length."""
-        num = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return num, self.seen
+        return (query_length.shape[0] if isinstance(query_length, Tensor) else query_length), int(self.seen)
 
     def get_max_length(self) -> int:
-        """No maximum: the sequence may grow for ever, the slots do not."""
+        """No maximum."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name until transformers 5.13
 
     # Attention.
+
+    def decodes(self, num: int) -> bool:
+        """Whether the next `num` tokens are one decode step."""
+        return num == 1 and self.started and not self.recording and self.received is None
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, output: Tensor | None = None
+    ) -> Tensor:
+        """Attention output for one new token that is no padding, [B, Hq, 1, Dv]; arguments as in `attend`."""
+        state, shared, rule, table = self.state, self.shared, self._rule(scale, softcap, output), None
+        assert state is not None
+        if self.place == 0:
+            shared.phase = shared.phase.next
+        if state.approx is not None:
+            table = shared.table(q.device, 0 if self.static else self.seen)
+            if self.static:
+                torch._assert_async(self.seen <= len(table[0]), "the sequence is longer than the model's positions")
+        return decode_token(state, q.detach(), k.detach(), v.detach(), rule, evicts=shared.phase.evicts, table=table)
+
+    def _rule(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerPlan:
+        assert self.rule is not None
+        if (self.rule.scale, self.rule.softcap) != (scale, softcap) or self.rule.output is not output:
+            self.rule = replace(self.rule, scale=scale, softcap=softcap, output=output)
+        return self.rule
 
     def attend(
         self,
@@ -129,7 +168,7 @@ class FastKVLayer(CacheLayerMixin):
         stock: StockAttention,
         output: Tensor | None = None,
     ) -> Tensor:
-        """Attention output for the new tokens, [B, Hq, T, Dv]; the state afterwards includes them.
+        """Attention output for the tokens of a prompt, [B, Hq, T, Dv]; the state afterwards includes them.
 
         Args:
             q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
@@ -144,27 +183,26 @@ class FastKVLayer(CacheLayerMixin):
             self.pending = (q, without_padding(k, valid), without_padding(v, valid), valid)
             self.settings = (scale, softcap, output)
             return stock()
-        assert self.state is not None and self.rule is not None
-        state = self.state
-        if (self.rule.scale, self.rule.softcap) != (scale, softcap) or self.rule.output is not output:
-            self.rule = replace(self.rule, scale=scale, softcap=softcap, output=output)
-        num = k.shape[2]
-        first = self.seen == num
-        if num == 1 and not first and not self.recording:
-            if not state.scratch:  # also after a change of the batch: one step then allocates, not every step
-                state.scratch = self.shared.workspace(q, state, self.plan.backend)
-            table = None if state.approx is None else self.shared.table(q.device, self.seen)
-            return decode_token(state, q, k, v, self.rule, table)
+        state, rule = self.state, self._rule(scale, softcap, output)
+        assert state is not None
         self.settle(0)  # another forward without a roll-back: everything pending was accepted
         k, v = without_padding(k, valid), without_padding(v, valid)
-        out = stock() if first else attend_block(state, q, k, v, valid, self.rule)
+        out = attend_block(state, q, k, v, valid, rule) if self.started else stock()
+        self.started = True
         if self.recording:
             self.pending = (q, k, v, valid)
         else:
-            absorb_block(state, q, k, v, valid, self.rule)
-            if state.exact.starts is not None:
-                state.scratch = []  # the longest head may have changed
+            self._absorb(q, k, v, valid)
         return out
+
+    def _absorb(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, attention: Tensor | None = None) -> None:
+        """Make tokens of a prompt part of the state; shapes as in `attend`."""
+        state = self.state
+        assert state is not None and self.rule is not None
+        absorb_block(state, q, k, v, valid, self.rule, attention)
+        self.shared.phase = self.shared.first
+        if state.exact.starts is not None:
+            self.settle_in()  # the longest head may have changed
 
     # A first prompt that is held in full until all layers have read it: `deferring`, perhaps `read_again`, `commit`.
 
@@ -173,14 +211,8 @@ class FastKVLayer(CacheLayerMixin):
         of them gave to each token of the prompt. Nothing is stored.
         """
         assert self.pending is not None and self.received is not None
-        _, held_keys, held_values, held = self.pending
-        num, size = held.shape[1], valid.shape[1]
-        causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() & valid[:, None]
-        visible = torch.cat([held[:, None].expand(-1, size, -1), causal], 2)
-        keys = joined(held_keys, without_padding(k, valid))
-        values = joined(held_values, without_padding(v, valid))
-        out, most = most_attended(q, keys, values, visible & valid[..., None], scale, softcap)
-        self.received = torch.maximum(self.received, most[..., :num])
+        out, most = attend_held(q, k, v, valid, self.pending[1:], scale, softcap)
+        self.received = self.received.maximum(most)
         return out
 
     def commit(self, keep: float | None) -> None:
@@ -190,11 +222,10 @@ class FastKVLayer(CacheLayerMixin):
         if keep is not None:
             self.budget = replace(self.budget, quality=None, calibration=None, keep=keep)
         self.allocate(k, v)
-        assert self.rule is not None and self.state is not None
-        scale, softcap, output = self.settings
-        self.rule = replace(self.rule, scale=scale, softcap=softcap, output=output)
+        self._rule(*self.settings)
         received, self.pending, self.received, self.deferring = self.received, None, None, False
-        absorb_block(self.state, q, k, v, valid, self.rule, received)
+        self.started = True
+        self._absorb(q, k, v, valid, received)
 
     # Roll-back for assisted decoding: the last forward stays pending until it is known what was accepted.
 
@@ -212,9 +243,8 @@ class FastKVLayer(CacheLayerMixin):
         q, k, v, valid = self.pending
         self.pending = None
         if drop < num:
-            assert self.state is not None and self.rule is not None
             kept = slice(0, num - drop)
-            absorb_block(self.state, q[:, :, kept], k[:, :, kept], v[:, :, kept], valid[:, kept], self.rule)
+            self._absorb(q[:, :, kept], k[:, :, kept], v[:, :, kept], valid[:, kept])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
@@ -228,6 +258,7 @@ class FastKVLayer(CacheLayerMixin):
             )
         self.settle(drop)
         self.seen -= drop
+        self.started = self.seen > 0
 
     # The batch axis.
 
@@ -236,7 +267,7 @@ class FastKVLayer(CacheLayerMixin):
             self.settle(0)
             self.state.map_batch_(change)
             if self.state.seen.shape[0] != self.batch_size:
-                self.state.scratch = []
+                self.settle_in()
             self.batch_size = self.state.seen.shape[0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -257,18 +288,13 @@ class FastKVLayer(CacheLayerMixin):
             self.state, self.is_initialized, self.budget = None, False, self.plan.budget
         if self.state is not None:
             self.state.zero_()
-        self.seen = 0
+            self.shared.phase = self.shared.first
+        self.seen *= 0  # in place where it is a tensor
         self.pending = self.received = None
-        self.deferring = False
+        self.started = self.deferring = False
 
     def offload(self) -> None:
         """Not supported: the state is small and read every step."""
         raise FastKVError("a compressed cache is not offloaded; leave cache_implementation unset")
 
     prefetch = offload
-
-
-def without_padding(rows: Tensor, valid: Tensor) -> Tensor:
-    """A contiguous copy of [B, H, T, D] with zeros where `valid` [B, T] is false: rows of padding may hold NaN."""
-    zero = rows.new_zeros(())
-    return torch.where(valid[:, None, :, None], rows, zero, out=rows.new_empty(rows.shape))

@@ -17,11 +17,10 @@ from .budget import Budget
 from .decode import decode_token
 from .errors import FastKVError
 from .fits.vector import VectorMap
-from .layer import without_padding
 from .parallel import Parallel
 from .plan import LayerPlan, Plan
 from .policies import Policy
-from .prefill import absorb_block, attend_block
+from .prefill import absorb_block, attend_block, without_padding
 from .reference import Moments
 from .rotary import Rotary
 from .shared import Shared
@@ -79,7 +78,7 @@ class FastKVAttention(Module):
         self.plan = replace(plan, values=vector)
         check_alone(self.plan, num_heads, num_kv_heads, head_dim, layer, num_layers, rotary, output)
         self.projection = [output]  # in a list, because it is a parameter of the model and not of this module
-        self.shared = Shared(rotary=rotary)
+        self.shared = Shared(rotary=rotary, evict_every=evict_every)
         self.state: LayerState | None = None
         self.rule: LayerPlan | None = None
         self.prompt = self.length = 0
@@ -104,17 +103,19 @@ class FastKVAttention(Module):
             return self._read(q, k, v, mask)
         if not torch.compiler.is_compiling():
             return self._decode(q, k, v)
-        # Counters of the host change with every step; they must be inputs of the graph, not reasons for another one.
+        # The length, counted for VECTOR, must be an input of the graph and not a reason for another one at every step.
         with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
             return self._decode(q, k, v)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One token."""
-        state, rule = self.state, self.rule
+        state, rule, shared, table = self.state, self.rule, self.shared, None
         assert state is not None and rule is not None
-        self.length += 1
-        table = None if state.approx is None else self.shared.table(q.device, self.length)
-        return decode_token(state, q, k, v, rule, table)
+        shared.phase = shared.phase.next
+        if state.approx is not None:
+            self.length += 1  # the tables of cos and sin have to reach so far
+            table = shared.table(q.device, self.length)
+        return decode_token(state, q, k, v, rule, evicts=shared.phase.evicts, table=table)
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """A prompt, in blocks."""
@@ -137,6 +138,7 @@ class FastKVAttention(Module):
                 outs.append(scaled_dot_product_attention(*block, is_causal=True, scale=self.scale, enable_gqa=True))
             absorb_block(state, *block, valid, rule)
             self.started = True
+        self.shared.phase = self.shared.first
         self.length += num
         self._settle()  # unequal heads may have traded slots
         return torch.cat(outs, 2)
@@ -182,10 +184,9 @@ class FastKVAttention(Module):
 
     def _settle(self) -> None:
         """Make what follows from the state and where it lies: the rule, and scratch for decoding."""
-        state, plan = self._known(), self.plan
-        keys, rotary, weight, output = state.exact.keys, self.shared.rotary, None, None
-        if plan.values is not None:
-            weight = plan.values.weights[self.layer].to(keys.device)
+        state, plan, rotary, output = self._known(), self.plan, self.shared.rotary, None
+        keys = state.exact.keys
+        weight = None if plan.values is None else plan.values.weights[self.layer].to(keys.device)
         if self.projection[0] is not None:
             output = self.projection[0].detach().to(keys.device).unflatten(1, (self.num_heads, self.head_dim))
         self.rule = LayerPlan(
@@ -198,10 +199,9 @@ class FastKVAttention(Module):
             output=output,
             weight=weight,
         )
-        queries = keys.new_empty(len(keys), self.num_heads, 0, self.head_dim)
-        state.scratch = self.shared.workspace(queries, state, plan.backend)
+        state.scratch = self.shared.workspace(self.num_heads, state, plan.backend)
         for _, tensor in state.named_tensors():
-            torch._dynamo.mark_static_address(tensor)  # so that graphs are captured over the buffers, not over copies
+            torch._dynamo.mark_static_address(tensor, guard=False)  # graphs are captured over it, not over a copy
 
     def _drop(self) -> None:
         """Give the buffers back."""
@@ -217,7 +217,7 @@ class FastKVAttention(Module):
         if self.state is not None:
             self.state.zero_()
             self._settle()
-        self.length, self.started = 0, False
+        self.length, self.started, self.shared.phase = 0, False, self.shared.first
 
     def nbytes(self) -> int:
         """Bytes of everything: slots, used or not, positions, scores, moments and working memory."""
@@ -252,7 +252,7 @@ class FastKVAttention(Module):
             statistic = tensor.dtype == torch.float32 and not name.endswith(MODEL_TYPED)
             # Seen as integers, they move to another device but no conversion of floats applies to them.
             self._buffers[name] = fn(tensor.view(torch.int32)).view(torch.float32) if statistic else fn(tensor)
-        self.shared = Shared(rotary=self.shared.rotary)
+        self.shared = self.shared.twin()
         if self.state is not None:
             self._bind()
         return self
@@ -261,13 +261,14 @@ class FastKVAttention(Module):
         """What the host knows of the state, int64; empty if there is none."""
         if self.state is None:
             return torch.empty(0, dtype=torch.int64)
-        counts = [number for tier in _tiers(self.state) for number in (tier.filled, tier.limit)]
-        return torch.tensor([self.prompt, self.length, self.state.steps, *_sizes(self.state.layout), *counts])
+        host = [self.prompt, self.length, self.shared.phase.steps, *_sizes(self.state.layout)]
+        return torch.tensor(host + [number for tier in _tiers(self.state) for number in (tier.filled, tier.limit)])
 
     def set_extra_state(self, host: Tensor) -> None:
         """Take over what `get_extra_state` returned; the buffers have been loaded."""
         state, numbers = self._known(), host.tolist()
-        self.prompt, self.length, state.steps = numbers[:3]
+        self.prompt, self.length = numbers[:2]
+        self.shared.move_to(numbers[2])
         for tier, filled, limit in zip(_tiers(state), numbers[6::2], numbers[7::2]):
             tier.filled, tier.limit = filled, limit
         self.started = self.length > 0

@@ -40,6 +40,7 @@ class Plan:
         order: of the moment correction: 1, 0 (means only) or None.
         vector: whether some tokens keep their key only (VECTOR).
         backend: "auto", "reference" or "triton".
+        static: whether decode steps may be compiled into graphs; None: on CUDA.
         values: map from keys to values that `vector` uses.  curve: that `Budget(quality=...)` uses. Both are found when
             the model is known.
     """
@@ -51,6 +52,7 @@ class Plan:
     order: int | None = None
     vector: bool = False
     backend: str = "auto"
+    static: bool | None = None
     values: VectorMap | None = None
     curve: QualityCurve | None = None
 
@@ -78,13 +80,13 @@ class Plan:
             raise FastKVError(f"correction must be one of {', '.join(CORRECTIONS)}, got {correction!r}")
         if backend not in BACKENDS:
             raise FastKVError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        if static:
-            raise FastKVError("static=True is not available in this version; leave it out and decode uncompiled")
+        if static is not None and not isinstance(static, bool):
+            raise FastKVError(f"static must be True, False or None (on CUDA), got {static!r}")
         share = Budget.of(budget)
         if chosen.layers is not None and share.layers == "uniform":
             share = replace(share, layers=chosen.layers)
         order = chosen.order if correction == "auto" else CORRECTIONS[correction]
-        plan = cls(chosen, share, prefill_block, evict_every, order, correction.startswith("vector"), backend)
+        plan = cls(chosen, share, prefill_block, evict_every, order, correction.startswith("vector"), backend, static)
         plan._check_combination()
         return plan
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from . import ops
 from .plan import LayerPlan
 from .policies import Signals
-from .reference import Selection
+from .reference import Selection, joined, most_attended
 from .select import keep_best, score
 from .state import LayerState
 from .store import candidates, store
 from .tiers import attend_keys
 
+Held = tuple[Tensor, Tensor, Tensor]
 QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
 
 
@@ -39,6 +40,29 @@ def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
         backend=rule.plan.backend,
     )
     return out if state.approx is None else attend_keys(state.approx, q, out, lse, rule)
+
+
+def attend_held(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, held: Held, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of re-fed tokens over a prompt that is held in full and, causally, themselves. Nothing is stored.
+
+    Args: shapes as in `attend_block`; held: keys and values [B, Hkv, N, D] and valid [B, N] of the prompt.
+    Returns: [B, Hq, T, Dv] and, [B, Hkv, N], the most that any of the tokens gave to each of the prompt.
+    """
+    keys, values, real = held
+    num, size = real.shape[1], valid.shape[1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() & valid[:, None]
+    visible = torch.cat([real[:, None].expand(-1, size, -1), causal], 2) & valid[..., None]
+    keys, values = joined(keys, without_padding(k, valid)), joined(values, without_padding(v, valid))
+    out, most = most_attended(q, keys, values, visible, scale, softcap)
+    return out, most[..., :num]
+
+
+def without_padding(rows: Tensor, valid: Tensor) -> Tensor:
+    """A contiguous copy of [B, H, T, D] with zeros where `valid` [B, T] is false: rows of padding may hold NaN."""
+    zero = rows.new_zeros(())
+    return torch.where(valid[:, None, :, None], rows, zero, out=rows.new_empty(rows.shape))
 
 
 def absorb_block(
@@ -78,9 +102,12 @@ def absorb_block(
 def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule: LayerPlan) -> Signals:
     """Add the attention that the last queries of the block give to every candidate, and how many they were."""
     num, observed = q.shape[2], rule.plan.policy.observation
-    first = 0 if observed is None else max(num - observed, 0)
+    if observed is not None and observed < num:  # each row's own last queries, on whichever side it is padded
+        last = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -observed:]
+        q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        valid, num = valid.gather(1, last), observed
     received = queried = signals.keys.new_zeros((), dtype=torch.float32)
-    for start in range(first, num, QUERY_CHUNK):
+    for start in range(0, num, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, num)
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
         later = valid[:, stop:].sum(-1, keepdim=True)

@@ -82,7 +82,7 @@ def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
             "the last tokens of this cache may still be rolled back, so there is no state to save yet; accept them "
             "with cache.crop(0) first"
         )
-    entry = {"seen": layer.seen, "steps": state.steps, "recording": int(layer.recording)}
+    entry = {"seen": int(layer.seen), "steps": layer.shared.phase.steps, "recording": int(layer.recording)}
     for name, numbers in (("tokens", state.layout.tokens), ("approx", state.layout.approx)):
         entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
     for name, slots in _tiers(state):
@@ -188,8 +188,10 @@ def _fill(file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[st
     if state.moments.slope is not None and state.moments.slope.is_meta:  # saved where no kernel needed it
         state.moments.slope = torch.empty_like(state.moments.slope, device=device)
         state.moments.copy_(state.moments)
-    layer.seen, state.steps, recording = file.counts(entry, "seen", "steps", "recording")
-    layer.recording = recording > 0
+    layer.seen, steps, recording = file.counts(entry, "seen", "steps", "recording")
+    layer.recording, layer.started = recording > 0, layer.seen > 0
+    file.need(steps < layer.shared.evict_every)
+    layer.shared.move_to(steps)
     for name, slots in _tiers(state):
         slots.filled, slots.limit = file.counts(entry, f"{name}.filled", f"{name}.limit")
     file.need(_sound(state, layer.seen))
@@ -223,7 +225,7 @@ def _sound(state: LayerState, seen: int) -> bool:
             return False
         if (((slots["positions"] < 0) | (slots["positions"] >= seen)) & slots.valid).any():
             return False
-    return state.steps < state.layout.spare
+    return True
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,15 @@ def _each(signals: Signals, scores: Tensor, guard: Tensor, tokens: list[int]) ->
     backend = signals.backend
     if len(set(tokens)) == 1:
         return ops.select(scores, signals.positions, signals.valid, guard, tokens[0], backend=backend)
-    kept = torch.zeros_like(signals.valid)
+    rows: dict[int, Tensor] = {}
     for number in sorted(set(tokens)):
         of = [head for head, own in enumerate(tokens) if own == number]
-        chosen = ops.select(
-            scores[:, of], signals.positions[:, of], signals.valid[:, of], guard[:, of], number, backend=backend
-        )
-        kept[:, of] = chosen.kept
+        # Stacked, not indexed with a list, which the host would have to send to the device at every eviction.
+        parts = (scores, signals.positions, signals.valid, guard)
+        score, position, valid, safe = (torch.stack([t[:, head] for head in of], 1) for t in parts)
+        chosen = ops.select(score, position, valid, safe, number, backend=backend)
+        rows |= zip(of, chosen.kept.unbind(1))
+    kept = torch.stack([rows[head] for head in range(len(tokens))], 1)
     return Selection(kept, kept.sum(-1))
 
 

@@ -151,7 +151,6 @@ class LayerState:
         exact: tokens with key and value.  approx: tokens of which only the key is stored, None unless VECTOR is used.
         seen: [B] int64.
         moments: of the evicted tokens.
-        steps: tokens decoded since the last prompt or eviction; evictions come every `layout.spare` of them.
         scratch: of the kernels, shared by the layers of a cache; empty where the reference runs.
     """
 
@@ -160,7 +159,6 @@ class LayerState:
     seen: Tensor
     moments: Moments
     approx: Slots | None = None
-    steps: int = 0
     scratch: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -230,12 +228,18 @@ class LayerState:
         """Bytes of all tensors: slots, positions, scores and moments."""
         return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
+    def fill(self) -> None:
+        """Let the host count on no slot being free."""
+        self.exact.filled = self.exact.limit
+        if self.approx is not None:
+            self.approx.filled = self.approx.limit
+
     def zero_(self) -> None:
         """Forget everything, in place: addresses stay."""
         for _, tensor in self.named_tensors():
             tensor.zero_()
         self.exact.deal([tokens + self.layout.spare for tokens in self.layout.tokens])
-        self.exact.filled = self.steps = 0
+        self.exact.filled = 0
         if self.approx is not None:
             self.approx.deal(list(self.layout.approx))
             self.approx.filled = 0

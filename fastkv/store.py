@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import ops, tiers
 from .plan import LayerPlan
@@ -89,15 +90,14 @@ def remember(slots: Slots, signals: Signals) -> None:
     place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
     rows = torch.where(slots.valid, signals.memory.gather(-1, order).gather(-1, place), 0)
     if slots.starts is not None:
-        pack(slots.memory, slots.starts, rows)
+        pack(slots.memory, slots.starts, pad(rows, (0, 1)))  # it repeats the last one: 0, for tokens to come
         return
     slots.memory.zero_()
     slots.memory[:, :, : slots.filled] = rows
 
 
 def forget_attention(state: LayerState) -> None:
-    """Count what slots receive from now on."""
+    """Add up what slots receive from now on."""
     for slots in (state.exact, state.approx):
         if slots is not None and slots.attention is not None:
             slots.attention.zero_()
-    state.steps = 0

@@ -38,18 +38,21 @@ def gpu_environment() -> dict[str, str | int]:
     facts = environment()
     facts["cuda"] = torch.version.cuda or "none"
     facts["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
-    facts["source"] = source_digest()
+    facts["source"] = source_digest("gpu_*.py", "split_*.py")
     return facts
 
 
-def source_digest() -> str:
-    """First 12 hexadecimal digits of the SHA-256 of what a GPU measurement runs: fastkv/, perf/gpu_* and split_*."""
+def speed_environment() -> dict[str, str | int]:
+    """`environment` for measurements of whole models, on either device."""
+    facts = gpu_environment() if torch.cuda.is_available() else environment()
+    facts["source"] = source_digest("speed_[cmw]*.py")
+    return facts
+
+
+def source_digest(*scripts: str) -> str:
+    """First 12 hexadecimal digits of the SHA-256 of what a measurement runs: fastkv/ and these patterns of perf/."""
     digest = hashlib.sha256()
-    files = [
-        *(ROOT / "fastkv").rglob("*.py"),
-        *Path(__file__).parent.glob("gpu_*.py"),
-        *Path(__file__).parent.glob("split_*.py"),
-    ]
+    files = [*(ROOT / "fastkv").rglob("*.py"), *(f for script in scripts for f in Path(__file__).parent.glob(script))]
     for path in sorted(files):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -2,6 +2,7 @@
 
     python -m perf.report                       # reads and writes perf/results
     python -m perf.report --results /tmp/run    # the files of another run
+    python -m perf.report --readme              # and the section "How fast" of the project's README.md
 
 Writes README.md and PNG plots beside the files. What was not measured says so; its target is then marked as such and
 its prediction as a prediction. Files of dry runs are ignored.
@@ -10,21 +11,14 @@ its prediction as a prediction. Files of dry runs are ignored.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import ScalarFormatter
-
 from .gpu_results import SAME_HEADS, shapes
+from .report_parts import NONE, plot, read, table
 from .report_targets import HEADS, TARGETS, Table, correction_cost, predicted_us
+from .speed_report import chapter, targets, write_section
 
-NONE = "not measured"
 HEADER = """# Measurements
 
 Written by `python -m perf.report` from the JSON files beside it; do not edit. How: [../README.md](../README.md).
@@ -36,21 +30,6 @@ One layer, bf16, cold L2, medians of graph replays. fastkv appends the token and
 first-order moments; everyone else attends to the same retained tokens only, and "copy" moves as many bytes.
 """
 FACTS = ("device", "cpu", "driver", "cuda", "torch", "triton", "transformers", "python", "threads", "commit", "source")
-
-
-def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every result file by name, without those of dry runs."""
-    files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    return {name: file for name, file in files.items() if "dry_run" not in file.get("environment", {})}
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; empty without rows."""
-    rows = list(rows)
-    if not rows:
-        return ""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def us(row: dict[str, Any] | None, spread: bool = False) -> str:
@@ -66,17 +45,6 @@ def environments(files: dict[str, dict[str, Any]]) -> str:
     known = {name: file["environment"] for name, file in files.items() if "environment" in file}
     rows = [[f"{name}.json", *(str(facts.get(fact, "")) for fact in FACTS)] for name, facts in known.items()]
     return table(("file", *FACTS), rows) or "Nothing has been measured.\n"
-
-
-def targets(timed: Table) -> str:
-    """Targets and predictions beside what was measured."""
-    rows = []
-    for target in TARGETS:
-        answer = target.answer(timed)
-        wanted = target.wanted + (" (prediction)" if target.kind == "prediction" or answer is None else "")
-        verdict = "" if answer is None or answer[1] is None else "yes" if answer[1] else "no"
-        rows.append((target.what, wanted, NONE if answer is None else answer[0], verdict))
-    return table(("what", "target or prediction", "measured", "met"), rows)
 
 
 def checks(file: dict[str, Any] | None) -> str:
@@ -133,58 +101,6 @@ def _percent(row: dict[str, Any]) -> str:
     return f"{row['of_copy']:.1%}" if row.get("of_copy") else NONE
 
 
-def cpu(file: dict[str, Any] | None) -> str:
-    """Decode speed of a model on a CPU: what `perf.cpu_decode` wrote."""
-    if file is None:
-        return f"CPU: {NONE}.\n"
-    settings = ", ".join(f"{key} {value}" for key, value in file["settings"].items())
-    rows = [
-        (
-            row["cache"],
-            f"{row['first_token_s']:.1f}",
-            f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f}-{row['ms_p80']:.2f})",
-            f"{row['ms_mean']:.2f}",
-            f"{row['speedup']:.1f}",
-            f"{row['cache_bytes'] / 2**20:.2f}",
-        )
-        for row in file["rows"]
-    ]
-    header = ("cache", "first token, s", "ms per token (p20-p80)", "mean", "times faster than full", "cache, MiB")
-    return f"{settings}.\n\n" + table(header, rows)
-
-
-def plot(
-    folder: Path,
-    name: str,
-    title: str,
-    labels: tuple[str, str],
-    lines: dict[str, list[tuple[float, float]]],
-    log: bool = False,
-) -> str:
-    """A PNG of lines over L with one marker a measurement. Returns its Markdown, or nothing without points."""
-    drawn = {label: sorted(points) for label, points in lines.items() if points}
-    if not drawn:
-        return ""
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for label, points in drawn.items():
-        own = label.startswith("fastkv")
-        axes.plot(*zip(*points), marker="o", ms=4, lw=2 if own else 1, label=label, ls="--" if label == "copy" else "-")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({x for points in drawn.values() for x, _ in points}))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(ScalarFormatter())
-    axes.set(title=title, xlabel=labels[0], ylabel=labels[1])
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(folder / f"{name}.png", dpi=120)
-    plt.close(figure)
-    return f"![{title}]({name}.png)\n"
-
-
 def plots(folder: Path, timed: Table) -> str:
     """Time over L for each model and batch; the share of the copy bandwidth; the cost of the correction."""
     text = ""
@@ -233,8 +149,9 @@ def write(folder: Path) -> Path:
     unfinished = [name for name, file in files.items() if file.get("complete") is False]
     parts = [
         HEADER,
-        "\n## Targets and predictions\n\n",
-        targets(timed),
+        chapter(files, folder),
+        "\n## Targets and predictions of single operations\n\n",
+        targets(timed, TARGETS),
         f"\nFiles that are not finished: {', '.join(unfinished)}.\n" if unfinished else "",
         "\n## Measured on\n\n",
         environments(files),
@@ -245,8 +162,6 @@ def write(folder: Path) -> Path:
         skipped(files),
         "\n## Other operations\n\n",
         others(timed),
-        "\n## Decoding on a CPU\n\n",
-        cpu(files.get("cpu_decode")),
     ]
     drawn = plots(folder, timed)
     path = folder / "README.md"
@@ -261,7 +176,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     default = Path(__file__).parent / "results"
     parser.add_argument("--results", type=Path, default=default, help="folder to read and write (default perf/results)")
-    print(write(parser.parse_args(arguments).results))
+    parser.add_argument("--readme", action="store_true", help='write the section "How fast" of README.md as well')
+    options = parser.parse_args(arguments)
+    print(write(options.results))
+    if options.readme:
+        write_section(read(options.results))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,35 @@
-"""torch.compile of a decode step: one graph without breaks, a second for steps that evict, no others as it goes on."""
+"""torch.compile of a decode step: one graph, and one for steps that evict; static caches leave no number in them."""
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig
 
 import fastkv
+from fastkv.errors import FastKVError
 
-from .models import build, prompt
+from .models import VOCAB, build, compressed_layers, generate, prompt
 
 EVERY = 4
+KINDS = [
+    ("llama", "momentkv", {}),
+    ("llama", "h2o", {"correction": "mean"}),
+    ("qwen3", "snapkv", {"heads": "adaptive"}),
+    ("gemma3", "keydiff", {}),
+]
+
+
+class Graphs:
+    """A backend that runs graphs as they are and remembers what kinds of inputs they have."""
+
+    def __init__(self):
+        self.inputs = []
+
+    def __deepcopy__(self, memo):
+        return self  # transformers copies its settings
+
+    def __call__(self, graph, inputs):
+        self.inputs.append({type(node.meta["example_value"]) for node in graph.graph.nodes if node.op == "placeholder"})
+        return graph.forward
 
 
 def decode(model, step, cache, token, steps, start):
@@ -22,44 +43,227 @@ def decode(model, step, cache, token, steps, start):
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize(
-    "name,policy,options",
-    [
-        ("llama", "momentkv", {}),
-        ("llama", "h2o", {"correction": "mean"}),
-        ("qwen3", "snapkv", {"heads": "adaptive"}),
-        ("gemma3", "keydiff", {}),
-    ],
-)
-@torch.no_grad()
-def test_a_compiled_step_equals_the_eager_one(name, policy, options):
+def small(**options):
+    return fastkv.Budget(tokens=20, sinks=2, recent=4, **options)
+
+
+def compiled(name, policy, options, static, every=EVERY):
+    """A patched model, its first tokens, the logits that should follow them, the compiled step and its graphs."""
     torch._dynamo.reset()
     model = build(name)
     ids, _ = prompt(2, 30, (0, 0))
-    budget = fastkv.Budget(tokens=20, sinks=2, recent=4, heads=options.pop("heads", "uniform"))
-    fastkv.patch(model, policy, budget, evict_every=EVERY, **options)
-    first = ids[:, -1:].clone()
-    want = decode(model, model, model(ids).past_key_values, first, 30, 30)
-    graphs = CompileCounter()
-    step = torch.compile(model, fullgraph=True, backend=graphs)
-    got = decode(model, step, model(ids).past_key_values, first, 10, 30)
-    # One with today's lengths built in, one for all lengths, one that evicts; Gemma's sliding layers add one.
-    most = 4 if name == "gemma3" else 3
-    assert graphs.frame_count <= most
-    torch.testing.assert_close(got, want[:, :10], atol=1e-4, rtol=0)
-    before = graphs.frame_count
-    got = decode(model, step, model(ids).past_key_values, first, 30, 30)  # another cache, and longer
-    assert graphs.frame_count == before
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    budget = small(heads=options.get("heads", "uniform"))
+    correction = options.get("correction", "auto")
+    fastkv.patch(model, policy, budget, evict_every=every, correction=correction, static=static)
+    want = decode(model, model, model(ids).past_key_values, ids[:, -1:].clone(), 30, 30)
+    graphs = Graphs()
+    return model, ids, want, torch.compile(model, fullgraph=True, backend=graphs), graphs
+
+
+@pytest.mark.parametrize("name,policy,options", KINDS)
+@torch.no_grad()
+def test_a_static_step_is_two_graphs_of_tensors(name, policy, options):
+    model, ids, want, step, graphs = compiled(name, policy, options, static=True)
+    for _ in range(2):  # the second time with another cache
+        got = decode(model, step, model(ids).past_key_values, ids[:, -1:].clone(), 30, 30)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert len(graphs.inputs) == 2
+    # A number would be another graph to a CUDA graph each time it changes.
+    assert all(not issubclass(kind, torch.SymInt | int) for kinds in graphs.inputs for kind in kinds)
 
 
 @torch.no_grad()
-def test_inductor_compiles_the_step():
+def test_a_step_that_always_evicts_is_one_graph():
+    model, ids, want, step, graphs = compiled("llama", "momentkv", {}, static=True, every=1)
+    got = decode(model, step, model(ids).past_key_values, ids[:, -1:].clone(), 30, 30)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert len(graphs.inputs) == 1
+
+
+@pytest.mark.parametrize("name,policy,options", KINDS)
+@torch.no_grad()
+def test_other_caches_compile_too(name, policy, options):
+    model, ids, want, step, graphs = compiled(name, policy, options, static=False)
+    got = decode(model, step, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
+    # The first graph has today's length built in, transformers' sliding layers add one.
+    assert len(graphs.inputs) <= (4 if name == "gemma3" else 3)
+    torch.testing.assert_close(got, want[:, :10], atol=1e-4, rtol=0)
+    before = len(graphs.inputs)
+    got = decode(model, step, model(ids).past_key_values, ids[:, -1:].clone(), 30, 30)  # another cache, and longer
+    assert len(graphs.inputs) == before
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_inductor_compiles_the_step(static):
     torch._dynamo.reset()
     model = build(num_hidden_layers=2)
     ids, _ = prompt(2, 30, (0, 0))
-    fastkv.patch(model, "momentkv", fastkv.Budget(tokens=20, sinks=2, recent=4), evict_every=EVERY)
+    fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=static)
     first = ids[:, -1:].clone()
     want = decode(model, model, model(ids).past_key_values, first, 10, 30)
     got = decode(model, torch.compile(model, fullgraph=True), model(ids).past_key_values, first, 10, 30)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_generate_compiles_by_itself(name):
+    """As it does on CUDA without being asked; on a CPU transformers has to be told to."""
+    torch._dynamo.reset()
+    model = build(name, num_hidden_layers=2)
+    ids, mask = prompt()
+    fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=False)
+    want = generate(model, ids, mask, new=12)
+    fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=True)
+    graphs = Graphs()
+    config = CompileConfig(fullgraph=True, backend=graphs, mode=None)
+    config._compile_all_devices = True
+    assert torch.equal(generate(model, ids, mask, new=12, compile_config=config), want)
+    assert len(graphs.inputs) == 2
+    assert torch.equal(generate(model, ids, mask, new=12, compile_config=config), want)
+    assert len(graphs.inputs) == 2
+    fastkv.unpatch(model)
+    assert "create_masks_for_generate" not in model.__dict__
+
+
+@pytest.mark.parametrize("name,base", [("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa"), ("gemma2", "eager")])
+@pytest.mark.parametrize("block", [None, 13], ids=["whole", "blocks"])
+@torch.no_grad()
+def test_static_changes_no_token(name, base, block):
+    """Padding, beams, a second turn over a ring that has wrapped, and rows that are chosen."""
+    model = build(name, base)
+    ids, mask = prompt()
+    found = []
+    for static in (False, True):
+        fastkv.patch(model, "momentkv", small(), evict_every=EVERY, prefill_block=block, static=static)
+        first = generate(model, ids, mask, new=25, return_dict_in_generate=True)
+        cache = first.past_key_values
+        assert cache.is_compileable == static
+        more = torch.cat([mask, torch.ones(3, first.sequences.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+        second = generate(model, first.sequences, more, new=9, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        more = torch.cat([more, torch.ones(3, 9, dtype=torch.long)], 1)[[2, 0]]
+        third = generate(model, second[[2, 0]], more, new=7, past_key_values=cache)
+        found.append((second, third, generate(model, ids, mask, new=8, num_beams=2)))
+    for plain, fixed in zip(*found):
+        assert torch.equal(plain, fixed)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.no_grad()
+def test_addresses_stay(name):
+    """Over steps, evictions, a second turn and a reset: what a graph was captured with is what the next prompt uses."""
+    model = build(name)
+    ids, _ = prompt(2, 30, (0, 0))
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
+    cache = model(ids).past_key_values
+
+    def addresses():
+        return [tensor.data_ptr() for layer in cache.layers for tensor in layer.changed()]
+
+    before = addresses()
+    want = decode(model, model, cache, ids[:, -1:], 20, 30)
+    assert addresses() == before
+    model(ids, past_key_values=cache)
+    assert addresses() == before
+    cache.reset()
+    model(ids, past_key_values=cache)
+    assert addresses() == before
+    assert torch.equal(decode(model, model, cache, ids[:, -1:], 20, 30), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.no_grad()
+def test_copies_and_saved_caches_are_static_too(name, tmp_path):
+    model = build(name)
+    ids, _ = prompt(2, 30, (0, 0))
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
+    cache = model(ids).past_key_values
+    decode(model, model, cache, ids[:, :1], 6, 30)  # between two evictions
+    twin = cache.clone()
+    cache.save(tmp_path / "cache")
+    loaded = fastkv.FastKVCache.load(tmp_path / "cache", model)
+    want = decode(model, model, cache, ids[:, :1], 9, 36)
+    for other in (twin, loaded):
+        assert other.is_compileable
+        assert torch.equal(decode(model, model, other, ids[:, :1], 9, 36), want)
+
+
+def test_refusals():
+    model = build()
+    with pytest.raises(FastKVError, match=r"static must be True, False or None .*got 1"):
+        fastkv.patch(model, static=1)
+    gemma = build("gemma3")
+    gemma.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(FastKVError, match="static=True with sliding-window layers"):
+        fastkv.patch(gemma, static=True)
+
+
+# Captured. On a CPU the same class runs the model; graphs themselves are checked on a GPU (perf/gpu_checks).
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("every", [1, EVERY])
+@torch.no_grad()
+def test_a_captured_step_continues_prompts(name, every):
+    model = build(name)
+    ids, mask = prompt()
+    fastkv.patch(model, "momentkv", small(), evict_every=every, static=True)
+    want = generate(model, ids, mask, new=20, eos_token_id=VOCAB)[:, ids.shape[1] :]
+    cache = fastkv.FastKVCache(model)
+    step = fastkv.capture_decode(model, cache, 3)
+    assert cache.get_seq_length() == 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for _ in range(2):
+        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        token = out.logits[:, -1].argmax(-1, keepdim=True)
+        tokens = [token]
+        for _ in range(19):
+            token = step(token).argmax(-1, keepdim=True)
+            tokens.append(token)
+        assert torch.equal(torch.cat(tokens, 1), want)
+        for layer in compressed_layers(cache):
+            stored, count = cache.stored(layer), cache.moments(layer).count
+            assert torch.equal(stored + count, (mask.sum(-1, keepdim=True) + 19).expand_as(stored))
+        cache.reset()
+
+
+@torch.no_grad()
+def test_capturing_leaves_a_cache_as_it_was():
+    model = build()
+    ids, _ = prompt(2, 30, (0, 0))
+    fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=True)
+    cache = model(ids).past_key_values
+    decode(model, model, cache, ids[:, :1], 6, 30)
+    want = decode(model, model, cache.clone(), ids[:, :1], 9, 36)
+    step = fastkv.capture_decode(model, cache, 2)
+    got, token = [], ids[:, :1]
+    for _ in range(9):
+        got.append(step(token).clone())
+        token = got[-1].argmax(-1, keepdim=True)
+    torch.testing.assert_close(torch.stack(got, 1), want, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_captured_steps_refuse_what_they_cannot():
+    model = build()
+    ids, _ = prompt(2, 30, (0, 0))
+    fastkv.patch(model, "momentkv", small(), static=False)
+    with pytest.raises(FastKVError, match="needs a cache that stays where it is"):
+        fastkv.capture_decode(model, fastkv.FastKVCache(model), 2)
+    fastkv.patch(model, "momentkv", fastkv.Budget(keep=0.5, sinks=2, recent=4), static=True)
+    with pytest.raises(FastKVError, match="depends on its prompt, got an empty cache"):
+        fastkv.capture_decode(model, fastkv.FastKVCache(model), 2)
+    cache = model(ids).past_key_values
+    with pytest.raises(FastKVError, match="holds 2 sequences, got batch_size=3"):
+        fastkv.capture_decode(model, cache, 3)
+    step = fastkv.capture_decode(model, cache, 2)
+    with pytest.raises(FastKVError, match=r"takes tokens \[2, 1\], got \[3, 1\]"):
+        step(torch.zeros(3, 1, dtype=torch.long))
+    cache.batch_repeat_interleave(2)
+    with pytest.raises(FastKVError, match="has moved"):
+        step(ids[:, :1])
+    cache.reset()
+    with pytest.raises(FastKVError, match="empty cache; read a prompt first"):
+        step(ids[:, :1])

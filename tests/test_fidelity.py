@@ -16,7 +16,7 @@ from rich.console import Console
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, reference
 from fastkv.cache import FastKVLayer
-from fastkv.demo import load
+from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
 from fastkv.evaluation.fidelity import compare, measure, read_full
@@ -44,7 +44,8 @@ def measured(model, tokens, *args, steps=STEPS, **kwargs):
 def test_a_budget_larger_than_the_context_changes_nothing(name, base, rule):
     got = measured(build(name, base), text(), rule, 80)
     assert got.error.max() < 1e-5 and got.heads.own_error.max() < 1e-5
-    assert not any("attend" in vars(layer) for layer in got.cache.layers), "nothing is left in the cache"
+    left = [name for layer in got.cache.layers for name in ("attend", "decode") if name in vars(layer)]
+    assert not left, "nothing is left in the cache"
     assert got.kl.abs().max() < 1e-8 and got.agreement.all() and got.excess.abs().max() < 1e-4
     assert (got.heads.mass == 0).all() and (got.heads.log_evicted == -math.inf).all()
     for number in (got.heads.cosine, got.heads.retained_cosine, got.heads.gap):
@@ -78,19 +79,27 @@ def positions_of(state):
 
 def spy_on_attention(monkeypatch):
     """The list that every decoded token of every compressed layer will be added to."""
-    steps, pairs, attend = [], {}, FastKVLayer.attend
+    steps, pairs, attend, decode = [], {}, FastKVLayer.attend, FastKVLayer.decode
 
-    def spy(self, q, k, v, valid, scale, softcap, *rest):
-        before = pairs.get(id(self), (k[:, :, :0], v[:, :, :0]))
-        keys, values = pairs[id(self)] = tuple(torch.cat(two, 2) for two in zip(before, (k, v)))
-        stored = None if k.shape[2] > 1 else positions_of(self.state)
-        out = attend(self, q, k, v, valid, scale, softcap, *rest)
-        if stored is not None:
-            tensors = [one.double() for one in (q[:, :, 0], keys, values)]
-            steps.append(Step(self.layer, *tensors, stored, scale, softcap, out[:, :, 0].double()))
+    def remembered(layer, k, v):
+        before = pairs.get(id(layer), (k[:, :, :0], v[:, :, :0]))
+        pairs[id(layer)] = tuple(torch.cat(two, 2) for two in zip(before, (k, v)))
+        return pairs[id(layer)]
+
+    def read(self, q, k, v, *rest):
+        remembered(self, k, v)
+        return attend(self, q, k, v, *rest)
+
+    def step(self, q, k, v, scale, softcap, *rest):
+        keys, values = remembered(self, k, v)
+        stored = positions_of(self.state)
+        out = decode(self, q, k, v, scale, softcap, *rest)
+        tensors = [one.double() for one in (q[:, :, 0], keys, values)]
+        steps.append(Step(self.layer, *tensors, stored, scale, softcap, out[:, :, 0].double()))
         return out
 
-    monkeypatch.setattr(FastKVLayer, "attend", spy)
+    monkeypatch.setattr(FastKVLayer, "attend", read)
+    monkeypatch.setattr(FastKVLayer, "decode", step)
     return steps
 
 
@@ -314,6 +323,23 @@ def test_unequal_bytes_are_noticed():
         stored_bytes(FastKVCache(model))
     with pytest.raises(FastKVError, match="smaller than sinks"):
         equal_bytes(model.config, 8, model.dtype)
+    with pytest.raises(FastKVError, match="turns tokens into bytes"):
+        equal_bytes(model.config, Budget(keep=0.5), model.dtype)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [{"sinks": 1, "recent": 7}, {"layers": "pyramid"}, {"layers": (2.0, 1.0, 1.0, 1.0)}, {"heads": "adaptive"}],
+    ids=lambda shares: next(iter(shares)),
+)
+@pytest.mark.parametrize("rule", ["momentkv", "snapkv"])
+def test_equal_bytes_keep_the_shares_of_a_budget(rule, shares):
+    model, budget = build(), Budget(tokens=90, **shares)
+    same = equal_bytes(model.config, budget, model.dtype)
+    assert same == equal_bytes(model.config, 90, model.dtype, **shares)
+    assert same == replace(budget, tokens=None, bytes=same.bytes)
+    assert same.bytes == equal_bytes(model.config, 90, model.dtype).bytes, "however they are shared out"
+    assert_equal_bytes({rule: filled(model, rule, same)}, same.bytes)
 
 
 def test_misuse_is_refused():
@@ -364,6 +390,26 @@ def test_the_command_compares_and_writes(tmp_path):
     assert (out / "fidelity.json").read_text() == written, "deterministic"
 
 
+@pytest.mark.parametrize("correction", ["vector", "vector+mean", "vector+moments"])
+def test_the_command_takes_the_vector_corrections(correction, tmp_path):
+    """With the map beside the bundled weights; at equal bytes, where dropped values make room for more keys."""
+    rows, _ = fidelity(*QUICK, "--correction", correction, "--budgets", 80, "--out", tmp_path)
+    assert [row.policy for row in rows] == [name for name in fastkv.policies.names() if name != "duoattention"]
+    by_name = {row.policy: row for row in rows}
+    fewer = correction == "vector+moments"  # they cost more than the values that were dropped
+    assert (by_name["keydiff"].kept < 80) == fewer and (by_name["keydiff"].gap is None) == (correction == "vector")
+    record = json.loads((tmp_path / "fidelity.json").read_text())
+    assert record["options"]["correction"] == correction and record["options"]["vector"] is None
+
+
+def test_the_command_takes_a_vector_file(tmp_path):
+    command = (*QUICK, "--policies", "keydiff", "--budgets", 80, "--correction", "vector", "--out", tmp_path)
+    copy = tmp_path / "mine.safetensors"
+    copy.write_bytes((MODEL_DIR / "vector.safetensors").read_bytes())
+    assert fidelity(*command, "--vector", copy)[0] == fidelity(*command)[0]
+    assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["vector"] is None
+
+
 @pytest.mark.parametrize("number,rows", [(2, 12), (3, 2)])
 def test_figures_of_the_paper(number, rows, tmp_path):
     got, _ = fidelity("--figure", number, "--context", 400, "--steps", 6, "--seeds", 2, "--out", tmp_path)
@@ -396,6 +442,9 @@ def test_a_text_of_ones_own(tmp_path):
         (["--text", "foreign.txt", "--context", 96, "--steps", 8], "does not know"),
         (["--text", "absent.txt"], "absent.txt"),
         (["--model", "no-model"], "no-model"),
+        (["--correction", "vector", "--policies", "duoattention"], "duoattention"),
+        (["--correction", "vector", "--vector", "absent.safetensors"], "absent.safetensors"),
+        (["--vector", "absent.safetensors"], "correction='vector'"),
         (["--out", "short.txt"], "short.txt"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",

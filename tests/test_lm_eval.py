@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,20 @@ import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
 import fastkv.evaluation
 from fastkv import Budget, FastKVError
 from fastkv.demo import MODEL_DIR
 from fastkv.demo.tasks import generate
-from fastkv.evaluation import FastKVLM
+from fastkv.evaluation import FastKVLM, ruler
+from fastkv.evaluation.harness import load_tasks, metadata_of
 from fastkv.evaluation.lm_eval_model import to_budget
 from fastkv.evaluation.results import FULL, Row, Score, load, save, scores_of, table_of
 from fastkv.evaluation.run import add_arguments, run
+
+from .test_ruler import toy_bpe
 
 LARGE = 1024  # more than any text here
 FLOAT64 = {"dtype": "float64", "device": "cpu"}
@@ -103,13 +108,42 @@ def test_rolling_likelihood_is_the_stock_one_while_all_fits(compressed, stock):
     torch.testing.assert_close(doubles(got), doubles(stock.loglikelihood_rolling(texts, disable_tqdm=True)))
 
 
-@pytest.mark.parametrize("block", [None, 40])
-def test_left_padded_generation_is_the_stock_one_while_all_fits(compressed, stock, block):
-    asked = [
-        Instance("generate_until", {}, (prompt(sample), {"until": ["."], "max_gen_toks": 8}), 0) for sample in samples()
-    ]
-    compressed.set_cache("snapkv", LARGE, prefill_block=block)
+@pytest.mark.parametrize("policy", ["momentkv", "snapkv", "kvzip"])
+@pytest.mark.parametrize("settings", [{"prefill_block": 40}, {}], ids=["stream", "prefix"])
+def test_left_padded_generation_is_the_stock_one_while_all_fits(compressed, stock, policy, settings):
+    """40 tokens: past an eviction that is due but finds nothing to evict."""
+    if policy == "kvzip" and settings:
+        return  # refused, as above
+    generation = {"until": ["never"], "max_gen_toks": 40, "min_new_tokens": 40}
+    asked = [Instance("generate_until", {}, (prompt(sample), generation), 0) for sample in samples()]
+    compressed.set_cache(policy, LARGE, **settings)
     assert compressed.generate_until(asked, disable_tqdm=True) == stock.generate_until(asked, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("settings", [{"prefill_block": 40}, {}], ids=["stream", "prefix"])
+def test_harness_scores_are_exactly_the_stock_ones_while_all_fits(compressed, stock, tasks, settings):
+    """Through the harness: multiple choice and generation, every number and standard error."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    def scores(lm):
+        manager = TaskManager(include_defaults=False)
+        found = simple_evaluate(lm, tasks=tasks.split(","), task_manager=manager, limit=3, bootstrap_iters=0)
+        return found["results"]
+
+    compressed.set_cache("momentkv", LARGE, **settings)
+    assert compressed.mode == ("stream" if settings else "prefix")
+    assert scores(compressed) == scores(stock)
+
+
+@pytest.mark.parametrize("most", [2, 48])
+def test_the_harness_decides_how_much_is_generated(stock, most):
+    """The bundled model must not bring a number of its own, which transformers prefers to the harness's."""
+    generation = {"until": ["never"], "max_gen_toks": most, "min_new_tokens": most}
+    asked = Instance("generate_until", {}, (prompt(samples()[0]), generation), 0)
+    (written,) = stock.generate_until([asked], disable_tqdm=True)
+    assert len(stock.tok_encode(written, add_special_tokens=False)) == most
+    assert stock.model.generation_config.max_new_tokens is None
 
 
 def test_full_is_the_stock_model(compressed, expected):
@@ -371,6 +405,28 @@ def test_processes_share_the_questions(tasks, tmp_path):
         assert row["nbytes"] == alone.nbytes
 
 
+def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
+    """`accelerate launch -m fastkv.evaluation` on the CPU: --multi_gpu is what starts several processes."""
+    model = f"pretrained={MODEL_DIR},policy=keydiff,budget=128,evict_every=4"
+    flags = ["--model", "fastkv", "--model_args", model, "--tasks", tasks, "--limit", "4", "--device", "cpu"]
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
+    launcher += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    result = subprocess.run(
+        [*launcher, "-m", "fastkv.evaluation", *flags, "--output_path", str(tmp_path / "two.json")],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(fastkv.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    assert set(re.findall(r"generate_until requests: 100%\D*(\d+)/", result.stderr)) == {"2"}, "of four, in the first"
+    without_defaults(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["fastkv.evaluation", *flags, "--output_path", str(tmp_path / "one.json")])
+    assert importlib.import_module("fastkv.evaluation.__main__").main() == 0
+    one, two = (json.loads(next(tmp_path.glob(f"{name}_*.json")).read_text()) for name in ("one", "two"))
+    assert one["results"] == two["results"] and one["n-samples"] == two["n-samples"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -391,6 +447,46 @@ def test_command_refuses_before_it_evaluates(tasks, tmp_path, change, message):
     assert not list((tmp_path / "out").glob("*.json"))
 
 
+@pytest.mark.parametrize(
+    "shares", [["--layers", "3,2,2,1"], ["--heads", "adaptive"], ["--sinks", "2", "--recent", "9"]]
+)
+def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch, shares):
+    """What reaches the model is the user's budget, in bytes."""
+    given, stock_set = [], FastKVLM.set_cache
+
+    def spy(self, policy, budget=1024, **settings):
+        given.append(budget)
+        return stock_set(self, policy, budget, **settings)
+
+    monkeypatch.setattr(FastKVLM, "set_cache", spy)
+    limits = ["--limit", "1", "--policy", "keydiff", "--budget", "128", "--tasks", tasks.split(",")[1]]
+    evaluated(*limits, *shares, "--out", str(tmp_path / "out"))
+    last = [budget for budget in given if isinstance(budget, Budget) and budget.bytes]
+    wanted = {
+        "--layers": {"layers": (3.0, 2.0, 2.0, 1.0)},
+        "--heads": {"heads": "adaptive"},
+        "--sinks": {"sinks": 2, "recent": 9},
+    }[shares[0]]
+    assert len(last) == 2 and last[0] == last[1] == Budget(bytes=last[0].bytes, **wanted)
+    record = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert record["settings"]["recent"] == wanted.get("recent", 32)
+
+
+def test_bytes_that_are_not_equal_are_refused(tasks, tmp_path, monkeypatch):
+    """The check looks at the caches themselves: one with fewer bytes is noticed before anything is evaluated."""
+    stock_set = FastKVLM.set_cache
+
+    def short(self, policy, budget=1024, **settings):
+        if isinstance(budget, Budget) and budget.bytes:
+            budget = replace(budget, bytes=budget.bytes * 7 // 8)
+        return stock_set(self, policy, budget, **settings)
+
+    monkeypatch.setattr(FastKVLM, "set_cache", short)
+    with pytest.raises(FastKVError, match=r"caches compared at equal bytes must hold .* for keydiff-256"):
+        evaluated("--tasks", tasks, "--policies", "keydiff", "--budgets", "256", "--out", str(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
 def test_command_says_which_dataset_is_missing(tmp_path):
     file = tmp_path / "lost.yaml"
     file.write_text(yaml.safe_dump({"task": "lost", "dataset_path": str(tmp_path / "no_data"), "test_split": "test"}))
@@ -399,13 +495,166 @@ def test_command_says_which_dataset_is_missing(tmp_path):
     assert str(file) in str(caught.value)
 
 
-def test_the_harness_command_line_knows_the_model(tasks, tmp_path, monkeypatch):
+def test_a_group_without_connection_names_the_first_dataset_that_is_missing(tasks, tmp_path, monkeypatch):
+    """As `longbench` without a connection: its members are named, not the group."""
+    import datasets
+
+    known = datasets.load_dataset
+
+    def offline(path, *args, **kwargs):
+        if path.startswith("acme/"):
+            raise ConnectionError(f"Couldn't reach '{path}' on the Hub (offline).")
+        return known(path, *args, **kwargs)
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    without_defaults(monkeypatch)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "choose.yaml").write_text(Path(tasks.split(",")[0]).read_text())
+    for name in ("acme_news", "acme_law"):
+        (own / f"{name}.yaml").write_text(
+            yaml.safe_dump({"task": name, "dataset_path": f"acme/{name[5:]}", "test_split": "test", "tag": "acme_tag"})
+        )
+    (own / "group.yaml").write_text(yaml.safe_dump({"group": "acme", "task": ["choose_code", "acme_law", "acme_news"]}))
+    (own / "outer.yaml").write_text(yaml.safe_dump({"group": "outer", "task": ["choose_code", "acme"]}))
+    for named in ("acme", "outer", "acme_tag", "acme_law"):
+        with pytest.raises(FastKVError) as caught:
+            load_tasks([named], str(own), {})
+        told = str(caught.value)
+        assert told.startswith("task acme_law cannot load acme/law (Couldn't reach 'acme/law' on the Hub (offline));")
+        assert f"'include: {own / 'acme_law.yaml'}', 'task: my_acme_law' and 'dataset_path: FOLDER'" in told
+
+
+def test_the_advice_for_a_missing_dataset_works(tasks, tmp_path):
+    """A file of the three lines that the message gives runs on a folder with the data."""
+    lost = tmp_path / "lost.yaml"
+    lost.write_text(
+        yaml.safe_dump({**yaml.safe_load(Path(tasks.split(",")[1]).read_text()), "dataset_path": "no/such"})
+    )
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text((tmp_path / "data.jsonl").read_text())
+    mine = tmp_path / "my.yaml"
+    mine.write_text(f"include: {lost}\ntask: my_lost\ndataset_path: {folder}\ndataset_kwargs: {{}}\n")
+    assert load_tasks([str(mine)], None, {}).load([str(mine)])["tasks"]["my_lost"].has_test_docs()
+
+
+def test_what_a_task_needs_is_said(tmp_path):
+    (tmp_path / "code.py").write_text("import no_such_package\n")
+    file = tmp_path / "coded.yaml"
+    file.write_text("task: coded\ncustom_dataset: !function code.load\ntest_split: test\n")
+    with pytest.raises(FastKVError, match=r"task .*coded\.yaml needs a package .*no_such_package"):
+        load_tasks([str(file)], None, {})
+    with pytest.raises(FastKVError, match="knows no task 'fastkv_nothing'"):
+        load_tasks(["fastkv_nothing"], None, {})
+
+
+def test_metadata_is_the_harness_own():
+    assert metadata_of([]) == {}
+    assert metadata_of(["max_seq_lengths=[1024,2048]", "num_samples=3,squad=a/b.json"]) == {
+        "max_seq_lengths": [1024, 2048],
+        "num_samples": 3,
+        "squad": "a/b.json",
+    }
+    assert metadata_of(['{"num_samples": 4}']) == {"num_samples": 4}
+    with pytest.raises(FastKVError, match="metadata must be K=V or a JSON object, got 'many'"):
+        metadata_of(["many"])
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder with a tiny random model and its tokenizer, which knows every word."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    folder = tmp_path / "tiny"
+    config = LlamaConfig(vocab_size=400, **sizes, max_position_embeddings=1300, bos_token_id=0, eos_token_id=1)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = toy_bpe()
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(1)
+    tokenizer.save_pretrained(folder)
+    return folder, tokenizer
+
+
+def test_ruler_through_the_command(tiny, tmp_path, monkeypatch):
+    """Prompts, lengths and seeds are the generator's; a cache that holds everything scores as the stock one."""
+    folder, tokenizer = tiny
+    asked, generate_until = [], FastKVLM.generate_until
+
+    def answer(self, requests, disable_tqdm=False):
+        asked.append([request.args for request in requests])
+        return generate_until(self, requests, disable_tqdm)
+
+    monkeypatch.setattr(FastKVLM, "generate_until", answer)
+    texts = ["--metadata", "max_seq_lengths=[1000,1100]", "num_samples=2"]
+    command = [
+        "--model",
+        str(folder),
+        "--tasks",
+        "fastkv_ruler_vt,fastkv_ruler_fwe",
+        "--batch-size",
+        "2",
+        "--seed",
+        "3",
+    ]
+    size = ["--policies", "keydiff", "--budgets", "1300", "--equal", "tokens", "--out", str(tmp_path / "out")]
+    stock, compressed = evaluated(*command, *texts, *size)
+    assert stock.scores == compressed.scores and set(stock.scores) == {"fastkv_ruler_vt", "fastkv_ruler_fwe"}
+    first = [score.metric for score in stock.scores["fastkv_ruler_vt"]]
+    assert first == ["score,none", "score_1000,none", "score_1100,none"]
+    assert asked[0] == asked[1]
+    wanted = {
+        ruler.generate(task, tokenizer, length, 3, index).prompt: most
+        for task, most in (("vt", 30), ("fwe", 50))
+        for length in (1000, 1100)
+        for index in range(2)
+    }
+    assert {text: generation["max_gen_toks"] for text, generation in asked[0]} == wanted
+    with pytest.raises(FastKVError, match=r"at most 1300 tokens for .*, got max_seq_lengths 1400"):
+        evaluated(*command, "--metadata", "max_seq_lengths=1400", "num_samples=1", "--out", str(tmp_path / "long"))
+    with pytest.raises(FastKVError, match=r"qa_1 reads SQuAD 2\.0.*--metadata squad=PATH"):
+        evaluated("--model", str(folder), "--tasks", "fastkv_ruler_qa", "--out", str(tmp_path / "qa"))
+
+
+def test_ruler_through_the_harness_command_line(tiny, tasks, tmp_path, monkeypatch, capsys):
+    """fastkv's tasks stand beside those of the user's own --include_path; refusals are one sentence."""
+    folder, tokenizer = tiny
+    without_defaults(monkeypatch)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine.yaml").write_text(Path(tasks.split(",")[0]).read_text())
+    shared = ["fastkv.evaluation", "--model", "fastkv", "--device", "cpu", "--include_path", str(own)]
+    shared += ["--model_args", f"pretrained={folder},policy=keydiff,budget=200"]
+    line = [*shared, "--tasks", "fastkv_ruler_vt,choose_code", "--metadata", "max_seq_lengths=[1000]", "num_samples=1"]
+    monkeypatch.setattr(sys, "argv", [*line, "--output_path", str(tmp_path / "out.json"), "--log_samples"])
+    assert importlib.import_module("fastkv.evaluation.__main__").main() == 0
+    written = json.loads(next(tmp_path.glob("out_*.json")).read_text())
+    assert set(written["results"]) == {"fastkv_ruler_vt", "choose_code"}
+    (sample,) = map(json.loads, next(tmp_path.glob("samples_fastkv_ruler_vt_*")).read_text().splitlines())
+    assert sample["arguments"]["gen_args_0"]["arg_0"] == ruler.generate("vt", tokenizer, 1000).prompt
+
+    monkeypatch.setattr(sys, "argv", [*shared, "--tasks", "fastkv_ruler_qa_2"])
+    assert importlib.import_module("fastkv.evaluation.__main__").main() == 2
+    assert "--metadata hotpotqa=PATH" in capsys.readouterr().err
+    (own / "lost.yaml").write_text(yaml.safe_dump({"task": "lost", "dataset_path": str(own / "gone")}))
+    monkeypatch.setattr(sys, "argv", [*shared, "--tasks", "lost"])
+    assert importlib.import_module("fastkv.evaluation.__main__").main() == 2
+    told = capsys.readouterr().err
+    assert "fastkv.evaluation: something to read is missing" in told and str(own / "gone") in told
+    assert "dataset_path: FOLDER" in told
+
+
+def without_defaults(monkeypatch):
+    """Spare the index of thousands of tasks that are not needed here."""
     from lm_eval.tasks import TaskManager
 
     stock_init = TaskManager.__init__
-    monkeypatch.setattr(  # the index of thousands of tasks that are not needed here
+    monkeypatch.setattr(
         TaskManager, "__init__", lambda self, *a, **k: stock_init(self, *a, **{**k, "include_defaults": False})
     )
+
+
+def test_the_harness_command_line_knows_the_model(tasks, tmp_path, monkeypatch):
+    without_defaults(monkeypatch)
     arguments = f"pretrained={MODEL_DIR},policy=keydiff,budget=keep=0.5,prefill_block=40"
     flags = {"--model": "fastkv", "--model_args": arguments, "--tasks": tasks, "--limit": "2", "--device": "cpu"}
     line = [word for pair in flags.items() for word in pair]

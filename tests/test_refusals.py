@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.cache_utils import Cache
 
 import fastkv
 from fastkv import Budget, FastKVError
@@ -209,3 +211,131 @@ def test_caches_need_a_patched_model_and_a_compressed_layer():
         cache.stored(1)
     with pytest.raises(FastKVError, match=r"layer 0 is not compressed; the compressed layers are \[1, 3\]"):
         cache.slots(0)
+
+
+# What is refused while a patched model is used: the sentence, and the model is as good as before.
+
+
+def with_assistant(model, ids):
+    generate(model, ids, assistant_model=fastkv.patch(build(), budget=64))
+
+
+def with_draft(model, ids):
+    generate(model, ids, prompt_lookup_num_tokens=3)
+
+
+def with_cache(kind):
+    return lambda model, ids: generate(model, ids, cache_implementation=kind)
+
+
+def with_cropped_cache(tokens):
+    return lambda model, ids: model(ids).past_key_values.layers[0].crop(tokens)
+
+
+def with_mask_over_the_past(model, ids):
+    cache = model(ids).past_key_values
+    model(ids[:, :4], past_key_values=cache, attention_mask=torch.ones(1, 1, 4, 54, dtype=torch.bool))
+
+
+def with_prepared_mask(model, ids):
+    model(ids, attention_mask=torch.ones(1, 1, 50, 50, dtype=torch.bool))
+
+
+def with_another_batch(model, ids):
+    cache = model(ids).past_key_values
+    model(ids.repeat(2, 1), past_key_values=cache)
+
+
+def with_continuous_batching(model, ids):
+    model.generate_batch([ids[0].tolist()])
+
+
+def with_embeddings(model, ids):
+    model(inputs_embeds=model.get_input_embeddings()(ids))
+
+
+def with_offloading(model, ids):
+    model(ids).past_key_values.layers[0].offload()
+
+
+def with_prefetching(model, ids):
+    model(ids).past_key_values.layers[0].prefetch()
+
+
+USES = {
+    "patched assistant": ({}, with_assistant, "cannot be the assistant"),
+    "drafts for kvzip": ({"policy": "kvzip"}, with_draft, "which KVzip and Budget.* compress at once"),
+    **{
+        f"{kind} cache": ({}, with_cache(kind), f"cache_implementation='{kind}' conflicts")
+        for kind in ("static", "quantized", "offloaded")
+    },
+    "paged cache": ({}, with_cache("paged"), "continuous batching brings its own paged cache"),
+    "crop": ({}, with_cropped_cache(-3), "cannot be cropped because evicted pairs are gone"),
+    "crop to a length": ({}, with_cropped_cache(30), "cannot be cropped because evicted pairs are gone"),
+    "4-D mask over the past": ({}, with_mask_over_the_past, "4-D attention mask over 54 keys"),
+    "4-D mask and blocks": ({"prefill_block": 16}, with_prepared_mask, "needs a 2-D padding mask"),
+    "4-D mask and kvzip": ({"policy": "kvzip"}, with_prepared_mask, "need a 2-D padding mask"),
+    "another batch": ({}, with_another_batch, "holds 1 sequences, got 2"),
+    "continuous batching": ({}, with_continuous_batching, "continuous batching brings its own paged cache"),
+    "embeddings for kvzip": ({"policy": "kvzip"}, with_embeddings, "pass input_ids, not inputs_embeds"),
+    "offloading": ({}, with_offloading, "not offloaded"),
+    "prefetching": ({}, with_prefetching, "not offloaded"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_refused_uses_leave_the_model_as_it_was(use):
+    options, attempt, expected = USES[use]
+    model = fastkv.patch(build(), **{"budget": Budget(tokens=20, sinks=2, recent=4), **options})
+    ids, _ = prompt(1, 50, (0,))
+    before, tokens = snapshot(model), generate(model, ids)
+    with pytest.raises(FastKVError, match=expected) as error:
+        attempt(model, ids)
+    sentence(error)
+    assert snapshot(model) == before
+    assert torch.equal(generate(model, ids), tokens)
+    fastkv.unpatch(model)
+    assert torch.equal(generate(model, ids), generate(build(), ids))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_drafts_on_older_transformers(name, monkeypatch):
+    """Transformers that cannot roll back, or not in sliding-window layers, are refused before anything is read."""
+    model = fastkv.patch(build(name), budget=Budget(tokens=20, sinks=2, recent=4))
+    ids, _ = prompt(1, 50, (0,))
+    before, tokens = snapshot(model), generate(model, ids)
+    if name == "llama":
+        monkeypatch.delattr(Cache, "activate_past_recording", raising=False)
+        expected = "needs transformers >= 5.14"
+    else:
+        monkeypatch.setattr(fastkv.integrations.generation, "SLIDING_ROLLBACK", Version("999"))
+        expected = "sliding-window layers needs transformers >= 5.23"
+    with pytest.raises(FastKVError, match=expected) as error:
+        with_draft(model, ids)
+    sentence(error)
+    assert snapshot(model) == before
+    assert torch.equal(generate(model, ids), tokens)
+
+
+def test_prompt_tuning_leaves_the_model_as_it_was():
+    base = build()
+    base.peft_config = get_peft_model(
+        build(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    ).peft_config
+    before = snapshot(base)
+    with pytest.raises(FastKVError, match="prefix and prompt tuning") as error:
+        fastkv.patch(base)
+    sentence(error)
+    assert snapshot(base) == before
+
+
+def test_caches_of_inference_mode_stay_in_it():
+    """PyTorch's own refusal; the model goes on."""
+    model = fastkv.patch(build(), budget=Budget(tokens=20, sinks=2, recent=4))
+    ids, _ = prompt(1, 50, (0,))
+    tokens = generate(model, ids)
+    with torch.inference_mode():
+        cache = model(ids).past_key_values
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        model(ids[:, :1], past_key_values=cache)
+    assert torch.equal(generate(model, ids), tokens)

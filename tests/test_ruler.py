@@ -15,7 +15,7 @@ from fastkv import FastKVError
 from fastkv.demo import load
 from fastkv.demo.tasks import TASKS as DEMO_TASKS
 from fastkv.demo.tasks import generate as demo_text
-from fastkv.evaluation import needles, ruler
+from fastkv.evaluation import TASK_FILES, needles, ruler
 from fastkv.evaluation.haystack import NOISE, SENTENCES, Units, prose, scatter
 from fastkv.evaluation.metrics import string_match_all, string_match_part
 from fastkv.evaluation.ruler_sample import Request, longest
@@ -474,3 +474,119 @@ def test_grid_scores_what_the_model_wrote(bundled, monkeypatch):
     monkeypatch.setattr(needles, "answer", half)
     got = needles.grid(*bundled, (700,), (0.0, 1.0), 1, task="niah_multivalue")
     assert got.accuracy == ((0.5,), (1.0,))
+
+
+# As tasks of lm-evaluation-harness.
+
+
+def harness(include_path=(), **metadata):
+    """The harness's task manager with fastkv's tasks, without its own thousands."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=[TASK_FILES, *include_path], include_defaults=False, metadata=metadata)
+
+
+def test_every_task_has_a_name_of_its_own():
+    manager = harness()
+    assert manager.all_subtasks == sorted(f"fastkv_ruler_{task}" for task in ruler.TASKS)
+    assert manager.all_groups == ["fastkv_ruler", "fastkv_ruler_qa"] and not manager.all_tags
+    members = {group: manager.task_index[group].cfg["task"] for group in manager.all_groups}
+    assert members["fastkv_ruler"] == [f"fastkv_ruler_{task}" for task in ELEVEN]
+    assert members["fastkv_ruler_qa"] == ["fastkv_ruler_qa_1", "fastkv_ruler_qa_2"]
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_a_task_is_its_generator_and_its_metric(task, tokenizers, tmp_path):
+    squad(tmp_path / "squad.json")
+    hotpot(tmp_path / "hotpot.json")
+    tokenizer, count = tokenizers["bpe"]
+    files = {"squad": str(tmp_path / "squad.json"), "hotpotqa": str(tmp_path / "hotpot.json")}
+    length = 9000 if task == "cwe" else 2500
+    chosen = {"max_seq_lengths": length, "num_samples": 2, "seed": 5, "tokenizer": tokenizer, "pretrained": "other"}
+    loaded = harness(**chosen, **files).load([f"fastkv_ruler_{task}"])["tasks"][f"fastkv_ruler_{task}"]
+    loaded.set_config("num_fewshot", 0)
+    loaded.build_all_requests(rank=0, world_size=1)
+    data = {"qa_1": files["squad"], "qa_2": files["hotpotqa"]}.get(task)
+    assert len(loaded.instances) == 2
+    for index, request in enumerate(loaded.instances):
+        sample = ruler.generate(task, tokenizer, length, 5, index, data=data)
+        text, generation = request.args
+        assert text == sample.prompt and request.request_type == "generate_until"
+        assert generation == {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": TOKENS[task]}
+        assert count(text) + generation["max_gen_toks"] <= length
+        for written in ("", sample.answers[0], f"They are {' and '.join(sample.answers)}."):
+            assert loaded.process_results(request.doc, [written]) == {"score": ruler.score(sample, written)}
+
+
+class Half:
+    """Knows the answers of every second text, and says them in capital letters."""
+
+    def __new__(cls, known):
+        from lm_eval.api.model import LM
+
+        class Model(LM):
+            loglikelihood = loglikelihood_rolling = None
+
+            def generate_until(self, requests, disable_tqdm=False):
+                return [known(request.doc, index) for index, request in enumerate(requests)]
+
+        return Model()
+
+
+def test_scores_of_a_group_and_of_several_lengths():
+    """Half of the answers at one length, all at the other; the score of a group is the mean of its tasks."""
+    import lm_eval
+
+    metadata = {"max_seq_lengths": [1200, 3000], "num_samples": 2, "tokenizer": by_words}
+
+    def known(doc, index):
+        says = doc["answers"] if doc["length"] == 3000 else doc["answers"][: len(doc["answers"]) // 2]
+        return " ".join(says).upper()
+
+    results = lm_eval.simple_evaluate(
+        Half(known), tasks=["fastkv_ruler"], task_manager=harness(**metadata), bootstrap_iters=0
+    )["results"]
+    shares = {"niah_multivalue": 0.5, "niah_multiquery": 0.5, "vt": 0.4, "cwe": 0.5, "fwe": 1 / 3}
+    for task in ELEVEN:
+        found, short = results[f"fastkv_ruler_{task}"], shares.get(task, 0.0)
+        assert found["score_3000,none"] == 1 and found["score_1200,none"] == pytest.approx(short)
+        assert found["score,none"] == pytest.approx((1 + short) / 2)
+    means = [results[f"fastkv_ruler_{task}"]["score,none"] for task in ELEVEN]
+    assert results["fastkv_ruler"]["score,none"] == pytest.approx(sum(means) / 11)
+
+
+@pytest.mark.parametrize(
+    "task,metadata,message",
+    [
+        ("qa_1", {}, r"SQuAD 2\.0, which does not come.*download dev-v2\.0\.json from https.*--metadata squad=PATH"),
+        ("qa_2", {"squad": "x"}, r"HotpotQA.*download hotpot_dev_distractor_v1\.json.*--metadata hotpotqa=PATH"),
+        ("qa_2", {"hotpotqa": "no/such.json"}, r"expected HotpotQA's .* at no/such\.json"),
+        ("vt", {"max_seq_lengths": 40}, "vt needs at least"),
+        ("vt", {"max_seq_lengths": [1000, "long"]}, "max_seq_lengths must be whole numbers"),
+        ("vt", {"max_seq_lengths": []}, "max_seq_lengths must be whole numbers"),
+        ("vt", {"num_samples": [1, 2]}, "num_samples must be a whole number of at least 1"),
+        ("vt", {"seed": -1}, "seed must be a whole number of at least 0"),
+        ("vt", {"tokenizer": None}, "RULER needs a tokenizer"),
+        ("vt", {"tokenizer": "no/such/folder"}, "cannot load a tokenizer from no/such/folder"),
+        ("niah_single_2", {"haystack": "no/such"}, "no/such"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "_" in value and " " not in value else "",
+)
+def test_tasks_refuse(task, metadata, message):
+    with pytest.raises(FastKVError, match=message):
+        harness(**{"tokenizer": by_words, **metadata}).load([f"fastkv_ruler_{task}"])
+
+
+def test_essays_can_come_from_a_folder_and_other_tasks_do_not_mind(tmp_path):
+    (tmp_path / "one.txt").write_text("Only this sentence is here.")
+    metadata = {"max_seq_lengths": 900, "num_samples": 1, "tokenizer": by_words, "haystack": str(tmp_path)}
+    loaded = harness(**metadata).load(["fastkv_ruler"])["tasks"]
+    for name, task in loaded.items():
+        essay = name.endswith(("single_2", "single_3", "multikey_1", "multivalue", "multiquery"))
+        assert ("Only this sentence is here." in task.task_docs[0]["prompt"]) == essay
+
+
+def test_a_tokenizer_that_cannot_read_the_words_is_told(bundled):
+    metadata = {"max_seq_lengths": 900, "num_samples": 1}
+    with pytest.warns(UserWarning, match=r"does not know \d\d% of the words of vt.*fastkv needles"):
+        harness(**metadata, tokenizer=bundled[1]).load(["fastkv_ruler_vt"])

@@ -60,7 +60,7 @@ def contents(cache):
             state = layer.state
             found |= {f"{index}.{name}": tensor.clone() for name, tensor in state.named_tensors()}
             slots = [state.exact] + ([] if state.approx is None else [state.approx])
-            found[f"{index}"] = (layer.seen, state.steps, *((one.filled, one.limit) for one in slots))
+            found[f"{index}"] = (layer.seen, layer.shared.phase.steps, *((one.filled, one.limit) for one in slots))
         else:
             found |= {f"{index}.keys": layer.keys.clone(), f"{index}.values": layer.values.clone()}
             found[f"{index}"] = (layer.get_seq_length(),)

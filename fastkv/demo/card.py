@@ -67,7 +67,6 @@ def save(
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = GenerationConfig(
         do_sample=False,
-        max_new_tokens=32,
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,

@@ -19,14 +19,13 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from .. import Budget, FastKVError, __version__, patched, policies
-from ..state import LayerState, Layout
 from . import MODEL_DIR, load
+from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes
 from .heads import PATTERN
 from .measure import Measured, Questions, make_questions, measure, relative_error
 from .plot import write_plot
 from .tasks import TASKS
 
-EVICT_EVERY = 16
 MIN_CONTEXT = 96
 PREFILLS = ("whole", "context", "blocks")
 
@@ -156,6 +155,10 @@ def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, 
             progress.update(bar, description=f"{policy}, {prefill}, {tokens}")
             budget = budget_of(model, tokens, settings)
             with patched(model, policy_of(policy), budget, prefill_block=block, evict_every=EVICT_EVERY):
+                if budget.bytes is not None:
+                    with torch.no_grad():
+                        first = model(asked[0].prompts[:1, :1], use_cache=True).past_key_values
+                    assert_equal_bytes({policy: first}, budget.bytes)
                 measured = [
                     measure(model, questions, timed=place == 0, question_later=prefill == "context")
                     for place, questions in enumerate(asked)
@@ -172,14 +175,8 @@ def policy_of(name: str) -> policies.Policy:
 
 def budget_of(model: PreTrainedModel, tokens: int, settings: Settings) -> Budget:
     """`tokens` per KV head, or the bytes of a cache without moments that keeps so many."""
-    sinks, recent = settings.sinks, settings.recent
-    if settings.equal == "tokens":
-        return Budget(tokens=tokens, sinks=sinks, recent=recent)
-    config = model.config
-    like = torch.empty(1, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device="meta")
-    plain = Layout((tokens,) * config.num_key_value_heads, spare=EVICT_EVERY)
-    each = LayerState.allocate(like, like, plain).nbytes()
-    return Budget(bytes=config.num_hidden_layers * each, sinks=sinks, recent=recent)
+    budget = Budget(tokens=tokens, sinks=settings.sinks, recent=settings.recent)
+    return budget if settings.equal == "tokens" else equal_bytes(model.config, budget, model.dtype)
 
 
 def summarise(

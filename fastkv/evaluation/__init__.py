@@ -7,6 +7,7 @@ runs it by name, as in `python -m fastkv.evaluation --model fastkv --model_args 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FastKVError
@@ -14,7 +15,9 @@ from ..errors import FastKVError
 if TYPE_CHECKING:
     from .lm_eval_model import FastKVLM
 
-__all__ = ["FastKVLM"]
+__all__ = ["TASK_FILES", "FastKVLM"]
+
+TASK_FILES = Path(__file__).parent / "tasks"  # what the harness takes as --include_path: fastkv's own tasks
 
 
 def _check_harness() -> None:

@@ -148,39 +148,46 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
 
 
 class Witness:
-    """Takes the place of a compressed layer's `attend`: remembers every pair that the layer is given and, while
+    """Stands in for a compressed layer's `attend` and `decode`: remembers every pair that the layer is given and, while
     `comparing`, what became of the query.
 
     Args: layer: of a cache that is still empty.
     """
 
     def __init__(self, layer: FastKVLayer) -> None:
-        self.layer, self.attend = layer, layer.attend
+        self.layer, self.stock = layer, (layer.attend, layer.decode)
         self.keys = self.values = torch.empty(0, 0, 0, 0)
         self.comparing = False
         self.compared: list[Heads] = []
-        layer.attend = self  # type: ignore[assignment, method-assign]
+        layer.attend, layer.decode = self.attend, self.decode  # type: ignore[assignment, method-assign]
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float, softcap: float | None, *rest: Any
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         """As `FastKVLayer.attend`."""
-        if self.layer.seen > self.keys.shape[2]:  # a second reading of the prompt (KVzip) brings nothing new
-            self.keys, self.values = joined(self.keys, k), joined(self.values, v)
+        self.remember(k, v)
+        return self.stock[0](q, k, v, *rest)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, *rest: Any) -> Tensor:
+        """As `FastKVLayer.decode`."""
+        self.remember(k, v)
         if not self.comparing:
-            return self.attend(q, k, v, valid, scale, softcap, *rest)
+            return self.stock[1](q, k, v, scale, softcap, *rest)
         state = self.layer.state
         assert state is not None
         # Attention comes before eviction, so the evicted set of this query is that of the state before the step.
         stored, estimate = stored_tokens(state, self.keys.shape[2]), self.estimate(q, state, scale, softcap)
-        out = self.attend(q, k, v, valid, scale, softcap, *rest)
+        out = self.stock[1](q, k, v, scale, softcap, *rest)
         pairs = self.keys, self.values, stored
         self.compared.append(compare(q[:, :, 0], *pairs, scale, softcap, out[:, :, 0], estimate))
         return out
 
+    def remember(self, k: Tensor, v: Tensor) -> None:
+        """Keep new pairs; a second reading of the prompt (KVzip) brings none."""
+        if self.layer.seen > self.keys.shape[2]:
+            self.keys, self.values = joined(self.keys, k), joined(self.values, v)
+
     def leave(self) -> None:
-        """Give the layer its own `attend` back, so that the cache does not hold on to the pairs."""
-        del vars(self.layer)["attend"]
+        """Give the layer its own methods back, so that the cache does not hold on to the pairs."""
+        del self.layer.attend, self.layer.decode
 
     def estimate(self, q: Tensor, state: LayerState, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """Estimate of f_E [B, Hq, Dv] and log Z_E [B, Hq] for queries [B, Hq, 1, D]; NaN without moments."""

@@ -20,12 +20,13 @@ from .. import Budget, FastKVError, __version__, patched, policies
 from ..demo.run import policy_of
 from ..demo.tasks import generate
 from ..inspection.run import FOREIGN, load, read_text
+from ..plan import CORRECTIONS
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes
 from .fidelity import measure, read_full
 from .fidelity_plot import PICTURES
 from .fidelity_report import Row, explain, summarise, table_of
 
-CORRECTIONS = ("auto", "none", "mean", "moments")
+VECTORLESS = frozenset({"duoattention"})  # fixes what each head keeps, and so does VECTOR
 MIN_CONTEXT = 96
 SINKS, RECENT = 4, 16  # never evicted, as in `fastkv demo`
 
@@ -69,9 +70,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--context", type=int, default=1024, metavar="N", help="tokens of a text (default: 1024)")
     add("--steps", type=int, default=48, metavar="T", help="last tokens of it that are fed one at a time (default: 48)")
-    add("--policies", type=names, metavar="NAME,...", help="policies to compare (default: all)")
-    add("--budgets", type=numbers, metavar="N,...", help="sizes of the cache, tokens per KV head (default: 128,256)")
-    add("--correction", choices=CORRECTIONS, help="of all policies; auto is what the policy's paper does (the default)")
+    add("--policies", "--policy", type=names, metavar="NAME,...", help="policies to compare (default: all)")
+    add(
+        "--budgets",
+        "--budget",
+        type=numbers,
+        metavar="N,...",
+        help="sizes of the cache, tokens per KV head (default: 128,256)",
+    )
+    add(
+        "--correction",
+        choices=tuple(CORRECTIONS),
+        help="of all policies; auto is what the policy's paper does (the default); vector... lets some tokens keep "
+        "their key only",
+    )
+    add(
+        "--vector",
+        type=Path,
+        metavar="FILE",
+        help="what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)",
+    )
     add("--seeds", type=int, default=5, metavar="K", help="texts, or stretches of the text (default: 5)")
     add(
         "--figure",
@@ -94,7 +112,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     options = argparse.Namespace(**vars(options))
     options.correction = options.correction or preset.correction
     options.budgets = options.budgets or list(preset.budgets)
-    options.policies = options.policies or list(preset.policies) or default_policies(options.model)
+    options.policies = options.policies or list(preset.policies) or default_policies(options)
     check(options)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -118,9 +136,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     return rows
 
 
-def default_policies(model: str) -> list[str]:
-    """All policies; DuoAttention only where there is a pattern for it, with the bundled model."""
-    return [name for name in policies.names() if name != "duoattention" or model == "demo"]
+def default_policies(options: argparse.Namespace) -> list[str]:
+    """All policies; DuoAttention only where there is a pattern for it, with the bundled model, and without VECTOR."""
+    without = VECTORLESS if options.correction.startswith("vector") else ()
+    known = [name for name in policies.names() if name != "duoattention" or options.model == "demo"]
+    return [name for name in known if name not in without]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -207,15 +227,22 @@ def compare(model: Any, texts: list[Tensor], options: argparse.Namespace, consol
 
 def fitted(model: Any, policy: str, budget: Budget, options: argparse.Namespace) -> Any:
     """The model patched for one cache, as a context manager."""
-    return patched(model, policy_of(policy), budget, evict_every=EVICT_EVERY, correction=options.correction)
+    return patched(
+        model,
+        policy_of(policy),
+        budget,
+        evict_every=EVICT_EVERY,
+        correction=options.correction,
+        vector=options.vector,
+    )
 
 
 def write_json(rows: list[Row], options: argparse.Namespace) -> None:
     """fidelity.json: versions, options and rows."""
-    chosen = ("model", "text", "context", "steps", "policies", "budgets", "correction", "seeds", "figure")
+    chosen = ("model", "text", "context", "steps", "policies", "budgets", "correction", "vector", "seeds", "figure")
     record = {
         "versions": {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "options": {name: getattr(options, name) for name in chosen},
         "rows": [asdict(row) for row in rows],
     }
-    (options.out / "fidelity.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    (options.out / "fidelity.json").write_text(json.dumps(record, indent=2, allow_nan=False, default=str) + "\n")

@@ -33,33 +33,13 @@ from ..budget import Budget
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from ..policies import Policy
+from .budgets import to_budget
 from .results import FULL
 
 MODES = ("auto", "stream", "prefix")
-UNITS = {"tokens": int, "keep": float, "bytes": int, "quality": float}
 
 Request = tuple[Any, list[int], list[int]]  # what the harness calls it, tokens of the context and of the continuation
 Answer = tuple[float, bool]  # log-likelihood of the continuation, and whether greedy decoding would give it
-
-
-def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
-    """A `Budget` from what fits into a command line: 512, "512", "keep=0.25", "bytes=2000000" or "quality=0.95".
-
-    Args: shares: sinks, recent, layers and heads, as in `Budget`; a ready Budget has its own.
-    Raises: FastKVError if it is none of these.
-    """
-    if isinstance(value, Budget):
-        return value
-    unit, _, number = str(value).rpartition("=")
-    unit = unit or "tokens"
-    try:
-        amount = UNITS[unit](number)
-    except (KeyError, ValueError):
-        raise FastKVError(
-            f"budget must be a number of tokens or one of {', '.join(f'{unit}=...' for unit in UNITS)}, got {value!r}; "
-            "for example 512 or keep=0.25"
-        ) from None
-    return Budget(**{unit: amount}, **shares)
 
 
 class FastKVLM(HFLM):

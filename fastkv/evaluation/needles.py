@@ -1,5 +1,7 @@
 """Needle in a haystack: accuracy over the depth of the needle and the length of the text, as a table and a heat map.
 
+    fastkv needles --model PATH --policies keydiff --budgets 512 --lengths 1024,4096 --depths 0,0.5,1
+
     from fastkv.evaluation import needles
 
     with fastkv.patched(model, "keydiff", budget=512):
@@ -51,6 +53,13 @@ class Grid:
     def save(self, path: str | Path) -> None:
         """Write all of it as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Grid:
+        """What was saved, from the JSON object."""
+        accuracy = tuple(map(tuple, record["accuracy"]))
+        ranges = {name: tuple(record[name]) for name in ("lengths", "depths")}
+        return cls(**{**record, **ranges, "accuracy": accuracy})
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import FastKVError
 from .haystack import Units
@@ -18,9 +18,20 @@ from .ruler_sample import Draft, Request, Sample
 TOKENS = 32  # of the answer
 
 TASK = "Answer the question below from the documents. Give only the answer, in as few words as the documents use."
+
+
+class Source(NamedTuple):
+    """A data set: its name, file and address, and the metadata that names the file in lm-evaluation-harness."""
+
+    name: str
+    file: str
+    address: str
+    option: str
+
+
 SOURCES = {
-    "qa_1": ("SQuAD 2.0", "dev-v2.0.json", "https://rajpurkar.github.io/SQuAD-explorer"),
-    "qa_2": ("HotpotQA", "hotpot_dev_distractor_v1.json", "https://hotpotqa.github.io"),
+    "qa_1": Source("SQuAD 2.0", "dev-v2.0.json", "https://rajpurkar.github.io/SQuAD-explorer", "squad"),
+    "qa_2": Source("HotpotQA", "hotpot_dev_distractor_v1.json", "https://hotpotqa.github.io", "hotpotqa"),
 }
 
 
@@ -85,8 +96,8 @@ def _others(paragraphs: tuple[str, ...], asked: Question, rng: random.Random) ->
 
 def _load(task: str, data: str | Path | None) -> tuple[tuple[str, ...], tuple[Question, ...]]:
     """All paragraphs, each once, and all questions that have an answer."""
-    name, file, address = SOURCES[task]
-    advice = f"download {file} from {address} and pass data=PATH"
+    name, file, address, option = SOURCES[task]
+    advice = f"download {file} from {address} and pass data=PATH, or --metadata {option}=PATH for lm-evaluation-harness"
     if data is None:
         raise FastKVError(f"{task} reads {name}, which does not come with fastkv, and got no file; {advice}")
     path = Path(data)

@@ -64,6 +64,14 @@ def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     return tokenizer
 
 
+def unknown_share(tokenizer: Tokenizer, text: str) -> float:
+    """Share of the tokens of a text that stand for words the tokenizer does not know, 0 to 1."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or tokenizer.unk_token_id is None:
+        return 0.0
+    ids = tokenizer(text, verbose=False).input_ids
+    return ids.count(tokenizer.unk_token_id) / len(ids)
+
+
 def longest(draft: Draft, count: Callable[[str], int], length: int, least: int = 1) -> Sample:
     """The sample with most filler whose prompt and answer fit in `length` tokens; one unit more would not fit.
 

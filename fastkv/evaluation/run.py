@@ -25,12 +25,13 @@ from .. import __version__, demo
 from ..budget import Budget
 from ..demo.run import policy_of
 from ..errors import FastKVError
-from . import _check_harness
-from .equal_bytes import equal_bytes
+from . import _check_harness, budgets
+from .budgets import listed
+from .equal_bytes import assert_equal_bytes
+from .harness import first_line, load_tasks, metadata_of
 from .results import FULL, Row, load, name_of, save, scores_of, table_of, write_plot
 
 DEMO = "demo"
-EVICT_EVERY = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,21 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tasks of lm-evaluation-harness, your own in --include-path, or their YAML files",
     )
     parser.add_argument(
-        "--policies", default="momentkv,keydiff,snapkv", metavar="NAME,...", help="policies (default: %(default)s)"
+        "--policies",
+        "--policy",
+        default="momentkv,keydiff,snapkv",
+        metavar="NAME,...",
+        help="policies (default: %(default)s)",
     )
-    parser.add_argument(
-        "--budgets",
-        default="128,256",
-        metavar="N,...",
-        help="tokens per KV head, or keep=0.25, bytes=2000000, quality=0.95 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--equal",
-        choices=("bytes", "tokens"),
-        default="bytes",
-        help="what policies share at a budget in tokens: the bytes that so many tokens take, so that a policy that "
-        "stores more than keys and values keeps fewer (the default), or the tokens",
-    )
+    budgets.add_arguments(parser)
     parser.add_argument(
         "--mode",
         choices=("auto", "stream", "prefix"),
@@ -67,13 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="log-likelihoods: stream reads the whole text in blocks, prefix compresses the context before it scores "
         "the continuation; auto (the default) is stream with --prefill-block, prefix without",
     )
-    parser.add_argument(
-        "--prefill-block", type=int, metavar="N", help="tokens of a block (default: prompts are read whole)"
-    )
-    parser.add_argument(
-        "--evict-every", type=int, default=EVICT_EVERY, metavar="N", help="decode steps between evictions"
-    )
-    parser.add_argument("--correction", default="auto", metavar="NAME", help="as in fastkv.patch (default: auto)")
     parser.add_argument("--limit", type=float, metavar="N", help="questions of each task, or the share of them below 1")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")
     parser.add_argument("--batch-size", default="1", metavar="N", help="sequences in a batch, or auto (default: 1)")
@@ -84,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="K=V,...",
         help="more of what the harness's own model takes, as dtype=bfloat16",
+    )
+    parser.add_argument(
+        "--metadata",
+        nargs="+",
+        default=[],
+        metavar="K=V",
+        help="what tasks can be told, as max_seq_lengths=[4096,8192] num_samples=20, or a JSON object",
     )
     parser.add_argument("--include-path", metavar="DIR", help="folder with task YAML files of your own")
     parser.add_argument(
@@ -100,15 +93,15 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     _check_harness()
     from lm_eval.utils import simple_parse_args_string
 
-    from .lm_eval_model import FastKVLM, to_budget
+    from .lm_eval_model import FastKVLM
 
-    names, budgets = _listed("policies", options.policies), _listed("budgets", options.budgets)
-    tasks = _listed("tasks", options.tasks)
-    caches = [(FULL, ""), *((name, budget) for name in names for budget in budgets)]
+    names, sizes = listed("policies", options.policies), listed("budgets", options.budgets)
+    tasks = listed("tasks", options.tasks)
+    caches = [(FULL, ""), *((name, budget) for name in names for budget in sizes)]
     for name in names:
         policy_of(name)
-    for budget in budgets:
-        to_budget(budget)
+    for budget in sizes:
+        budgets.wanted(budget, options)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,11 +109,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     settings = settings_of(options)
     done = {cache: load(*cache, settings, options.out) for cache in caches}
 
-    manager = load_tasks(tasks, options)
+    pretrained = str(demo.MODEL_DIR) if options.model == DEMO else options.model
+    metadata = {"pretrained": pretrained, "seed": options.seed, **metadata_of(options.metadata)}
+    manager = load_tasks(tasks, options.include_path, metadata)
     transformers.utils.logging.disable_progress_bar()
     try:
         lm = FastKVLM(
-            str(demo.MODEL_DIR) if options.model == DEMO else options.model,
+            pretrained,
             policy=FULL,
             batch_size=options.batch_size,
             device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
@@ -128,7 +123,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         )
     except (OSError, TypeError, ValueError) as error:
         raise FastKVError(
-            f"cannot load a model from {options.model} ({_first_line(error)}); name a folder or a model, and check "
+            f"cannot load a model from {options.model} ({first_line(error)}); name a folder or a model, and check "
             "--model-args"
         ) from error
     finally:
@@ -136,14 +131,12 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     if console is None:
         console = Console(width=None if sys.stdout.isatty() else 100, quiet=lm.rank != 0)
 
-    def use(policy: str, budget: str) -> None:
-        """Give the model that cache."""
+    def use(policy: str, budget: str) -> Budget | None:
+        """Give the model that cache. Returns: its budget, None for the stock cache."""
         if policy == FULL:
             lm.set_cache(FULL)
-            return
-        share: Budget = to_budget(budget)
-        if options.equal == "bytes" and share.tokens is not None:
-            share = equal_bytes(lm.patched.config, share.tokens, lm.patched.dtype, evict_every=options.evict_every)
+            return None
+        share = budgets.given(budget, options, lm.patched)
         chosen = policy_of(policy) if options.model == DEMO else policy
         lm.set_cache(
             chosen,
@@ -153,11 +146,21 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
             correction=options.correction,
             mode=options.mode,
         )
+        return share
 
+    lengths = metadata.get("max_seq_lengths", 0)
+    longest = max(lengths) if isinstance(lengths, list) else lengths
+    if longest > lm.max_length:
+        raise FastKVError(
+            f"texts must have at most {lm.max_length} tokens for {options.model}, got max_seq_lengths {longest}, and "
+            "longer ones would lose their beginning; give smaller ones or another model"
+        )
     for cache in caches:  # what cannot be used is refused before anything slow, bytes when the first token comes
-        use(*cache)
+        share = use(*cache)
         with torch.no_grad():
-            lm.patched(torch.tensor([[lm.prefix_token_id]], device=lm.device))
+            first = lm.patched(torch.tensor([[lm.prefix_token_id]], device=lm.device), use_cache=True)
+        if share is not None and share.bytes is not None:
+            assert_equal_bytes({name_of(*cache): first.past_key_values}, share.bytes)
     rows = []
     for place, cache in enumerate(caches, 1):
         row = done[cache]
@@ -175,57 +178,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     return rows
 
 
-def _listed(what: str, text: str) -> list[str]:
-    """`a,b` as ["a", "b"], each once. Raises FastKVError for none."""
-    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not found:
-        raise FastKVError(f"{what} must name at least one, got none")
-    return found
-
-
-def _first_line(error: Exception) -> str:
-    """What an exception says first, to stand inside a sentence."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
-
-
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What results must share to stand in one table."""
     names = ("model", "tasks", "equal", "mode", "prefill_block", "evict_every", "correction", "limit", "num_fewshot")
-    return {name: getattr(options, name) for name in (*names, "batch_size", "seed", "model_args")}
-
-
-def load_tasks(tasks: list[str], options: argparse.Namespace) -> Any:
-    """The harness's task manager, after all tasks were loaded once.
-
-    Raises: FastKVError for a task that does not exist or whose dataset cannot be read; it says how to use a copy.
-    """
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(
-        include_path=options.include_path,
-        # Indexing the thousands of tasks that come with the harness takes a while, and files need no index.
-        include_defaults=not all(Path(task).is_file() for task in tasks),
-        metadata={"pretrained": str(demo.MODEL_DIR) if options.model == DEMO else options.model, "seed": options.seed},
-    )
-    for task in tasks:
-        try:
-            manager.load([task])
-        except KeyError as error:
-            raise FastKVError(
-                f"lm-evaluation-harness knows no task {task!r}; lm-eval ls tasks lists what it knows, --include-path "
-                "adds your own"
-            ) from error
-        except (OSError, ValueError) as error:  # what `datasets` raises without a connection, a file or a configuration
-            entry = manager.task_index.get(task)
-            config = (entry.cfg if entry is not None else None) or {}
-            dataset = config.get("dataset_path") or "its dataset"
-            source = entry.yaml_path if entry is not None else task
-            raise FastKVError(
-                f"task {task} cannot load {dataset} ({_first_line(error)}); copy the dataset to this machine, write a "
-                f"file my.yaml with the lines 'include: {source}', 'task: my_{Path(task).stem}' and "
-                "'dataset_path: FOLDER', and run --tasks my.yaml"
-            ) from error
-    return manager
+    shares = ("sinks", "recent", "layers", "heads", "metadata")
+    return {name: getattr(options, name) for name in (*names, *shares, "batch_size", "seed", "model_args")}
 
 
 def evaluate(

@@ -100,7 +100,10 @@ def fastkv_attention(
 
     if fastkv_layer is None:
         return stock()
-    valid = valid_tokens(attention_mask, key.shape[0], key.shape[2], key.device)
     output = output_projection(module, value.shape[-1]) if fastkv_layer.plan.needs("output") else None
-    out = fastkv_layer.attend(query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2), output)
+    if fastkv_layer.decodes(query.shape[2]):
+        out = fastkv_layer.decode(query, key, value, scale, softcap, output)
+    else:
+        valid = valid_tokens(attention_mask, key.shape[0], key.shape[2], key.device)
+        out = fastkv_layer.attend(query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2), output)
     return out.transpose(1, 2), None

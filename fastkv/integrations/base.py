@@ -19,7 +19,7 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backend import check_backend
-from ..cache import FastKVLayer, Shared, build_layers
+from ..cache import FastKVLayer, Shared, build_layers, is_static
 from ..errors import FastKVError
 from ..plan import Plan
 from ..rotary import Rotary
@@ -102,6 +102,7 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
             f"{type(model).__name__} has no full-attention layer to compress, all {len(layers)} use a sliding window; "
             "its cache is bounded already"
         )
+    is_static(model, plan.static)
     plan.budget.check_layers(len(full))
     plan.policy.check([text.num_key_value_heads] * text.num_hidden_layers)
     if plan.undoes_rotation:
@@ -157,6 +158,7 @@ def attach(model: Module, modules: list[Module], plan: Plan) -> None:
         model.register_forward_pre_hook(generation.announce_logits, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         _override(model, "_prepare_cache_for_generation", generation.prepare_cache)
+        _override(model, "create_masks_for_generate", generation.masks_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, generation.refuse_continuous_batching)

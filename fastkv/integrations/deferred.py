@@ -22,7 +22,7 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Tensor | None],
         given: input_ids, attention_mask, position_ids, inputs_embeds.  kwargs: further arguments of the forward.
     """
     plan = cache.plan
-    layers = [layer for layer in cache.layers if isinstance(layer, FastKVLayer)]
+    layers = cache.compressed
     for layer in layers:
         layer.deferring = True
     ids, mask = given["input_ids"], given["attention_mask"]
@@ -79,4 +79,6 @@ def share_to_keep(base: Any, plan: Plan, hidden: Tensor, ids: Tensor, mask: Tens
         return 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
     nll = context_nll(hidden, ids, base._fastkv_head, softcap, mask)
-    return float(plan.curve.keep(plan.budget.quality, nll).max())
+    shares = plan.curve.keep(plan.budget.quality, nll)
+    known = shares[~shares.isnan()]  # a row that is not a number asks for nothing
+    return float(known.max()) if len(known) else 1.0

@@ -12,8 +12,9 @@ from packaging.version import Version
 from torch import Tensor
 from torch.nn import Module
 from transformers.cache_utils import Cache
+from transformers.masking_utils import create_masks_for_generate
 
-from ..cache import FastKVCache, FastKVLayer
+from ..cache import FastKVCache
 from ..errors import FastKVError
 from .deferred import read_in_full
 
@@ -41,9 +42,10 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
             f"cache_implementation={wanted!r} conflicts with a patched model, which brings its own cache; leave it out "
             "or call fastkv.unpatch(model) first"
         )
-    cache = FastKVCache(self)
     mode = args[0] if args else kwargs.get("generation_mode")
-    if "assisted" in str(mode).lower():
+    assisted = "assisted" in str(mode).lower()
+    cache = FastKVCache(self, static=False if assisted else None)  # the host has to count what is rolled back
+    if assisted:
         if cache.plan.deferred:
             raise FastKVError(
                 "assisted decoding may take back part of the prompt, which KVzip and Budget(quality=...) compress at "
@@ -58,6 +60,18 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
                 "layers can roll back; update it or decode without an assistant"
             )
     model_kwargs["past_key_values"] = cache
+    return None
+
+
+def masks_for_generate(self: Any, **given: Any) -> Any:
+    """`generate` prepares masks outside the compiled step here; a compressed cache makes its own in the forward."""
+    cache = given["past_key_values"]
+    if not isinstance(cache, FastKVCache):
+        return getattr(type(self), "create_masks_for_generate", create_masks_for_generate)(**given)
+    if not cache.decodes(given["inputs_embeds"].shape[1]):
+        return given["attention_mask"]
+    if not cache.rolled:
+        cache.roll(given["attention_mask"])
     return None
 
 
@@ -84,35 +98,62 @@ def forward_in_blocks(
 
     `fastkv_rows` (from `announce_logits`) bounds the rows of hidden states that are kept; None keeps all of them.
     """
-    plan = self._fastkv_plan
     wants_cache = self.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     if past_key_values is None and wants_cache and not self.training:
         past_key_values = FastKVCache(self)
-    given = {
+    given: dict[str, Any] = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
         "inputs_embeds": inputs_embeds,
     }
-    call = functools.partial(self._fastkv_stock_forward, past_key_values=past_key_values, use_cache=use_cache)
+    kwargs["use_cache"] = use_cache
     tokens = input_ids if input_ids is not None else inputs_embeds
     if not isinstance(past_key_values, FastKVCache) or tokens is None:
-        return call(**given, **kwargs)
+        return self._fastkv_stock_forward(**given, past_key_values=past_key_values, **kwargs)
     if kwargs.get("output_attentions"):
         warnings.warn("layers with a compressed cache return no attention weights", stacklevel=2)
-    total = tokens.shape[1]
-    compressed = [layer for layer in past_key_values.layers if isinstance(layer, FastKVLayer)]
+    cache, total, padding = past_key_values, tokens.shape[1], None
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        padding = attention_mask
+    if cache.plan.undoes_rotation and position_ids is None and padding is not None:
+        # What is stored are positions among real tokens; the rotary embedding has to use the same.
+        given["position_ids"] = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
+    if cache.decodes(total):
+        given["attention_mask"] = step_mask(self, cache, tokens, attention_mask, padding)
+        return self._fastkv_stock_forward(**given, past_key_values=cache, **kwargs)
+    cache.unroll()
+    out = read_prompt(self, cache, given, total, fastkv_rows, kwargs)
+    if cache.is_compileable:
+        cache.roll(padding)
+    return out
+
+
+def step_mask(base: Any, cache: FastKVCache, tokens: Tensor, mask: Any, padding: Tensor | None) -> Any:
+    """The mask for one decoded token of every row, which is no padding; `mask` where transformers is to make it."""
+    # Compressed layers need none; one that is prepared spares transformers making it.
+    ones = tokens.new_ones(len(tokens), 1, 1, 1, dtype=torch.bool)
+    if cache.fully_compressed:
+        return ones
+    if not cache.windows:
+        return mask
+    if not cache.rolled:
+        cache.roll(padding)
+    eager = base.config._attn_implementation in (None, "eager")
+    return {"full_attention": ones, "sliding_attention": cache.window_mask(eager)}
+
+
+def read_prompt(
+    base: Any, cache: FastKVCache, given: dict[str, Any], total: int, rows: int | None, kwargs: dict[str, Any]
+) -> Any:
+    """Forward of the base model over `total` tokens, in blocks if the plan says so; arguments as in its callers."""
+    plan, compressed = cache.plan, cache.compressed
     for layer in compressed:
         layer.expected = total
-    mask = kwargs["attention_mask"] if "attention_mask" in kwargs else attention_mask
-    if plan.undoes_rotation and position_ids is None and isinstance(mask, Tensor) and mask.ndim == 2:
-        # What is stored are positions among real tokens; the rotary embedding has to use the same.
-        given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
-    if plan.deferred and past_key_values.get_seq_length() == 0:
-        return read_in_full(self, past_key_values, given, {"use_cache": use_cache, **kwargs})
-    if total == 1 and past_key_values.fully_compressed and isinstance(mask, Tensor) and mask.ndim == 2:
-        given["attention_mask"] = None  # a decoded token is never padding
-    block = plan.prefill_block
+    if plan.deferred and not compressed[0].started:
+        return read_in_full(base, cache, given, kwargs)
+    call = functools.partial(base._fastkv_stock_forward, past_key_values=cache)
+    block, mask = plan.prefill_block, given["attention_mask"]
     if total == 1 or block is None or total <= block or kwargs.get("pixel_values") is not None:
         return call(**given, **kwargs)
     if isinstance(mask, dict) or (mask is not None and mask.ndim != 2):
@@ -132,8 +173,8 @@ def forward_in_blocks(
             past = token_types.shape[1] - total
             kwargs["token_type_ids"] = token_types[:, start:end] if past == 0 else token_types[:, : past + end]
         outputs.append(call(**_block(given, start, end, total), **kwargs))
-        if fastkv_rows is not None:
-            while sum(o.last_hidden_state.shape[1] for o in outputs[1:]) >= fastkv_rows:
+        if rows is not None:
+            while sum(o.last_hidden_state.shape[1] for o in outputs[1:]) >= rows:
                 outputs.pop(0)
     return _join(outputs)
 

@@ -109,6 +109,8 @@ def _orthonormal_row_norms(rows: Tensor, method: str) -> Tensor:
         factor = torch.linalg.cholesky_ex(gram, check_errors=False).L
         basis = torch.linalg.solve_triangular(factor, wide.transpose(-1, -2), upper=False)
         return basis.square().sum(-2).to(rows.dtype)
+    finite = rows.isfinite().all(-1).all(-1)[..., None]
+    rows = torch.where(finite[..., None], rows, 0)  # these two refuse a whole batch for one NaN in it
     if method == "qr":
         # Without pivoting Q spans more than the columns if they are dependent; the small R says which part counts.
         basis, corner = torch.linalg.qr(rows)
@@ -117,7 +119,8 @@ def _orthonormal_row_norms(rows: Tensor, method: str) -> Tensor:
     else:
         basis, size, _ = torch.linalg.svd(rows, full_matrices=False)
     least = size.amax(-1, keepdim=True) * (torch.finfo(rows.dtype).eps * max(rows.shape[-2:]))
-    return torch.where((size > least)[..., None, :], basis, 0).square().sum(-1)
+    score = torch.where((size > least)[..., None, :], basis, 0).square().sum(-1)
+    return torch.where(finite, score, torch.nan)
 
 
 def leverage_scores(

@@ -1,0 +1,136 @@
+"""A whole decode step as CUDA graphs, for loops that serve a model without `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .cache import FastKVCache
+from .errors import FastKVError
+from .shared import Phase
+
+WARM_UP = 3  # steps before a capture, in which kernels are compiled and chosen
+
+
+def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> DecodeStep:
+    """Capture the decode step of a patched model as CUDA graphs: one, and one for the steps that evict.
+
+    A cache that has read a prompt goes on from there. An empty one gets its slots now, so that one step serves all
+    prompts that are read into it, with `reset()` between them. On a CPU, which has no graphs, the same calls run the
+    model itself, so that a serving loop can be tried there.
+
+    Args: model: patched.  cache: one of its caches, with `static=True` where that is not the default.
+    Raises: FastKVError if the cache is not static, holds another number of sequences, or is empty and its size depends
+        on the prompt.
+    """
+    if not isinstance(cache, FastKVCache):
+        raise FastKVError(f"capture_decode needs a FastKVCache, got {type(cache).__name__}; make one of the model")
+    if not cache.is_compileable:
+        raise FastKVError(
+            "capture_decode needs a cache that stays where it is, got one that does not; patch with static=True or "
+            "make a FastKVCache(model, static=True)"
+        )
+    plan, first = cache.plan, cache.compressed[0]
+    if first.started and first.batch_size != batch_size:
+        raise FastKVError(f"the cache holds {first.batch_size} sequences, got batch_size={batch_size}; they must agree")
+    if not first.started and (plan.budget.follows_prompt or plan.deferred):
+        raise FastKVError("the size of this cache depends on its prompt, got an empty cache; read the prompt first")
+    return DecodeStep(model, cache, batch_size)
+
+
+class DecodeStep:
+    """One more token for every sequence of a cache, as made by `capture_decode`.
+
+    Calling it with tokens [B, 1] int64 returns logits [B, vocabulary] in a buffer that a later call overwrites. Tokens
+    take the true positions in their sequences, padding not counted, as in `generate`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Module, cache: FastKVCache, batch_size: int) -> None:
+        self.model, self.cache = model, cache
+        device = next(model.parameters()).device
+        self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        empty = not cache.compressed[0].started
+        if empty:
+            model(self.tokens.expand(-1, 2), past_key_values=cache)
+        shared = cache.shared
+        changed = [tensor for layer in cache.layers for tensor in layer.changed()]
+        self.start, self.saved = shared.phase, [(tensor, tensor.clone()) for tensor in changed]
+        self.replay: dict[bool, Callable[[], Tensor]] = {}
+        for link in (shared.first, shared.last):
+            self.replay[link.next.evicts] = self._captured(link) if device.type == "cuda" else self._run
+        self._restore()
+        del self.saved
+        self.place = self._place()
+        if empty:
+            cache.reset()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Raises FastKVError if tokens are of another shape, the cache is empty, or its state has moved."""
+        if tokens.shape != self.tokens.shape:
+            raise FastKVError(
+                f"this step takes tokens {list(self.tokens.shape)}, got {list(tokens.shape)}; capture one for every "
+                "batch size"
+            )
+        if not self.cache.compressed[0].started:
+            raise FastKVError("a decode step needs a past, got an empty cache; read a prompt first")
+        if self._place() != self.place:
+            raise FastKVError(
+                "the cache has moved since this step was captured: its batch changed or its heads traded slots; call "
+                "fastkv.capture_decode again"
+            )
+        self.tokens.copy_(tokens)
+        shared = self.cache.shared
+        following = shared.phase.next
+        logits = self.replay[following.evicts]()
+        shared.phase = following
+        for layer in self.cache.compressed:
+            assert layer.state is not None
+            layer.state.fill()
+        return logits
+
+    @torch.no_grad()
+    def _run(self) -> Tensor:
+        """The step itself, logits [B, vocabulary]."""
+        state = self.cache.compressed[0].state
+        assert state is not None
+        positions = state.seen[:, None].clone()  # the forward counts on
+        out: Any = self.model(input_ids=self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        return out.logits[:, -1]
+
+    def _captured(self, link: Phase) -> Callable[[], Tensor]:
+        """The graph of the step after `link`."""
+        shared, graph = self.cache.shared, torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._restore()
+                shared.phase = link
+                self._run()
+            self._restore()
+        torch.cuda.current_stream().wait_stream(side)
+        shared.phase = link
+        with torch.cuda.graph(graph):
+            logits = self._run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+    def _restore(self) -> None:
+        """As before the first step."""
+        for tensor, was in self.saved:
+            tensor.copy_(was)
+        self.cache.shared.phase = self.start
+
+    def _place(self) -> list[tuple[int, int]]:
+        """Where the slots are, and how many a head may have: what the graphs were captured with."""
+        states = [layer.state for layer in self.cache.compressed]
+        return [(state.exact.keys.data_ptr(), state.exact.limit) for state in states if state is not None]

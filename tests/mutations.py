@@ -1,0 +1,496 @@
+"""Seeded bugs, and whether the tests that should notice them do: `python -m tests.mutations`.
+
+Each bug is one replacement in a temporary copy of the package; the working tree is never touched. The named tests first
+run on the unchanged copy, because a test that fails anyway notices nothing. Exits with 1 if a bug survives or the text
+that it replaces is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("fastkv", "tests", "perf", "pyproject.toml", "README.md")
+SECONDS = 600
+# The first failing case is enough, nobody reads the smallest. This file is also the plugin that brings the profile.
+settings.register_profile("mutations", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+OPTIONS = ("-x", "-q", "-o", "timeout=0", "--no-header", "-p", "tests.mutations", "--hypothesis-profile=mutations")
+
+# Every run is forked from a process that has imported the slow packages, none of which the bugs are in.
+PROCESSES = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch", "torch._dynamo", "hypothesis.stateful", "pytest", "transformers", "transformers.modeling_utils"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A bug: `original`, which occurs once in fastkv/`file`, becomes `replacement`; `tests` should fail."""
+
+    what: str
+    file: str
+    original: str
+    replacement: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> str:
+        """Change the file under `root`; returns its text before. ValueError unless the original is there once."""
+        path = root / "fastkv" / self.file
+        text = path.read_text()
+        if text.count(self.original) != 1:
+            raise ValueError(f"fastkv/{self.file} has {text.count(self.original)} times {self.original!r}")
+        path.write_text(text.replace(self.original, self.replacement))
+        return text
+
+
+def bug(what: str, file: str, original: str, replacement: str, *tests: str) -> Mutation:
+    return Mutation(what, file, original, replacement, tuple(f"tests/test_{test}" for test in tests))
+
+
+MERGING = "properties.py::test_merging_is_counting_together"
+DECODING = "properties.py::test_decoding_is_softmax_over_all_tokens"
+BLOCK = "properties.py::test_a_block_is_softmax_over_its_past"
+SELECT = "properties.py::test_select_keeps_the_best"
+KEEP = "properties.py::test_a_layer_keeps_the_best"
+COMPACT = "properties.py::test_compact_conserves_every_token"
+EVICT = "properties.py::test_evict_conserves_every_token"
+SHARES = "properties.py::test_layers_share_the_budget_exactly"
+BYTES = "properties.py::test_bytes_are_never_exceeded"
+CACHE = "cache_operations.py"
+SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
+ATTENTION = "policies_attention.py"
+
+MUTATIONS = [
+    # The specification.
+    bug(
+        "Chan's weight is n_b n_b / n",
+        "reference/moments.py",
+        "weight = self.count.to(",
+        "weight = other.count.to(",
+        MERGING,
+    ),
+    bug(
+        "the merged mean is weighted by the wrong set",
+        "reference/moments.py",
+        "share = (other.count",
+        "share = (self.count",
+        MERGING,
+    ),
+    bug(
+        "the mass of the evicted forgets their number",
+        "reference/moments.py",
+        "count.log() + logit",
+        "logit",
+        DECODING,
+    ),
+    bug(
+        "the slope of a capped logit is 1 - tanh",
+        "reference/moments.py",
+        "1 - bent * bent",
+        "1 - bent",
+        DECODING,
+    ),
+    bug(
+        "the residual adds the linear part",
+        "reference/moments.py",
+        "residual - keys.to(dtype) @ slope",
+        "residual + keys.to(dtype) @ slope",
+        "reference_moments.py",
+    ),
+    bug(
+        "a query does not see its own token",
+        "reference/attention.py",
+        "causal = index[:end] <= index",
+        "causal = index[:end] < index",
+        BLOCK,
+    ),
+    bug(
+        "attention received is not shared with the evicted",
+        "reference/attention.py",
+        "(probs[:, :, :, 0] * share).mean(2)",
+        "probs[:, :, :, 0].mean(2)",
+        DECODING,
+    ),
+    bug(
+        "a full head stores into the next head's slot",
+        "reference/attention.py",
+        "free = slot < starts[:, 1:]",
+        "free = slot <= starts[:, 1:]",
+        "ragged_ops.py::test_a_full_head_stores_nothing",
+    ),
+    bug(
+        "equal scores go to the higher position",
+        "reference/selection.py",
+        "(descending << 30) + positions)",
+        "(descending << 30) - positions)",
+        SELECT,
+    ),
+    bug(
+        "one recent token too few is protected",
+        "reference/selection.py",
+        "(positions >= seen[:, None, None] - recent)",
+        "(positions > seen[:, None, None] - recent)",
+        KEEP,
+    ),
+    bug(
+        "padding enters the moments",
+        "reference/selection.py",
+        "evicted = valid & ~selection.kept",
+        "evicted = ~selection.kept",
+        COMPACT,
+    ),
+    bug(
+        "unequal heads keep one token too many",
+        "reference/selection.py",
+        "tokens = (starts.diff() - drop)",
+        "tokens = (starts.diff() - drop + 1)",
+        EVICT,
+    ),
+    bug(
+        "the anchor of keydiff counts empty slots",
+        "reference/scores.py",
+        "count = real.sum(-1).clamp(min=1)[..., None]",
+        "count = real.shape[-1]",
+        "properties.py::test_keydiff_of_some_slots_is_that_of_their_tokens",
+    ),
+    bug(
+        "knorm keeps long keys",
+        "reference/scores.py",
+        "return -torch.linalg.vector_norm(keys",
+        "return torch.linalg.vector_norm(keys",
+        "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
+        SEQUENCES,
+    ),
+    bug(
+        "keys are turned on instead of back",
+        "rotary.py",
+        "[first * cos + second * sin, second * cos - first * sin]",
+        "[first * cos - second * sin, second * cos + first * sin]",
+        "policies_geometry.py::test_keys_of_llama_are_unrotated",
+    ),
+    # Choosing and storing.
+    bug("every head keeps three tenths", "select.py", "FLOOR = 0.2", "FLOOR = 0.3", KEEP),
+    bug(
+        "a policy's recent share is rounded down",
+        "select.py",
+        "math.ceil(policy.recent_share",
+        "math.floor(policy.recent_share",
+        KEEP,
+    ),
+    bug(
+        "heads compete for one head's tokens",
+        "select.py",
+        "flat(first), heads * tokens,",
+        "flat(first), tokens,",
+        KEEP,
+    ),
+    bug(
+        "between heads, equal scores go to the lower head first",
+        "select.py",
+        "place = positions * heads + torch.arange(heads, dtype=torch.int32, device=scores.device)[:, None]",
+        "place = positions + 1024 * torch.arange(heads, dtype=torch.int32, device=scores.device)[:, None]",
+        KEEP,
+    ),
+    bug(
+        "slots that heads did not win are lost",
+        "store.py",
+        "capacities = counts + left + ",
+        "capacities = counts + ",
+        SEQUENCES,
+    ),
+    bug(
+        "what was remembered goes to another slot",
+        "store.py",
+        "signals.memory.gather(-1, order).gather(-1, place)",
+        "signals.memory.gather(-1, place)",
+        f"{SEQUENCES}[remembering-uniform-none-5+3]",
+    ),
+    bug(
+        "reset forgets to deal out the slots",
+        "state.py",
+        "self.exact.deal([tokens + self.layout.spare for tokens in self.layout.tokens])",
+        "pass",
+        SEQUENCES,
+    ),
+    bug(
+        "values stay where the map errs least",
+        "tiers.py",
+        "torch.where(without, -1.0, errors)",
+        "torch.where(without, -1.0, 1 / (1 + errors))",
+        "vector_cache.py::test_values_go_where_the_map_errs_least",
+    ),
+    # Time.
+    bug(
+        "positions of a block are one too high",
+        "prefill.py",
+        "valid.cumsum(-1) - 1)",
+        "valid.cumsum(-1))",
+        SEQUENCES,
+    ),
+    bug("padding is counted as seen", "prefill.py", "state.seen += valid.sum(-1)", "state.seen += num", SEQUENCES),
+    bug(
+        "queries of padding observe",
+        "prefill.py",
+        "query_valid=query_valid,",
+        "query_valid=torch.ones_like(query_valid),",
+        "bounds.py::test_a_padded_row_is_the_row_alone",
+    ),
+    bug(
+        "recent tokens are unprotected while decoding",
+        "decode.py",
+        "        recent_tokens(rule),\n",
+        "        0,\n",
+        SEQUENCES,
+    ),
+    bug(
+        "attention received is summed, not averaged, over the queries",
+        "decode.py",
+        "joined(*received) / queries",
+        "joined(*received)",
+        f"{CACHE}::test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token",
+    ),
+    # Budgets and plans.
+    bug(
+        "bytes forget what a layer costs apart from tokens",
+        "budget.py",
+        "(self.bytes / num_layers - cost.fixed)",
+        "(self.bytes / num_layers)",
+        BYTES,
+    ),
+    bug("a share of the prompt is rounded down", "budget.py", "math.ceil(self.keep", "math.floor(self.keep", SHARES),
+    bug(
+        "the last layer of a pyramid gets a tenth",
+        "budget.py",
+        "PYRAMID_BETA = 20.0",
+        "PYRAMID_BETA = 10.0",
+        SHARES,
+    ),
+    bug(
+        "moments are no more than the policy's score needs",
+        "plan.py",
+        "return max(orders, default=None)",
+        "return min(orders, default=None)",
+        "policy_matrix.py::test_every_correction_conserves",
+    ),
+    # The cache.
+    bug(
+        "beams keep their old past",
+        "layer.py",
+        "t.index_select(0, beam_idx.to(t.device))",
+        "t.index_select(0, beam_idx.to(t.device).sort().values)",
+        SEQUENCES,
+    ),
+    bug(
+        "repeated rows are interleaved wrongly",
+        "layer.py",
+        "t.repeat_interleave(repeats, 0)",
+        "torch.cat([t] * repeats)",
+        SEQUENCES,
+    ),
+    bug(
+        "a roll-back drops the first tokens",
+        "layer.py",
+        "kept = slice(0, num - drop)",
+        "kept = slice(drop, num)",
+        SEQUENCES,
+    ),
+    bug(
+        "a clone shares the state",
+        "cache.py",
+        "copy.deepcopy(layer.state, {id(layer.state.scratch): []})",
+        "copy.copy(layer.state)",
+        SEQUENCES,
+    ),
+    bug(
+        "the digest of a file is not compared",
+        "saved.py",
+        "digest == _digest(words, file.tensors) and",
+        "bool(digest) and",
+        "saved.py::test_any_flipped_bit_is_noticed",
+    ),
+    bug(
+        "lengths beyond the slots are accepted",
+        "saved.py",
+        "((lengths < 0) | (lengths > rooms)).any()",
+        "(lengths < 0).any()",
+        f"{CACHE}::test_a_file_with_more_tokens_than_a_head_has_room_for_is_refused",
+    ),
+    # Policies.
+    bug(
+        "h2o adds means instead of sums",
+        "policies/h2o.py",
+        "signals.attention * signals.queried",
+        "signals.attention",
+        f"{ATTENTION}::test_h2o_in_blocks_equals_the_column_sums_of_the_whole_matrix",
+    ),
+    bug(
+        "tova averages slots instead of tokens",
+        "policies/tova.py",
+        "weights = signals.attention.gather(-1, order)",
+        "weights = signals.attention",
+        f"{ATTENTION}::test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each",
+        f"{ATTENTION}::test_rows_padding_and_order_of_slots_do_not_matter",
+    ),
+    bug(
+        "snapkv pools while decoding",
+        "policies/snapkv.py",
+        "if signals.decoding:",
+        "if False:",
+        "properties.py::test_snapkv_pools_prompts_only",
+    ),
+    bug(
+        "retrieval heads get a token more than the budget",
+        "policies/duoattention.py",
+        "(rank < left)",
+        "(rank <= left)",
+        f"{ATTENTION}::test_duoattention_shares_out_exactly_the_budget",
+    ),
+    bug(
+        "compactor blends what it does not scale",
+        "policies/compactor.py",
+        "self.blend * z_scores(leverage, signals.valid)",
+        "self.blend * leverage",
+        "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
+    ),
+    # transformers.
+    bug(
+        "the mask of a later block lacks the past",
+        "integrations/generation.py",
+        "mask[:, : mask.shape[1] - total + end]",
+        "mask[:, :end]",
+        f"{CACHE}::test_a_second_turn_in_blocks_keeps_the_mask_of_the_first",
+    ),
+    bug(
+        "every block starts at position 0",
+        "integrations/generation.py",
+        "positions[..., start:end]",
+        "positions[..., : end - start]",
+        "exact.py::test_budget_beyond_the_prompt_changes_nothing",
+    ),
+    bug(
+        "an additive mask makes every token real",
+        "integrations/attention.py",
+        "own > torch.finfo(own.dtype).min / 2",
+        "own < torch.inf",
+        "bounds.py::test_bound_and_conservation",
+    ),
+    bug(
+        "unpatch leaves a hook",
+        "integrations/base.py",
+        "if hook in hooks]",
+        "if hook in hooks[:1]]",
+        "exact.py::test_unpatch_restores_every_attribute",
+    ),
+]
+
+
+def run_pytest(root: Path, tests: Sequence[str], log: Path) -> None:
+    """In a process of its own, which has imported everything but the package and its tests: run tests under `root`."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("fastkv", "tests")]:
+        del sys.modules[name]
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = str(root)
+    sys.path.insert(0, str(root))
+    sys.dont_write_bytecode = True
+    with log.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    sys.exit(int(pytest.main([*OPTIONS, *tests])))
+
+
+def run_tests(root: Path, tests: Sequence[str], seconds: float = SECONDS) -> tuple[str, str]:
+    """("passed" | "failed" | "error", last words) of tests run on the package under `root`."""
+    log = root / "log.txt"
+    process = PROCESSES.Process(target=run_pytest, args=(root, tests, log))
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return "error", f"still running after {seconds} s"
+    text = log.read_text()
+    words = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if process.exitcode == 0:
+        return "passed", ""
+    return "failed" if process.exitcode == 1 else "error", words[0].split(" - ")[0] if words else text.strip()[-500:]
+
+
+def copies(number: int, directory: Path) -> queue.Queue[Path]:
+    """As many copies of what the tests need."""
+    made: queue.Queue[Path] = queue.Queue()
+    for index in range(number):
+        root = directory / str(index)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+            else:
+                shutil.copy(ROOT / name, root / name)
+        made.put(root)
+    return made
+
+
+def check(mutation: Mutation, free: queue.Queue[Path]) -> tuple[str, str, float]:
+    """What became of a bug: "caught", "SURVIVED" or "ERROR", by which test, after how many seconds."""
+    root, started = free.get(), time.monotonic()
+    try:
+        before = mutation.apply(root)
+        try:
+            outcome, words = run_tests(root, mutation.tests)
+        finally:
+            (root / "fastkv" / mutation.file).write_text(before)
+    except ValueError as error:
+        outcome, words = "error", str(error)
+    finally:
+        free.put(root)
+    verdict = {"failed": "caught", "passed": "SURVIVED"}.get(outcome, "ERROR")
+    words = words.removeprefix("FAILED tests/") if verdict == "caught" else words.replace("\n", " ")
+    return verdict, words, time.monotonic() - started
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=2, help="bugs tried at once (default 2)")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    parser.add_argument("--only", default="", help="bugs whose file or description contains this text")
+    options = parser.parse_args(arguments)
+    chosen = [one for one in MUTATIONS if options.only in f"{one.file} {one.what}"]
+    os.environ["TRITON_INTERPRET"] = "1"  # as in conftest, which comes too late where triton is imported already
+    PROCESSES.set_forkserver_preload(PRELOADED)
+    lines = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
+        free = copies(options.jobs, Path(directory))
+        tests = sorted({test for one in chosen for test in one.tests})
+        root = free.get()
+        unchanged = pool.submit(run_tests, root, tests, 10 * SECONDS)
+        unchanged.add_done_callback(lambda _: free.put(root))
+        caught = 0
+        for one, (verdict, words, seconds) in zip(chosen, pool.map(lambda one: check(one, free), chosen)):
+            caught += verdict == "caught"
+            say(f"{verdict:8}  {seconds:4.0f} s  {one.file:28}  {one.what:62}  {words}")
+        outcome, words = unchanged.result()
+    sound = "pass" if outcome == "passed" else f"do not pass: {words}"
+    say(f"{caught} of {len(chosen)} bugs caught; without a bug the tests {sound}")
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+    return int(caught < len(chosen) or outcome != "passed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Many turns on one cache: within the same bound as one prompt, nothing lost from the count, the first words kept."""
+
+import pytest
+import torch
+
+import fastkv
+
+from .models import build, compressed_layers, generate, policy, prompt
+from .test_batches import NAMES, POLICIES, distinct, held
+from .test_vector_cache import mapping
+
+TOKENS, EVERY, SYSTEM = 20, 4, 6
+CASES = [
+    *[(name, "uniform") for name in NAMES],
+    *[(name, "adaptive") for name in NAMES if POLICIES[name].adaptive],
+    *[(name, "vector") for name in ("momentkv", "keydiff", "h2o", "streaming")],
+]
+
+
+def patch(model, name, directory, mode="uniform", **options):
+    """Patch with a protected system prompt."""
+    if mode == "vector":
+        options |= {"correction": "vector+moments", "vector": mapping(model)}
+    heads = "adaptive" if mode == "adaptive" else "uniform"
+    budget = fastkv.Budget(tokens=TOKENS, sinks=SYSTEM, recent=3, heads=heads)
+    fastkv.patch(model, policy(name, directory), budget, evict_every=EVERY, **options)
+
+
+def bound(cache, layer):
+    """Tokens that the heads of a layer may hold together, those that wait for the next eviction included."""
+    layout = cache.layers[layer].state.layout
+    return sum(layout.tokens) + sum(layout.approx) + len(layout.tokens) * layout.spare
+
+
+def check(cache, seen):
+    """Every token is stored or counted, once; the bound holds; the system prompt and the last tokens are there."""
+    for layer in compressed_layers(cache):
+        stored = cache.stored(layer)
+        total = stored + cache.moments(layer).count
+        assert torch.equal(total, torch.full_like(total, seen))
+        assert int(stored.sum(-1).max()) <= bound(cache, layer)
+        for row in range(len(stored)):
+            for head, tiers in enumerate(held(cache, layer, row)):
+                kept = set().union(*tiers)
+                assert len(kept) == sum(map(len, tiers)) == int(stored[row, head])
+                assert {*range(min(SYSTEM, seen)), *range(max(seen - 3, 0), seen)} <= kept
+
+
+@pytest.mark.parametrize("name,mode", CASES)
+def test_many_turns_keep_the_system_prompt(name, mode, tmp_path):
+    """A system prompt, then turns of every length between one token and more than the budget."""
+    model = build()
+    patch(model, name, tmp_path, mode)
+    ids = torch.cat([prompt(2, 50, (0, 0), seed=seed)[0] for seed in (1, 2, 3)], 1)
+    cache, seen, slots = fastkv.FastKVCache(model), 0, None
+    for size in (SYSTEM, 2, 1, 1, 30, 1, 5, 1, 1, 1, 1, 1, 24, 2):
+        model(ids[:, seen : seen + size], past_key_values=cache, logits_to_keep=1)
+        seen += size
+        check(cache, seen)
+        slots = slots or [cache.slots(layer) for layer in range(4)]
+        assert [cache.slots(layer) for layer in range(4)] == slots, "turns do not grow the cache"
+    assert int(cache.moments(0).count.min()) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_64_short_turns_are_one_long_prompt(name, tmp_path):
+    """Three tokens a turn: as many stored, as many counted and as many bytes as if all had come at once."""
+    model = build()
+    ids = torch.cat([prompt(1, 50, (0,), seed=seed)[0] for seed in range(4)], 1)[:, :192]
+    patch(model, name, tmp_path)
+    turns = fastkv.FastKVCache(model)
+    for start in range(0, 192, 3):
+        model(ids[:, start : start + 3], past_key_values=turns, logits_to_keep=1)
+        seen = start + 3
+        assert torch.equal(turns.stored(1) + turns.moments(1).count, torch.full((1, 2), seen))
+        assert int(turns.stored(1).sum()) <= bound(turns, 1)
+    check(turns, 192)
+    for block in (None,) if POLICIES[name].rereads else (None, 16):
+        patch(model, name, tmp_path, prefill_block=block)
+        at_once = model(ids, logits_to_keep=1).past_key_values
+        check(at_once, 192)
+        for layer in range(4):
+            assert torch.equal(turns.stored(layer), at_once.stored(layer))
+            assert torch.equal(turns.moments(layer).count, at_once.moments(layer).count)
+            assert turns.slots(layer) == at_once.slots(layer)
+        assert turns.nbytes() == at_once.nbytes()
+
+
+def test_what_is_evicted_over_turns_is_what_the_moments_hold():
+    """The moments after 64 turns are those, in float64, of exactly the tokens that are not stored any more."""
+    model, _ = distinct()
+    ids = torch.cat([prompt(1, 50, (0,), seed=seed)[0] for seed in range(4)], 1)[:, :192]
+    stock = model(ids[:, :3]).past_key_values
+    for start in range(3, 192, 3):
+        model(ids[:, start : start + 3], past_key_values=stock)
+    fastkv.patch(model, "keydiff", fastkv.Budget(tokens=TOKENS, sinks=SYSTEM, recent=3), correction="moments")
+    cache = fastkv.FastKVCache(model)
+    for start in range(0, 192, 3):
+        model(ids[:, start : start + 3], past_key_values=cache)
+    for head, (kept,) in enumerate(held(cache, 0, 0)):
+        gone = sorted(set(range(192)) - kept)
+        keys, values = (one[0, head, gone].double() for one in (stock.layers[0].keys, stock.layers[0].values))
+        moments = cache.moments(0)
+        assert int(moments.count[0, head]) == len(gone) == 192 - TOKENS
+        torch.testing.assert_close(moments.key_mean[0, head].double(), keys.mean(0), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(moments.value_mean[0, head].double(), values.mean(0), atol=1e-5, rtol=1e-5)
+        cross = (keys - keys.mean(0)).T @ (values - values.mean(0))
+        torch.testing.assert_close(moments.cross[0, head].double(), cross, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_conversation_through_generate(name, block):
+    """Question and answer in turn, batched: each row goes on as it does alone, within the bound."""
+    model = build(name)
+    fastkv.patch(model, "momentkv", fastkv.Budget(tokens=TOKENS, sinks=SYSTEM, recent=3), prefill_block=block)
+    questions = [prompt(2, size, (0, 0), seed=size)[0] for size in (19, 3, 30)]
+
+    def talk(rows):
+        cache, text = fastkv.FastKVCache(model), torch.empty(len(questions[0][rows]), 0, dtype=torch.long)
+        for question in questions:
+            text = torch.cat([text, question[rows]], 1)
+            text = generate(model, text, torch.ones_like(text), new=6, past_key_values=cache)
+            check(cache, text.shape[1] - 1)
+        return text
+
+    together = talk(slice(0, 2))
+    assert together.shape[1] == 19 + 3 + 30 + 3 * 6
+    for row in range(2):
+        assert torch.equal(talk(slice(row, row + 1))[0], together[row])
+
+
+def test_a_wide_budget_makes_turns_one_text():
+    """With room for everything, 20 turns give the logits of the text read at once by the stock model."""
+    model = build()
+    ids, _ = prompt(2, 60, (0, 0))
+    expected = model(ids).logits
+    fastkv.patch(model, budget=100)
+    cache = fastkv.FastKVCache(model)
+    parts = [model(ids[:, start : start + 3], past_key_values=cache).logits for start in range(0, 60, 3)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=0)

@@ -1,0 +1,131 @@
+"""`fastkv needles`: the grid of every cache, at equal bytes, kept and resumed; refusals in one sentence."""
+
+import argparse
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+import fastkv
+from fastkv import FastKVError
+from fastkv.cli import build_parser
+from fastkv.demo import MODEL_DIR, load
+from fastkv.evaluation import needles, needles_run
+from fastkv.evaluation.needles import Grid
+from fastkv.evaluation.needles_run import Row, table_of
+
+from .test_ruler import toy_bpe
+
+QUICK = ("--lengths", "160,320", "--depths", "0,1", "--samples", "2", "--budget", "128")
+
+
+def asked(*arguments):
+    """Rows and what was printed."""
+    options = build_parser().parse_args(["needles", *map(str, arguments)])
+    told = io.StringIO()
+    return needles_run.run(options, Console(file=told, width=100)), told.getvalue()
+
+
+def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
+    command = (*QUICK, "--policy", "streaming,keydiff", "--out", tmp_path)
+    rows, told = asked(*command)
+    assert [(row.policy, row.budget) for row in rows] == [("full", ""), ("streaming", "128"), ("keydiff", "128")]
+    full, streaming, keydiff = rows
+    assert full.found.accuracy == ((1.0, 1.0), (1.0, 1.0))
+    # 4 sinks and the last 124 tokens hold the first words of a text and what stands right before the question.
+    assert streaming.found.accuracy == ((0.0, 0.0), (1.0, 1.0)) and keydiff.found.accuracy[0][0] == 1.0
+    assert "streaming" in told and "50%" in told and str(tmp_path) in told.replace("\n", "")
+
+    model, tokenizer = load()
+    with fastkv.patched(model, "streaming", fastkv.Budget(tokens=128)):
+        by_hand = needles.grid(model, tokenizer, (160, 320), (0.0, 1.0), 2, task="facts")
+    assert streaming.found == by_hand
+    config = model.config
+    words = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert full.nbytes == words * 319, "all but the last word of the answer"
+    assert streaming.nbytes == keydiff.nbytes < full.nbytes
+
+    for name in ("full", "streaming-128", "keydiff-128"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        assert Grid.of(record["found"]) == next(row.found for row in rows if row.policy == record["policy"])
+        assert record["settings"]["task"] == "facts"
+
+    (tmp_path / "keydiff-128.json").unlink()
+    measured, before = [], needles_run.measured
+    monkeypatch.setattr(needles_run, "measured", lambda *args: measured.append(args[3]) or before(*args))
+    again, _ = asked(*command)
+    assert measured == [("keydiff", "128")] and again == rows
+    with pytest.raises(FastKVError, match=r"was written with samples 2, this run has 3; choose another --out"):
+        asked(*command, "--samples", 3)
+
+
+def test_the_haystack_can_be_a_folder_and_the_shares_the_users(tmp_path):
+    """A model with a vocabulary of pieces; shares of layers go into the cache and bytes stay equal."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = toy_bpe()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=400, **sizes, max_position_embeddings=900)).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    (tmp_path / "hay").mkdir()
+    (tmp_path / "hay" / "one.txt").write_text("The hay is dry. The barn is full. Nobody looks for needles here.")
+    read, answer = [], needles.answer
+
+    def keep(model, tokenizer, sample):
+        read.append((sample, fastkv.FastKVCache(model).plan.budget if "_fastkv_plan" in vars(model) else None))
+        return answer(model, tokenizer, sample)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(needles, "answer", keep)
+        arguments = ("--haystack", tmp_path / "hay", "--layers", "3,2", "--sinks", 2, "--recent", 9)
+        shown = ("--lengths", "640", "--depths", "0.5", "--samples", 1, "--policies", "momentkv,knorm")
+        asked("--model", tmp_path / "m", *shown, *arguments, "--budgets", 90, "--out", tmp_path / "out")
+    assert len(read) == 3 and len({sample.prompt for sample, _ in read}) == 1
+    sample = read[0][0]
+    assert sample.task == "niah_single_2" and "Nobody looks for needles here." in sample.context
+    budgets = [budget for _, budget in read[1:]]
+    assert all((budget.sinks, budget.recent, budget.layers) == (2, 9, (3.0, 2.0)) for budget in budgets)
+    assert budgets[0].bytes == budgets[1].bytes is not None
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--task", "niah_single_2", "--lengths", "400"], r"demo does not know \d+% of the words of n.*--task facts"),
+        (["--haystack", "x"], "facts has no text"),
+        (["--lengths", "50"], "at least 96"),
+        (["--lengths", "9000"], "at most 8192 tokens for demo, got 9000"),
+        (["--depths", "1.5"], "from 0 to 1, got 1.5"),
+        (["--depths", ","], "at least one length, one depth and one sample"),
+        (["--samples", "0"], "at least one length, one depth and one sample"),
+        (["--policies", "nonsense"], "unknown policy 'nonsense'"),
+        (["--budgets", "8"], "smaller than sinks"),
+        (["--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
+        (["--layers", "many"], "layers must be uniform, pyramid, or a weight for each layer"),
+        (["--correction", "some"], "correction must be one of"),
+        (["--model", str(MODEL_DIR.parent)], "cannot load a model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(needles_run, "measured", None)
+    with pytest.raises(FastKVError, match=message):
+        asked(*QUICK, "--out", tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_has_means_over_depths():
+    found = Grid("facts", (10, 20), (0.0, 1.0), 4, 0, ((0.5, 0.25), (1.0, 0.25)))
+    told = io.StringIO()
+    Console(file=told, width=80).print(table_of([Row("keydiff", "64", 2048, found)]))
+    assert told.getvalue().splitlines()[-1].split() == ["keydiff", "64", "2", "50%", "75%", "25%"]
+
+
+def test_what_is_no_number_is_a_mistake_on_the_command_line(capsys):
+    parser = argparse.ArgumentParser()
+    needles_run.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--lengths", "ten"])
+    assert "expected numbers separated by commas, got 'ten'" in capsys.readouterr().err

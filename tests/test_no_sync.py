@@ -1,0 +1,89 @@
+"""A decode step never waits for the device and never feeds it from the host.
+
+Checked without an accelerator: the step runs on tensors that have a device, meta, but no data. Whatever would wait for
+a value (item, nonzero, boolean indexing, a branch) has none to wait for and raises, and copies between host and device
+are seen as such. What the operators do inside is Triton on an accelerator and is checked there (perf/gpu_checks).
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fastkv
+
+from .models import build, compressed_layers, policy, prompt
+from .test_vector_cache import mapping
+
+EVERY = 3
+
+
+class Crossings(TorchDispatchMode):
+    """Collects operations that have tensors on more than one device; numbers in tensors without dimensions are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.ndim]
+        if len({t.device.type for t in tensors}) > 1:
+            self.found.append(str(func))
+        return out
+
+
+def to_device_without_data(model, cache):
+    """The model and the states of its cache, moved."""
+    model.to("meta")
+    for table in list(cache.shared.tables.values()):
+        cache.shared.tables[torch.device("meta")] = tuple(part.to("meta") for part in table)
+    for layer in compressed_layers(cache):
+        state = cache.layers[layer].state
+        for name, tensor in list(state.named_tensors()):
+            owner, _, attribute = name.rpartition(".")
+            setattr(getattr(state, owner) if owner else state, attribute, tensor.to("meta"))
+        cache.layers[layer].seen = cache.layers[layer].seen.to("meta")
+        cache.layers[layer].adopt(state)
+
+
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@pytest.mark.parametrize("name", fastkv.policies.names())
+@torch.no_grad()
+def test_a_step_neither_waits_nor_copies(name, heads, tmp_path):
+    chosen = policy(name, tmp_path)
+    if heads == "adaptive" and not chosen.adaptive:
+        return
+    check(chosen, "auto", heads)
+
+
+@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
+@torch.no_grad()
+def test_nor_with_any_correction(correction):
+    check("keydiff", correction, "uniform")
+
+
+@pytest.mark.parametrize("r2", [1.0, [[0.9, 0.1], [0.2, 0.3], [0.8, 0.9], [0.4, 0.6]]], ids=["all", "some heads"])
+@pytest.mark.parametrize("correction", ["vector", "vector+moments"])
+@torch.no_grad()
+def test_nor_with_tokens_without_values(correction, r2):
+    check("keydiff", correction, "uniform", r2)
+
+
+def check(chosen, correction, heads, r2=None):
+    model = build()
+    vector = None if r2 is None else mapping(model, r2=r2)
+    ids, _ = prompt(2, 30, (0, 0))
+    budget = fastkv.Budget(tokens=12, sinks=2, recent=4, heads=heads)
+    fastkv.patch(model, chosen, budget, evict_every=EVERY, correction=correction, static=True, vector=vector)
+    cache = model(ids).past_key_values
+    model(ids[:, :1], past_key_values=cache)  # whatever is made once is made
+    to_device_without_data(model, cache)
+    token = torch.zeros(2, 1, dtype=torch.long, device="meta")
+    evictions = 0
+    with Crossings() as crossings:
+        for _ in range(2 * EVERY):
+            assert model(token, past_key_values=cache).logits.device.type == "meta"
+            evictions += cache.shared.phase.evicts
+    assert evictions == 2
+    assert not crossings.found

@@ -1,0 +1,349 @@
+"""Numbers at the edge: every dtype, huge logits, equal keys, zero values, one dominating key, and rows that are NaN."""
+
+import pytest
+import torch
+
+import fastkv
+from fastkv import FastKVAttention, ops
+from fastkv.fits import quality
+from fastkv.reference import Moments
+
+from .models import VOCAB, build, generate, prompt
+from .test_batches import NAMES, POLICIES, held, patch
+from .test_deferred import curve
+from .test_module import one_layer, rotary
+
+B, HQ, HKV, D = 2, 4, 2, 16
+SCALE = D**-0.5
+TOKENS, EVERY = 12, 3
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ALONE = [name for name in NAMES if not POLICIES[name].rereads]
+
+
+def integers(*shape, largest=50):
+    """Whole numbers, which every dtype here holds exactly, so that logits are exact in fp32."""
+    return torch.randint(-largest, largest + 1, shape).float()
+
+
+def huge(num):
+    """Logits of up to 1e4 in size, of both signs, and often exactly equal at the top."""
+    q, k, v = integers(B, HQ, num, D), integers(B, HKV, num, D), torch.randn(B, HKV, num, D)
+    q[:, :, ::2] = 50 * q[:, :, ::2].sign()
+    k[:, :, ::3] = 50 * k[:, :, ::3].sign()
+    k[:, :, 1] = k[:, :, 0] = q[:, ::2, 0] = q[:, 1::2, 0] = 50.0
+    return q, k, v
+
+
+def equal_keys(num):
+    return integers(B, HQ, num, D, largest=3), torch.ones(B, HKV, num, D), torch.randn(B, HKV, num, D)
+
+
+def zero_values(num):
+    return torch.randn(B, HQ, num, D), torch.randn(B, HKV, num, D), torch.zeros(B, HKV, num, D)
+
+
+def zero_keys(num):
+    return torch.randn(B, HQ, num, D), torch.zeros(B, HKV, num, D), torch.randn(B, HKV, num, D)
+
+
+def one_dominates(num):
+    """Every query gives all its weight to one token, which is neither a sink nor recent."""
+    q, k, v = torch.ones(B, HQ, num, D), torch.zeros(B, HKV, num, D), torch.randn(B, HKV, num, D)
+    k[:, :, 5] = 100.0
+    return q, k, v
+
+
+KINDS = {one.__name__: one for one in (huge, equal_keys, zero_values, zero_keys, one_dominates)}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def softmax_over(q, k, v, visible):
+    """Attention in float64: q [Hq, T, D] over k, v [Hkv, N, D] where visible [Hkv, T, N]."""
+    q, k, v = (one.double() for one in (q, k, v))
+    groups = q.shape[0] // k.shape[0]
+    k, v, visible = (one.repeat_interleave(groups, 0) for one in (k, v, visible))
+    logits = (SCALE * torch.einsum("htd,hnd->htn", q, k)).masked_fill(~visible, float("-inf"))
+    return torch.einsum("htn,hnd->htd", logits.softmax(-1), v)
+
+
+def cast(tensors, dtype):
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+# Operations against float64.
+
+
+@each_dtype
+@each_kind
+def test_attention_is_softmax_at_any_logits(kind, dtype):
+    """Over slots, in one step of decoding and for a prompt block; default tolerances of the dtype."""
+    q, k, v = cast(KINDS[kind](24), dtype)
+    lengths = torch.tensor([[16, 9], [1, 16]])
+    out, _, none = ops.decode_attention(q[:, :, 20], k[:, :, :16], v[:, :, :16], lengths, None, SCALE)
+    block, _ = ops.prefill_attention(
+        *(q[:, :, 16:], k[:, :, :16], v[:, :, :16], lengths.int(), k[:, :, 16:], v[:, :, 16:]),
+        *(torch.ones(B, 8, dtype=torch.bool), None, SCALE),
+    )
+    assert (none == float("-inf")).all()
+    column = torch.arange(24)
+    causal = column <= torch.arange(16, 24)[:, None]
+    for row in range(B):
+        stored = column < lengths[row, :, None, None]
+        expected = softmax_over(q[row, :, 20:21], k[row], v[row], stored)[:, 0]
+        torch.testing.assert_close(out[row], expected.to(dtype))
+        visible = (stored | (column >= 16)) & causal
+        expected = softmax_over(q[row, :, 16:], k[row], v[row], visible)
+        torch.testing.assert_close(block[row], expected.to(dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("order", [0, 1])
+@each_kind
+def test_the_estimate_mixes_at_any_logits(kind, order, dtype):
+    """MomentKV Eqs. 9, 11 and 12 in float64; eight evicted tokens, so that their mean key is exact in fp32."""
+    q, k, v = cast(KINDS[kind](24), dtype)
+    gone, left = slice(8, 16), slice(16, 24)
+    moments = Moments.empty(B, HKV, D, D).add(k[:, :, gone], v[:, :, gone])
+    lengths = torch.full((B, HKV), 8)
+    query = q[:, :, 20]
+    out, _, _ = ops.decode_attention(query, k[:, :, left], v[:, :, left], lengths, moments, SCALE, order=order)
+    wide_k, wide_v, wide_q = (one.double().repeat_interleave(2, 1) for one in (k, v, q[:, ::2]))
+    wide_q = q.double()[:, :, 20]
+    keys, values = wide_k[:, :, gone], wide_v[:, :, gone]
+    mean_k, mean_v = keys.mean(2), values.mean(2)
+    estimate = mean_v
+    if order:
+        cross = torch.einsum("bhnd,bhne->bhde", keys - mean_k[:, :, None], values - mean_v[:, :, None])
+        estimate = estimate + SCALE / 8 * torch.einsum("bhd,bhde->bhe", wide_q, cross)
+    log_mass = torch.tensor(8.0).log() + SCALE * (wide_q * mean_k).sum(-1)
+    logits = SCALE * torch.einsum("bhd,bhnd->bhn", wide_q, wide_k[:, :, left])
+    weights = torch.cat([logits, log_mass[..., None]], -1).softmax(-1)
+    everything = torch.cat([wide_v[:, :, left], estimate[:, :, None]], 2)
+    expected = torch.einsum("bhn,bhnd->bhd", weights, everything)
+    assert torch.isfinite(expected.to(dtype)).all()
+    torch.testing.assert_close(out, expected.to(dtype))
+
+
+# One layer, all policies: prompt in blocks, decoding, evictions.
+
+
+def layer(name, directory, **options):
+    budget = fastkv.Budget(tokens=TOKENS, sinks=2, recent=3)
+    options = {"rotary": rotary(), "output": torch.randn(HQ * D, HQ * D), "evict_every": EVERY, **options}
+    return FastKVAttention(HQ, HKV, D, one_layer(name, directory), budget, **options)
+
+
+def steps(module, q, k, v, prompt=24, block=None):
+    """Feed a prompt and then one token after the other; yields each new token with the state before it."""
+    module(*(one[:, :, :prompt] for one in (q, k, v)))
+    for index in range(prompt, q.shape[2]):
+        exact, token = module.state.exact, slice(index, index + 1)
+        before = exact["keys"].clone(), exact["values"].clone(), exact.lengths.clone()
+        yield index, before, module(*(one[:, :, token] for one in (q, k, v)))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ALONE)
+def test_a_layer_attends_to_what_it_retains(name, dtype, tmp_path):
+    """Whatever the numbers: finite state, every token counted, and each output the softmax over what was retained."""
+    for kind, make in KINDS.items():
+        q, k, v = cast(make(32), dtype)
+        module = layer(name, tmp_path, correction="none", prefill_block=10, output=torch.randn(64, 64, dtype=dtype))
+        for index, (keys, values, lengths), out in steps(module, q, k, v):
+            token = slice(index, index + 1)
+            keys, values = torch.cat([keys, k[:, :, token]], 2), torch.cat([values, v[:, :, token]], 2)
+            for row in range(B):
+                column = torch.arange(keys.shape[2])
+                visible = (column < lengths[row, :, None, None]) | (column == keys.shape[2] - 1)
+                expected = softmax_over(q[row, :, token], keys[row], values[row], visible)
+                torch.testing.assert_close(out[row], expected.to(dtype))
+            total = module.stored() + module.moments().count
+            assert torch.equal(total, torch.full_like(total, index + 1))
+        floats = [tensor for _, tensor in module.state.named_tensors() if tensor.is_floating_point()]
+        assert all(torch.isfinite(tensor).all() for tensor in floats), kind
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_equal_keys_lose_nothing(name, tmp_path):
+    """Where all keys are equal the moments are exact, so attention is the mean of all values ever seen."""
+    q, k, v = equal_keys(40)
+    for index, _, out in steps(layer(name, tmp_path, correction="moments", prefill_block=10), q, k, v):
+        mean = v[:, :, : index + 1].double().mean(2).repeat_interleave(2, 1)
+        torch.testing.assert_close(out[:, :, 0], mean.float())
+
+
+@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
+@pytest.mark.parametrize("name", ALONE)
+def test_zero_values_give_zero(name, correction, tmp_path):
+    for _, _, out in steps(layer(name, tmp_path, correction=correction), *zero_values(32)):
+        assert (out == 0).all()
+
+
+@pytest.mark.parametrize("name", ["momentkv", "snapkv", "pyramidkv", "tova", "h2o", "criticalkv", "manifold"])
+def test_the_dominating_key_stays(name, tmp_path):
+    """Who looks at attention keeps the token that gets all of it; who looks at geometry what stands out."""
+    q, k, v = one_dominates(40)
+    for _, _, out in steps(layer(name, tmp_path), q, k, v):
+        torch.testing.assert_close(out[:, :, 0], v[:, :, 5].repeat_interleave(2, 1))
+
+
+# Models.
+
+
+FACTORS = {"llama": 40.0, "qwen3": 2000.0, "gemma3": 2000.0}
+
+
+def sharpen(model, factor):
+    """Multiply all queries: logits of this tiny model grow to the order of 1e4."""
+    for block in model.model.layers:
+        attention = block.self_attn
+        gain = attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj
+        weight = gain.weight
+        weight.copy_((weight + 1) * factor - 1 if "gemma" in model.config.model_type else weight * factor)
+
+
+@each_dtype
+@pytest.mark.parametrize("sharp", [False, True], ids=["plain", "sharp"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_models_in_every_dtype(name, sharp, dtype):
+    """A wide budget changes no bit of the prompt; a small one stays finite, counts every token and repeats itself."""
+    model = build(name)
+    if sharp:
+        sharpen(model, FACTORS[name])
+    model = model.to(dtype)
+    ids, mask = prompt()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits
+    with fastkv.patched(model, budget=100):
+        got = model(ids, attention_mask=mask, position_ids=positions).logits
+    assert torch.equal(got[mask.bool()], expected[mask.bool()])
+    runs = []
+    for heads in ("uniform", "adaptive", "uniform", "adaptive"):
+        budget = fastkv.Budget(tokens=16, sinks=2, recent=4, heads=heads)
+        fastkv.patch(model, "momentkv", budget, prefill_block=16, evict_every=EVERY)
+        out = generate(model, ids, mask, new=8, return_dict_in_generate=True, output_logits=True)
+        assert all(torch.isfinite(logits).all() for logits in out.logits)
+        cache, full = out.past_key_values, 1 if name == "gemma3" else 0
+        total = cache.stored(full) + cache.moments(full).count
+        assert torch.equal(total, (mask.sum(-1, keepdim=True) + 7).expand_as(total))
+        assert all(torch.isfinite(tensor).all() for tensor in cache.moments(full).tensors())
+        runs.append((out.logits, cache.layers[full].state))
+    for (first, state), (second, twin) in zip(runs[:2], runs[2:]):
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(state.named_tensors(), twin.named_tensors()))
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_sharp_models_are_sharp(name):
+    """The logits of the test above do reach its size."""
+    model = build(name)
+    sharpen(model, FACTORS[name])
+    model.set_attn_implementation("eager")
+    largest = []
+    scale = model.model.layers[0].self_attn.scaling
+
+    def measure(module, args, kwargs, output):
+        norms = []
+        for proj, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
+            rows = getattr(module, proj)(kwargs["hidden_states"]).unflatten(-1, (-1, D))
+            rows = getattr(module, norm)(rows) if hasattr(module, norm) else rows
+            norms.append(rows.norm(dim=-1).amax())
+        largest.append(float(scale * norms[0] * norms[1]))
+
+    for block in model.model.layers:
+        block.self_attn.register_forward_hook(measure, with_kwargs=True)
+    model(prompt()[0])
+    assert 1e3 < max(largest) < 1e5
+
+
+# Rows that are not numbers.
+
+
+VALUES = {"whole": float("nan"), "blocks": float("inf"), "adaptive": float("nan"), "vector": float("inf")}
+POISON = VOCAB - 1  # no prompt holds it, and it is never generated
+
+
+def poisoned(model, value):
+    """The model with an embedding of NaN or infinity for one token; nothing else of it changes."""
+    model.get_input_embeddings().weight[POISON] = value
+    return model
+
+
+def clean_rows(model, ids, mask, bad):
+    """Logits [steps, rows, V] of a batch of three, without those of the second row, which is poisoned if `bad`."""
+    ids = ids.clone()
+    if bad:
+        ids[1, 30:33] = POISON
+    options = {"return_dict_in_generate": True, "output_logits": True, "suppress_tokens": [POISON]}
+    out = generate(model, ids, mask, new=8, **options)
+    logits = torch.stack(out.logits)
+    assert torch.isfinite(logits[:, 1]).all() != bad
+    return logits[:, [0, 2]], out.past_key_values
+
+
+@pytest.mark.parametrize("mode", VALUES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
+    """Bit for bit. Where heads share slots, the width of a step is that of the batch's longest head, which a poisoned
+    row may be: sums over other widths differ in the last bit, and what is kept does not.
+    """
+    model = poisoned(build(), VALUES[mode])
+    if not patch(model, name, tmp_path, mode):
+        return
+    ids, mask = prompt()
+    expected, before = clean_rows(model, ids, mask, False)
+    got, after = clean_rows(model, ids, mask, True)
+    if mode == "adaptive":
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    else:
+        assert torch.equal(got, expected)
+    for layer in range(4):
+        for row in (0, 2):
+            assert held(before, layer, row) == held(after, layer, row)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_row_of_nan_in_other_families(name, tmp_path):
+    model = poisoned(build(name), float("nan"))
+    patch(model, "momentkv", tmp_path, "blocks")
+    ids, mask = prompt()
+    assert torch.equal(clean_rows(model, ids, mask, True)[0], clean_rows(model, ids, mask, False)[0])
+
+
+@pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "exact", "srht"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_leverage_of_other_rows(method, value):
+    """No decomposition gives up on the batch because of one row."""
+    keys = torch.randn(3, 2, 40, D)
+    expected = fastkv.reference.leverage_scores(keys, 8, method)
+    keys[1, 0, 7] = value
+    got = fastkv.reference.leverage_scores(keys, 8, method)
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+
+
+def test_a_row_of_nan_does_not_decide_the_share_of_others(tmp_path):
+    """Budget(quality=...) gives a batch what its most demanding row needs; NaN demands nothing that can be known."""
+    model = poisoned(build(), float("nan"))
+    path = tmp_path / "context.json"
+    quality.save(path, [curve(model, "keydiff")])
+    budget = fastkv.Budget(quality=0.5, calibration=path, sinks=2, recent=4)
+    fastkv.patch(model, "keydiff", budget, evict_every=EVERY)
+    ids, mask = prompt()
+    got, cache = clean_rows(model, ids, mask, True)
+    assert torch.isfinite(got).all()
+    two = generate(model, ids[[0, 2]], mask[[0, 2]], new=8, return_dict_in_generate=True).past_key_values
+    assert torch.equal(cache.stored(0)[[0, 2]], two.stored(0))
+    assert int(two.moments(0).count.max()) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_repeat_whatever_came_between(name, tmp_path):
+    """The same model twice, another batch and another cache in between: the same bits."""
+    model = build()
+    patch(model, name, tmp_path, "adaptive" if POLICIES[name].adaptive else "whole")
+    ids, mask = prompt()
+    first = generate(model, ids, mask, new=8, return_dict_in_generate=True, output_logits=True)
+    generate(model, ids[1:2, 20:41], new=5)
+    second = generate(model, ids, mask, new=8, return_dict_in_generate=True, output_logits=True)
+    assert all(torch.equal(a, b) for a, b in zip(first.logits, second.logits))

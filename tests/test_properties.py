@@ -1,0 +1,535 @@
+"""Properties, 500 cases each: selection, compaction, moments, attention and budgets against literal float64 Python."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkv import Budget, FastKVError, ops
+from fastkv.parallel import Parallel
+from fastkv.plan import LayerPlan, Plan
+from fastkv.policies import KeyDiff, Signals, get
+from fastkv.reference import Moments, Selection, compact, select
+from fastkv.select import keep_best
+from fastkv.state import LayerState, Layout
+
+CASES = settings(max_examples=500)
+F64 = torch.float64
+NAN, INF = float("nan"), float("inf")
+SCORES = [0.0, -0.0, 1.0, 1.0, 2.5, -3.0, 1e30, -1e30, NAN, INF, -INF]
+SEEDS = st.integers(0, 2**31)
+SIZES = {"batch": st.integers(1, 2), "heads": st.integers(1, 3), "seed": SEEDS}
+ORDERS = st.sampled_from([None, 0, 1])
+SOFTCAPS = st.sampled_from([None, 2.0])
+D, DV, SCALE = 4, 3, 0.4
+
+
+# What is expected, in words that a reader can check: no tensor operation but sums.
+
+
+def best(candidates, tokens):
+    """Names of the `tokens` best of (protected, score, place, name): protected first, then score, then lower place.
+
+    NaN and minus infinity are the lowest scores there are.
+    """
+
+    def rank(candidate):
+        protected, score, place, _ = candidate
+        return not protected, -(-3.4e38 if math.isnan(score) or score == -INF else score), place
+
+    return {candidate[3] for candidate in sorted(candidates, key=rank)[:tokens]}
+
+
+def moments_of(tokens):
+    """Count, means and centred cross moment of a list of (key, value), in float64; of none, zeros that fit any size."""
+    if not tokens:
+        return 0, *torch.zeros(3, 1, dtype=F64)
+    keys, values = (torch.stack(part).double() for part in zip(*tokens))
+    key_mean, value_mean = keys.mean(0), values.mean(0)
+    return len(tokens), key_mean, value_mean, (keys - key_mean).T @ (values - value_mean)
+
+
+def attention_of(q, tokens, gone, scale, softcap, order, value_dim=DV):
+    """Attention of one query over (key, value) pairs and what the moments of `gone` stand for, without logarithms.
+
+    Returns: the output, the weight of each token, the mass of the tokens and the mass of the moments.
+    """
+
+    def bent(x):
+        return x if softcap is None else softcap * math.tanh(x / softcap)
+
+    q = q.double()
+    masses = [math.exp(bent(scale * float(q @ key.double()))) for key, _ in tokens]
+    total = sum((mass * value.double() for mass, (_, value) in zip(masses, tokens)), torch.zeros(value_dim, dtype=F64))
+    evicted = 0.0
+    count, key_mean, value_mean, cross = moments_of(gone)
+    if order is not None and count:
+        x = scale * float(q @ key_mean)
+        evicted = count * math.exp(bent(x))
+        slope = 1.0 if softcap is None else 1 - math.tanh(x / softcap) ** 2
+        estimate = value_mean if order == 0 else value_mean + scale * slope / count * (q @ cross)
+        total = total + evicted * estimate
+    mass = sum(masses)
+    everything = mass + evicted
+    if everything == 0:
+        return total, [], mass, evicted
+    return total / everything, [each / everything for each in masses], mass, evicted
+
+
+# Cases.
+
+
+def pairs(num, generator, dtype=F64):
+    """`num` random (key [D], value [DV])."""
+    keys = torch.randn(num, D, generator=generator, dtype=F64).to(dtype)
+    values = torch.randn(num, DV, generator=generator, dtype=F64).to(dtype) - 1
+    return list(zip(keys, values))
+
+
+def rows_of(tokens, width, fill, dtype=F64):
+    """Keys [B, H, width, D] and values [B, H, width, DV] of tokens[b][h] = [(key, value)]; `fill` in empty places."""
+    batch, heads = len(tokens), len(tokens[0])
+    keys = torch.full((batch, heads, width, D), fill, dtype=dtype)
+    values = torch.full((batch, heads, width, DV), fill, dtype=dtype)
+    for b, h in each(batch, heads):
+        for place, (key, value) in enumerate(tokens[b][h]):
+            keys[b, h, place], values[b, h, place] = key, value
+    return keys, values
+
+
+def each(batch, heads):
+    return [(b, h) for b in range(batch) for h in range(heads)]
+
+
+def grid(batch, heads, make):
+    return [[make(b, h) for h in range(heads)] for b in range(batch)]
+
+
+def evicted_before(batch, heads, rng, generator, order, dtype=F64):
+    """Up to five tokens per head that are gone already, and their moments."""
+    gone = grid(batch, heads, lambda b, h: pairs(rng.choice([0, 0, 1, 5]), generator, dtype))
+    mask = torch.tensor(grid(batch, heads, lambda b, h: [i < len(gone[b][h]) for i in range(5)]))
+    moments = Moments.empty(batch, heads, D, DV, dtype=dtype, order=order).add(*rows_of(gone, 5, NAN, dtype), mask)
+    return gone, moments
+
+
+def assert_moments(moments, gone, tolerance):
+    """The moments are those of gone[b][h], up to `tolerance` in units of the numbers that were added up."""
+    for b, h in each(len(gone), len(gone[0])):
+        count, *expected = moments_of(gone[b][h])
+        assert int(moments.count[b, h]) == count
+        largest = max([1.0, *(float(part.abs().max()) for token in gone[b][h] for part in token)])
+        got = [part for part in (moments.key_mean, moments.value_mean, moments.cross) if part is not None]
+        for part, exact, size in zip(got, expected, (largest, largest, largest**2 * max(count, 1))):
+            assert float((part[b, h].double() - exact).abs().max()) <= tolerance * size
+
+
+# Selection.
+
+
+@CASES
+@given(**SIZES, num=st.integers(1, 14), tokens=st.integers(1, 16))
+def test_select_keeps_the_best(batch, heads, seed, num, tokens):
+    rng = random.Random(seed)
+    places = grid(batch, heads, lambda b, h: rng.sample(range(2 * num), num))
+    scores = grid(batch, heads, lambda b, h: rng.choices(SCORES, k=num))
+    valid, guard = (grid(batch, heads, lambda b, h: rng.choices([True, False], k=num)) for _ in range(2))
+    given_tensors = torch.tensor(scores), torch.tensor(places).int(), torch.tensor(valid), torch.tensor(guard)
+    for chosen in (select(*given_tensors, tokens), ops.select(*given_tensors, tokens)):
+        for b, h in each(batch, heads):
+            candidates = [(guard[b][h][i], scores[b][h][i], places[b][h][i], i) for i in range(num) if valid[b][h][i]]
+            expected = best(candidates, tokens)
+            assert {i for i in range(num) if chosen.kept[b, h, i]} == expected
+            assert int(chosen.counts[b, h]) == len(expected)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "fixed", "adaptive"])
+@CASES
+@given(
+    **SIZES,
+    sinks=st.integers(0, 2),
+    recent=st.integers(0, 2),
+    more=st.integers(0, 5),
+    share=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+    places=st.integers(1, 16),
+)
+def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, share, places):
+    """Protection, per-head budgets and the competition of heads, for slots of which any may be empty."""
+    rng = random.Random(seed)
+    least = max(sinks + recent, 1)
+    tokens = [least + (rng.randrange(more + 1) if kind == "fixed" else more) for _ in range(heads)]
+    plan = Plan(KeyDiff(sliding_window=share), Budget(tokens=least, sinks=sinks, recent=recent))
+    rule = LayerPlan(plan, 0, Layout(tuple(tokens), adaptive=kind == "adaptive"), 1.0)
+    seen = [rng.choice([rng.randrange(4), rng.randint(8, 24)]) for _ in range(batch)]
+    number = grid(batch, heads, lambda b, h: min(seen[b], rng.choice([places, places, rng.randint(0, places)])))
+    held = grid(batch, heads, lambda b, h: rng.sample(range(seen[b]), number[b][h]))
+    # A place holds a token's position or, if it is empty, None.
+    at = grid(batch, heads, lambda b, h: held[b][h] + [None] * (places - len(held[b][h])))
+    for b, h in each(batch, heads):
+        rng.shuffle(at[b][h])
+    positions = torch.tensor(grid(batch, heads, lambda b, h: [rng.randrange(20) if p is None else p for p in at[b][h]]))
+    valid = torch.tensor(grid(batch, heads, lambda b, h: [p is not None for p in at[b][h]]))
+    # In some heads nothing is worth much, so that only the floor stays.
+    scores = grid(batch, heads, lambda b, h: rng.choices(rng.choice([SCORES, [1.0, 2.5], [-3.0, -5.0]]), k=places))
+    signals = Signals(
+        keys=torch.zeros(batch, heads, places, D),
+        values=torch.zeros(batch, heads, places, DV),
+        positions=positions.int(),
+        valid=valid,
+        moments=Moments.empty(batch, heads, D, DV, order=None),
+        scale=1.0,
+        layer=0,
+        decoding=False,
+    )
+    chosen = keep_best(signals, torch.tensor(scores), torch.tensor(seen), rule)
+
+    window = min(max(recent, math.ceil(share * (sum(tokens) // heads))), min(tokens) - sinks)
+    for b in range(batch):
+        candidates = [
+            [
+                (p < sinks or p >= seen[b] - window, scores[b][h][i], (p, h), (h, i))
+                for i, p in enumerate(at[b][h])
+                if p is not None
+            ]
+            for h in range(heads)
+        ]
+        if kind == "adaptive":
+            floor = max(-(-tokens[0] // 5), sinks + window)
+            safe = set().union(*(best(own, floor) for own in candidates))
+            together = [(one[3] in safe, *one[1:]) for own in candidates for one in own]
+            expected = best(together, heads * tokens[0])
+        else:
+            expected = set().union(*(best(own, number) for own, number in zip(candidates, tokens)))
+        got = {(h, i) for h in range(heads) for i in range(places) if chosen.kept[b, h, i]}
+        assert got == expected
+        assert chosen.counts[b].tolist() == [sum(h == head for h, _ in expected) for head in range(heads)]
+
+
+KEYDIFF = [(anchor, "cosine") for anchor in ("mean", "normalized_mean", "median", "pairwise")]
+KEYDIFF += [("mean", distance) for distance in ("dot", "euclidean")]
+
+
+@pytest.mark.parametrize("anchor,distance", KEYDIFF)
+def test_keydiff_of_some_slots_is_that_of_their_tokens(anchor, distance):
+    keys, used = torch.randn(1, 2, 9, D, dtype=F64), torch.tensor([0, 2, 3, 7])
+    mask = torch.zeros(1, 2, 9, dtype=torch.bool)
+    mask[:, :, used] = True
+    scores = ops.keydiff_scores(keys, anchor, distance=distance, mask=mask)
+    torch.testing.assert_close(scores[:, :, used], ops.keydiff_scores(keys[:, :, used], anchor, distance=distance))
+
+
+def test_snapkv_pools_prompts_only():
+    """While decoding, tokens are scored one by one."""
+    attention, positions = torch.rand(1, 2, 9), torch.arange(9, dtype=torch.int32).expand(1, 2, 9)
+    signals = Signals(
+        keys=torch.zeros(1, 2, 9, D),
+        values=torch.zeros(1, 2, 9, DV),
+        positions=positions,
+        valid=torch.ones(1, 2, 9, dtype=torch.bool),
+        moments=Moments.empty(1, 2, D, DV, order=None),
+        scale=1.0,
+        layer=0,
+        decoding=True,
+        attention=attention,
+    )
+    policy = get("snapkv", pool=3)
+    assert torch.equal(policy.score(signals), attention)
+    pooled = policy.score(replace(signals, decoding=False))
+    torch.testing.assert_close(pooled[..., 1:-1], (attention[..., :-2] + attention[..., 1:-1] + attention[..., 2:]) / 3)
+
+
+# Compaction and eviction.
+
+
+@CASES
+@given(**SIZES, slots=st.integers(1, 9), new=st.integers(0, 6), order=ORDERS)
+def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    used = rng.randint(0, slots)
+    lengths = grid(batch, heads, lambda b, h: rng.randint(0, used))
+    pads = [rng.randint(0, new) for _ in range(batch)]
+    held = grid(batch, heads, lambda b, h: pairs(lengths[b][h], generator, torch.float32))
+    block = grid(batch, heads, lambda b, h: pairs(new, generator, torch.float32))
+    gone, moments = evicted_before(batch, heads, rng, generator, order, torch.float32)
+    keys, values = rows_of(held, slots, 1e30, torch.float32)
+    new_keys, new_values = rows_of(block, new, 0.0, torch.float32)
+    places = grid(batch, heads, lambda b, h: rng.sample(range(20), slots))
+    new_places = [[list(range(20 - pads[b], 20 - pads[b] + new))] * heads for b in range(batch)]
+    positions = torch.tensor(places).int()
+    candidates = grid(
+        batch,
+        heads,
+        lambda b, h: (
+            [(i, places[b][h][i], held[b][h][i]) for i in range(lengths[b][h])]
+            + [(used + i, new_places[b][h][i], block[b][h][i]) for i in range(pads[b], new)]
+        ),
+    )
+    valid = torch.zeros(batch, heads, used + new, dtype=torch.bool)
+    kept = torch.zeros_like(valid)
+    stay = grid(batch, heads, lambda b, h: [])
+    for b, h in each(batch, heads):
+        for one in rng.sample(candidates[b][h], len(candidates[b][h])):
+            valid[b, h, one[0]] = True
+            if rng.random() < 0.6 and len(stay[b][h]) < slots:
+                kept[b, h, one[0]] = True
+                stay[b][h].append(one)
+            else:
+                gone[b][h].append(one[2])
+    counts = torch.full((batch, heads), -1, dtype=torch.int32)
+    new_positions = torch.tensor(new_places, dtype=torch.int32).view(batch, heads, new)
+    before = positions.clone()
+    selection = Selection(kept, kept.sum(-1))
+    compact(keys, values, positions, counts, moments, new_keys, new_values, new_positions, valid, selection)
+    for b, h in each(batch, heads):
+        expected = sorted(stay[b][h], key=lambda one: one[1])
+        assert int(counts[b, h]) == len(expected)
+        assert positions[b, h, : len(expected)].tolist() == [place for _, place, _ in expected]
+        for slot, (_, _, (key, value)) in enumerate(expected):
+            assert torch.equal(keys[b, h, slot], key) and torch.equal(values[b, h, slot], value)
+    assert torch.equal(positions[:, :, used + new :], before[:, :, used + new :])
+    assert_moments(moments, gone, 1e-6)
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "ragged"])
+@CASES
+@given(**SIZES, sinks=st.integers(0, 2), recent=st.integers(0, 3), drop=st.integers(0, 6), order=ORDERS)
+def test_evict_conserves_every_token(ragged, batch, heads, seed, sinks, recent, drop, order):
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rooms = grid(batch, heads, lambda b, h: rng.randint(1, 8) if ragged else 8)
+    lengths = grid(batch, heads, lambda b, h: rng.choice([0, 1, rooms[b][h], rng.randint(0, rooms[b][h])]))
+    seen = [rng.randint(8, 20) for _ in range(batch)]
+    held = grid(batch, heads, lambda b, h: pairs(lengths[b][h], generator, torch.float32))
+    places = grid(batch, heads, lambda b, h: rng.sample(range(seen[b]), lengths[b][h]))
+    scores = grid(batch, heads, lambda b, h: rng.choices(SCORES, k=8))
+    gone, moments = evicted_before(batch, heads, rng, generator, order, torch.float32)
+    slots = [*rows_of(held, 8, 0.5, torch.float32), torch.zeros(batch, heads, 8, dtype=torch.int32)]
+    for b, h in each(batch, heads):
+        slots[2][b, h, : lengths[b][h]] = torch.tensor(places[b][h])
+    starts = None
+    if ragged:
+        starts, slots = slabs_of(slots, rooms)
+    counts = torch.tensor(lengths).int()
+    ops.evict(
+        *slots, counts, torch.tensor(seen), moments, torch.tensor(scores), max(8 - drop, 0), sinks, recent,
+        starts=starts, drop=drop if ragged else None, backend="reference",
+    )  # fmt: skip
+    for b, h in each(batch, heads):
+        tokens = max(rooms[b][h] - drop, 0)
+        candidates = [
+            (place < sinks or place >= seen[b] - recent, scores[b][h][i], place, i)
+            for i, place in enumerate(places[b][h])
+        ]
+        stay = best(candidates, tokens)
+        gone[b][h] += [token for i, token in enumerate(held[b][h]) if i not in stay]
+        assert int(counts[b, h]) == len(stay)
+        first = 0 if starts is None else int(starts[b, h])
+        own = [slot[b, h] if starts is None else slot[b, first:] for slot in slots]
+        stored = {int(own[2][i]): (own[0][i], own[1][i]) for i in range(len(stay))}
+        assert stored.keys() == {places[b][h][i] for i in stay}
+        for i in stay:
+            key, value = stored[places[b][h][i]]
+            assert torch.equal(key, held[b][h][i][0]) and torch.equal(value, held[b][h][i][1])
+    assert_moments(moments, gone, 1e-6)
+
+
+def slabs_of(slots, rooms):
+    """starts [B, H + 1] and slots [B, H, C, ...] put back to back, as many of each head as it has room for."""
+    owned = torch.tensor(rooms)
+    starts = torch.cat([torch.zeros(len(rooms), 1, dtype=torch.long), owned.cumsum(1)], 1)
+    size = int(starts.max()) + 2  # two slots that no head owns
+    slabs = [torch.zeros(len(rooms), size, *part.shape[3:], dtype=part.dtype) for part in slots]
+    for slab, part in zip(slabs, slots):
+        for b, h in each(*owned.shape):
+            slab[b, starts[b, h] : starts[b, h + 1]] = part[b, h, : rooms[b][h]]
+    return starts.int(), slabs
+
+
+# Moments.
+
+
+@CASES
+@given(
+    seed=SEEDS,
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    order=ORDERS,
+    dtype=st.sampled_from([torch.float32, F64]),
+    offset=st.sampled_from([0.0, 50.0]),
+)
+def test_merging_is_counting_together(seed, sizes, order, dtype, offset):
+    """Any tree of merges of sets of any sizes, in two heads, one of which gets every second token only."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    together, parts = [[[], []]], []
+    for size in sizes:
+        tokens = [(key + offset, value - offset) for key, value in pairs(size, generator, dtype)]
+        halves = [[tokens, tokens[::2]]]
+        mask = torch.tensor([[[True] * size, [i % 2 == 0 for i in range(size)]]], dtype=torch.bool).view(1, 2, size)
+        empty = Moments.empty(1, 2, D, DV, dtype=dtype, order=order)
+        parts.append(empty.add(*rows_of([[tokens, tokens]], size, 0.0, dtype), mask))
+        for head in range(2):
+            together[0][head] += halves[0][head]
+    while len(parts) > 1:
+        one = parts.pop(rng.randrange(len(parts)))
+        parts.append(parts.pop(rng.randrange(len(parts))).merge(one))
+    assert parts[0].order == order and parts[0].count.dtype == torch.int64
+    assert_moments(parts[0], together, 1e-5 if dtype == torch.float32 else 1e-13)
+
+
+# Attention.
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "ragged"])
+@pytest.mark.parametrize("step", [False, True], ids=["attention", "step"])
+@CASES
+@given(**SIZES, groups=st.integers(1, 3), order=ORDERS, softcap=SOFTCAPS)
+def test_decoding_is_softmax_over_all_tokens(step, ragged, batch, heads, seed, groups, order, softcap):
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rooms = grid(batch, heads, lambda b, h: rng.randint(1, 6) if ragged else 6)
+    free = int(step)
+    lengths = grid(
+        batch, heads, lambda b, h: rng.choice([0, 1 - free, rooms[b][h] - free, rng.randint(0, rooms[b][h] - free)])
+    )
+    held = grid(batch, heads, lambda b, h: pairs(lengths[b][h], generator))
+    gone, moments = evicted_before(batch, heads, rng, generator, 1)
+    # Only a step may rely on finite numbers in free slots.
+    slots = [*rows_of(held, 6, 7.0 if step else NAN), torch.zeros(batch, heads, 6, dtype=torch.int32)]
+    received = torch.rand(batch, heads, 6, generator=generator, dtype=F64)
+    starts = None
+    old = received.clone()
+    if ragged:
+        starts, (*slots, received) = slabs_of([*slots, received], rooms)
+    q = torch.randn(batch, heads * groups, D, generator=generator, dtype=F64)
+    counts, seen = torch.tensor(lengths).int(), torch.randint(30, 60, (batch,), generator=generator)
+    rest = dict(order=order, attention=received, starts=starts, width=6 if ragged else None, backend="reference")
+    if step:
+        token = grid(batch, heads, lambda b, h: pairs(1, generator))
+        k, v = rows_of(token, 1, 0.0)
+        now = seen.clone()
+        results = ops.decode_step(q, k, v, *slots, counts, now, moments, SCALE, softcap, **rest)
+        assert torch.equal(now, seen + 1)
+        held = grid(batch, heads, lambda b, h: held[b][h] + token[b][h])
+    else:
+        results = ops.decode_attention(q, *slots[:2], counts, moments, SCALE, softcap, **rest)
+    out, retained, evicted = results
+    for b, h in each(batch, heads):
+        assert int(counts[b, h]) == len(held[b][h])
+        first = 0 if starts is None else int(starts[b, h])
+        own = [part[b, h] if starts is None else part[b, first:] for part in (*slots, received)]
+        if step:
+            assert torch.equal(own[0][lengths[b][h]], k[b, h, 0]) and torch.equal(own[1][lengths[b][h]], v[b, h, 0])
+            assert int(own[2][lengths[b][h]]) == int(seen[b])
+        weights = torch.zeros(6, dtype=F64)
+        for head in range(h * groups, (h + 1) * groups):
+            expected, shares, mass, left = attention_of(q[b, head], held[b][h], gone[b][h], SCALE, softcap, order)
+            torch.testing.assert_close(out[b, head], expected, atol=1e-9, rtol=1e-9)
+            assert float(retained[b, head].exp()) == pytest.approx(mass, rel=1e-9)
+            assert float(evicted[b, head].exp()) == pytest.approx(left, rel=1e-9)
+            weights[: len(shares)] += torch.tensor(shares, dtype=F64) / groups
+        room = rooms[b][h]
+        torch.testing.assert_close(own[3][:room], (old[b, h] + weights)[:room], atol=1e-9, rtol=1e-9)
+
+
+@CASES
+@given(**SIZES, groups=st.integers(1, 2), num=st.integers(1, 4), order=ORDERS, softcap=SOFTCAPS)
+def test_a_block_is_softmax_over_its_past(batch, heads, seed, groups, num, order, softcap):
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    lengths = grid(batch, heads, lambda b, h: rng.choice([0, 1, 5]))
+    held = grid(batch, heads, lambda b, h: pairs(lengths[b][h], generator))
+    block = grid(batch, heads, lambda b, h: pairs(num, generator))
+    real = [rng.choices([True, False], [3, 1], k=num) for _ in range(batch)]
+    gone, moments = evicted_before(batch, heads, rng, generator, 1)
+    q = torch.randn(batch, heads * groups, num, D, generator=generator, dtype=F64)
+    slots, new = rows_of(held, 5, 7.0), rows_of(block, num, 0.0)
+    rest = (torch.tensor(real), moments, SCALE, softcap)
+    out, lse = ops.prefill_attention(
+        q, *slots, torch.tensor(lengths).int(), *new, *rest, order=order, backend="reference"
+    )
+    for b, head, t in ((b, head, t) for b in range(batch) for head in range(heads * groups) for t in range(num)):
+        h = head // groups
+        past = held[b][h] + [block[b][h][i] for i in range(t + 1) if real[b][i]]
+        expected, _, mass, left = attention_of(q[b, head, t], past, gone[b][h], SCALE, softcap, order)
+        torch.testing.assert_close(out[b, head, t], expected, atol=1e-9, rtol=1e-9)
+        assert float(lse[b, head, t].exp()) == pytest.approx(mass + left, rel=1e-9)
+
+
+# Budgets.
+
+
+@CASES
+@given(
+    average=st.integers(1, 300),
+    num_layers=st.integers(1, 12),
+    sinks=st.integers(0, 5),
+    recent=st.integers(0, 40),
+    kind=st.sampled_from(["uniform", "pyramid", "weights"]),
+    share=st.one_of(st.none(), st.floats(0.01, 1.0)),
+    seed=SEEDS,
+)
+def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kind, share, seed):
+    """The sum is exact, each layer is within one token of its share and never below what is protected."""
+    weights = [random.Random(seed).uniform(0.3, 2.0) for _ in range(num_layers)]
+    layers = weights if kind == "weights" else kind
+    least = max(sinks + recent, 1)
+    if share is None:
+        average = max(average, least)
+        unit, context = {"tokens": average}, 7
+    else:
+        unit, context = {"keep": share}, average
+        average = max(math.ceil(share * context), least)
+    budget = Budget(**unit, sinks=sinks, recent=recent, layers=layers)
+    base = {"uniform": 0, "pyramid": sinks + recent, "weights": 0}[kind]
+    if kind == "uniform" or num_layers == 1:
+        parts = [1.0] * num_layers
+    elif kind == "pyramid":
+        parts = [1.95 - 1.9 * layer / (num_layers - 1) for layer in range(num_layers)]
+    else:
+        parts = [weight * num_layers / sum(weights) for weight in weights]
+    ideal = [base + (average - base) * part for part in parts]
+    try:
+        got = [budget.layer_tokens(layer, num_layers, context, None) for layer in range(num_layers)]
+    except FastKVError:
+        assert min(ideal) < least + 1
+        return
+    assert sum(got) == average * num_layers
+    assert min(got) >= least
+    assert all(abs(tokens - exact) <= 1 + 1e-9 for tokens, exact in zip(got, ideal))
+
+
+@CASES
+@given(
+    total=st.integers(2_000, 400_000),
+    num_layers=st.integers(1, 5),
+    heads=st.integers(1, 4),
+    dim=st.sampled_from([8, 16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    name=st.sampled_from(["streaming", "h2o", "momentkv"]),
+    sharing=st.sampled_from(["uniform", "adaptive"]),
+    layers=st.sampled_from(["uniform", "pyramid"]),
+    every=st.integers(1, 9),
+    slope=st.booleans(),
+)
+def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, name, sharing, layers, every, slope):
+    """Of states as they are allocated, with all that a policy makes them hold; one token more would not fit."""
+    budget = Budget(bytes=total, sinks=1, recent=2, heads=sharing, layers=layers)
+    plan = Plan(get(name), budget, evict_every=every)
+    like = torch.empty(1, heads, 0, dim, dtype=dtype, device="meta")
+
+    def layout(tokens):
+        return plan.layout(0, heads, tokens, None, slope, Parallel())
+
+    def spent(tokens):
+        return LayerState.allocate(like, like, layout(tokens)).nbytes()
+
+    cost = LayerState.cost(like, like, layout)
+    assert cost.fixed + cost.per_token * 17 == spent(17)
+    try:
+        tokens = [budget.layer_tokens(layer, num_layers, 0, cost) for layer in range(num_layers)]
+    except FastKVError:
+        assert layers == "pyramid" or num_layers * spent(3) > total
+        return
+    assert sum(map(spent, tokens)) <= total < sum(spent(one + 1) for one in tokens)
