@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test: export OMP_WAIT_POLICY ?= passive
+demo test coverage mutations: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test check aot perf perf-report clean
+.PHONY: help demo test check coverage mutations aot perf perf-report clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -25,6 +25,12 @@ check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+coverage: $(STAMP)dev ## all tests, and which lines outside kernels they run (at least 90 %)
+	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term $(ARGS)
+
+mutations: $(STAMP)dev ## seeded bugs, each of which some test must notice
+	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
 perf: $(STAMP)perf ## speed of whole models on this machine, against the full cache and kvpress (ARGS=--help)
 	$(BIN)/python -m perf.speed_run $(ARGS)

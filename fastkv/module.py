@@ -84,8 +84,6 @@ class FastKVAttention(Module):
         self.prompt = self.length = 0
         self.started = False
 
-    # Attention.
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of the new tokens to all tokens so far and, causally, to each other, [B, Hq, T, D].
 
@@ -184,8 +182,8 @@ class FastKVAttention(Module):
 
     def _settle(self) -> None:
         """Make what follows from the state and where it lies: the rule, and scratch for decoding."""
-        state, plan, rotary, output = self._known(), self.plan, self.shared.rotary, None
-        keys = state.exact.keys
+        state, plan, rotary = self._known(), self.plan, self.shared.rotary
+        keys, output = state.exact.keys, None
         weight = None if plan.values is None else plan.values.weights[self.layer].to(keys.device)
         if self.projection[0] is not None:
             output = self.projection[0].detach().to(keys.device).unflatten(1, (self.num_heads, self.head_dim))

@@ -93,14 +93,18 @@ def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
     projections = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     fastkv.patch(model, chosen, small(), prefill_block=block, evict_every=EVERY)
     calls = []
-    attend = FastKVLayer.attend
 
-    def record(self, q, k, v, valid, *rest):
-        out = attend(self, q, k, v, valid, *rest)
-        calls.append((self.layer, q.clone(), k.clone(), v.clone(), valid.clone(), out.clone()))
-        return out
+    def recorded(method):
+        def record(self, q, k, v, *rest):
+            out = method(self, q, k, v, *rest)
+            valid = rest[0].clone() if torch.is_tensor(rest[0]) else None  # a decoded token is no padding
+            calls.append((self.layer, q.clone(), k.clone(), v.clone(), valid, out.clone()))
+            return out
 
-    monkeypatch.setattr(FastKVLayer, "attend", record)
+        return record
+
+    for name in ("attend", "decode"):
+        monkeypatch.setattr(FastKVLayer, name, recorded(getattr(FastKVLayer, name)))
     ids, mask = prompt()
     cache = generate(model, ids, mask, new=14, return_dict_in_generate=True).past_key_values
     assert len(calls) == 4 * (13 + (1 if block is None else 4))
@@ -243,7 +247,8 @@ def test_kernels_do_the_same(name):
     torch.testing.assert_close(kernels(*prompt_), plain(*prompt_), atol=1e-5, rtol=1e-5)
     for step in steps:
         torch.testing.assert_close(kernels(*step), plain(*step), atol=1e-5, rtol=1e-5)
-    ordered = [module.state.exact["positions"].sort(-1).values for module in (plain, kernels)]
+    slots = [module.state.exact for module in (plain, kernels)]
+    ordered = [torch.where(one.valid, one["positions"], -1).sort(-1).values for one in slots]
     assert torch.equal(*ordered)
     assert kernels.nbytes() > plain.nbytes(), "working memory of the kernels counts"
 

@@ -126,7 +126,7 @@ class Moments:
         if self.key_mean is None:
             return Moments(count)
         assert self.value_mean is not None and other.key_mean is not None and other.value_mean is not None
-        share = (other.count / count.clamp(min=1)).to(self.key_mean.dtype)[..., None]
+        share = (other.count.to(self.key_mean.dtype) / count.clamp(min=1))[..., None]
         key_step, value_step = other.key_mean - self.key_mean, other.value_mean - self.value_mean
         merged = Moments(count, self.key_mean + share * key_step, self.value_mean + share * value_step)
         if self.cross is not None:

@@ -1,0 +1,224 @@
+"""Run the integration tests on several versions of transformers and the kernels on several versions of triton.
+
+    python -m tests.matrix                                     all of it: each version goes to build/matrix with pip
+    python -m tests.matrix --only transformers-5.10.0          one of them; what others found before stays recorded
+    python -m tests.matrix --with transformers-5.10.0=DIR      DIR has that version already (pip install --target DIR)
+
+A version lies in a directory of its own that is put before the environment's packages; nothing is installed into the
+environment. Writes perf/results/versions.json and versions.txt and exits with 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions, version
+from pathlib import Path
+
+from perf.environment import source_digest
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "perf" / "results"
+BUILD = ROOT / "build" / "matrix"
+
+INTEGRATION = (
+    "versions",
+    "exact",
+    "generate",
+    "bounds",
+    "refusals",
+    "deferred",
+    "compile",
+    "saved",
+    "batches",
+    "conversations",
+    "interruption",
+    "devices",
+)
+INTERPRETED = ("ops", "kernels_decode", "kernels_evict", "kernels_select")
+COMPILED = ("decode_attention", "evict", "select")  # modules of fastkv.kernels
+
+
+@dataclass(frozen=True)
+class Target:
+    """One version of one package, and what runs on it.
+
+    Attributes:
+        requirement: for pip; "newest" is whatever it finds.  tests: files tests/test_*.py.  kernels: modules of
+            fastkv.kernels that are compiled ahead of time for sm_90.
+    """
+
+    name: str
+    requirement: str
+    tests: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def package(self) -> str:
+        return self.name.split("-")[0]
+
+
+TARGETS = (
+    Target("transformers-5.10.0", "transformers==5.10.0", INTEGRATION),
+    Target("transformers-5.17.0", "transformers==5.17.0", INTEGRATION),
+    Target("transformers-newest", "transformers", INTEGRATION),
+    Target("triton-3.6.0", "triton==3.6.0", kernels=COMPILED),
+    Target("triton-3.7.1", "triton==3.7.1", INTERPRETED, COMPILED),
+    Target("triton-3.9.0", "triton==3.9.0", INTERPRETED, COMPILED),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one file, or the compilation of one kernel module, did on one version.
+
+    Attributes:
+        target: name of the Target.  version: what was really there.  what: test file or kernel module.
+        passed, failed: tests, or variants of kernels.  failures: what failed and the first line of why.
+        source: digest of fastkv/ that was tested.
+    """
+
+    target: str
+    version: str
+    what: str
+    passed: int
+    failed: int
+    seconds: float
+    failures: list[str]
+    source: str
+
+
+def directory(target: Target, given: dict[str, Path]) -> Path:
+    """Where the version lies; installed there first unless it was given."""
+    if target.name in given:
+        return given[target.name]
+    place = BUILD / target.name
+    if not place.is_dir():
+        # The environment's numpy, because other packages are compiled against it.
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(place), target.requirement]
+        done = subprocess.run([*command, f"numpy=={version('numpy')}"] if target.package != "triton" else command)
+        if done.returncode:
+            raise SystemExit(f"pip could not install {target.requirement}; pass --with {target.name}=DIR")
+    return place
+
+
+def installed(place: Path, package: str) -> str:
+    """The version of the package in the directory."""
+    found = [one.version for one in distributions(path=[str(place)]) if one.metadata["Name"] == package]
+    if not found:
+        raise SystemExit(f"{place} has no {package}; install it with pip install --target {place} {package}")
+    return found[0]
+
+
+def environment(place: Path, interpret: bool) -> dict[str, str]:
+    """This process's, with the version in front."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    return {**env, "TRITON_INTERPRET": "1"} if interpret else env
+
+
+def test(target: Target, place: Path, file: str) -> tuple[int, int, list[str]]:
+    """Passed, failed and why, of one test file."""
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", f"tests/test_{file}.py"]
+        done = subprocess.run(command, cwd=ROOT, env=environment(place, True), capture_output=True, text=True)
+        if not report.is_file():
+            return 0, 1, [f"{file}: pytest died: {(done.stderr or done.stdout)[-300:]}"]
+        cases = list(ET.parse(report).iter("testcase"))
+    failures = []
+    for case in cases:
+        for problem in (*case.findall("failure"), *case.findall("error"), *case.findall("skipped")):
+            why = (problem.get("message") or problem.tag).strip().splitlines()[0][:300]
+            failures.append(f"{case.get('name')}: {why}")
+    return len(cases) - len(failures), len(failures), failures
+
+
+def compile_ahead(target: Target, place: Path, kernel: str) -> tuple[int, int, list[str]]:
+    """Variants within limits, beyond them, and which, of one module of kernels."""
+    command = [sys.executable, "-m", "perf.aot", "--arch", "90", "--kernel", kernel]
+    done = subprocess.run(command, cwd=ROOT, env=environment(place, False), capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    bad = [" ".join(line.split())[:300] for line in lines if "FAIL" in line]
+    good = sum(line.endswith(" ok") for line in lines)
+    if done.returncode and not bad:
+        bad = [f"{kernel}: {(done.stderr or done.stdout)[-300:]}"]
+    return good, len(bad), bad
+
+
+def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> list[Outcome]:
+    """Everything that the target asks for, one after the other."""
+    found, source = [], source_digest()
+    jobs = [(test, file) for file in target.tests] + [(compile_ahead, kernel) for kernel in target.kernels]
+    there = installed(place, target.package)
+    for job, what in jobs:
+        if only and what not in only:
+            continue
+        start = time.monotonic()
+        passed, failed, failures = job(target, place, what)
+        seconds = round(time.monotonic() - start, 1)
+        name = what if job is test else f"compile {what}"
+        found.append(Outcome(target.name, there, name, passed, failed, seconds, failures, source))
+        print(f"{target.name:22s} {name:26s} {passed:4d} passed {failed:3d} failed {seconds:6.1f} s", flush=True)
+        for line in failures:
+            print(f"    {line}", flush=True)
+    return found
+
+
+def table(found: list[Outcome]) -> str:
+    """A row for every file, a column for every version: tests passed, and failed if any; then what failed."""
+    names = list(dict.fromkeys(one.target for one in found))
+    versions = {one.target: one.version for one in found}
+    heads = [f"{name.split('-')[0]} {versions[name]}" for name in names]
+    cells = {(one.what, one.target): f"{one.passed} ok" + f", {one.failed} failed" * (one.failed > 0) for one in found}
+    width = [max(20, len(head)) for head in heads]
+    lines = [" " * 26 + "  ".join(head.rjust(size) for head, size in zip(heads, width))]
+    for what in dict.fromkeys(one.what for one in found):
+        row = [cells.get((what, name), "").rjust(size) for name, size in zip(names, width)]
+        lines.append(what.ljust(26) + "  ".join(row))
+    broken = [f"{one.target} {one.what}: {line}" for one in found for line in one.failures]
+    return "\n".join([*lines, "", *(broken or ["nothing failed"])]) + "\n"
+
+
+def record(new: list[Outcome]) -> list[Outcome]:
+    """Put new outcomes in the place of old ones of the same file and version, and write both files."""
+    path = RESULTS / "versions.json"
+    old = [Outcome(**one) for one in json.loads(path.read_text())] if path.is_file() else []
+    both = {(one.target, one.what): one for one in [*old, *new]}
+    order = [target.name for target in TARGETS]
+    kept = sorted(both.values(), key=lambda one: order.index(one.target))
+    path.write_text(json.dumps([asdict(one) for one in kept], indent=1) + "\n")
+    (RESULTS / "versions.txt").write_text(table(kept))
+    return kept
+
+
+def main() -> int:
+    """Returns: 1 if anything that ran failed, else 0."""
+    names = [target.name for target in TARGETS]
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=names, default=[], help="this version; can be repeated")
+    parser.add_argument("--with", action="append", default=[], dest="given", metavar="VERSION=DIR", help="use DIR")
+    parser.add_argument("--files", default="", help="only these test files or kernel modules, with commas between")
+    options = parser.parse_args()
+    given = {name: Path(place).resolve() for name, place in (one.split("=", 1) for one in options.given)}
+    if set(given) - set(names):
+        raise SystemExit(f"--with knows {', '.join(names)}; got {', '.join(sorted(set(given) - set(names)))}")
+    only = tuple(filter(None, options.files.split(",")))
+    new: list[Outcome] = []
+    for target in TARGETS:
+        if not options.only or target.name in options.only:
+            new += outcomes(target, directory(target, given), only)
+            kept = record(new)
+    print("\n" + table(kept))
+    return int(any(one.failed for one in new))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
