@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
-from . import integrations
+from . import integrations, roofline
 from .budget import Budget
 from .errors import FastKVError
 from .fits import quality
@@ -26,7 +26,7 @@ def patch(
     policy: str | Policy = "momentkv",
     budget: int | Budget = 1024,
     *,
-    prefill_block: int | None = None,
+    prefill_block: int | str | None = None,
     evict_every: int = 16,
     correction: str | bool | None = "auto",
     backend: str = "auto",
@@ -43,7 +43,8 @@ def patch(
         policy: name from `fastkv.policies.names()` or a `Policy`: which tokens stay.
         budget: tokens per KV head, or a `Budget`.
         prefill_block: None reads the whole prompt with the stock kernel and compresses each layer right after its own
-            attention; a number reads it in blocks of that many tokens, so that memory never exceeds the bound.
+            attention; a number reads it in blocks of that many tokens, so that memory never exceeds the bound;
+            "auto" in blocks just large enough for the device to compute while it reads the weights.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
             zeroth-order part, "none" nothing; "auto" is what the policy's paper does. "vector" lets
@@ -60,8 +61,12 @@ def patch(
     Returns: the same model.
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
-    plan = Plan.make(policy, budget, prefill_block, evict_every, correction, backend, static)
+    block: Any = roofline.ELSEWHERE if prefill_block == "auto" else prefill_block
+    plan = Plan.make(policy, budget, block, evict_every, correction, backend, static)
     modules = integrations.check(model, integrations.FAMILIES, plan)
+    if prefill_block == "auto":
+        weight = next(model.parameters())
+        plan = replace(plan, prefill_block=roofline.block_tokens(weight.device, weight.dtype))
     plan = with_fits(plan, model, vector)
     integrations.detach(model)
     integrations.attach(model, modules, plan)

@@ -52,6 +52,7 @@ ROOMS = [
     "alone",
     "module",
     "integrations",
+    "roofline",
     "api",
     "demo",
     "calibration",
