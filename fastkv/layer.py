@@ -57,8 +57,7 @@ class FastKVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Remember the shape of the first keys and values [B, Hkv, T, D] and, unless deferring, allocate the slots."""
         values = key_states if value_states is None else value_states
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size = key_states.shape[0]
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.is_initialized = True
         if not self.deferring:
             self.allocate(key_states, values)
@@ -96,7 +95,8 @@ class FastKVLayer(CacheLayerMixin):
         assert state is not None
         state.scratch = shared.workspace(state.heads * shared.groups[self.layer], state, self.plan.backend)
         if self.static:
-            for tensor in (*self.changed(), *state.scratch):
+            weight = None if self.rule is None else self.rule.weight
+            for tensor in (*self.changed(), *state.scratch, *([] if weight is None else [weight])):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # captured graphs then read and write in place
 
     def changed(self) -> list[Tensor]:

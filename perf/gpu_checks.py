@@ -225,9 +225,10 @@ CHECKS: dict[str, Callable[[Place, Heads, torch.dtype], list[Finding]]] = {
 def run_checks(place: Place, results: Results, deadline: Deadline) -> None:
     """Everything that has no row yet, until the time is over; a crash is a failed check with its message."""
     from .gpu_checks_device import DEVICE_CHECKS
+    from .gpu_checks_graphs import MODEL_CHECKS
 
     plan: list[tuple[str, str, Callable[[], list[Finding]]]] = []
-    for name, check in DEVICE_CHECKS.items():
+    for name, check in (MODEL_CHECKS | DEVICE_CHECKS).items():
         plan.append((name, name, lambda check=check: check(place)))
     for heads in place.shapes:
         for dtype in place.dtypes(heads):

@@ -1,0 +1,3 @@
+from pathlib import Path
+PAGE = Path("x")
+def write_page(out, page): pass
