@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test coverage mutations: export OMP_WAIT_POLICY ?= passive
+demo test coverage mutations eval-report: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test check coverage mutations aot perf perf-report clean
+.PHONY: help demo test check coverage mutations aot perf perf-report eval-report clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,6 +40,10 @@ aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and
 
 perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the README's section
 	$(BIN)/python -m perf.report --readme $(ARGS)
+
+eval-report: export OMP_NUM_THREADS ?= 1
+eval-report: $(STAMP)perf ## quality of every policy and ablation on the bundled model: measures what is missing, writes tables
+	$(BIN)/python -m perf.evaluation $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info

@@ -228,14 +228,15 @@ def run_checks(place: Place, results: Results, deadline: Deadline) -> None:
     from .gpu_checks_graphs import MODEL_CHECKS
 
     plan: list[tuple[str, str, Callable[[], list[Finding]]]] = []
-    for name, check in (MODEL_CHECKS | DEVICE_CHECKS).items():
+    slow = DEVICE_CHECKS | MODEL_CHECKS
+    for name, check in slow.items():
         plan.append((name, name, lambda check=check: check(place)))
     for heads in place.shapes:
         for dtype in place.dtypes(heads):
             for name, check in CHECKS.items():
                 case = f"{name}[{heads.name}-{str(dtype).removeprefix('torch.')}]"
                 plan.append((name, case, lambda check=check, heads=heads, dtype=dtype: check(place, heads, dtype)))
-    plan.sort(key=lambda entry: entry[1] in DEVICE_CHECKS)  # the long ones last
+    plan.sort(key=lambda entry: entry[1] in slow)  # last
     for op, case, run in plan:
         if results.has(case):
             continue

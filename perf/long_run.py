@@ -1,13 +1,14 @@
 """Generate far more tokens than the cache holds: do memory, step time and counters stay what they were?
 
     python -m perf.long_run                                    100,000 tokens, 256 kept per head, one CPU thread
-    python -m perf.long_run --tokens 5000 --out /tmp/long_run  a short one
+    python -m perf.long_run --tokens 5000 --out long-run       a short one
     python -m perf.long_run --plot-only                        the picture again, from the JSON
 
 The bundled model was trained on 8192 positions, so what it writes beyond them means nothing. What is measured does not
 depend on it: the resident set, the time of a step and the counters. Time is CPU time of the one thread, which a busy
-machine disturbs least; wall time is recorded beside it. Exits with 1 if a step counts wrong, if memory grows by more than 2 MiB
-and a fiftieth of what a full cache would add, or if the last tenth of the forwards takes 15 % longer than the first.
+machine disturbs least; wall time is recorded beside it. Exits with 1 if a step counts wrong, if memory grows by more
+than 2 MiB and a fiftieth of what a full cache would add, or if the last tenth of the forwards takes 15 % longer than
+the first.
 """
 
 from __future__ import annotations

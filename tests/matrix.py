@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -153,9 +154,9 @@ def compile_ahead(target: Target, place: Path, kernel: str) -> tuple[int, int, l
     return good, len(bad), bad
 
 
-def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> list[Outcome]:
+def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[Outcome]:
     """Everything that the target asks for, one after the other."""
-    found, source = [], source_digest()
+    source = source_digest()
     jobs = [(test, file) for file in target.tests] + [(compile_ahead, kernel) for kernel in target.kernels]
     there = installed(place, target.package)
     for job, what in jobs:
@@ -165,11 +166,10 @@ def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> list[Outcome
         passed, failed, failures = job(target, place, what)
         seconds = round(time.monotonic() - start, 1)
         name = what if job is test else f"compile {what}"
-        found.append(Outcome(target.name, there, name, passed, failed, seconds, failures, source))
         print(f"{target.name:22s} {name:26s} {passed:4d} passed {failed:3d} failed {seconds:6.1f} s", flush=True)
         for line in failures:
             print(f"    {line}", flush=True)
-    return found
+        yield Outcome(target.name, there, name, passed, failed, seconds, failures, source)
 
 
 def table(found: list[Outcome]) -> str:
@@ -187,7 +187,7 @@ def table(found: list[Outcome]) -> str:
     return "\n".join([*lines, "", *(broken or ["nothing failed"])]) + "\n"
 
 
-def record(new: list[Outcome]) -> list[Outcome]:
+def record(new: list[Outcome]) -> None:
     """Put new outcomes in the place of old ones of the same file and version, and write both files."""
     path = RESULTS / "versions.json"
     old = [Outcome(**one) for one in json.loads(path.read_text())] if path.is_file() else []
@@ -196,7 +196,6 @@ def record(new: list[Outcome]) -> list[Outcome]:
     kept = sorted(both.values(), key=lambda one: order.index(one.target))
     path.write_text(json.dumps([asdict(one) for one in kept], indent=1) + "\n")
     (RESULTS / "versions.txt").write_text(table(kept))
-    return kept
 
 
 def main() -> int:
@@ -214,9 +213,10 @@ def main() -> int:
     new: list[Outcome] = []
     for target in TARGETS:
         if not options.only or target.name in options.only:
-            new += outcomes(target, directory(target, given), only)
-            kept = record(new)
-    print("\n" + table(kept))
+            for one in outcomes(target, directory(target, given), only):
+                new.append(one)
+                record([one])  # at once, because a run takes long and may be stopped
+    print("\n" + table(new))
     return int(any(one.failed for one in new))
 
 

@@ -31,6 +31,7 @@ def test_a_run_needs_a_gpu_and_a_dry_run_does_not_touch_the_results(monkeypatch)
 def test_one_dry_check_and_one_dry_timing_end_to_end(tmp_path, monkeypatch):
     """In this process: the interpreter is on (conftest), and one check is enough to open its section."""
     monkeypatch.setattr("perf.gpu_checks_device.DEVICE_CHECKS", {})
+    monkeypatch.setattr("perf.gpu_checks_graphs.MODEL_CHECKS", {})
     monkeypatch.setattr(gpu_checks, "CHECKS", {"prefill_attention": gpu_checks.CHECKS["prefill_attention"]})
     results = Results.open(tmp_path / "gpu_checks.json", FACTS)
     gpu_checks.run_checks(CPU, results, Deadline(5))
@@ -49,6 +50,7 @@ def test_a_crash_or_a_wrong_result_is_red_and_closes_its_section(tmp_path, monke
         raise RuntimeError("illegal memory access")
 
     monkeypatch.setattr("perf.gpu_checks_device.DEVICE_CHECKS", {})
+    monkeypatch.setattr("perf.gpu_checks_graphs.MODEL_CHECKS", {})
     wrong = {
         "evict": crash,
         "compact": lambda *a: [Finding("kept", 1.0)],
@@ -230,3 +232,12 @@ def test_a_report_puts_measurements_beside_promises(tmp_path):
     for name in ("decode_llama-3.1-8b_b1", "bandwidth_llama-3.1-8b", "correction_llama-3.1-8b"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
     assert Table([{"section": "decode", **row} for row in rows]).find("FlashInfer", LLAMA.name, 1, 1024) is None
+
+
+def test_a_dry_run_of_whole_steps():
+    """Captured and eager steps of whole models; kinds of caches take the interpreter minutes and run by hand."""
+    from perf.gpu_checks_graphs import check_steps
+
+    with torch.no_grad():
+        findings = check_steps(CPU)
+    assert len(findings) == 4 and all(finding.passed for finding in findings)

@@ -72,7 +72,8 @@ def measure_parts(
     Raises: FastKVError if a file holds results of other settings.
     """
     files = {name: prepared(out / f"{name}.json", cases, settings, fresh) for name, cases in chosen.items()}
-    waiting = [(name, case) for name, cases in chosen.items() for case in cases if case.record() not in done(files[name])]
+    there = {name: [row["case"] for row in file["rows"]] for name, file in files.items()}
+    waiting = [(name, case) for name, cases in chosen.items() for case in cases if case.record() not in there[name]]
     if not waiting:
         return 0
     deadline = time.monotonic() + 60 * minutes
@@ -93,25 +94,21 @@ def measure_parts(
 
 def prepared(path: Path, cases: list[Case], settings: Settings, fresh: bool) -> dict[str, Any]:
     """The file of a part with the rows that still belong to it, and the cases that it should have."""
-    asked = {"settings": asdict(settings), "versions": versions()}
+    asked, now = asdict(settings), versions()
     records = [case.record() for case in cases]
-    rows = []
+    rows, known = [], []
     if path.is_file() and not fresh:
         old = json.loads(path.read_text())
-        if (old["settings"], old["versions"]["model"]) != (asked["settings"], asked["versions"]["model"]):
+        if old["settings"] != asked or old["versions"][0]["model"] != now["model"]:
             raise FastKVError(
                 f"{path} holds results of other settings or of another model; measure all again with --fresh, or give "
                 "another --out"
             )
         rows = [row for row in old["rows"] if row["case"] in records]
-    file = {**asked, "planned": records, "rows": rows}
+        known = [one for one in old["versions"] if rows and one != now]
+    file = {"settings": asked, "versions": [*known, now], "planned": records, "rows": rows}
     save(file, path)
     return file
-
-
-def done(file: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases that have a row."""
-    return [row["case"] for row in file["rows"]]
 
 
 def save(file: dict[str, Any], path: Path) -> None:

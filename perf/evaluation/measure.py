@@ -18,7 +18,7 @@ import fastkv
 import fastkv.plan
 from fastkv import Budget, FastKVError, patched, policies
 from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.measure import Measured, Questions, make_questions, measure, relative_error
+from fastkv.demo.measure import Measured, make_questions, measure, relative_error
 from fastkv.demo.run import policy_of
 from fastkv.demo.tasks import TASKS, generate
 from fastkv.evaluation import fidelity
@@ -80,7 +80,7 @@ class Bench:
             try:
                 with self.cache(case, budget):
                     held = self.held(case.id, budget)
-                    row |= self.fidelity(case) if part == FIDELITY else self.tasks(case)
+                    row |= self.closeness(case) if part == FIDELITY else self.tasks(case)
             except FastKVError as error:
                 if "equal bytes" in str(error):
                     raise
@@ -90,7 +90,7 @@ class Bench:
 
     def budget(self, case: Case) -> Budget:
         """The bytes that a cache without moments spends on the tokens of the case."""
-        shares = {"sinks": case.sinks, "recent": case.recent, "heads": case.heads}
+        shares: dict[str, Any] = {"sinks": case.sinks, "recent": case.recent, "heads": case.heads}
         return equal_bytes(self.model.config, case.tokens, self.model.dtype, **shares)  # always with 16 spare slots
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Bench:
         """The questions of all tasks."""
         later = case.read == "context"
         measured = [measure(self.model, questions, question_later=later) for questions in self.asked]
-        kept = [one.kept for one in measured][0]
+        kept = measured[0].kept
         return self.answers(measured) | {"kept": kept, "nbytes": max(one.nbytes for one in measured)}
 
     def answers(self, measured: list[Measured]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Bench:
         """The texts of a seed among all texts of a task."""
         return slice(seed * self.settings.texts, (seed + 1) * self.settings.texts)
 
-    def fidelity(self, case: Case) -> dict[str, Any]:
+    def closeness(self, case: Case) -> dict[str, Any]:
         """Attention outputs and next tokens on one text for each seed, compared with the full cache."""
         text, full = self.fed()
         measured = fidelity.measure(self.model, text, self.settings.steps, full)
@@ -168,10 +168,7 @@ def approximated(share: float | None) -> Iterator[None]:
         return
 
     def keys(tokens: int, reserved: int, keep: float | None) -> int:
-        return 2 * max(min(round(share * tokens), tokens - max(reserved, 1)), 0)
+        return 2 * max(min(int(share * tokens), tokens - max(reserved, 1)), 0)
 
     with mock.patch.object(fastkv.plan, "key_only", keys):
         yield
-
-
-__all__ = ["Bench", "Questions", "Settings", "approximated", "versions"]

@@ -81,14 +81,14 @@ class Results:
     """All files of a folder.
 
     Attributes:
-        settings, versions: of the files.  rows: by part, in the order in which they were planned.
-        planned: number of cases of each part.  refused: (part, case, reason).
+        settings: of all files.  versions: under which they were measured.  rows: by part, in the order of the plan.
+        planned: names of the cases of each part.  refused: (part, case, reason).
     """
 
     settings: dict[str, Any]
     versions: list[dict[str, str]]
     rows: dict[str, list[Row]]
-    planned: dict[str, int]
+    planned: dict[str, list[str]]
     refused: list[tuple[str, str, str]]
 
     def of(self, part: str, read: str | None = None, tokens: int | None = None) -> list[Row]:
@@ -121,12 +121,12 @@ def load(folder: Path) -> Results:
         found = sorted(file["rows"], key=lambda row: places[json.dumps(row["case"])])
         rows[part] = [to_row(row) for row in found if "refused" not in row]
         refused += [(part, row["case"]["name"], row["refused"]) for row in found if "refused" in row]
-    versions = [file["versions"] for file in files.values()]
+    versions = [one for file in files.values() for one in file["versions"]]
     return Results(
         settings=settings[0],
         versions=[one for place, one in enumerate(versions) if one not in versions[:place]],
         rows=rows,
-        planned={part: len(file["planned"]) for part, file in files.items()},
+        planned={part: [case["name"] for case in file["planned"]] for part, file in files.items()},
         refused=refused,
     )
 

@@ -1,0 +1,168 @@
+"""Models that accelerate spread over devices: hooks, weights kept elsewhere, and each layer's state where the layer is.
+
+There is one real device here. The second is meta, which has shapes and no data: enough to see where things are.
+"""
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import AutoModelForCausalLM
+
+import fastkv
+from fastkv.cache import is_static
+from fastkv.errors import FastKVError
+
+from .models import build, compressed_layers, generate, prompt
+
+HALVES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+HALVES |= {f"model.layers.{layer}": "cpu" for layer in range(4)}
+CASES = [
+    ("llama", "momentkv", {}),
+    ("qwen3", "snapkv", {"prefill_block": 16}),
+    ("gemma3", "keydiff", {}),
+    ("llama", "criticalkv", {}),
+]
+
+
+def small(**options):
+    return fastkv.Budget(tokens=20, sinks=2, recent=4, **options)
+
+
+def wanted(name, policy, options):
+    """Tokens of a patched model that nothing was done to."""
+    ids, mask = prompt()
+    return generate(fastkv.patch(build(name), policy, small(), evict_every=4, **options), ids, mask, new=15)
+
+
+def both_orders(spread):
+    """Ways to combine fastkv.patch with what accelerate does."""
+    return {
+        "patched first": lambda model, *args, **kwargs: spread(fastkv.patch(model, *args, **kwargs)),
+        "patched last": lambda model, *args, **kwargs: fastkv.patch(spread(model), *args, **kwargs),
+    }
+
+
+def dispatched(model):
+    return dispatch_model(model, HALVES, main_device="cpu", force_hooks=True)
+
+
+@pytest.mark.parametrize("order", ["patched first", "patched last"])
+@pytest.mark.parametrize("name,policy,options", CASES)
+def test_dispatched_models_write_the_same(name, policy, options, order):
+    ids, mask = prompt()
+    model = both_orders(dispatched)[order](build(name), policy, small(), evict_every=4, **options)
+    assert len([m for m in model.modules() if hasattr(m, "_hf_hook")]) > 4, "hooks are there"
+    assert torch.equal(generate(model, ids, mask, new=15), wanted(name, policy, options))
+
+
+def test_unpatching_keeps_hooks():
+    ids, mask = prompt()
+    model = dispatched(build())
+    hooks = {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+    forwards = {name: module.forward for name, module in model.named_modules()}
+    fastkv.unpatch(fastkv.patch(model, budget=small()))
+    assert {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")} == hooks
+    assert {name: module.forward for name, module in model.named_modules()} == forwards
+    assert torch.equal(generate(model, ids, mask), generate(build(), ids, mask))
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("name,policy,options", CASES[:3])
+def test_weights_that_are_fetched_for_every_layer(name, policy, options, where, tmp_path):
+    """Weights stay in memory or on disk and are brought in while a module runs."""
+    ids, mask = prompt()
+    model = fastkv.patch(build(name), policy, small(), evict_every=4, **options)
+    offload = cpu_offload if where == "cpu" else lambda m, **kw: disk_offload(m, tmp_path, **kw)
+    offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.model.layers.parameters())
+    out = generate(model, ids, mask, new=15, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, wanted(name, policy, options))
+    for layer in compressed_layers(out.past_key_values):
+        assert out.past_key_values.moments(layer).count.device.type == "cpu"
+
+
+def test_offloaded_models_are_patched_before(tmp_path):
+    """Weights that are elsewhere cannot be looked at: one sentence, and the model still runs."""
+    ids, mask = prompt()
+    build().save_pretrained(tmp_path / "model")
+    split = {**HALVES, "model.layers.2": "disk", "model.layers.3": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=split, offload_folder=str(tmp_path / "offload")
+    )
+    want = generate(build(), ids, mask)
+    assert torch.equal(generate(model, ids, mask), want)
+    with pytest.raises(FastKVError, match="meta device"):
+        fastkv.patch(model, budget=small())
+    assert torch.equal(generate(model, ids, mask), want)
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, HALVES, "auto"], ids=["one", "parts", "auto"])
+def test_device_maps_of_from_pretrained(device_map, tmp_path):
+    ids, mask = prompt()
+    build().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    fastkv.patch(model, "momentkv", small(), evict_every=4)
+    assert torch.equal(generate(model, ids, mask, new=15), wanted("llama", "momentkv", {}))
+
+
+def split(model, half=2):
+    """The layers from `half` on, and what follows them, on meta; accelerate's hooks move what they are given."""
+    for module in (*model.model.layers[half:], model.model.norm, model.lm_head):
+        module.to("meta")
+        hook = AlignDevicesHook(execution_device=torch.device("meta"), place_submodules=True)
+        add_hook_to_module(module, hook)
+    return model
+
+
+def devices_of(cache):
+    """For each compressed layer, where the tensors of its state are."""
+    states = [cache.layers[layer].state for layer in compressed_layers(cache)]
+    return [{tensor.device.type for _, tensor in state.named_tensors()} for state in states]
+
+
+@pytest.mark.parametrize("policy", ["momentkv", "keydiff", "streaming"])
+@pytest.mark.parametrize("static", [False, True])
+def test_the_state_lives_where_its_layer_does(policy, static):
+    model = split(fastkv.patch(build(), policy, small(), evict_every=3, static=static))
+    ids, _ = prompt(2, 40, (0, 0))
+    cache = model(ids).past_key_values
+    for _ in range(7):
+        out = model(ids[:, :1], past_key_values=cache, position_ids=torch.full((2, 1), 40))
+        assert out.logits.device.type == "meta"
+    assert devices_of(cache) == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
+    assert [str(layer.device) for layer in cache.layers] == ["cpu", "cpu", "meta", "meta"]
+    assert all(layer.seen == 47 for layer in cache.layers[:2])
+    for change in (lambda c: c.clone(), lambda c: c.fork(2)):
+        assert devices_of(change(cache)) == devices_of(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.reset()
+    assert devices_of(cache) == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
+
+
+def test_a_part_of_the_first_layers_is_computed_as_ever():
+    """The layers on the real device do not notice the others."""
+    ids, _ = prompt(2, 40, (0, 0))
+    whole = fastkv.patch(build(), "momentkv", small(), evict_every=3)
+    parts = split(fastkv.patch(build(), "momentkv", small(), evict_every=3))
+    caches = [model(ids).past_key_values for model in (whole, parts)]
+    for _ in range(4):
+        for model, cache in zip((whole, parts), caches):
+            model(ids[:, :1], past_key_values=cache)
+    for layer in range(2):
+        pairs = zip(*(cache.layers[layer].state.named_tensors() for cache in caches))
+        assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
+def test_two_devices_are_not_static_unless_told():
+    model = fastkv.patch(build(), budget=small())
+    assert is_static(split(model), None) is False
+
+
+def test_scratch_and_tables_are_made_for_each_device():
+    model = split(fastkv.patch(build(), "compactor", small(), evict_every=3))
+    ids, _ = prompt(1, 40, (0,))
+    cache = model(ids).past_key_values
+    assert {key[0].type for key in cache.shared.scratch} == {"cpu", "meta"}
+    rotaries = [layer.rule.rotary.frequencies.device.type for layer in cache.layers]
+    assert rotaries == ["cpu", "cpu", "meta", "meta"]

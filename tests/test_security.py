@@ -1,0 +1,234 @@
+"""Nothing is run that a file or the network brought: no sockets, no pickles, no evaluated text, no other programs."""
+
+import ast
+import json
+import pickle
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import fastkv
+from fastkv.fits import quality
+from fastkv.fits.vector import VectorMap
+
+from .models import build, generate, prompt
+from .test_vector_cache import mapping
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "fastkv").rglob("*.py"))
+
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "subprocess", "pty"}
+MODULES |= {"socket", "ssl", "http", "urllib", "requests", "httpx", "ftplib", "smtplib", "telnetlib", "code", "codeop"}
+BUILTINS = {"eval", "exec", "compile", "__import__", "breakpoint"}
+CALLS = {"os.system", "os.popen", "os.fork", "torch.load", "torch.save", "torch.jit.load", "torch.hub.load"}
+CALLS |= {"numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "torch.package.PackageImporter"}
+PREFIXES = ("os.exec", "os.spawn", "os.posix_spawn", "pickle.", "torch.hub.")
+KEYWORDS = {"trust_remote_code", "allow_pickle", "weights_only", "shell"}
+
+
+def forbidden(text):
+    """What a source file does that could run or fetch something, as `line: what`."""
+    for node in ast.walk(ast.parse(text)):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names if alias.name.split(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in whole if name.split(".")[0] in MODULES or name in CALLS]
+        elif isinstance(node, ast.Name) and node.id in BUILTINS:
+            found = [node.id]
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            found = [name] if name in CALLS or name.startswith(PREFIXES) else []
+        elif isinstance(node, ast.keyword) and node.arg in KEYWORDS:
+            found = [node.arg]
+        yield from (f"{getattr(node, 'lineno', '?')}: {one}" for one in found)
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
+def test_the_package_runs_and_fetches_nothing(path):
+    assert list(forbidden(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import urllib.request",
+        "from os import system",
+        "import os\nos.system('x')",
+        "import os\nos.execv('x', [])",
+        "eval('1')",
+        "run = exec",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "f(trust_remote_code=True)",
+        "import subprocess as s",
+        "__import__('os')",
+    ],
+)
+def test_the_scan_finds_what_it_looks_for(text):
+    assert len(list(forbidden(text))) == 1
+
+
+def test_dynamic_imports_name_modules_of_the_package():
+    """The command line imports its commands late, by names that are written in its own file."""
+    texts = {path.relative_to(ROOT / "fastkv").as_posix(): path.read_text() for path in FILES}
+    assert [name for name, text in texts.items() if "import_module" in text] == ["cli.py"]
+    given = [
+        keyword.value
+        for node in ast.walk(ast.parse(texts["cli.py"]))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "module"
+    ]
+    assert given and all(isinstance(one, ast.Constant) and one.value.startswith(".") for one in given)
+
+
+OFFLINE = """
+import socket, sys
+import torch, transformers, safetensors.torch
+from transformers.models.llama import modeling_llama
+
+WATCHED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pickle.", "urllib.", "http.")
+seen = []
+sys.addaudithook(lambda event, args: seen.append(event) if event.startswith(WATCHED) else None)
+
+import fastkv, fastkv.cli
+from fastkv.demo import load
+model, tokenizer = load()
+ids = tokenizer("the code of amber ferret is 84 36 92 . " * 12, return_tensors="pt").input_ids
+budget = fastkv.Budget(tokens=48, sinks=2, recent=8)
+fastkv.patch(model, "momentkv", budget)
+out = model.generate(ids, max_new_tokens=40, return_dict_in_generate=True)
+assert (out.past_key_values.moments(0).count > 0).all()
+out.past_key_values.save(sys.argv[1])
+fastkv.FastKVCache.load(sys.argv[1], model)
+fastkv.patch(model, "keydiff", budget, correction="vector")
+model.generate(ids, max_new_tokens=5)
+fastkv.patch(model, "keydiff", fastkv.Budget(quality=0.9, sinks=2, recent=8))
+model.generate(ids, max_new_tokens=5)
+fastkv.unpatch(model)
+found = list(seen)
+socket.socket().close()
+assert "socket.__new__" in seen, "the hook works"
+print(found)
+"""
+
+
+def test_importing_and_generating_open_no_socket_and_start_no_program(tmp_path):
+    (tmp_path / "probe.py").write_text(OFFLINE)
+    command = [sys.executable, str(tmp_path / "probe.py"), str(tmp_path / "cache.fastkv")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def environment():
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_generating_in_this_process_opens_no_socket(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("opened a socket")
+
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+    ids, mask = prompt()
+    model = fastkv.patch(build(), budget=fastkv.Budget(tokens=20, sinks=2, recent=4))
+    assert generate(model, ids, mask).shape == (3, 62)
+
+
+class Bomb:
+    """What a pickle would run when it is loaded."""
+
+    def __reduce__(self):
+        return Path.touch, (Path(BOMB),)
+
+
+BOMB = ""
+
+
+@pytest.fixture
+def bomb(tmp_path, monkeypatch):
+    """Files, by kind, that create `exploded` if anything in them is run; and that path."""
+    monkeypatch.setattr(sys.modules[__name__], "BOMB", str(tmp_path / "exploded"))
+    code = f"__import__('pathlib').Path({BOMB!r}).touch()"
+    torch.save({"x": Bomb()}, tmp_path / "torch.bin")
+    (tmp_path / "pickle.bin").write_bytes(pickle.dumps(Bomb()))
+    (tmp_path / "code.bin").write_text(code)
+    (tmp_path / "json.bin").write_text(json.dumps({"__class__": "pathlib.Path", "__reduce__": code, "points": code}))
+    header = {"format": code, "fastkv": code, "header": code}
+    safetensors.torch.save_file({"x": torch.zeros(2)}, tmp_path / "safetensors.bin", metadata=header)
+    return sorted(tmp_path.glob("*.bin")), tmp_path / "exploded"
+
+
+def test_the_bomb_works(bomb):
+    files, exploded = bomb
+    pickle.loads(next(path for path in files if path.name == "pickle.bin").read_bytes())
+    assert exploded.exists()
+
+
+READERS = {
+    "saved cache": lambda path, model: fastkv.FastKVCache.load(path, model),
+    "vector map": lambda path, model: VectorMap.load(path, model.config),
+    "quality curve": lambda path, model: quality.load(path, model.config, "keydiff"),
+    "vector argument": lambda path, model: fastkv.patch(model, "keydiff", 20, correction="vector", vector=path),
+    "calibration": lambda path, model: fastkv.patch(
+        model, "keydiff", fastkv.Budget(quality=0.9, calibration=str(path))
+    ),
+    "pattern": lambda path, model: fastkv.policies.get("duoattention", pattern=str(path)).check([2, 2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_files_are_refused_and_never_run(reader, bomb):
+    files, exploded = bomb
+    assert len(files) == 5
+    for path in files:
+        model = fastkv.patch(build(), budget=fastkv.Budget(tokens=20, sinks=2, recent=4))
+        with pytest.raises(fastkv.FastKVError) as error:
+            READERS[reader](path, model)
+        assert "\n" not in str(error.value)
+        assert not exploded.exists(), path.name
+
+
+def test_names_are_looked_up_and_never_run(tmp_path):
+    code = f"__import__('pathlib').Path({str(tmp_path / 'exploded')!r}).touch()"
+    with pytest.raises(fastkv.FastKVError):
+        fastkv.policies.get(code)
+    for options in ({"policy": code}, {"correction": code}, {"backend": code}):
+        with pytest.raises(fastkv.FastKVError):
+            fastkv.patch(build(), **options)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_written_files_hold_no_pickle(tmp_path):
+    ids, _ = prompt(1, 40, (0,))
+    model = fastkv.patch(build(), budget=fastkv.Budget(tokens=20, sinks=2, recent=4))
+    model(ids).past_key_values.save(tmp_path / "cache")
+    mapping(model).save(tmp_path / "map")
+    for name in ("cache", "map"):
+        with safetensors.safe_open(tmp_path / name, "pt") as file:  # reads tensors and text, nothing else
+            assert list(file.keys())
+            assert all(isinstance(value, str) for value in (file.metadata() or {}).values())
+        assert not (tmp_path / name).read_bytes().startswith((b"PK", b"\x80"))
+
+
+def test_versions_are_pinned_one_by_one():
+    """.ci/constraints.txt names one version of every package, so that what is audited is what is installed."""
+    lines = [line for line in (ROOT / ".ci" / "constraints.txt").read_text().splitlines() if line[:1] not in ("", "#")]
+    assert len(lines) > 80
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*==[0-9][0-9a-z.]*(; .+)?", line)] == []
+    names = [line.split("==")[0] for line in lines]
+    assert len(names) == len(set(names))
+    assert {"torch", "transformers", "triton", "safetensors", "numpy"} <= set(names)

@@ -1,0 +1,445 @@
+"""What fastkv takes for granted about transformers, one assumption a test; a broken one says what changed.
+
+Run this file first with a new version of transformers: whatever fails here names the place in fastkv that leans on it.
+"""
+
+import copy
+import inspect
+import sys
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+import fastkv
+from fastkv.layer import FastKVLayer
+from fastkv.window import WindowLayer
+
+from .models import FAMILIES, build, prompt
+
+FOUND = Version(transformers.__version__)
+ASSUMPTIONS = {}
+BROKEN = (AttributeError, ImportError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
+
+
+def assumed(place, sentence):
+    """Register a check that returns whether what `sentence` says still holds; `place` is what leans on it."""
+
+    def register(check):
+        ASSUMPTIONS[check.__name__] = (check, f"transformers {FOUND}: {sentence}, which fastkv/{place} relies on")
+        return check
+
+    return register
+
+
+def complaint(name):
+    """The sentence of a broken assumption, None if it holds."""
+    check, sentence = ASSUMPTIONS[name]
+    try:
+        return None if check() else sentence
+    except BROKEN as error:
+        return f"{sentence} ({type(error).__name__}: {str(error).splitlines()[0]})"
+
+
+def names(function):
+    """Names of its parameters."""
+    return list(inspect.signature(function).parameters)
+
+
+class Recorder(FastKVLayer):
+    """A layer that remembers what a cache asks of it, and is otherwise a stock layer."""
+
+    def __init__(self):
+        from transformers.cache_utils import CacheLayerMixin
+
+        CacheLayerMixin.__init__(self)
+        self.calls, self.is_compileable, self.batch_size = [], True, 1
+
+    def __getattribute__(self, name):
+        if name in ASKED:
+            return lambda *args, **kwargs: self.calls.append((name, args)) or ASKED[name]
+        return object.__getattribute__(self, name)
+
+
+ASKED = {
+    "update": ("keys", "values"),
+    "get_seq_length": 8,
+    "get_mask_sizes": (3, 8),
+    "get_max_length": -1,
+    "get_max_cache_shape": -1,
+    "reorder_cache": None,
+    "batch_repeat_interleave": None,
+    "batch_select_indices": None,
+    "reset": None,
+    "crop": None,
+}
+
+
+def recording_cache():
+    from transformers.cache_utils import Cache
+
+    layers = [Recorder(), Recorder()]
+    return Cache(layers=layers), layers
+
+
+# The cache and its layers.
+
+
+@assumed("cache.py", "Cache(layers=[...]) no longer holds the layers that it is given")
+def cache_takes_layers():
+    cache, layers = recording_cache()
+    return all(mine is theirs for mine, theirs in zip(cache.layers, layers))
+
+
+@assumed("layer.py", "Cache.update no longer calls update(keys, values, ...) of the layer with that index")
+def cache_updates_its_layer():
+    cache, layers = recording_cache()
+    found = cache.update("k", "v", 1)
+    return found == ("keys", "values") and layers[1].calls[0][1][:2] == ("k", "v") and not layers[0].calls
+
+
+@assumed("layer.py", "Cache.get_seq_length no longer returns what the layer says")
+def cache_passes_lengths_on():
+    cache, _ = recording_cache()
+    return cache.get_seq_length() == cache.get_seq_length(1) == 8
+
+
+@assumed("layer.py", "Cache.get_mask_sizes no longer asks the layer with the number of new tokens")
+def cache_passes_mask_sizes_on():
+    cache, layers = recording_cache()
+    return cache.get_mask_sizes(3, 1) == (3, 8) and ("get_mask_sizes", (3,)) in layers[1].calls
+
+
+@assumed("cache.py", "Cache no longer changes the batch axis of its layers one by one")
+def cache_maps_batches_layer_by_layer():
+    cache, layers = recording_cache()
+    cache.reorder_cache("a")
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices("b")
+    wanted = [("reorder_cache", ("a",)), ("batch_repeat_interleave", (2,)), ("batch_select_indices", ("b",))]
+    return all(layer.calls == wanted for layer in layers)
+
+
+@assumed("cache.py", "Cache.reset no longer resets every layer")
+def cache_resets_its_layers():
+    cache, layers = recording_cache()
+    cache.reset()
+    return all(("reset", ()) in layer.calls for layer in layers)
+
+
+@assumed("layer.py", "Cache.crop no longer crops every layer, which ends a rejected draft")
+def cache_crops_its_layers():
+    cache, layers = recording_cache()
+    cache.crop(-2)
+    return all(("crop", (-2,)) in layer.calls for layer in layers)
+
+
+@assumed("layer.py", "Cache.is_compileable no longer follows from its layers")
+def cache_compiles_if_its_layers_do():
+    cache, layers = recording_cache()
+    before = cache.is_compileable
+    layers[0].is_compileable = False
+    return before and not cache.is_compileable
+
+
+@assumed("layer.py", "a cache layer has a new abstract method, or another constructor")
+def layers_are_complete():
+    return not FastKVLayer.__abstractmethods__ and not WindowLayer.__abstractmethods__ and Recorder()
+
+
+@assumed("layer.py", "cache layers announce roll-backs (activate_past_recording) in other versions than 5.14 and later")
+def roll_backs_are_announced():
+    from transformers.cache_utils import Cache
+
+    return hasattr(Cache, "activate_past_recording") == (Version("5.14") <= FOUND)
+
+
+@assumed("cache.py", "DynamicCache(config=...) makes other layers than DynamicLayer and DynamicSlidingWindowLayer")
+def stock_layers_are_dynamic():
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=FAMILIES["gemma3"][1].get_text_config(decoder=True)).layers
+    kinds = [type(layer) for layer in layers]
+    return kinds == [DynamicSlidingWindowLayer, DynamicLayer] * 2 and layers[0].sliding_window == 16
+
+
+@assumed("window.py", "DynamicSlidingWindowLayer no longer keeps its last sliding_window - 1 tokens as keys and values")
+def sliding_layers_keep_their_window():
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    layer = DynamicSlidingWindowLayer(sliding_window=4)
+    rows = torch.arange(6.0).view(1, 1, 6, 1)
+    keys, values = layer.update(rows, -rows)
+    kept = torch.equal(layer.keys, rows[:, :, 3:]) and torch.equal(layer.values, -rows[:, :, 3:])
+    return kept and torch.equal(keys, rows) and layer.cumulative_length == layer.get_seq_length() == 6
+
+
+# Masks.
+
+
+def causal_mask(mask, cache=None, name="llama", tokens=3):
+    from transformers.masking_utils import create_causal_mask
+
+    given = {"config": build(name).config, "inputs_embeds": torch.zeros(2, tokens, 8), "attention_mask": mask}
+    return create_causal_mask(**given, past_key_values=cache, position_ids=None)
+
+
+@assumed("integrations/generation.py", "create_causal_mask no longer returns a prepared 4-D mask as it is")
+def prepared_masks_are_kept():
+    from transformers.masking_utils import _preprocess_mask_arguments
+
+    ones = torch.ones(2, 1, 1, 1, dtype=torch.bool)
+    return causal_mask(ones, tokens=1) is ones and names(_preprocess_mask_arguments)[:4] == [
+        *("config", "inputs_embeds", "attention_mask", "past_key_values")
+    ]
+
+
+@assumed(
+    "integrations/attention.py", "a cache whose mask covers the new tokens only no longer gets a mask [B, 1, T, T]"
+)
+def masks_cover_what_the_cache_says():
+    cache, _ = recording_cache()
+    padding = torch.ones(2, 11, dtype=torch.long)
+    padding[0, :9] = 0
+    mask = causal_mask(padding, cache)
+    return mask.shape == (2, 1, 3, 3) and mask[0, 0].tolist()[1:] == [[False, True, False], [False, True, True]]
+
+
+@assumed("integrations/generation.py", "a model with sliding windows no longer takes a dict of prepared masks")
+def prepared_masks_can_be_a_dict():
+    model, (ids, _) = build("gemma3"), prompt(1, 8, (0,))
+    ones = torch.ones(8, 8).tril().bool()[None, None]
+    got = model(ids, attention_mask={"full_attention": ones, "sliding_attention": ones}, use_cache=False)
+    return torch.allclose(got.logits, model(ids, use_cache=False).logits, atol=1e-5)
+
+
+@assumed("integrations/generation.py", "generate no longer asks create_masks_for_generate, by keyword, for its masks")
+def generate_prepares_masks_by_keyword():
+    from transformers.generation.utils import GenerationMixin
+    from transformers.masking_utils import create_masks_for_generate
+
+    source = inspect.getsource(GenerationMixin.prepare_inputs_for_generation)
+    called = 'getattr(self, "create_masks_for_generate", create_masks_for_generate)' in source
+    wanted = {"config", "inputs_embeds", "attention_mask", "past_key_values"}
+    return called and wanted <= set(names(create_masks_for_generate)) and "past_key_values=model_inputs.get" in source
+
+
+# generate.
+
+
+@assumed("integrations/generation.py", "generate no longer asks the instance's _prepare_cache_for_generation")
+def generate_asks_for_a_cache():
+    from transformers import DynamicCache
+
+    model, (ids, _), seen = build(), prompt(1, 8, (0,)), []
+
+    def prepare(generation_config, model_kwargs, *args, **kwargs):
+        seen.append((generation_config.cache_implementation, str(args[0] if args else kwargs["generation_mode"])))
+        model_kwargs["past_key_values"] = DynamicCache(config=model.config)
+        seen.append(model_kwargs["past_key_values"])
+
+    model._prepare_cache_for_generation = prepare
+    out = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
+    stock = names(type(model)._prepare_cache_for_generation)[1:4]
+    asked = stock == ["generation_config", "model_kwargs", "generation_mode"] and len(seen) == 2
+    return asked and out.past_key_values is seen[1] and seen[0][0] in (None, "dynamic")
+
+
+@assumed("integrations/generation.py", "the generation mode of drafts is no longer called assisted")
+def drafts_are_called_assisted():
+    from transformers.generation import GenerationMode
+
+    return [mode for mode in GenerationMode if "assisted" in str(mode).lower()] == [GenerationMode.ASSISTED_GENERATION]
+
+
+@assumed("integrations/base.py", "continuous batching starts somewhere else")
+def continuous_batching_starts_where_it_did():
+    entries = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+    return all(hasattr(build(), name) for name in entries)
+
+
+@assumed("integrations/base.py", "generate keeps its compiled step in other attributes")
+def compiled_steps_are_kept_where_they_were():
+    from transformers import CompileConfig
+
+    model = build()
+    model.get_compiled_call(CompileConfig(backend="eager"))
+    return {"_compiled_call", "_last_compile_config"} <= set(vars(model))
+
+
+@assumed("layer.py", "generate decides by something else than cache.is_compileable whether to compile")
+def compiling_asks_the_cache():
+    from transformers.generation.utils import GenerationMixin
+
+    return "is_compileable" in inspect.getsource(GenerationMixin._valid_auto_compile_criteria)
+
+
+# Models.
+
+
+@assumed("integrations/generation.py", "the arguments or results of a base model's forward have other names")
+def base_models_take_and_return_what_they_did():
+    wanted = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
+    model, (ids, _) = build(), prompt(1, 8, (0,))
+    out = model.base_model(input_ids=ids)
+    known = all(wanted <= set(names(build(name, "eager").base_model.forward)) for name in FAMILIES)
+    return known and out.last_hidden_state.shape[:2] == (1, 8) and out.past_key_values.get_seq_length() == 8
+
+
+@assumed("integrations/generation.py", "a model no longer hands unknown keywords on to its base model")
+def models_hand_keywords_on():
+    seen = []
+    for name in FAMILIES:
+        model = build(name, "eager")
+        model.base_model.register_forward_pre_hook(lambda m, a, k: seen.append(k["fastkv_rows"]), with_kwargs=True)
+        model(prompt(1, 4, (0,))[0], fastkv_rows=1, logits_to_keep=1)
+    return seen == [1] * len(FAMILIES)
+
+
+@assumed("integrations/base.py", "a config no longer reads its attention from _attn_implementation_internal")
+def configs_copy_and_switch():
+    config = build().config
+    own = copy.copy(config)
+    own._attn_implementation_internal = "fastkv"
+    return (own._attn_implementation, config._attn_implementation) == ("fastkv", "sdpa")
+
+
+@assumed("integrations/base.py", "full-attention modules are no longer found by layer_idx and k_proj in get_decoder()")
+def attention_modules_are_where_they_were():
+    wanted = ("layer_idx", "k_proj", "o_proj", "head_dim", "num_key_value_groups", "config")
+    for name in FAMILIES:
+        decoder = build(name, "eager").get_decoder()
+        found = [m for m in decoder.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
+        if [m.layer_idx for m in found] != [0, 1, 2, 3] or not all(hasattr(m, a) for m in found for a in wanted):
+            return False
+    return True
+
+
+@assumed("integrations/attention.py", "a family's eager attention is no longer eager_attention_forward in its own file")
+def eager_attention_is_where_it_was():
+    modules = [next(m for m in build(name, "eager").modules() if hasattr(m, "k_proj")) for name in FAMILIES]
+    return all(callable(sys.modules[type(module).__module__].eager_attention_forward) for module in modules)
+
+
+@assumed("integrations/attention.py", "attention modules are no longer given the cache as past_key_values by keyword")
+def attention_is_given_the_cache():
+    from transformers import DynamicCache
+
+    caches, seen = [], []
+    for name in FAMILIES:
+        model = build(name, "eager")
+        for module in model.modules():
+            if hasattr(module, "k_proj"):
+                module.register_forward_pre_hook(lambda m, a, k: seen.append(k["past_key_values"]), with_kwargs=True)
+        caches.append(DynamicCache(config=model.config))
+        model(prompt(1, 4, (0,))[0], past_key_values=caches[-1])
+    return len(seen) == 4 * len(caches) and all(one is caches[index // 4] for index, one in enumerate(seen))
+
+
+@assumed("integrations/attention.py", "the attention interface is called with other arguments, or drops keywords")
+def attention_functions_are_called_as_before():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+
+    def probe(module, query, key, value, attention_mask, dropout=0.0, scaling=None, softcap=None, **kwargs):
+        seen.append((query.shape, key.shape, value.shape, scaling, softcap, kwargs["fastkv_layer"]))
+        return query.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("fastkv_probe", probe)
+    for name in FAMILIES:
+        model = build(name, "eager")
+        module = next(m for m in model.modules() if hasattr(m, "k_proj"))
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation_internal = "fastkv_probe"
+        add = lambda m, a, k: (a, {**k, "fastkv_layer": "handed over"})  # noqa: E731
+        module.register_forward_pre_hook(add, with_kwargs=True)
+        model(prompt(1, 5, (0,))[0])
+    shapes = all((q, k, v) == ((1, 4, 5, 16), (1, 2, 5, 16), (1, 2, 5, 16)) for q, k, v, *_ in seen)
+    capped = [name for name, (*_, softcap, handed) in zip(FAMILIES, seen) if softcap is not None]
+    handed = all(rest[-1] == "handed over" and isinstance(rest[3], float) for rest in seen)
+    return shapes and handed and capped == ["gemma2"] and len(seen) == len(FAMILIES)
+
+
+@assumed("parallel.py", "a model no longer keeps the mesh of tensor parallelism in _device_mesh")
+def the_mesh_is_where_it_was():
+    return build()._device_mesh is None
+
+
+@assumed("rotary.py", "a rotary embedding is no longer described by inv_freq and attention_scaling")
+def rotary_embeddings_are_as_described():
+    from fastkv.rotary import Rotary
+
+    for name in FAMILIES:
+        model = build(name, "eager")
+        rotary = Rotary.of(model)
+        cos, sin = rotary.table(9)
+        module = model.get_decoder().rotary_emb
+        extra = {"layer_type": "full_attention"} if "layer_type" in names(module.forward) else {}
+        got_cos, got_sin = module(torch.zeros(1, 9, 4), position_ids=torch.arange(9)[None], **extra)
+        for got, mine in ((got_cos, cos), (got_sin, sin)):
+            if not torch.allclose(got[0, :, :8], mine * rotary.scaling**2, atol=1e-6):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("name", ASSUMPTIONS)
+def test_assumption_holds(name):
+    found = complaint(name)
+    if found:
+        pytest.fail(found, pytrace=False)
+
+
+# The checks can fail, and then say one sentence.
+
+
+def test_a_renamed_method_is_one_sentence(monkeypatch):
+    from transformers.cache_utils import Cache
+
+    monkeypatch.delattr(Cache, "get_mask_sizes")
+    found = complaint("cache_passes_mask_sizes_on")
+    assert "Cache.get_mask_sizes no longer asks the layer" in found and "fastkv/layer.py" in found
+    assert "\n" not in found
+
+
+def test_a_new_abstract_method_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(FastKVLayer, "__abstractmethods__", frozenset({"defragment"}))
+    assert "new abstract method" in complaint("layers_are_complete")
+
+
+def test_a_moved_argument_is_one_sentence(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    stock = modeling_llama.LlamaAttention.forward
+
+    def renamed(self, hidden_states, cache=None, **kwargs):
+        return stock(self, hidden_states, past_key_values=cache, **kwargs)
+
+    layer = modeling_llama.LlamaDecoderLayer.forward
+    source = inspect.getsource(layer)
+    assert "past_key_values=past_key_values" in source, "the decoder layer passes the cache by keyword"
+    monkeypatch.setattr(
+        modeling_llama.LlamaDecoderLayer,
+        "forward",
+        lambda self, hidden_states, past_key_values=None, **kwargs: self.self_attn(
+            hidden_states, cache=past_key_values, **{k: v for k, v in kwargs.items() if k != "use_cache"}
+        )[0],
+    )
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", renamed)
+    assert "past_key_values by keyword" in complaint("attention_is_given_the_cache")
+
+
+def test_a_mask_that_is_made_again_is_one_sentence(monkeypatch):
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "create_causal_mask", lambda **given: given["attention_mask"].clone())
+    assert "no longer returns a prepared 4-D mask" in complaint("prepared_masks_are_kept")
+
+
+def test_the_probe_leaves_no_trace():
+    """Checks work on models of their own; a patched model still runs after all of them."""
+    ids, _ = prompt(1, 30, (0,))
+    model = fastkv.patch(build(), budget=fastkv.Budget(tokens=20, sinks=2, recent=4))
+    assert model(ids).logits.shape == (1, 30, 98)
