@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test check coverage mutations aot perf perf-report eval-report clean
+.PHONY: help demo test check coverage test-matrix mutations aot perf perf-report eval-report clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,6 +28,9 @@ check: $(STAMP)dev ## ruff and mypy
 
 coverage: $(STAMP)dev ## all tests, and which lines outside kernels they run (at least 90 %)
 	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term $(ARGS)
+
+test-matrix: $(STAMP)dev ## integration tests on several versions of transformers and triton (ARGS=--help)
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 mutations: $(STAMP)dev ## seeded bugs, each of which some test must notice
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)

@@ -114,6 +114,9 @@ class FastKVCache(Cache):
         """Forget the sequences, not where they are stored."""
         self.unroll()
         super().reset()
+        for layer in self.layers:  # before transformers 5.23 a layer that was reset keeps its tokens, zeroed
+            if not isinstance(layer, FastKVLayer):
+                layer.is_initialized = False
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i of the batch continues from row beam_idx[i]."""

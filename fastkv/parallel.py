@@ -10,6 +10,9 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 
+MESHES = ("_device_mesh", "device_mesh")  # the second in transformers 5.10
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The processes that share the heads of every layer; the default is one process alone.
@@ -25,7 +28,7 @@ class Parallel:
     @classmethod
     def of(cls, model: Module) -> Parallel:
         """What transformers loaded the model with (`tp_plan="auto"`)."""
-        mesh = getattr(model, "_device_mesh", None)
+        mesh = next((m for name in MESHES if (m := getattr(model, name, None)) is not None), None)
         if mesh is None or not distributed.is_initialized():
             return cls()
         names = mesh.mesh_dim_names or ()

@@ -111,7 +111,8 @@ def test_inductor_compiles_the_step(static):
 def test_generate_compiles_by_itself(name):
     """As it does on CUDA without being asked; on a CPU transformers has to be told to."""
     torch._dynamo.reset()
-    model = build(name, num_hidden_layers=2)
+    types = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
+    model = build(name, num_hidden_layers=2, **types)
     ids, mask = prompt()
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=False)
     want = generate(model, ids, mask, new=12)

@@ -253,13 +253,23 @@ class TestReport:
         command.save(file, folder / "tasks_context.json")
         text = report.report(results.load(folder))
         assert "- tasks_context: 2 of 3 caches; `python -m perf.evaluation --parts tasks_context`" in text
-        assert "tova refused: no room" in text
+        assert "tova, 12.5 %, refused: no room" in text
         assert f"| {gone['case']['name']} |" not in text and "| tova |" not in text
         assert "Fidelity" not in text and "Ablations" not in text
 
     def test_separation(self, tmp_path):
         line = report.separation_table(self.loaded(tmp_path)).splitlines()[-1]
         assert "| 1 of 3: keydiff | tova |" in line
+
+    def test_an_incomplete_budget_recommends_nothing(self, tmp_path):
+        self.loaded(tmp_path)
+        file = json.loads((tmp_path / "tasks_context.json").read_text())
+        file["rows"] = [row for row in file["rows"] if row["case"]["name"] != "tova"]
+        command.save(file, tmp_path / "tasks_context.json")
+        loaded = results.load(tmp_path)
+        assert not loaded.complete("tasks_context", 128)
+        assert page.choices(loaded) == "" and "12.5" not in report.separation_table(loaded)
+        assert "keydiff" in report.report(loaded)
 
     def test_twins(self, tmp_path):
         assert report.twins(self.loaded(tmp_path)) == ""
@@ -278,7 +288,7 @@ class TestReport:
 
     def test_choices_need_no_more_than_enough(self, tmp_path):
         text = page.choices(self.loaded(tmp_path))
-        assert "on par with the full cache at 12.5 % of the tokens: `keydiff` (97 ± 3 %)." in text
+        assert "keeping up with the full cache at 12.5 % of the tokens: `keydiff` (97 ± 3 %)." in text
         assert "tova" not in text
         assert page.smallest(results.load(tmp_path), "context", "tova") == "> 12.5 % (20 ± 6)"
 

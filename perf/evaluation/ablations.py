@@ -72,8 +72,8 @@ def comparison(ablation: Ablation, rows: Sequence[Row]) -> str:
     tokens = min(row.tokens for row in rows)
     ours = {row.name: row for row in rows if row.tokens == tokens}
     paper = {name: cells[0] for name, cells in ablation.numbers.items() if cells[0] is not None and name in ours}
-    if len(paper) < 2:
-        return f"Too little of it has been measured to compare (`--parts {ablation.part}`)."
+    if len(paper) < sum(cells[0] is not None for cells in ablation.numbers.values()):
+        return "Too little of it has been measured to compare."
     first, last = max(paper, key=paper.__getitem__), min(paper, key=paper.__getitem__)
     ranked = ranking([ours[name] for name in paper], "answers")
     top, bottom = ranked[0], ranked[-1]
@@ -96,15 +96,15 @@ def settled(results: Results) -> str:
     for ablation in ABLATIONS:
         rows = [row for row in found(results, ablation) if row.tokens == TIGHT[0]]
         method = next((row for row in rows if row.name == ablation.method), None)
-        if method is None or len(rows) < 2:
+        if method is None or len(rows) < len(ablation.rows):
             continue
         best = ranking(rows, "answers")[0]
         gain = difference(best.answers, method.answers)
         same = on_par(best.answers, method.answers)
-        where = READS.get(ablation.read or "", "in blocks of 128")
+        where = f", {READS[ablation.read]}" if ablation.read in READS else ""
         lines.append(
             (
-                f"{ablation.title}, {where}",
+                f"{ablation.title}{where}",
                 f"{method.name}: {Mean.of(method.answers).percent}",
                 f"{best.name}: {Mean.of(best.answers).percent}",
                 NO_CELL if best is method else gain.percent,

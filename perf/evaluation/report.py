@@ -76,10 +76,10 @@ def unfinished(results: Results) -> str:
     """Parts with cases that have no result, and what fastkv refused."""
     lines = []
     for part, planned in results.planned.items():
-        there = len(results.rows[part]) + sum(one == part for one, _, _ in results.refused)
+        there = len(results.rows[part]) + sum(one == part for one, *_ in results.refused)
         if there < len(planned):
             lines.append(f"- {part}: {there} of {len(planned)} caches; `python -m perf.evaluation --parts {part}`")
-    lines += [f"- {part}: {name} refused: {reason}" for part, name, reason in results.refused]
+    lines += [f"- {part}: {name}, {share(tokens)}, refused: {reason}" for part, name, tokens, reason in results.refused]
     return "Not in the tables:\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
@@ -162,7 +162,7 @@ def disagreement_table(results: Results, first: int = 3) -> str:
     lines = []
     for tokens in BUDGETS:
         rows = results.of(FIDELITY, tokens=tokens)
-        if len(rows) < 3:
+        if len(rows) < 3 or not results.complete(FIDELITY, tokens):
             continue
         by_error, by_kl = (ranking(rows, name, smallest=True)[:first] for name in ("error", "kl"))
         by_top = ranking(rows, "agreement")[:first]
@@ -172,12 +172,21 @@ def disagreement_table(results: Results, first: int = 3) -> str:
             (
                 share(tokens),
                 listed(by_error, "error", "{:.2f}"),
+                f"{ranking(rows, 'kl', smallest=True).index(by_error[0]) + 1} of {len(rows)}",
                 listed(by_kl, "kl", "{:.2f}"),
                 listed(by_top, "agreement", "{:.2f}"),
                 *("-" if pair is None else f"{pair:+.2f}" for pair in pairs),
             )
         )
-    header = ("budget", "smallest error", "smallest KL", "most top-1", "error with KL", "error with 1 - top-1")
+    header = (
+        "budget",
+        "smallest error",
+        "its first by KL",
+        "smallest KL",
+        "most top-1",
+        "error with KL",
+        "error with 1 - top-1",
+    )
     return table(header, lines)
 
 
@@ -212,7 +221,7 @@ def separation_table(results: Results) -> str:
     for read, what in READS.items():
         for tokens in BUDGETS:
             rows = results.of(f"tasks_{read}", tokens=tokens)
-            if len(rows) < 3:
+            if len(rows) < 3 or not results.complete(f"tasks_{read}", tokens):
                 continue
             best = leaders(rows, "answers")
             chance = next((row for row in rows if row.policy == "random"), None)

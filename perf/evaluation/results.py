@@ -82,19 +82,25 @@ class Results:
 
     Attributes:
         settings: of all files.  versions: under which they were measured.  rows: by part, in the order of the plan.
-        planned: names of the cases of each part.  refused: (part, case, reason).
+        planned: name and tokens of the cases of each part.  refused: (part, name, tokens, reason).
     """
 
     settings: dict[str, Any]
     versions: list[dict[str, str]]
     rows: dict[str, list[Row]]
-    planned: dict[str, list[str]]
-    refused: list[tuple[str, str, str]]
+    planned: dict[str, list[tuple[str, int]]]
+    refused: list[tuple[str, str, int, str]]
 
     def of(self, part: str, read: str | None = None, tokens: int | None = None) -> list[Row]:
         """Rows of a part, of one way of reading and one budget where given."""
         rows = self.rows.get(part, [])
         return [row for row in rows if (read in (None, row.read)) and (tokens in (None, row.tokens))]
+
+    def complete(self, part: str, tokens: int) -> bool:
+        """Whether all cases of a part at a budget were measured or refused, so that the best of them is known."""
+        refused = sum((one, budget) == (part, tokens) for one, _, budget, _ in self.refused)
+        planned = sum(budget == tokens for _, budget in self.planned.get(part, []))
+        return 0 < planned == len(self.of(part, tokens=tokens)) + refused
 
     @property
     def full(self) -> Row | None:
@@ -120,13 +126,15 @@ def load(folder: Path) -> Results:
         places = {json.dumps(case): place for place, case in enumerate(file["planned"])}
         found = sorted(file["rows"], key=lambda row: places[json.dumps(row["case"])])
         rows[part] = [to_row(row) for row in found if "refused" not in row]
-        refused += [(part, row["case"]["name"], row["refused"]) for row in found if "refused" in row]
+        refused += [
+            (part, row["case"]["name"], row["case"]["tokens"], row["refused"]) for row in found if "refused" in row
+        ]
     versions = [one for file in files.values() for one in file["versions"]]
     return Results(
         settings=settings[0],
         versions=[one for place, one in enumerate(versions) if one not in versions[:place]],
         rows=rows,
-        planned={part: [case["name"] for case in file["planned"]] for part, file in files.items()},
+        planned={part: [(case["name"], case["tokens"]) for case in file["planned"]] for part, file in files.items()},
         refused=refused,
     )
 
