@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import Module
 
-
 MESHES = ("_device_mesh", "device_mesh")  # the second in transformers 5.10
 
 
