@@ -84,7 +84,7 @@ def test_more_tokens_than_join_at_once():
 def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, half, seed):
     keys, values = pairs(num, seed)
     state, drop = empty(num).add(keys, values), 2
-    merged = state.joined(drop, half)
+    merged = state.joined(torch.full((2, 3), drop), half).packed(num - drop)
     for row, head in itertools.product(range(2), range(3)):
         k, v = keys[row, head], values[row, head]
         spread_k, spread_v = (rows.var(0, unbiased=False).sum() for rows in (k, v))
@@ -119,17 +119,17 @@ def test_the_jensen_mass_never_exceeds_the_true_one(num, seed, scale, size):
 
 
 def test_clusters_are_found():
-    """Five tight clusters, eight centroids: nearly exact, where the mean and the first-order moments are far off."""
+    """Five tight clusters, sixteen centroids: nearly exact, where the mean and the first-order moments are far off."""
     generator = torch.Generator().manual_seed(0)
     member = torch.randint(0, 5, (2, 3, 600), generator=generator)
     keys, values = (rows.gather(2, member[..., None].expand(-1, -1, -1, rows.shape[-1])) for rows in pairs(5, seed=1))
     keys = keys + 0.05 * torch.randn(keys.shape, generator=generator, dtype=F64)
     true_value, true_mass = true_attention(queries(), keys, values, 0.5)
     moments = Moments.empty(2, 3, 8, 6, dtype=F64).add(keys, values)
-    value, log_mass = centroid_estimate(queries(), empty(8).add(keys, values), 0.5)
+    value, log_mass = centroid_estimate(queries(), empty(16).add(keys, values), 0.5)
     far, low = moment_estimate(queries(), moments, 0.5)
-    assert (value - true_value).norm() < 0.02 * (far - true_value).norm()
-    assert (log_mass - true_mass).norm() < 0.02 * (low - true_mass).norm()
+    assert (value - true_value).norm() < 0.001 * (far - true_value).norm()
+    assert (log_mass - true_mass).norm() < 0.001 * (low - true_mass).norm()
 
 
 def test_rows_and_heads_do_not_touch_each_other():
@@ -137,6 +137,21 @@ def test_rows_and_heads_do_not_touch_each_other():
     together = empty(5).add(keys, values)
     alone = Centroids.empty(1, 1, 5, 8, 6, dtype=F64).add(keys[1:, 2:], values[1:, 2:])
     torch.testing.assert_close(alone.keys, together.keys[1:, 2:], rtol=1e-12, atol=0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), pad=st.integers(0, 300), seed=st.integers(0, 2**31)
+)
+def test_neither_padding_nor_neighbours_change_a_bit(sizes, pad, seed):
+    """Blocks that are wider than what they hold, because another row evicts more, merge as if they were not."""
+    keys, values = pairs(sum(sizes), seed)
+    tight = wide = Centroids.empty(1, 1, 6, 8, 6, dtype=F64)
+    for k, v in zip(keys[:1, :1].split(sizes, 2), values[:1, :1].split(sizes, 2)):
+        tight = tight.add(k, v)
+        full = (torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), float("nan"), dtype=F64)], 2) for rows in (k, v))
+        wide = wide.add(*full, (torch.arange(k.shape[2] + pad) < k.shape[2])[None, None])
+    for one, other in zip(tight.tensors(), wide.tensors()):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_the_empty_set_weighs_nothing():

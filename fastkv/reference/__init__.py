@@ -4,7 +4,7 @@ Read in this order:
 
 - `moments`: what is remembered of evicted tokens, and what it says about a new query (MomentKV).
 - `centroids`: the same with a few weighted pairs instead of a matrix.
-- `attention`: attention over retained tokens, mixed with that estimate.
+- `attention`: attention over retained tokens, mixed with one of these estimates.
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
@@ -44,7 +44,7 @@ from .scores import (
     window_scores,
     z_scores,
 )
-from .selection import Selection, compact, evict, joined, protected, select
+from .selection import Selection, compact, evict, joined, protected, select, select_each
 from .vector import vector_decode_attention, vector_decode_step
 
 __all__ = [
@@ -79,6 +79,7 @@ __all__ = [
     "protected",
     "random_scores",
     "select",
+    "select_each",
     "sketched_leverage",
     "streaming_scores",
     "unpack",

@@ -16,7 +16,8 @@ The tighter the parts, the smaller both errors, so parts are joined where the su
 with the variances of all centroids. The exact rule joins the cheapest pair, one pair after the other. Here half of the
 centroids, every second one in order of age, each choose their cheapest partner in the other half, and the cheapest of
 these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461). A round
-has static shapes and no data-dependent loop; the halves swap after every round.
+has static shapes and no data-dependent loop; the halves swap after every round. How many pairs a head joins in a round
+follows from how many centroids it has in use, so that a head does not depend on what others evict, nor on padding.
 """
 
 from __future__ import annotations
@@ -102,25 +103,27 @@ class Centroids:
             )
             half = 0
             while total.num > num:
-                total = total.joined(min(total.num - num, max(total.num // ROUND_SHARE, 1)), half)
+                used = (total.count > 0).sum(-1)
+                joins = torch.minimum(used - num, (used // ROUND_SHARE).clamp(min=1)).clamp(min=0)
+                # No head has more in use afterwards than one that had all of them in use.
+                left = max(num, total.num - max(total.num // ROUND_SHARE, 1))
+                total = total.joined(joins, half).packed(left)
                 half = 1 - half
         return total
 
-    def joined(self, drop: int, half: int) -> Centroids:
-        """`drop` fewer centroids: the cheapest merges of one half into the other. At most half of them can go.
+    def joined(self, joins: Tensor, half: int) -> Centroids:
+        """The same tokens in fewer parts: the cheapest merges of one half into the other.
 
-        half: 0 if the first, third, ... used centroid may disappear, 1 if the second, fourth, ...
+        Args: joins [B, Hkv] int, how many merges; at most half of the used centroids (rounded down) can disappear.
+            half: 0 if the first, third, ... used centroid may disappear, 1 if the second, fourth, ...
         """
         used = self.count > 0
-        movable = ~used | (used.cumsum(-1) % 2 != half)
+        movable = used & (used.cumsum(-1) % 2 != half)
         cost = self.costs().masked_fill((movable | ~used)[:, :, None], float("inf"))
         least, partner = cost.min(-1)
-        # Unused centroids go first and take nothing with them.
-        least = torch.where(used, least, -1).masked_fill(~movable, float("inf"))
-        order = least.argsort(dim=-1, stable=True)
-        gone, stay = order[..., :drop], order[..., drop:].sort(dim=-1).values
-        target = torch.arange(self.num, device=order.device).expand_as(order)
-        target = target.scatter(-1, gone, partner.gather(-1, gone))
+        rank = least.masked_fill(~movable, float("inf")).argsort(dim=-1, stable=True).argsort(dim=-1)
+        target = torch.arange(self.num, device=rank.device).expand_as(rank)
+        target = torch.where(rank < joins[..., None], partner, target)
 
         def summed(rows: Tensor) -> Tensor:
             return torch.zeros_like(rows).scatter_add_(2, along(target, rows), rows)
@@ -129,8 +132,21 @@ class Centroids:
         weight = (self.count / count.gather(-1, target).clamp(min=1))[..., None]
         keys, values = summed(weight * self.keys), summed(weight * self.values)
         moved = self.keys - keys.gather(2, along(target, keys))
-        spread = summed(self.spread + self.count * moved.square().mean(-1))
-        return Centroids(*(rows.gather(2, along(stay, rows)) for rows in (count, keys, values, spread)))
+        return Centroids(count, keys, values, summed(self.spread + self.count * moved.square().mean(-1)))
+
+    def packed(self, num: int) -> Centroids:
+        """The first `num` of them, used ones before unused ones."""
+        order = (self.count == 0).to(torch.uint8).argsort(dim=-1, stable=True)[..., :num]
+        return Centroids(*(rows.gather(2, along(order, rows)) for rows in self.tensors()))
+
+    def copy_(self, other: Centroids) -> None:
+        """Overwrite in place, so that addresses stay what a captured graph has seen."""
+        for mine, theirs in zip(self.tensors(), other.tensors()):
+            mine.copy_(theirs)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """count, keys, values and spread."""
+        return self.count, self.keys, self.values, self.spread
 
     def costs(self) -> Tensor:
         """[B, Hkv, M, M], what joining two centroids adds to the weighted sum of squares within parts."""
