@@ -23,7 +23,8 @@ def randn(*shape, seed=0):
 def moments():
     """Of 7 and 12 tokens: with the lengths of `slots` each head has seen 16."""
     gone = torch.arange(12) < torch.tensor([[[7], [12]]])
-    return Moments.empty(B, HKV, D, D, spread="isotropic").add(randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2), gone)
+    pairs = randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2)
+    return Moments.empty(B, HKV, D, D, spread="isotropic").add(*pairs, gone)
 
 
 def centroids(num):
@@ -79,7 +80,8 @@ def candidates():
 
 CASES = {
     "decode_attention": lambda: (
-        randn(B, HKV * G, D), *slots()[:2], slots()[3], *flat(moments()), *parts(), 0.3, None, 1, "jensen", None, None, None, [],
+        randn(B, HKV * G, D), *slots()[:2], slots()[3], *flat(moments()), *parts(), 0.3, None, 1, "jensen",
+        None, None, None, [],
     ),
     "decode_step": lambda: (
         randn(B, HKV * G, D), *token(), *slots(),

@@ -11,7 +11,6 @@ from .. import reference
 from ..backend import uses_kernels
 from ..reference import Centroids, Moments
 from ..reference.moments import compute_dtype
-from ._mixed import decode_attention as mixed_attention
 from ._register import (
     CHANGED_SLOTS,
     PARTS,
@@ -115,14 +114,13 @@ def _decode_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     centroids = joined_parts(part_count, part_keys, part_values, part_spread)
     if not uses_kernels(backend, q.device):
-        estimate = (Moments(count, key_mean, value_mean, cross, None, spread), centroids, scale, softcap)
-        options: Any = dict(order=order, mass=mass, attention=attention, starts=starts, width=width)
-        if append is not None:
-            k, v, positions, seen = append
-            reference.append(keys, values, positions, lengths, k, v, seen, starts)
-            seen.add_(1)
-        finite = append is not None  # as `reference.decode_step` promises
-        return mixed_attention(q, keys, values, lengths, *estimate, **options, finite_slots=finite)
+        estimate = (Moments(count, key_mean, value_mean, cross, None, spread), scale, softcap)
+        options: Any = dict(order=order, mass=mass, centroids=centroids)
+        options |= dict(attention=attention, starts=starts, width=width)
+        if append is None:
+            return reference.decode_attention(q, keys, values, lengths, *estimate, **options)
+        k, v, positions, seen = append
+        return reference.decode_step(q, k, v, keys, values, positions, lengths, seen, *estimate, **options)
     from ..kernels.decode_attention import decode_attention
 
     return decode_attention(

@@ -11,7 +11,6 @@ from .. import reference
 from ..backend import uses_kernels
 from ..reference import Moments, Selection
 from ..reference.moments import compute_dtype
-from ._mixed import prefill_attention as mixed_attention
 from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, STATISTICS, check_mass, flat, nothing, operator
 
 
@@ -48,7 +47,7 @@ def _prefill_attention(
     moments = Moments(count, key_mean, value_mean, cross, None, spread)
     tensors = (q, keys, values, lengths, new_keys, new_values, new_valid)
     if not uses_kernels(backend, q.device):
-        return mixed_attention(*tensors, moments=moments, scale=scale, softcap=softcap, order=order, mass=mass)
+        return reference.prefill_attention(*tensors, moments, scale, softcap, order=order, mass=mass)
     from ..kernels.prefill_attention import prefill_attention
 
     out, lse, _ = prefill_attention(
