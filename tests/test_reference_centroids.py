@@ -139,16 +139,16 @@ def test_rows_and_heads_do_not_touch_each_other():
     torch.testing.assert_close(alone.keys, together.keys[1:, 2:], rtol=1e-12, atol=0)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), pad=st.integers(0, 300), seed=st.integers(0, 2**31)
-)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), pad=st.integers(0, 300), seed=st.integers(0, 2**31))
 def test_neither_padding_nor_neighbours_change_a_bit(sizes, pad, seed):
     """Blocks that are wider than what they hold, because another row evicts more, merge as if they were not."""
     keys, values = pairs(sum(sizes), seed)
     tight = wide = Centroids.empty(1, 1, 6, 8, 6, dtype=F64)
     for k, v in zip(keys[:1, :1].split(sizes, 2), values[:1, :1].split(sizes, 2)):
         tight = tight.add(k, v)
-        full = (torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), float("nan"), dtype=F64)], 2) for rows in (k, v))
+        full = (
+            torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), float("nan"), dtype=F64)], 2) for rows in (k, v)
+        )
         wide = wide.add(*full, (torch.arange(k.shape[2] + pad) < k.shape[2])[None, None])
     for one, other in zip(tight.tensors(), wide.tensors()):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

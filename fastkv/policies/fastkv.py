@@ -15,7 +15,7 @@ from .manifold import Manifold
 class FastKV(Policy):
     """The score of ManifoldKV, with correction="centroids": what far keys leave behind, few means describe well.
 
-    Source: fastkv's own. The score is that of `Manifold` (ManifoldKV, arXiv:2602.08343). Of the evicted tokens each head
+    Source: fastkv's own. The score is that of `Manifold` (ManifoldKV, arXiv:2602.08343). Of its evicted tokens a head
     keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as `fastkv.reference.centroids` says.
     Outliers among the keys stay exact; the rest lies closer together, where merging blurs least.
 
