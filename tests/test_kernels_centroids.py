@@ -245,7 +245,7 @@ def test_wrong_estimates_are_refused():
     case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)
     slots = (case.q, case.keys, case.values, case.lengths, case.moments, SCALE)
     case.keys[case.keys.isnan()] = 0
-    with pytest.raises(FastKVError, match="mass must be one of jensen, cosh, .* got 'true'"):
+    with pytest.raises(FastKVError, match=r"mass must be one of jensen, cosh, .* got 'true'"):
         ops.decode_attention(*slots, mass="true")
     with pytest.raises(FastKVError, match="cosh needs moments with a spread"):
         ops.decode_attention(*slots, mass="cosh")
