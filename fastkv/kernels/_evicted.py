@@ -187,7 +187,8 @@ def _evicted_partial(
     BLOCK_C: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """The partial of a pair for its query heads q_ptr [G, D]. ORDER 0, 1: of the moments; CENTROIDS: of `num` of them,
-    whose sizes, means and spreads are in sizes_ptr, key_mean_ptr, value_mean_ptr and spread_ptr."""
+    whose sizes, means and spreads are in sizes_ptr, key_mean_ptr, value_mean_ptr and spread_ptr. Means and matrix
+    of moments are those of the pair already; everything else is that of the first pair."""
     if ORDER == CENTROIDS:
         rows = tl.arange(0, M)
         first = pair * num
@@ -196,11 +197,9 @@ def _evicted_partial(
             spread_ptr + first, num, scale, softcap, M, D, D, BLOCK_D, BLOCK_C, BLOCK_K, HAS_CAP, INTERP,
         )  # fmt: skip
     else:
-        if ORDER == 1:
-            matrix_ptr += pair * D * D
         if SPREAD:
             spread_ptr += pair * SPREAD
         return _moment_partial(
-            q_ptr, key_mean_ptr + pair * D, value_mean_ptr + pair * D, matrix_ptr, spread_ptr, count, scale, softcap,
+            q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, SPREAD, HAS_CAP, INTERP,
         )  # fmt: skip

@@ -148,12 +148,13 @@ def check_contiguous(op: str, **tensors: Tensor | None) -> None:
             )
 
 
-def check_centroids(op: str, centroids: Centroids) -> None:
-    """Raise FastKVError unless all tensors are fp32, contiguous and for as many centroids."""
+def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: int, value_dim: int) -> None:
+    """Raise FastKVError unless all tensors are fp32, contiguous and for `shape` [B, Hkv, M] centroids."""
     count, keys, values, spread = centroids.tensors()
-    check_shape(op, "centroids.keys", keys, (*count.shape, None))
-    check_shape(op, "centroids.values", values, (*count.shape, None))
-    check_shape(op, "centroids.spread", spread, count.shape)
+    check_shape(op, "centroids.count", count, shape)
+    check_shape(op, "centroids.keys", keys, (*shape, dim))
+    check_shape(op, "centroids.values", values, (*shape, value_dim))
+    check_shape(op, "centroids.spread", spread, shape)
     check_contiguous(op, centroid_count=count, centroid_keys=keys, centroid_values=values, centroid_spread=spread)
     if {t.dtype for t in centroids.tensors()} != {torch.float32}:
         raise FastKVError(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import FastKVError, check_groups, check_shape
+from ..errors import FastKVError, check_groups
 from ..reference import Centroids
 from ._evicted import _centroid_partial
 from ._tiles import INTERPRET, LN2, Variant, _normalise, check_centroids, check_head_dim, pow2
@@ -63,9 +63,8 @@ def centroid_attention(
     batch, num_heads, num, dim = q.shape
     heads, parts, value_dim = centroids.values.shape[1:]
     groups = check_groups("centroid_attention", num_heads, heads)
-    check_shape("centroid_attention", "centroids.keys", centroids.keys, (batch, heads, parts, dim))
     check_head_dim("centroid_attention", max(dim, value_dim))
-    check_centroids("centroid_attention", centroids)
+    check_centroids("centroid_attention", centroids, (batch, heads, parts), dim, value_dim)
     if q.stride(-1) != 1:
         raise FastKVError(f"centroid_attention: q needs unit stride along D, got strides {q.stride()}; copy it")
     out = q.new_empty(batch, num_heads, num, value_dim, dtype=torch.float32)

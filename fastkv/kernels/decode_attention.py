@@ -8,8 +8,7 @@ softmax as in Flash-Decoding; the evicted set is one more partial, so mixing is 
 the slots, program (pair, splits) the moments or centroids, and the last of a pair to arrive merges; with many pairs one
 program does it all. Twins: `fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
 
-Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the moment matrix (4 D^2 in fp32), 8 D for each
-centroid.
+Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the matrix (4 D^2 in fp32), 8 D a centroid.
 Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 256, float64, windows, padding.
 In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
 """
@@ -21,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import check_shape
 from ..reference import Centroids
 from ._decode_blocks import decode_constants
 from ._evicted import CENTROIDS, _evicted_partial
@@ -78,6 +76,11 @@ def _decode_attention_kernel(
     keys_ptr += base * D
     values_ptr += base * D
     out_ptr += pair * G * D
+    if ORDER == 0 or ORDER == 1:
+        key_mean_ptr += pair * D
+        value_mean_ptr += pair * D
+    if ORDER == 1:
+        matrix_ptr += pair * D * D
     if attention_ptr is not None:
         attention_ptr += base
         logits_ptr += base
@@ -207,9 +210,7 @@ def decode_attention(
     key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
     matrix, spread, sizes = matrix if order == 1 else None, None if order is None else spread, None
     if centroids is not None:
-        check_centroids(op, centroids)
-        check_shape(op, "centroids.keys", centroids.keys, (batch, heads, centroids.num, dim))
-        check_shape(op, "centroids.values", centroids.values, (batch, heads, centroids.num, dim))
+        check_centroids(op, centroids, (batch, heads, centroids.num), dim, dim)
         order, key_mean, value_mean, matrix = CENTROIDS.value, centroids.keys, centroids.values, None
         sizes, spread = centroids.count, centroids.spread
     check_contiguous(
@@ -290,11 +291,10 @@ AOT = (
     + [_variant(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS]
     + [_variant(128, 32, 1, groups=16, attention=True), _variant(128, 8, 1, groups=3), _variant(128, 4, 1, groups=1)]
     + [_variant(128, 4, 1, append=False), _variant(128, 4, 1, "fp16", "fp16")]
-    + [_variant(128, 1, 1, "fp32", "fp32")]
+    + [_variant(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, 0), (CENTROIDS.value, 1))]
     + [_variant(d, s, 1, attention=True, ragged=True) for d, s in KINDS]
     + [_variant(d, s, 1, spread=1) for d, s in KINDS]
     + [_variant(128, 16, 1, spread=128), _variant(128, 16, 0, spread=1), _variant(128, 16, 1, spread=1, capped=True)]
     + [_variant(d, s, CENTROIDS.value, spread=1, attention=d == 128) for d, s in KINDS]
     + [_variant(d, 16, CENTROIDS.value, spread=1, capped=True, ragged=True) for d in (80, 128, 256)]
-    + [_variant(128, 1, CENTROIDS.value, "fp32", "fp32", spread=1)]
 )
