@@ -18,10 +18,24 @@ PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Bytes per sequence of one layer's state: `per_token` for each token per KV head, `fixed` for the rest."""
+    """Bytes per sequence of one layer's state: `per_token` for each token per KV head, `fixed` for the rest.
+
+    On top come `sketch` for each token per KV head, at least `least` in all: what is remembered of evicted tokens.
+    """
 
     per_token: float
     fixed: int
+    sketch: float = 0.0
+    least: int = 0
+
+    def spent(self, tokens: int) -> float:
+        """Bytes of so many tokens per KV head, at most."""
+        return self.fixed + self.per_token * tokens + max(self.sketch * tokens, self.least)
+
+    def tokens(self, room: float) -> float:
+        """The largest whole number of tokens per KV head that fit; negative if there is no room for any."""
+        room -= self.fixed
+        return min((room - self.least) // self.per_token, room // (self.per_token + self.sketch))
 
 
 @dataclass(frozen=True)
@@ -151,14 +165,22 @@ class Budget:
             average = max(math.ceil(self.keep * context), self.reserved, 1)
         else:
             assert self.bytes is not None, "quality becomes keep before a layer is allocated"
-            average = (self.bytes / num_layers - cost.fixed) // cost.per_token
+            average = cost.tokens(self.bytes / num_layers)
             if average < max(self.reserved, 1):
-                need = math.ceil(num_layers * (cost.fixed + cost.per_token * max(self.reserved, 1)))
+                need = math.ceil(num_layers * cost.spent(max(self.reserved, 1)))
                 raise FastKVError(
                     f"a budget of {self.bytes} bytes leaves {max(int(average), 0)} tokens per KV head, fewer than "
                     f"sinks + recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"
                 )
+            while self._spent(average, num_layers, cost) > self.bytes:
+                average -= 1  # layers below the least of others pay for more than their share
         return self._share(average, index, num_layers)
+
+    def _spent(self, average: float, num_layers: int, cost: LayerCost) -> float:
+        """Bytes of all layers where they keep so many tokens on average; 0 where that cannot exceed the budget."""
+        if self.layers == "uniform" or not cost.least:
+            return 0
+        return sum(cost.spent(self._share(average, layer, num_layers)) for layer in range(num_layers))
 
     def _share(self, average: float, index: int, num_layers: int) -> int:
         if self.layers == "uniform" or num_layers == 1:

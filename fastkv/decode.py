@@ -8,10 +8,11 @@ from torch import Tensor
 
 from . import ops
 from .plan import LayerPlan
-from .reference import joined
-from .select import keep_best, recent_tokens, score
+from .policies import Signals
+from .reference import joined, select_each
+from .select import keep_best, protected, recent_tokens, score
 from .state import LayerState
-from .store import candidates, forget_attention, remember, store
+from .store import candidates, forget_attention, remember, sketch, store
 
 Table = tuple[Tensor, Tensor]
 
@@ -41,6 +42,8 @@ def decode_token(
             rule.scale,
             rule.softcap,
             order=plan.order,
+            mass=plan.mass,
+            centroids=state.centroids,
             attention=exact.attention,
             starts=exact.starts,
             width=exact.width,
@@ -98,6 +101,8 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
         return
     if exact.memory is not None:
         signals = replace(signals, positions=signals.positions.clone())  # eviction moves them
+    if state.centroids is not None:
+        sketch(state, signals, stays(state, signals, scores, rule), spare)
     ops.evict(
         *exact.pairs,
         state.seen,
@@ -114,3 +119,12 @@ def evict(state: LayerState, rule: LayerPlan) -> None:
     exact.filled = exact.limit - spare
     remember(exact, signals)
     forget_attention(state)
+
+
+def stays(state: LayerState, signals: Signals, scores: Tensor, rule: LayerPlan) -> Tensor:
+    """[B, Hkv, N] bool, which candidates `ops.evict` is going to keep."""
+    guard, starts = protected(signals, state.seen, rule), state.exact.starts
+    choice = (scores, signals.positions, signals.valid, guard)
+    if starts is None:
+        return ops.select(*choice, rule.least, backend=rule.plan.backend).kept
+    return select_each(*choice, starts.diff(dim=-1) - state.layout.spare).kept

@@ -24,9 +24,9 @@ from .prefill import absorb_block, attend_block, without_padding
 from .reference import Moments
 from .rotary import Rotary
 from .shared import Shared
-from .state import LayerState, Layout, Slots
+from .state import LayerState, Layout
 
-MODEL_TYPED = ("keys", "values", "slope")  # what a change of the module's dtype changes; the rest stays as it is
+MODEL_TYPED = ("exact_keys", "exact_values", "approx_keys", "moments_slope")  # change with the module's dtype
 
 
 class FastKVAttention(Module):
@@ -247,7 +247,7 @@ class FastKVAttention(Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastKVAttention:
         """`.to(...)` and its like: keys and values follow the model's dtype, statistics stay in float32."""
         for name, tensor in self.named_buffers():
-            statistic = tensor.dtype == torch.float32 and not name.endswith(MODEL_TYPED)
+            statistic = tensor.dtype == torch.float32 and name not in MODEL_TYPED
             # Seen as integers, they move to another device but no conversion of floats applies to them.
             self._buffers[name] = fn(tensor.view(torch.int32)).view(torch.float32) if statistic else fn(tensor)
         self.shared = self.shared.twin()
@@ -260,14 +260,15 @@ class FastKVAttention(Module):
         if self.state is None:
             return torch.empty(0, dtype=torch.int64)
         host = [self.prompt, self.length, self.shared.phase.steps, *_sizes(self.state.layout)]
-        return torch.tensor(host + [number for tier in _tiers(self.state) for number in (tier.filled, tier.limit)])
+        tiers = self.state.tiers.values()
+        return torch.tensor(host + [number for tier in tiers for number in (tier.filled, tier.limit)])
 
     def set_extra_state(self, host: Tensor) -> None:
         """Take over what `get_extra_state` returned; the buffers have been loaded."""
         state, numbers = self._known(), host.tolist()
         self.prompt, self.length = numbers[:2]
         self.shared.move_to(numbers[2])
-        for tier, filled, limit in zip(_tiers(state), numbers[6::2], numbers[7::2]):
+        for tier, filled, limit in zip(state.tiers.values(), numbers[6::2], numbers[7::2]):
             tier.filled, tier.limit = filled, limit
         self.started = self.length > 0
         self._bind()
@@ -288,10 +289,6 @@ class FastKVAttention(Module):
         if own != saved:
             raise FastKVError(f"{NAME}: {saved} slots were saved, this module has {own}; give it the same settings")
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def _tiers(state: LayerState) -> list[Slots]:
-    return [state.exact] if state.approx is None else [state.exact, state.approx]
 
 
 def _sizes(layout: Layout) -> list[int]:

@@ -17,11 +17,14 @@ from .policies import Policy, get
 from .rotary import Rotary
 from .state import Layout
 
+# Order of the moments that each mixes into attention.
 CORRECTIONS = {
     "auto": None,
     "none": None,
     "mean": 0,
     "moments": 1,
+    "cosh": 1,
+    "centroids": None,
     "vector": None,
     "vector+mean": 0,
     "vector+moments": 1,
@@ -37,7 +40,8 @@ class Plan:
         prefill_block: None reads the whole prompt and compresses each layer right after its own attention; an int reads
             it in blocks of that many tokens, so that no layer ever holds more than budget + block tokens.
         evict_every: decode steps between evictions; a layer holds at most budget + evict_every tokens.
-        order: of the moment correction: 1, 0 (means only) or None.
+        order: of the moment correction: 1, 0 (means only) or None.  mass: of the moments, "jensen" or "cosh".
+        centroids: whether the evicted tokens are kept as centroids, which are mixed into attention.
         vector: whether some tokens keep their key only (VECTOR).
         backend: "auto", "reference" or "triton".
         static: whether decode steps may be compiled into graphs; None: on CUDA.
@@ -53,6 +57,8 @@ class Plan:
     vector: bool = False
     backend: str = "auto"
     static: bool | None = None
+    centroids: bool = False
+    mass: str = "jensen"
     values: VectorMap | None = None
     curve: QualityCurve | None = None
 
@@ -85,8 +91,20 @@ class Plan:
         share = Budget.of(budget)
         if chosen.layers is not None and share.layers == "uniform":
             share = replace(share, layers=chosen.layers)
-        order = chosen.order if correction == "auto" else CORRECTIONS[correction]
-        plan = cls(chosen, share, prefill_block, evict_every, order, correction.startswith("vector"), backend, static)
+        if correction == "auto":
+            correction = chosen.correction
+        plan = cls(
+            policy=chosen,
+            budget=share,
+            prefill_block=prefill_block,
+            evict_every=evict_every,
+            order=CORRECTIONS[correction],
+            vector=correction.startswith("vector"),
+            backend=backend,
+            static=static,
+            centroids=correction == "centroids",
+            mass="cosh" if correction == "cosh" else "jensen",
+        )
         plan._check_combination()
         return plan
 
@@ -109,6 +127,15 @@ class Plan:
     def deferred(self) -> bool:
         """Whether the first prompt is compressed only after all layers have read it."""
         return self.policy.rereads or self.budget.quality is not None
+
+    @property
+    def correction(self) -> str:
+        """What is mixed into attention for the evicted tokens, as `CORRECTIONS` calls it."""
+        if self.centroids:
+            return "centroids"
+        if self.order is None:
+            return "none"
+        return "mean" if self.order == 0 else "cosh" if self.mass == "cosh" else "moments"
 
     @property
     def moment_order(self) -> int | None:
@@ -158,6 +185,8 @@ class Plan:
             adaptive=self.budget.heads == "adaptive" and heads * parallel.size > 1,
             approx=approx if any(approx) else (),
             order=self.moment_order,
+            spread=self.mass == "cosh",
+            sketched=tokens if self.centroids else 0,
             slope=slope,
             attention=self.needs("attention"),
             memory=self.policy.remembers,

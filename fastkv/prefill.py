@@ -10,7 +10,7 @@ from torch import Tensor
 from . import ops
 from .plan import LayerPlan
 from .policies import Signals
-from .reference import Selection, joined, most_attended
+from .reference import Selection, joined, merge_partials, most_attended
 from .select import keep_best, score
 from .state import LayerState
 from .store import candidates, store
@@ -37,8 +37,12 @@ def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tens
         rule.scale,
         rule.softcap,
         order=rule.plan.order,
+        mass=rule.plan.mass,
         backend=rule.plan.backend,
     )
+    if state.centroids is not None:
+        more, more_lse = ops.centroid_attention(q, state.centroids, rule.scale, rule.softcap, backend=rule.plan.backend)
+        out = merge_partials(out, lse, more, more_lse)[0].to(q.dtype)
     return out if state.approx is None else attend_keys(state.approx, q, out, lse, rule)
 
 
@@ -74,7 +78,7 @@ def absorb_block(
     rule: LayerPlan,
     attention: Tensor | None = None,
 ) -> None:
-    """Make the block part of the state, evicting down to the layer's budget; evicted pairs go into the moments.
+    """Make the block part of the state, evicting down to the layer's budget; evicted pairs are merged.
 
     Shapes as in `attend_block`, which comes first: every query sees its whole past before anything is evicted.
     attention [B, Hkv, T]: what the block's tokens receive, instead of an observation (KVzip).
@@ -99,6 +103,16 @@ def absorb_block(
     store(state, signals, selection, num, rule, full=full)
 
 
+def evicted_mass(q: Tensor, state: LayerState, rule: LayerPlan) -> Tensor | None:
+    """Log of the mass that the evicted tokens have in the attention of q [B, Hq, T, D]: [B, Hq, T], None for none."""
+    plan, scale, softcap = rule.plan, rule.scale, rule.softcap
+    if state.centroids is not None:
+        return ops.centroid_attention(q, state.centroids, scale, softcap, backend=plan.backend)[1]
+    if plan.order is None:
+        return None
+    return ops.moment_estimate(q, state.moments, scale, softcap, order=0, mass=plan.mass)[1]
+
+
 def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule: LayerPlan) -> Signals:
     """Add the attention that the last queries of the block give to every candidate, and how many they were."""
     num, observed = q.shape[2], rule.plan.policy.observation
@@ -112,9 +126,7 @@ def observe(signals: Signals, state: LayerState, q: Tensor, valid: Tensor, rule:
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
         later = valid[:, stop:].sum(-1, keepdim=True)
         query_positions = state.seen[:, None] - later - query_valid.flip(-1).cumsum(-1).flip(-1)
-        log_mass = None
-        if rule.plan.order is not None:
-            log_mass = ops.moment_estimate(part, state.moments, rule.scale, rule.softcap, order=0)[1]
+        log_mass = evicted_mass(part, state, rule)
         mean = ops.window_attention(
             part,
             signals.keys,

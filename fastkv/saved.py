@@ -28,7 +28,7 @@ from .fits.fingerprint import describe, fingerprint
 from .layer import FastKVLayer
 from .plan import Plan
 from .policies import Policy
-from .state import LayerState, Layout, Slots
+from .state import LayerState, Layout
 
 HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
 VERSION = 1
@@ -85,21 +85,16 @@ def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
     entry = {"seen": int(layer.seen), "steps": layer.shared.phase.steps, "recording": int(layer.recording)}
     for name, numbers in (("tokens", state.layout.tokens), ("approx", state.layout.approx)):
         entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
-    for name, slots in _tiers(state):
+    for name, slots in state.tiers.items():
         entry |= {f"{name}.filled": slots.filled, f"{name}.limit": slots.limit}
     return entry
-
-
-def _tiers(state: LayerState) -> list[tuple[str, Slots]]:
-    both = [("exact", state.exact), ("approx", state.approx)]
-    return [(name, slots) for name, slots in both if slots is not None]
 
 
 def described(plan: Plan) -> dict[str, Any]:
     """What the contents of a cache depend on, as JSON: `policy`, `policy.window`, `budget.tokens`, `correction`, ..."""
     flat: dict[str, Any] = {
         "policy": plan.policy.name,
-        "correction": "none" if plan.order is None else ("mean", "moments")[plan.order],
+        "correction": plan.correction,
         "evict_every": plan.evict_every,
         "vector": None,
     }
@@ -192,7 +187,7 @@ def _fill(file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[st
     layer.recording, layer.started = recording > 0, layer.seen > 0
     file.need(steps < layer.shared.evict_every)
     layer.shared.move_to(steps)
-    for name, slots in _tiers(state):
+    for name, slots in state.tiers.items():
         slots.filled, slots.limit = file.counts(entry, f"{name}.filled", f"{name}.limit")
     file.need(_sound(state, layer.seen))
     layer.adopt(state)
@@ -214,7 +209,10 @@ def _sound(state: LayerState, seen: int) -> bool:
     """Whether the numbers of a state can be: nothing outside its slots, every token either stored or evicted."""
     if (state.stored + state.moments.count != state.seen[:, None]).any() or state.seen.max() > seen:
         return False
-    for _, slots in _tiers(state):
+    parts = None if state.centroids is None else state.centroids.count
+    if parts is not None and ((parts < 0).any() or (parts.sum(-1) != state.moments.count).any()):
+        return False
+    for slots in state.tiers.values():
         lengths, starts, size = slots.lengths, slots.starts, slots.positions.shape[-1]
         if starts is not None and ((starts[:, 0] != 0) | (starts[:, -1] > size)).any():
             return False

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
 from .budget import LayerCost
-from .reference import Moments, unpack
+from .reference import Centroids, Moments, unpack
 
+SKETCH_SHARE = 16  # centroids take one byte where pairs take so many
+LEAST_CENTROIDS = 4
 SAMPLE = 1024  # tokens per head at which the cost of a layout is measured; even, so that no rounding shows
 
 
@@ -23,7 +25,9 @@ class Layout:
         spare: further slots per head, filled between evictions.
         adaptive: whether heads trade slots with each other when tokens are selected.
         approx: tokens of which each KV head keeps the key only (VECTOR); empty without.
-        order: of the moments, None for the count only.
+        order: of the moments, None for the count only.  spread: whether they know the keys' mean square deviation.
+        sketched: tokens per KV head, mean over the heads of all processes, that a share of `1 / SKETCH_SHARE` of the
+            bytes of is given to centroids of the evicted tokens; 0 for no centroids.
         slope: whether to keep a half-precision copy of the cross moment for the kernels (half-precision keys only).
         attention: whether to add up the attention that slots receive.
         memory: whether the policy stores a number with each token.
@@ -37,11 +41,25 @@ class Layout:
     slope: bool = False
     attention: bool = False
     memory: bool = False
+    spread: bool = False
+    sketched: int = 0
+
+    def centroids(self, key_dim: int, value_dim: int, itemsize: int) -> int:
+        """Centroids per KV head, all heads alike, where keys and values have so many numbers of so many bytes."""
+        if not self.sketched:
+            return 0
+        room = self.sketched * (key_dim + value_dim) * itemsize
+        return max(room // (SKETCH_SHARE * centroid_bytes(key_dim, value_dim)), LEAST_CENTROIDS)
 
     @property
     def ragged(self) -> bool:
         """Whether heads own stretches of a slab instead of equally many slots."""
         return self.adaptive or len(set(self.tokens)) > 1
+
+
+def centroid_bytes(key_dim: int, value_dim: int) -> int:
+    """Bytes of a centroid: mean key, mean value, count and spread in float32."""
+    return 4 * (key_dim + value_dim + 2)
 
 
 @dataclass
@@ -142,7 +160,7 @@ class Slots:
 
 @dataclass
 class LayerState:
-    """Retained tokens plus the moments of the evicted ones.
+    """Retained tokens plus the moments, or the centroids, of the evicted ones.
 
     Three lengths, never confused: `seen`, the true tokens absorbed; `lengths`, how many of them are stored; the slots
     there are. For every head, stored tokens + moments.count == seen.
@@ -150,7 +168,7 @@ class LayerState:
     Attributes:
         exact: tokens with key and value.  approx: tokens of which only the key is stored, None unless VECTOR is used.
         seen: [B] int64.
-        moments: of the evicted tokens.
+        moments: of the evicted tokens.  centroids: of the same tokens, None without that correction.
         scratch: of the kernels, shared by the layers of a cache; empty where the reference runs.
     """
 
@@ -159,6 +177,7 @@ class LayerState:
     seen: Tensor
     moments: Moments
     approx: Slots | None = None
+    centroids: Centroids | None = None
     scratch: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -166,7 +185,11 @@ class LayerState:
         """Empty state for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D]."""
         batch, heads, _, key_dim = like_keys.shape
         value_dim, device = like_values.shape[-1], like_keys.device
-        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=layout.order)
+        spread = "isotropic" if layout.spread else None
+        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=layout.order, spread=spread)
+        centroids, parts = None, layout.centroids(key_dim, value_dim, like_keys.element_size())
+        if parts:
+            centroids = Centroids.empty(batch, heads, parts, key_dim, value_dim, device)
         if layout.slope and moments.cross is not None and like_keys.element_size() == 2:
             moments.slope = torch.zeros(batch, heads, key_dim, value_dim, dtype=like_keys.dtype, device=device)
         pairs = [tokens + layout.spare for tokens in layout.tokens]
@@ -179,6 +202,7 @@ class LayerState:
             seen=torch.zeros(batch, dtype=torch.int64, device=device),
             moments=moments,
             approx=approx,
+            centroids=centroids,
         )
 
     @classmethod
@@ -190,16 +214,25 @@ class LayerState:
 
         def spent(tokens: int) -> int:
             meta = [t[:1].to("meta") for t in (like_keys, like_values)]
-            return cls.allocate(meta[0], meta[1], layout(tokens)).nbytes()
+            return cls.allocate(meta[0], meta[1], replace(layout(tokens), sketched=0)).nbytes()
 
         each = (spent(2 * SAMPLE) - spent(SAMPLE)) / SAMPLE
-        return LayerCost(per_token=each, fixed=spent(SAMPLE) - round(SAMPLE * each))
+        share, least = 0.0, 0
+        if layout(SAMPLE).sketched:
+            heads, dims = like_keys.shape[1], (like_keys.shape[-1], like_values.shape[-1])
+            share = heads * sum(dims) * like_keys.element_size() / SKETCH_SHARE
+            least = heads * LEAST_CENTROIDS * centroid_bytes(*dims)
+        return LayerCost(each, spent(SAMPLE) - round(SAMPLE * each), share, least)
+
+    @property
+    def tiers(self) -> dict[str, Slots]:
+        """exact and, if there is one, approx."""
+        return {"exact": self.exact} if self.approx is None else {"exact": self.exact, "approx": self.approx}
 
     @property
     def slots(self) -> int:
         """Slots per KV head, of all tiers, mean over heads."""
-        tiers = [self.exact] if self.approx is None else [self.exact, self.approx]
-        return sum(tier.positions[0].numel() for tier in tiers) // self.heads
+        return sum(tier.positions[0].numel() for tier in self.tiers.values()) // self.heads
 
     @property
     def heads(self) -> int:
@@ -215,6 +248,8 @@ class LayerState:
         yield from (("", self), ("exact.", self.exact), ("moments.", self.moments))
         if self.approx is not None:
             yield "approx.", self.approx
+        if self.centroids is not None:
+            yield "centroids.", self.centroids
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the state with its name: seen, exact.keys, moments.count, ..."""

@@ -10,8 +10,10 @@ from . import ops, tiers
 from .plan import LayerPlan
 from .policies import Signals
 from .reference import Selection, joined, pack
+from .reference.centroids import along
 from .state import LayerState, Slots
 
+CHUNK = 4096  # evicted tokens copied out at once on their way into the centroids
 Block = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -49,12 +51,31 @@ def candidates(state: LayerState, block: Block | None, rule: LayerPlan) -> Signa
     )
 
 
+def sketch(state: LayerState, signals: Signals, kept: Tensor, most: int) -> None:
+    """Let the candidates that leave join the centroids, oldest first; before anything moves in the slots.
+
+    Args: kept [B, Hkv, N] bool, which stay.  most: at least as many as leave any head, so that shapes are static.
+    """
+    if state.centroids is None:
+        return
+    last = torch.iinfo(torch.int32).max
+    gone = signals.valid & ~kept
+    order = torch.where(gone, signals.positions, last).argsort(dim=-1, stable=True)[..., :most]
+    for index in order.split(CHUNK, -1):
+        keys, values = (rows.gather(2, along(index, rows)) for rows in (signals.keys, signals.values))
+        ops.centroids_add(state.centroids, keys, values, gone.gather(2, index), backend=signals.backend)
+
+
 def store(state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerPlan, *, full: bool) -> None:
-    """Keep the selected candidates, of which the last `num` are a new block, and merge the others into the moments.
+    """Keep the selected candidates, of which the last `num` are a new block, and merge the others into the moments (and
+    centroids).
 
     full: whether the layer was out of room, so that something was selected.
     """
     exact = state.exact
+    if full:
+        num_kept = 0 if state.layout.adaptive else rule.least  # of a head that has so many
+        sketch(state, signals, selection.kept, max(signals.keys.shape[2] - num_kept, 0))
     if state.approx is not None:
         tiers.store(state, signals, selection, rule, full=full)
     elif exact.starts is None:

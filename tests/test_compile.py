@@ -15,6 +15,9 @@ KINDS = [
     ("llama", "h2o", {"correction": "mean"}),
     ("qwen3", "snapkv", {"heads": "adaptive"}),
     ("gemma3", "keydiff", {}),
+    ("llama", "fastkv", {}),
+    ("qwen3", "fastkv", {"heads": "adaptive"}),
+    ("llama", "h2o", {"correction": "cosh"}),
 ]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastkv import FastKVError, reference
 from fastkv.kernels import _workspace, decode_attention, vector_decode
 from fastkv.kernels._workspace import Workspace, num_splits
-from fastkv.reference import Moments
+from fastkv.reference import Centroids, Moments
 from fastkv.reference.vector import vector_decode_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,10 +42,28 @@ class Case:
     k: Tensor
     v: Tensor
     matrix: Tensor
+    centroids: Centroids | None = None  # of the evicted tokens, in place of the moments
 
     @classmethod
-    def make(cls, batch, heads, groups, dim, slots, dtype, lengths, evicted, *, spread=1.0, exact=False, seed=0):
-        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment."""
+    def make(
+        cls,
+        batch,
+        heads,
+        groups,
+        dim,
+        slots,
+        dtype,
+        lengths,
+        evicted,
+        *,
+        spread=1.0,
+        exact=False,
+        seed=0,
+        kind=None,
+        parts=None,
+    ):
+        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. kind: of spread
+        of the moments, which then have the cosh mass. parts: how many centroids there are."""
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape, to=dtype):
@@ -61,7 +79,8 @@ class Case:
         gone = max(max(evicted), 1)
         inside = torch.arange(gone, device=DEVICE) < count[..., None]
         old = normal(batch, heads, gone, dim, to=torch.float32), normal(batch, heads, gone, dim, to=torch.float32)
-        moments = Moments.empty(batch, heads, dim, dim, DEVICE).add(old[0] + 0.3, old[1] - old[0], inside)
+        old = (old[0] + 0.3, old[1] - old[0], inside)
+        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=kind).add(*old)
         slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(dtype)
         exact = exact or dtype == torch.float32
         if not exact:  # what the kernel is given is the truth
@@ -77,6 +96,7 @@ class Case:
             k=normal(batch, heads, 1, dim),
             v=normal(batch, heads, 1, dim),
             matrix=moments.cross if exact else slope,
+            centroids=None if parts is None else Centroids.empty(batch, heads, parts, dim, dim, DEVICE).add(*old),
         )
 
     def copy(self):
@@ -88,11 +108,13 @@ class Case:
     def reference(self, dtype, softcap, order, append, attention):
         """The specification in `dtype`: out, lse_retained, lse_evicted, attention; and the state after it."""
         case = self.copy()
-        m = self.moments
-        moments = Moments(m.count, m.key_mean, m.value_mean, m.cross)
+        m, centroids = self.moments, self.centroids
+        parts, spread = [m.key_mean, m.value_mean, m.cross], m.spread
         if dtype == torch.float64:
             case.q, case.keys, case.values = case.q.double(), case.keys.double(), case.values.double()
-            moments = Moments(m.count, m.key_mean.double(), m.value_mean.double(), m.cross.double())
+            parts, spread = [t.double() for t in parts], None if spread is None else spread.double()
+            centroids = None if centroids is None else Centroids(*(t.double() for t in centroids.tensors()))
+        moments = Moments(m.count, *parts, spread=spread)
         if append:
             position = case.lengths + m.count
             reference.append(
@@ -102,8 +124,9 @@ class Case:
             case.seen += 1
         total = self.collected().to(case.q.dtype if dtype == torch.float64 else torch.float32) if attention else None
         results = reference.decode_attention(
-            case.q, case.keys, case.values, case.lengths, moments, SCALE, softcap, order=order, attention=total
-        )
+            case.q, case.keys, case.values, case.lengths, moments, SCALE, softcap, order=order, attention=total,
+            mass="jensen" if spread is None else "cosh", centroids=centroids,
+        )  # fmt: skip
         return (*results, total), case
 
     def kernel(self, softcap=None, order=1, append=True, attention=False, workspace=None):
@@ -123,6 +146,8 @@ class Case:
             scale=SCALE,
             softcap=softcap,
             order=order,
+            spread=self.moments.spread,
+            centroids=self.centroids,
             attention=total,
             out=out,
             lse_retained=lse[0],

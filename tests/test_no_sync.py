@@ -57,10 +57,11 @@ def test_a_step_neither_waits_nor_copies(name, heads, tmp_path):
     check(chosen, "auto", heads)
 
 
-@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@pytest.mark.parametrize("correction", ["none", "mean", "moments", "cosh", "centroids"])
 @torch.no_grad()
-def test_nor_with_any_correction(correction):
-    check("keydiff", correction, "uniform")
+def test_nor_with_any_correction(correction, heads):
+    check("keydiff", correction, heads)
 
 
 @pytest.mark.parametrize("r2", [1.0, [[0.9, 0.1], [0.2, 0.3], [0.8, 0.9], [0.4, 0.6]]], ids=["all", "some heads"])

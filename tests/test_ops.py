@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import ops, reference
-from fastkv.ops._register import flat
-from fastkv.reference import Moments
+from fastkv.ops._register import flat, flat_parts
+from fastkv.reference import Centroids, Moments
 
 from .models import build, generate, prompt
 
@@ -23,7 +23,18 @@ def randn(*shape, seed=0):
 def moments():
     """Of 7 and 12 tokens: with the lengths of `slots` each head has seen 16."""
     gone = torch.arange(12) < torch.tensor([[[7], [12]]])
-    return Moments.empty(B, HKV, D, D).add(randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2), gone)
+    pairs = randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2)
+    return Moments.empty(B, HKV, D, D, spread="isotropic").add(*pairs, gone)
+
+
+def centroids(num):
+    """Of 3 and 12 tokens, so that with many of them some of the first head are unused."""
+    gone = torch.arange(12) < torch.tensor([[[3], [12]]])
+    return Centroids.empty(B, HKV, num, D, D).add(randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2), gone)
+
+
+def parts(num=None):
+    return flat_parts(None if num is None else centroids(num))
 
 
 def slots():
@@ -69,16 +80,19 @@ def candidates():
 
 CASES = {
     "decode_attention": lambda: (
-        randn(B, HKV * G, D), *slots()[:2], slots()[3], *flat(moments()), 0.3, None, 1, None, None, None, [],
+        randn(B, HKV * G, D), *slots()[:2], slots()[3], *flat(moments()), *parts(), 0.3, None, 1, "jensen",
+        None, None, None, [],
     ),
     "decode_step": lambda: (
         randn(B, HKV * G, D), *token(), *slots(),
-        torch.tensor([16]), *flat(moments()), 0.3, 4.0, 1, torch.zeros(B, HKV, C), None, None, [],
+        torch.tensor([16]), *flat(moments()), *parts(), 0.3, 4.0, 1, "cosh", torch.zeros(B, HKV, C), None, None, [],
     ),
+    "centroid_attention": lambda: (randn(B, HKV * G, T, D), *parts(5), 0.3, 4.0),
+    "centroids_add": lambda: (*parts(5), *block()[:2], torch.rand(B, HKV, T) > 0.2),
     "evict": lambda: (*slots(), torch.tensor([16]), *flat(moments()), randn(B, HKV, C), 6, 1, 2, None, None, None),
     "prefill_attention": lambda: (
         randn(B, HKV * G, T, D), *slots()[:2], slots()[3], *block()[:2], torch.ones(B, T, dtype=torch.bool),
-        *flat(moments()), 0.3, None, 1,
+        *flat(moments()), 0.3, None, 1, "cosh",
     ),
     "select": lambda: (randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4),
     "compact": lambda: (*slots(), *flat(moments()), *block(), *compaction()),
@@ -104,12 +118,12 @@ CASES = {
 
 RAGGED = {
     "decode_attention": lambda: (
-        randn(B, HKV * G, D), *slab()[:2], slab()[3], *flat(moments()), 0.3, None, 1,
+        randn(B, HKV * G, D), *slab()[:2], slab()[3], *flat(moments()), *parts(4), 0.3, None, 1, "cosh",
         torch.zeros(B, 18), slab()[4], 9, [],
     ),
     "decode_step": lambda: (
-        randn(B, HKV * G, D), *token(), *slab()[:4], torch.tensor([16]), *flat(moments()), 0.3, 4.0, 1,
-        torch.zeros(B, 18), slab()[4], 10, [],
+        randn(B, HKV * G, D), *token(), *slab()[:4], torch.tensor([16]), *flat(moments()), *parts(5), 0.3, 4.0, 1,
+        "jensen", torch.zeros(B, 18), slab()[4], 10, [],
     ),
     "evict": lambda: (
         *slab()[:4], torch.tensor([16]), *flat(moments()), randn(B, HKV, 9), 0, 1, 2, slab()[4], 3, None,

@@ -61,6 +61,9 @@ def test_two_processes_equal_one(name, tmp_path):
         ("compactor", {}, adaptive, {}),
         ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {}),
         ("keydiff", {}, small, vector),
+        ("fastkv", {}, small, {"prefill_block": 16}),
+        ("fastkv", {}, adaptive, {}),
+        ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {"correction": "centroids"}),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]

@@ -27,6 +27,8 @@ def check(cache, seen, every=EVERY):
         stored, tokens = cache.stored(layer), cache.slots(layer) - every
         assert torch.equal(stored + cache.moments(layer).count, seen[:, None].expand(3, 2))
         assert int(stored.sum(-1).max()) <= 2 * (tokens + every - 1)
+        if state.centroids is not None:
+            assert torch.equal(state.centroids.count.sum(-1), cache.moments(layer).count.float())
         exact = state.exact
         for row in range(3):
             for head in range(2):
@@ -66,7 +68,7 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
+@pytest.mark.parametrize("correction", ["none", "mean", "moments", "cosh", "centroids"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_correction_conserves(name, correction, tmp_path):
     model = build()
@@ -74,7 +76,8 @@ def test_every_correction_conserves(name, correction, tmp_path):
     fastkv.patch(model, policy(name, tmp_path), small(), correction=correction, evict_every=1)
     cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
     check(cache, mask.sum(-1) + 19, every=1)
-    order = {"none": None, "mean": 0, "moments": 1}[correction]
+    order = {"mean": 0, "moments": 1, "cosh": 1}.get(correction)
+    assert cache.plan.correction == correction
     assert cache.moments(0).order == (1 if name == "momentkv" else order)
 
 

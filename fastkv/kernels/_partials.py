@@ -1,7 +1,7 @@
 """Split softmax for one query per sequence: device functions of `decode_attention` and `vector_decode`.
 
 A partial (top, total, acc) stands for a set of tokens: top [M] the largest base-2 logit, total [M] = sum 2^(logit-top),
-acc [M, D] = sum 2^(logit-top) v. The evicted set is one more partial, (log2 Z_E, 1, f_E). Rows are the query heads of
+acc [M, D] = sum 2^(logit-top) v. The evicted set is one more partial (see `_evicted`). Rows are the query heads of
 one KV head, padded to M. A pair is a (sequence, KV head); its pointers are already offset when they get here.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tiles import LN2, LOG2E, _dot, _dot32, _logits2, _softmax_update, _tanh
+from ._tiles import LN2, _dot, _logits2, _softmax_update
 
 
 @triton.jit
@@ -128,49 +128,6 @@ def _append_token(
     top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)
     if logits_ptr is not None:
         tl.store(logits_ptr + rows.to(tl.int64) * pool + length, logit, mask=(rows < G) & free)
-    return top, total, acc
-
-
-@triton.jit
-def _moment_partial(
-    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, count, scale, softcap,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-    ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    """The evicted set as a partial: (log2 n + log2(e) scale q.k_mean, 1, v_mean + (scale / n) S^T q), or an empty one.
-
-    matrix_ptr [D, D] holds S in fp32, or S / n in half precision.
-    """
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    top = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, BLOCK_D], tl.float32)
-    if count > 0:
-        products = tl.zeros([M], tl.float32)
-        for first in range(0, D, BLOCK_K):
-            k = first + tl.arange(0, BLOCK_K)
-            q = tl.load(q_ptr + rows[:, None] * D + k[None, :], mask=(rows < G)[:, None] & (k < D)[None, :], other=0.0)
-            mean = tl.load(key_mean_ptr + k, mask=k < D, other=0.0)
-            products += tl.sum(q.to(tl.float32) * mean[None, :], 1)
-            if ORDER == 1:
-                mask = _rows_mask(k < D, cols, D, BLOCK_D)
-                tile = tl.load(matrix_ptr + k[:, None] * D + cols[None, :], mask=mask, other=0.0)
-                if tile.dtype == tl.float32:
-                    acc += _dot32(q.to(tl.float32), tile, INTERP)
-                else:
-                    acc += _dot(q, tile.to(q.dtype), INTERP)
-        size = count.to(tl.float32)
-        slope = tl.full([M], 1.0, tl.float32) * scale
-        logit = products * scale
-        if HAS_CAP:
-            bent = _tanh(logit / softcap)
-            logit, slope = softcap * bent, slope * (1 - bent * bent)
-        if ORDER == 1:
-            if matrix_ptr.dtype.element_ty == tl.float32:
-                slope = slope / size
-        top = logit * LOG2E + tl.log2(size)
-        total = tl.full([M], 1.0, tl.float32)
-        acc = acc * slope[:, None] + tl.load(value_mean_ptr + cols, mask=cols < D, other=0.0)[None, :]
     return top, total, acc
 
 

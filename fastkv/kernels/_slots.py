@@ -1,4 +1,4 @@
-"""Where the slots of a KV head are, equal for all heads or a stretch of a slab each, and rows moved between them.
+"""Where the slots of a KV head are, equal for all heads or a stretch of a slab each, and rows read or moved there.
 
 A pair is a (sequence, KV head). Layout of slabs: `fastkv.reference.ragged`.
 """
@@ -47,6 +47,44 @@ def _some(vector, first, R: tl.constexpr, TILE: tl.constexpr):
 def _load_rows(base_ptr, slots, live, cols, D: tl.constexpr):
     mask = live[:, None] & (cols < D)[None, :]
     return tl.load(base_ptr + slots[:, None] * D + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _holes(victims, drop, length, tokens, R: tl.constexpr):
+    """Which victims [R] leave a hole in [0, tokens), and the slot of the survivor beyond that fills it."""
+    index = tl.arange(0, R)
+    live = index < drop
+    tail = tokens + index
+    same = (victims[:, None] == tail[None, :]) & live[:, None]
+    stays = (tail < length) & (tl.sum(same.to(tl.int32), 0) == 0)
+    hole = live & (victims < tokens)
+    rank_hole, rank_tail = tl.cumsum(hole.to(tl.int32), 0), tl.cumsum(stays.to(tl.int32), 0)
+    match = (rank_hole[:, None] == rank_tail[None, :]) & stays[None, :]
+    return hole, tl.sum(tl.where(match, tail[None, :], 0), 1)
+
+
+@triton.jit
+def _add_spread(
+    spread_ptr, keys_ptr, victims, drop, mean, step, weight, cols,
+    D: tl.constexpr, SPREAD: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """spread += sum over the victims of (k - mean)^2 + weight step^2; its mean over the head if SPREAD is 1, else D."""
+    squares = weight * step * step
+    for first in range(0, drop, TILE):
+        live = first + tl.arange(0, TILE) < drop
+        away = _load_rows(keys_ptr, _some(victims, first, R, TILE), live, cols, D).to(tl.float32) - mean[None, :]
+        squares += tl.sum(tl.where(live[:, None], away * away, 0.0), 0)
+    _store_spread(spread_ptr, squares, cols, D, SPREAD)
+
+
+@triton.jit
+def _store_spread(spread_ptr, squares, cols, D: tl.constexpr, SPREAD: tl.constexpr):
+    """Add squares [cols], zero beyond D, to the spread [SPREAD] of a head."""
+    if SPREAD == 1:
+        tl.store(spread_ptr, tl.load(spread_ptr) + tl.sum(squares, 0) / D)
+    else:
+        before = tl.load(spread_ptr + cols, mask=cols < D, other=0.0)
+        tl.store(spread_ptr + cols, before + squares, mask=cols < D)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
+from ..reference import Centroids
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -122,6 +123,11 @@ def pow2(number: int, least: int = 1) -> int:
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
+def spread_size(spread: Tensor | None) -> int:
+    """The constant SPREAD of the kernels for `Moments.spread` [B, Hkv, 1 or D]: its last size, 0 without one."""
+    return 0 if spread is None else spread.shape[-1]
+
+
 def on_hip() -> bool:
     """Whether this torch is built for AMD."""
     return torch.version.hip is not None
@@ -140,6 +146,20 @@ def check_contiguous(op: str, **tensors: Tensor | None) -> None:
                 f"{op}: {name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}; "
                 "call .contiguous() where it is made"
             )
+
+
+def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: int, value_dim: int) -> None:
+    """Raise FastKVError unless all tensors are fp32, contiguous and for `shape` [B, Hkv, M] centroids."""
+    count, keys, values, spread = centroids.tensors()
+    check_shape(op, "centroids.count", count, shape)
+    check_shape(op, "centroids.keys", keys, (*shape, dim))
+    check_shape(op, "centroids.values", values, (*shape, value_dim))
+    check_shape(op, "centroids.spread", spread, shape)
+    check_contiguous(op, centroid_count=count, centroid_keys=keys, centroid_values=values, centroid_spread=spread)
+    if {t.dtype for t in centroids.tensors()} != {torch.float32}:
+        raise FastKVError(
+            f"{op} needs centroids in float32, got {', '.join(str(t.dtype) for t in centroids.tensors())}; convert them"
+        )
 
 
 def check_head_dim(op: str, head_dim: int) -> None:

@@ -3,11 +3,12 @@
     out = (sum_j e^{s_j} v_j + Z_E f_E) / (sum_j e^{s_j} + Z_E),   s_j = softcap(scale q.k_j)
     log Z_E = log n + scale q.k_mean,   f_E = v_mean + (scale / n) S^T q
 
-Source: MomentKV (arXiv:2606.01563, Eqs. 9, 11, 12); split softmax as in Flash-Decoding; the evicted set is one more
-partial, so mixing is free. Program (pair, s) reads a share of the slots, program (pair, splits) the moments, and the
-last of a pair to arrive merges; with many pairs one program does it all. Twin: `fastkv.reference.decode_step`.
+or, with a spread or with centroids, what `_evicted` says. Source: MomentKV (arXiv:2606.01563, Eqs. 9, 11, 12); split
+softmax as in Flash-Decoding; the evicted set is one more partial, so mixing is free. Program (pair, s) reads a share of
+the slots, program (pair, splits) the moments or centroids, and the last of a pair to arrive merges; with many pairs one
+program does it all. Twins: `fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
 
-Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the moment matrix (4 D^2 in fp32).
+Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the matrix (4 D^2 in fp32), 8 D a centroid.
 Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 256, float64, windows, padding.
 In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
 """
@@ -19,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference import Centroids
+from ._decode_blocks import decode_constants
+from ._evicted import CENTROIDS, _evicted_partial
 from ._partials import (
     _add_attention,
     _append_token,
@@ -28,7 +32,6 @@ from ._partials import (
     _merge_accs,
     _merge_tops,
     _mix,
-    _moment_partial,
     _store_lse,
     _store_partial,
 )
@@ -37,32 +40,28 @@ from ._tiles import (
     CUDA_ARCHES,
     HIP_ARCHES,
     INTERPRET,
-    MIN_ROWS,
     Variant,
+    check_centroids,
     check_contiguous,
     check_decode,
     decode_outputs,
     on_hip,
-    pow2,
+    spread_size,
     stages,
 )
 from ._workspace import Workspace, num_splits
 
-BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
-FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
-BLOCK_S = 256  # slots per step when attention is added up
-MERGE_TILE = 4096  # elements of partials summed at once
-
 
 @triton.jit
 def _decode_attention_kernel(
-    q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr,
-    k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr,
+    q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr,
+    sizes_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr,
     out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr, starts_ptr,
-    slots, pool, scale, softcap,
+    slots, pool, centroids, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
-    MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
+    MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr,
+    INTERP: tl.constexpr,
 ):  # fmt: skip
     # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged).
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -77,7 +76,7 @@ def _decode_attention_kernel(
     keys_ptr += base * D
     values_ptr += base * D
     out_ptr += pair * G * D
-    if ORDER is not None:
+    if ORDER == 0 or ORDER == 1:
         key_mean_ptr += pair * D
         value_mean_ptr += pair * D
     if ORDER == 1:
@@ -110,9 +109,9 @@ def _decode_attention_kernel(
         moment_total = tl.zeros([M], tl.float32)
         moment_acc = tl.zeros([M, BLOCK_D], tl.float32)
         if ORDER is not None:
-            moment_top, moment_total, moment_acc = _moment_partial(
-                q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, count, scale, softcap,
-                G, M, D, BLOCK_D, BLOCK_K, ORDER, HAS_CAP, INTERP,
+            moment_top, moment_total, moment_acc = _evicted_partial(
+                q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, pair, count, centroids, scale,
+                softcap, G, M, D, BLOCK_D, BLOCK_K, BLOCK_C, ORDER, SPREAD, HAS_CAP, INTERP,
             )  # fmt: skip
         lse2, weight, moment_weight = _mix(top, total, moment_top, moment_total)
         mixed = acc * weight[:, None] + moment_acc * moment_weight[:, None]
@@ -129,9 +128,9 @@ def _decode_attention_kernel(
         PARTS: tl.constexpr = SPLITS + (ORDER is not None)
         if ORDER is not None:
             if split == SPLITS:
-                top, total, acc = _moment_partial(
-                    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, count, scale, softcap,
-                    G, M, D, BLOCK_D, BLOCK_K, ORDER, HAS_CAP, INTERP,
+                top, total, acc = _evicted_partial(
+                    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, pair, count, centroids,
+                    scale, softcap, G, M, D, BLOCK_D, BLOCK_K, BLOCK_C, ORDER, SPREAD, HAS_CAP, INTERP,
                 )  # fmt: skip
         accs_ptr += pair * PARTS * G * D
         tops_ptr += pair * PARTS * G
@@ -163,26 +162,6 @@ def _decode_attention_kernel(
             tl.store(tickets_ptr + pair, 0)
 
 
-def _constants(
-    dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, splits: int,
-    order: int | None, capped: bool, hip: bool,
-) -> tuple[dict, int, int]:  # fmt: skip
-    """Constexpr arguments, warps and pipeline stages."""
-    padded = pow2(head_dim, 64)
-    block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
-    if capped:
-        block_k = min(block_k, 32)  # with 64, triton 3.9 spills on sm_90
-    if matrix == torch.float32:
-        block_k = 32 if hip else 16  # its exact product needs several times the registers
-    merge_rows = pow2(groups)
-    merge_dims = min(padded, max(16, MERGE_TILE // (splits * merge_rows)))
-    constants = dict(
-        HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order, HAS_CAP=capped,
-    )  # fmt: skip
-    return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
-
-
 def decode_attention(
     *,
     q: Tensor,
@@ -196,6 +175,8 @@ def decode_attention(
     scale: float,
     softcap: float | None = None,
     order: int | None = 1,
+    spread: Tensor | None = None,
+    centroids: Centroids | None = None,
     attention: Tensor | None = None,
     out: Tensor | None = None,
     lse_retained: Tensor | None = None,
@@ -211,6 +192,8 @@ def decode_attention(
         q: [B, Hq, D].  keys, values: [B, Hkv, C, D], same dtype.  lengths: [B, Hkv] int32.
         count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
         matrix: [B, Hkv, D, D], the cross moment in fp32 or cross / count in half precision; for order 1 only.
+        spread: [B, Hkv, 1 or D] fp32 as in `Moments`, for the cosh mass; None for Jensen's.
+        centroids: of the evicted tokens, fp32, in place of the moments (all but count), with the cosh mass.
         attention: [B, Hkv, C] fp32, to which the group mean of the weights of the slots in use is added.
         out, lse_retained, lse_evicted: where to write the results.  workspace: see `Workspace.allocate`; made if None.
         append: (k, v [B, Hkv, 1, D], positions [B, Hkv, C] int32, seen [B] int64): first store this token in slot
@@ -225,10 +208,15 @@ def decode_attention(
     batch, heads, slots, dim = addressed(op, keys, starts).shape
     k, v, positions, seen = append if append is not None else (None, None, None, None)
     key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
-    matrix = matrix if order == 1 else None
+    matrix, spread, sizes = matrix if order == 1 else None, None if order is None else spread, None
+    if centroids is not None:
+        check_centroids(op, centroids, (batch, heads, centroids.num), dim, dim)
+        order, key_mean, value_mean, matrix = CENTROIDS.value, centroids.keys, centroids.values, None
+        sizes, spread = centroids.count, centroids.spread
     check_contiguous(
         op, q=q, keys=keys, values=values, lengths=lengths, count=count, key_mean=key_mean, value_mean=value_mean,
-        matrix=matrix, attention=attention, k=k, v=v, positions=positions, seen=seen, starts=starts,
+        matrix=matrix, spread=spread, sizes=sizes, attention=attention, k=k, v=v, positions=positions, seen=seen,
+        starts=starts,
     )  # fmt: skip
     pairs, pool, width = batch * heads, keys.numel() // dim, slots if width is None else width
     splits = num_splits(pairs, width)
@@ -236,17 +224,17 @@ def decode_attention(
         collects = attention is not None
         workspace = Workspace.allocate(batch, heads, groups, width, dim, q.device, attention=collects, pool=pool)
     out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
-    constants, num_warps, num_stages = _constants(
-        q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, splits, order, softcap is not None,
-        on_hip(),
+    constants, num_warps, num_stages = decode_constants(
+        q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, splits, order,
+        spread_size(spread) if centroids is None else 1, softcap is not None, on_hip(),
     )  # fmt: skip
     scratch = workspace if splits > 1 else None
     _decode_attention_kernel[pairs, splits if splits == 1 or order is None else splits + 1](
-        q, keys, values, lengths, count, key_mean, value_mean, matrix, k, v, positions, seen, attention,
+        q, keys, values, lengths, count, key_mean, value_mean, matrix, spread, sizes, k, v, positions, seen, attention,
         out, lse_retained, lse_evicted,
         scratch and scratch.accs, scratch and scratch.tops, scratch and scratch.totals,
         workspace.logits if workspace is not None and attention is not None else None, scratch and scratch.tickets,
-        starts, slots, pool, scale, softcap or 1.0,
+        starts, slots, pool, 0 if centroids is None else centroids.num, scale, softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted
@@ -255,21 +243,27 @@ def decode_attention(
 def _variant(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False,
+    ragged: bool = False, spread: int = 0,
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
     name_to_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    constants, num_warps, num_stages = _constants(
-        name_to_dtype[dtype], name_to_dtype[matrix], 8, groups, head_dim, splits, order, capped, arches == HIP_ARCHES
-    )
+    constants, num_warps, num_stages = decode_constants(
+        name_to_dtype[dtype], name_to_dtype[matrix], 8, groups, head_dim, splits, order, spread, capped,
+        arches == HIP_ARCHES,
+    )  # fmt: skip
     types = dict(
         q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", count_ptr="*i64", out_ptr=half,
-        lse_retained_ptr=full, lse_evicted_ptr=full, slots="i32", pool="i32", scale="fp32", softcap="fp32",
+        lse_retained_ptr=full, lse_evicted_ptr=full, slots="i32", pool="i32", centroids="i32", scale="fp32",
+        softcap="fp32",
     )  # fmt: skip
     if order is not None:
         types |= dict(key_mean_ptr=full, value_mean_ptr=full)
     if order == 1:
         types |= dict(matrix_ptr=f"*{matrix}")
+    if spread:
+        types |= dict(spread_ptr=full)
+    if order == CENTROIDS.value:
+        types |= dict(sizes_ptr=full)
     if append:
         types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
     if attention:
@@ -279,7 +273,8 @@ def _variant(
     if splits > 1:
         types |= dict(accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32")
     name = (
-        f"decode {dtype} D{head_dim} G{groups} splits {splits} order {order}"
+        f"decode {dtype} D{head_dim} G{groups} splits {splits} "
+        + ("centroids" if order == CENTROIDS.value else f"order {order}") + f" spread {spread}" * (spread > 0)
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged
     )  # fmt: skip
@@ -288,6 +283,7 @@ def _variant(
 
 
 VENDORS = (CUDA_ARCHES, HIP_ARCHES)
+KINDS = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
 AOT = (
     [_variant(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)]
     + [_variant(128, s, o) for s in (1, 16) for o in (None, 0)]
@@ -295,6 +291,10 @@ AOT = (
     + [_variant(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS]
     + [_variant(128, 32, 1, groups=16, attention=True), _variant(128, 8, 1, groups=3), _variant(128, 4, 1, groups=1)]
     + [_variant(128, 4, 1, append=False), _variant(128, 4, 1, "fp16", "fp16")]
-    + [_variant(128, 1, 1, "fp32", "fp32")]
-    + [_variant(d, s, 1, attention=True, ragged=True) for d in (64, 128, 256) for s in (1, 16)]
+    + [_variant(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, 0), (CENTROIDS.value, 1))]
+    + [_variant(d, s, 1, attention=True, ragged=True) for d, s in KINDS]
+    + [_variant(d, s, 1, spread=1) for d, s in KINDS]
+    + [_variant(128, 16, 1, spread=128), _variant(128, 16, 0, spread=1), _variant(128, 16, 1, spread=1, capped=True)]
+    + [_variant(d, s, CENTROIDS.value, spread=1, attention=d == 128) for d, s in KINDS]
+    + [_variant(d, 16, CENTROIDS.value, spread=1, capped=True, ragged=True) for d in (80, 128, 256)]
 )

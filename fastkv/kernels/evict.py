@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_shape
-from ._slots import _load_rows, _move_rows, _some, _stretch, addressed
+from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch, addressed
 from ._tiles import (
     CUDA_ARCHES,
     HIP_ARCHES,
@@ -34,6 +34,7 @@ from ._tiles import (
     check_head_dim,
     on_hip,
     pow2,
+    spread_size,
 )
 
 MAX_DROP = 64
@@ -80,25 +81,12 @@ def _candidates_kernel(
 
 
 @triton.jit
-def _holes(victims, drop, length, tokens, R: tl.constexpr):
-    """Which victims [R] leave a hole in [0, tokens), and the slot of the survivor beyond that fills it."""
-    index = tl.arange(0, R)
-    live = index < drop
-    tail = tokens + index
-    same = (victims[:, None] == tail[None, :]) & live[:, None]
-    stays = (tail < length) & (tl.sum(same.to(tl.int32), 0) == 0)
-    hole = live & (victims < tokens)
-    rank_hole, rank_tail = tl.cumsum(hole.to(tl.int32), 0), tl.cumsum(stays.to(tl.int32), 0)
-    match = (rank_hole[:, None] == rank_tail[None, :]) & stays[None, :]
-    return hole, tl.sum(tl.where(match, tail[None, :], 0), 1)
-
-
-@triton.jit
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
+    slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
     slots, width, most, sinks, recent, candidates, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, INTERP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
+    INTERP: tl.constexpr,
 ):  # fmt: skip
     # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -143,6 +131,11 @@ def _evict_kernel(
         key_before = tl.load(key_mean_ptr + pair * D + cols, mask=cols < D, other=0.0)
         value_before = tl.load(value_mean_ptr + pair * D + own, mask=own < D, other=0.0)
         key_step, value_step = key_mean - key_before, value_mean - value_before
+        if SPREAD:
+            if part == 0:  # no other part reads it
+                weight = before.to(tl.float32) * share
+                spread_ptr += pair * SPREAD
+                _add_spread(spread_ptr, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, SPREAD, R, TILE)
         if cross_ptr is not None:
             place = pair * D * D + cols[:, None] * D + own[None, :]
             mask = (cols < D)[:, None] & (own < D)[None, :]
@@ -176,13 +169,14 @@ def _evict_kernel(
         tl.store(tickets_ptr + pair, 0)
 
 
-def _constants(heads: int, width: int, drop: int, head_dim: int, hip: bool) -> tuple[dict, int, int]:
+def _constants(heads: int, width: int, drop: int, head_dim: int, spread: int, hip: bool) -> tuple[dict, int, int]:
     """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
     scanned = pow2(chunks * most if chunks else width, 16)
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, BLOCK_V=BLOCK_V, TILE=TILE)
+    constants |= dict(SPREAD=spread)
     return constants, chunks, 8 if padded == 256 and not hip else 4
 
 
@@ -198,6 +192,7 @@ def evict(
     value_mean: Tensor | None,
     cross: Tensor | None,
     slope: Tensor | None,
+    spread: Tensor | None = None,
     scores: Tensor,
     tokens: int,
     sinks: int,
@@ -213,6 +208,7 @@ def evict(
         keys, values: [B, Hkv, C, D].  positions: [B, Hkv, C] int32.  lengths: [B, Hkv] int32.  seen: [B] int64.
         count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
         cross: [B, Hkv, D, D] fp32 and slope: None or [B, Hkv, D, D] in half precision, set to cross / count; order 1.
+        spread: None or [B, Hkv, 1 or D] fp32 as in `Moments`, unused for order None.
         scores: [B, Hkv, C] fp32, larger = keep.  tokens: how many stay; at most 64 below C.
         sinks, recent: positions below `sinks` and from seen - recent on are protected: they go last.
         tickets: [B * Hkv] int32 zeros, left zero (`Workspace.tickets` will do); made if None.
@@ -227,14 +223,15 @@ def evict(
     width, drop = scores.shape[-1], slots - tokens if starts is None else drop
     if drop is None or not 0 <= drop <= MAX_DROP:
         raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; pass drop with starts")
-    key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
+    key_mean, value_mean, spread = (None, None, None) if order is None else (key_mean, value_mean, spread)
     cross, slope = (cross, slope) if order == 1 else (None, None)
     check_contiguous(
         "evict", keys=keys, values=values, positions=positions, lengths=lengths, seen=seen, count=count,
-        key_mean=key_mean, value_mean=value_mean, cross=cross, slope=slope, scores=scores, starts=starts,
+        key_mean=key_mean, value_mean=value_mean, cross=cross, slope=slope, spread=spread, scores=scores,
+        starts=starts,
     )  # fmt: skip
     pairs = batch * heads
-    constants, chunks, num_warps = _constants(heads, width, drop, dim, on_hip())
+    constants, chunks, num_warps = _constants(heads, width, drop, dim, spread_size(spread), on_hip())
     candidates = chunks * constants["R"]
     found = found_slots = None
     if chunks:
@@ -247,8 +244,8 @@ def evict(
     if tickets is None:
         tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device)
     _evict_kernel[pairs, triton.cdiv(dim, BLOCK_V)](
-        keys, values, positions, lengths, seen, count, key_mean, value_mean, cross, slope, scores, starts,
-        found, found_slots, tickets, slots, width, drop, sinks, recent, candidates,
+        keys, values, positions, lengths, seen, count, key_mean, value_mean, cross, slope, spread, scores,
+        starts, found, found_slots, tickets, slots, width, drop, sinks, recent, candidates,
         **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip
 
@@ -258,10 +255,10 @@ EVEN = ("slots", "width")  # multiples of 16 where heads are equal
 
 def _variant(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False,
+    arches: tuple[str, ...] = (), ragged: bool = False, spread: int = 0,
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
-    constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, arches == HIP_ARCHES)
+    constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, spread, arches == HIP_ARCHES)
     types = dict(
         keys_ptr=half, values_ptr=half, positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", count_ptr="*i64",
         scores_ptr=full, tickets_ptr="*i32", slots="i32", width="i32", most="i32", sinks="i32", recent="i32",
@@ -271,12 +268,13 @@ def _variant(
         types |= dict(key_mean_ptr=full, value_mean_ptr=full)
     if order == 1:
         types |= dict(cross_ptr=full, **(dict(slope_ptr=half) if slope else {}))
+    types |= dict(spread_ptr=full) if spread else {}
     if chunks:
         types |= dict(candidate_keys_ptr="*i64", candidate_slots_ptr="*i32")
     if ragged:
         types |= dict(starts_ptr="*i32")
     name = f"evict {dtype} D{head_dim} slots {slots} drop {slots - tokens} order {order}" + " slope" * slope
-    name += " ragged" * ragged
+    name += " ragged" * ragged + f" spread {spread}" * (spread > 0)
     div16 = ("candidates",) if ragged else (*EVEN, "candidates")
     return Variant(name, _evict_kernel, types, constants, div16, num_warps, arches=arches)
 
@@ -295,6 +293,8 @@ AOT = (
     + [Variant(f"evict candidates drop {r}", _candidates_kernel, FOUND, SCAN | dict(R=r), EVEN) for r in (16, 64)]
     + [Variant("evict candidates ragged", _candidates_kernel, STRETCHES, SCAN | dict(R=64), wide=False)]
     + [_variant(d, 1040, 1024, ragged=True) for d in (64, 128)]
-    + [_variant(128, 16400, 16384, ragged=True)]
+    + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=1)]
+    + [_variant(d, 1040, 1024, spread=s) for d, s in ((64, 1), (128, 1), (128, 128))]
+    + [_variant(256, 1040, 1024, arches=a, spread=1) for a in (CUDA_ARCHES, HIP_ARCHES)]
     + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in (CUDA_ARCHES, HIP_ARCHES)]
 )

@@ -2,7 +2,8 @@
 
 With a the state before and b the listed rows (MomentKV, arXiv:2606.01563; Chan et al. 1979):
 mean = mean_a + (n_b / n) d, S = S_a + S_b + (n_a n_b / n) d_k d_v^T with d = mean_b - mean_a, and S_b from centred rows
-in a second pass, so that nothing cancels. The bf16 shadow S / n is refreshed on the way.
+in a second pass, so that nothing cancels; the spread likewise, by the programs of the first slice. The bf16 shadow of
+S / n is refreshed on the way.
 
 One launch of programs (head, slice of the value columns) where the list is short; else the rows are cut in splits,
 which a second launch merges in a fixed order. Bytes per head: the listed rows (keys twice per slice, from L2) and 8 d^2
@@ -18,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import Moments
-from ._tiles import INTERPRET, Variant, _dot32, pow2
+from ._slots import _store_spread
+from ._tiles import INTERPRET, Variant, _dot32, pow2, spread_size
 
 ROWS = 32  # per tile
 COLUMNS = 32  # value columns per program
@@ -48,6 +50,12 @@ def _range(gone, split, SPLITS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _between(count, more):
+    """n_a n_b / n, the weight of the distance between the means of two sets; counts are fp32."""
+    return count * (more / tl.maximum(count + more, 1.0))
+
+
+@triton.jit
 def _chan(count, key_mean, value_mean, cross, more, new_key, new_value, new_cross):
     """The merge of two sets; counts are fp32."""
     key_step, value_step = new_key - key_mean, new_value - value_mean
@@ -58,23 +66,10 @@ def _chan(count, key_mean, value_mean, cross, more, new_key, new_value, new_cros
 
 @triton.jit
 def _store_state(
-    count_ptr,
-    key_mean_ptr,
-    value_mean_ptr,
-    cross_ptr,
-    slope_ptr,
-    head,
-    count,
-    key_mean,
-    value_mean,
-    cross,
-    dk,
-    dv,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    HAS_CROSS: tl.constexpr,
-    HAS_SLOPE: tl.constexpr,
-):
+    count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr,
+    head, count, key_mean, value_mean, cross, dk, dv,
+    DK: tl.constexpr, DV: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+):  # fmt: skip
     """Write a slice of the value columns; the program of the first slice also writes the key mean and the count."""
     if tl.program_id(1) == 0:
         tl.store(key_mean_ptr + head * DK + dk, key_mean, mask=dk < DK)
@@ -91,39 +86,13 @@ def _store_state(
 
 @triton.jit
 def _moments_kernel(
-    keys_ptr,
-    values_ptr,
-    new_keys_ptr,
-    new_values_ptr,
-    listed_ptr,
-    tally_ptr,
-    means_ptr,
-    part_cross_ptr,
-    count_ptr,
-    key_mean_ptr,
-    value_mean_ptr,
-    cross_ptr,
-    slope_ptr,
-    N,
-    slots,
-    used,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_vb,
-    stride_vh,
-    stride_vt,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_CROSS: tl.constexpr,
-    HAS_SLOPE: tl.constexpr,
-    INTERP: tl.constexpr,
-):
+    keys_ptr, values_ptr, new_keys_ptr, new_values_ptr, listed_ptr, tally_ptr, means_ptr, part_cross_ptr,
+    part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, spread_ptr,
+    N, slots, used, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    SPREAD: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     lane, dk = tl.arange(0, ROWS), tl.arange(0, BK)
@@ -151,6 +120,14 @@ def _moments_kernel(
             k = _rows(keys, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
             v = _rows(values, new_values, index, inside, used, dv, stride_vt, DV) - value_mean[None, :]
             cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0), INTERP)
+    squares = tl.zeros([BK], tl.float32)
+    if SPREAD:
+        if tl.program_id(1) == 0:
+            for start in range(low, high, ROWS):
+                inside = start + lane < high
+                index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
+                k = _rows(keys, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
+                squares += tl.sum(tl.where(inside[:, None], k * k, 0.0), 0)
     state = means_ptr + head * (SPLITS + 1) * (DK + DV)  # the state before, then one row per split
     spot = dk[:, None] * DV + dv[None, :]
     within = (dk[:, None] < DK) & (dv[None, :] < DV)
@@ -161,6 +138,12 @@ def _moments_kernel(
         old = tl.zeros([BK, COLUMNS], tl.float32)
         if HAS_CROSS:
             old = tl.load(cross_ptr + head * DK * DV + spot, mask=within, other=0.0)
+        if SPREAD:
+            if tl.program_id(1) == 0:
+                squares += (
+                    _between(before.to(tl.float32), gone.to(tl.float32)) * (key_mean - old_key) * (key_mean - old_key)
+                )
+                _store_spread(spread_ptr + head * SPREAD, squares, dk, DK, SPREAD)
         _, key_mean, value_mean, cross = _chan(
             before.to(tl.float32), old_key, old_value, old, gone.to(tl.float32), key_mean, value_mean, cross
         )
@@ -172,6 +155,8 @@ def _moments_kernel(
         mean = state + (split + 1) * (DK + DV)
         if tl.program_id(1) == 0:
             tl.store(mean + dk, key_mean, mask=dk < DK)
+            if SPREAD:
+                tl.store(part_spread_ptr + (head * SPLITS + split) * DK + dk, squares, mask=dk < DK)
         tl.store(mean + DK + dv, value_mean, mask=dv < DV)
         if HAS_CROSS:
             tl.store(part_cross_ptr + (head * SPLITS + split) * DK * DV + spot, cross, mask=within)
@@ -179,23 +164,11 @@ def _moments_kernel(
 
 @triton.jit
 def _merge_kernel(
-    tally_ptr,
-    means_ptr,
-    part_cross_ptr,
-    count_ptr,
-    key_mean_ptr,
-    value_mean_ptr,
-    cross_ptr,
-    slope_ptr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_CROSS: tl.constexpr,
-    HAS_SLOPE: tl.constexpr,
-):
+    tally_ptr, means_ptr, part_cross_ptr, part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
+    slope_ptr, spread_ptr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    SPREAD: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     dk = tl.arange(0, BK)
     dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -210,6 +183,7 @@ def _merge_kernel(
     cross = tl.zeros([BK, COLUMNS], tl.float32)
     if HAS_CROSS:
         cross = tl.load(cross_ptr + head * DK * DV + spot, mask=within, other=0.0)
+    squares = tl.zeros([BK], tl.float32)
     for split in range(0, SPLITS):
         low, high = _range(gone, split, SPLITS, ROWS)
         mean += DK + DV
@@ -218,6 +192,11 @@ def _merge_kernel(
         fresh = tl.zeros([BK, COLUMNS], tl.float32)
         if HAS_CROSS:
             fresh = tl.load(part_cross_ptr + (head * SPLITS + split) * DK * DV + spot, mask=within, other=0.0)
+        if SPREAD:
+            step = new_key - key_mean
+            place = part_spread_ptr + (head * SPLITS + split) * DK + dk
+            squares += tl.load(place, mask=dk < DK, other=0.0)
+            squares += _between(count, (high - low).to(tl.float32)) * step * step
         count, key_mean, value_mean, cross = _chan(
             count, key_mean, value_mean, cross, (high - low).to(tl.float32), new_key, new_value, fresh
         )
@@ -225,6 +204,9 @@ def _merge_kernel(
         count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, head, before + gone,
         key_mean, value_mean, cross, dk, dv, DK, DV, HAS_CROSS, HAS_SLOPE,
     )  # fmt: skip
+    if SPREAD:
+        if tl.program_id(1) == 0:
+            _store_spread(spread_ptr + head * SPREAD, squares, dk, DK, SPREAD)
 
 
 def num_splits(candidates: int) -> int:
@@ -256,22 +238,26 @@ def merge_rows(
     has_cross = moments.cross is not None
     cross = moments.cross if has_cross else means
     part = torch.empty(batch * heads * splits * dk * dv if has_cross and splits > 1 else 0, device=keys.device)
-    state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope)
+    spread = moments.spread
+    part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=keys.device)
+    state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope, spread)
     shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": ROWS, "COLUMNS": COLUMNS, "SPLITS": splits}
-    shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None}
+    shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread_size(spread)}
     warps = WARPS[pow2(dk, 64)]
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, COLUMNS), splits)](
-        keys, values, new_keys, new_values, listed, tally, means, part, *state, listed.shape[-1], slots, used, *strides,
-        HEADS=heads, INTERP=INTERPRET, num_warps=warps, num_stages=2, **shape,
+        keys, values, new_keys, new_values, listed, tally, means, part, part_spread, *state, listed.shape[-1], slots,
+        used, *strides, HEADS=heads, INTERP=INTERPRET, num_warps=warps, num_stages=2, **shape,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(batch * heads, triton.cdiv(dv, COLUMNS))](tally, means, part, *state, num_warps=warps, **shape)
+        grid = (batch * heads, triton.cdiv(dv, COLUMNS))
+        _merge_kernel[grid](tally, means, part, part_spread, *state, num_warps=warps, **shape)
 
 
 _TYPES = {
     **dict.fromkeys(("keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "slope_ptr"), "*bf16"),
-    **dict.fromkeys(("means_ptr", "part_cross_ptr", "key_mean_ptr", "value_mean_ptr", "cross_ptr"), "*fp32"),
+    **dict.fromkeys(("means_ptr", "part_cross_ptr", "part_spread_ptr", "spread_ptr"), "*fp32"),
+    **dict.fromkeys(("key_mean_ptr", "value_mean_ptr", "cross_ptr"), "*fp32"),
     **dict.fromkeys(("tally_ptr", "count_ptr"), "*i64"),
     "listed_ptr": "*i32",
     **dict.fromkeys(("N", "slots", "used"), "i32"),
@@ -279,13 +265,14 @@ _TYPES = {
 }
 
 
-def _variant(kernel, dim: int, splits: int) -> Variant:
+def _variant(kernel, dim: int, splits: int, spread: int = 0) -> Variant:
     constants = {"HEADS": 8, "DK": dim, "DV": dim, "BK": pow2(dim), "ROWS": ROWS, "COLUMNS": COLUMNS}
-    constants |= {"SPLITS": splits, "HAS_CROSS": True, "HAS_SLOPE": True, "INTERP": False}
+    constants |= {"SPLITS": splits, "HAS_CROSS": True, "HAS_SLOPE": True, "SPREAD": spread, "INTERP": False}
+    absent = () if spread else ("spread_ptr", "part_spread_ptr")
     return Variant(
-        f"{kernel.__name__.strip('_')} D{dim} splits{splits}",
+        f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + f" spread{spread}" * (spread > 0),
         kernel,
-        {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES},
+        {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES and name not in absent},
         {name: value for name, value in constants.items() if name in kernel.arg_names},
         div16=tuple(name for name in kernel.arg_names if name.startswith("stride")),
         num_warps=WARPS[pow2(dim, 64)],
@@ -295,3 +282,7 @@ def _variant(kernel, dim: int, splits: int) -> Variant:
 
 AOT = [_variant(_moments_kernel, dim, 1) for dim in (64, 80, 128, 256)]
 AOT += [_variant(_moments_kernel, 128, 4), _variant(_merge_kernel, 128, 4), _variant(_merge_kernel, 256, 4)]
+AOT += [
+    _variant(_moments_kernel, dim, splits, spread) for dim, splits, spread in ((128, 1, 1), (128, 4, 128), (256, 1, 1))
+]
+AOT += [_variant(_merge_kernel, 128, 4, spread) for spread in (1, 128)]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Moments
+from ._evicted import _seed
 from ._tiles import (
     INTERPRET,
     LN2,
@@ -28,10 +29,10 @@ from ._tiles import (
     _logits2,
     _normalise,
     _softmax_update,
-    _tanh,
     check_contiguous,
     check_head_dim,
     pow2,
+    spread_size,
     stages,
 )
 
@@ -39,48 +40,6 @@ from ._tiles import (
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 SEED = {16: 16, 32: 32, 64: 32, 128: 32, 256: 16}  # key dimensions per step of the moment term
-
-
-@triton.jit
-def _seed(
-    q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, head, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK_M: tl.constexpr, SEED: tl.constexpr,
-    ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    """The moments as a partial of each row: top (base 2), total, acc."""
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BV], tl.float32)
-    count = tl.load(count_ptr + head).to(tl.float32)
-    if count > 0:
-        column = tl.arange(0, BV)
-        middle = tl.zeros([BLOCK_M], tl.float32)
-        for first in range(0, D, SEED):
-            part = first + tl.arange(0, SEED)
-            inside = part < D
-            q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & inside[None, :], other=0.0)
-            k = tl.load(key_mean_ptr + head * D + part, mask=inside, other=0.0)
-            middle += tl.sum(q.to(tl.float32) * k[None, :], 1)
-            if ORDER == 1:
-                spot = slope_ptr + (head * D + part[:, None]) * DV + column[None, :]
-                slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
-                if not HAS_SLOPE:
-                    slope = slope / count
-                high = slope.to(q.dtype)
-                acc += _dot(q, high, INTERP)
-                if not HAS_SLOPE and q.dtype != tl.float32:  # what a matrix of the dtype of q leaves of the fp32 moment
-                    acc += _dot(q, (slope - high.to(tl.float32)).to(q.dtype), INTERP)
-        logit = middle * scale
-        gain = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-        if HAS_CAP:
-            bent = _tanh(logit / softcap)
-            logit = softcap * bent
-            gain = gain * (1 - bent * bent)
-        value_mean = tl.load(value_mean_ptr + head * DV + column, mask=column < DV, other=0.0)
-        acc = acc * gain[:, None] + value_mean[None, :]
-        top = logit * LOG2E + tl.log2(count)
-        total = tl.full([BLOCK_M], 1.0, tl.float32)
-    return top, total, acc
 
 
 @triton.jit
@@ -95,12 +54,12 @@ def _tile(base_ptr, first, inside, stride, D: tl.constexpr, BD: tl.constexpr, RO
 @triton.jit
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
-    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, out_ptr, lse_ptr,
+    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, out_ptr, lse_ptr,
     scale, softcap, T, slots,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEED: tl.constexpr,
-    ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -114,8 +73,8 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BV], tl.float32)
     if ORDER >= 0:
         top, total, acc = _seed(
-            q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, head, scale, softcap,
-            D, DV, BD, BV, BLOCK_M, SEED, ORDER, HAS_SLOPE, HAS_CAP, INTERP,
+            q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, head, scale, softcap,
+            D, DV, BD, BV, BLOCK_M, SEED, ORDER, HAS_SLOPE, SPREAD, HAS_CAP, INTERP,
         )  # fmt: skip
     column = tl.arange(0, BD)[None, :]
     q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
@@ -206,6 +165,7 @@ def prefill_attention(
     softcap: float | None = None,
     order: int | None = 1,
     slope: Tensor | None = None,
+    spread: Tensor | None = None,
     columns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A block of T queries over the retained slots, the moments and, causally, the block.
@@ -214,6 +174,7 @@ def prefill_attention(
         q: [B, Hq, T, D], new_keys, new_values: [B, Hkv, T, D]: any strides, unit stride along D; new_valid [B, T] bool.
         keys, values: [B, Hkv, C, D], contiguous or the first C slots of a contiguous cache; lengths [B, Hkv] int.
         moments, order: 1, 0 (means only) or None; slope: [B, Hkv, D, Dv], cross / count, read in place of cross.
+        spread: [B, Hkv, 1 or D] fp32 as in `Moments`, for the cosh mass; None for Jensen's.
         columns: also return the attention each key receives: sum over valid queries, mean over the group.
     Returns: out [B, Hq, T, Dv] in the dtype of q, lse [B, Hq, T] fp32 over all three sources (-inf, and zeros in out,
         for a query that sees nothing), and the column sums [B, Hkv, C + T] fp32 or None.
@@ -227,7 +188,7 @@ def prefill_attention(
     check_shape("prefill_attention", "new_values", new_values, (batch, heads, num, value_dim))
     check_shape("prefill_attention", "new_valid", new_valid, (batch, num))
     check_head_dim("prefill_attention", max(dim, value_dim))
-    check_contiguous("prefill_attention", lengths=lengths, new_valid=new_valid, slope=slope)
+    check_contiguous("prefill_attention", lengths=lengths, new_valid=new_valid, slope=slope, spread=spread)
     slots = keys.stride(1) // dim
     for name, tensor in (("keys", keys), ("values", values)):
         row = tensor.shape[-1]
@@ -253,9 +214,10 @@ def prefill_attention(
     sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "BLOCK_M": rows, "BLOCK_N": tile}
     launch = {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(depth)}
     _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
-        q, keys, values, lengths, new_keys, new_values, valid, *state, out, lse, scale, softcap or 1.0, num, slots,
-        *q.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3], **sizes, **launch,
+        q, keys, values, lengths, new_keys, new_values, valid, *state, spread, out, lse, scale, softcap or 1.0, num,
+        slots, *q.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3], **sizes, **launch,
         DV=value_dim, BV=value_width, SEED=SEED[value_width], ORDER=order, HAS_SLOPE=slope is not None,
+        SPREAD=spread_size(spread),
     )  # fmt: skip
     if not columns:
         return out, lse, None
@@ -269,21 +231,23 @@ def prefill_attention(
 
 _STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bht")
 _TYPES = {
-    **dict.fromkeys(("key_mean_ptr", "value_mean_ptr", "lse_ptr", "columns_ptr"), "*fp32"),
+    **dict.fromkeys(("key_mean_ptr", "value_mean_ptr", "spread_ptr", "lse_ptr", "columns_ptr"), "*fp32"),
     **{"lengths_ptr": "*i32", "new_valid_ptr": "*u8", "count_ptr": "*i64", "scale": "fp32", "softcap": "fp32"},
     **dict.fromkeys(("T", "slots", "num_slots", *_STRIDES), "i32"),
 }
 
 
-def _variant(kernel, dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False) -> Variant:
+def _variant(kernel, dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, spread=0) -> Variant:
     rows, tile, warps, depth = BLOCKS[pow2(dim, 16)]
     flags = {"HEADS": 8, "G": groups, "D": dim, "DV": dim, "BD": pow2(dim), "BV": pow2(dim), "SEED": SEED[pow2(dim)]}
     flags |= {"BLOCK_M": rows, "BLOCK_N": CAP_TILE_HIP if hip else tile, "ORDER": order, "HAS_SLOPE": slope}
-    flags |= {"HAS_CAP": groups != 4, "INTERP": False}
-    names = [name for name in kernel.arg_names if name not in flags]
+    flags |= {"HAS_CAP": groups != 4, "INTERP": False, "SPREAD": spread}
+    absent = {*flags, *(() if spread else ("spread_ptr",))}
+    names = [name for name in kernel.arg_names if name not in absent]
     types = {name: _TYPES.get(name, f"*{dtype}") for name in names} | ({} if slope else {"slope_ptr": "*fp32"})
     return Variant(
-        f"{kernel.__name__.strip('_')} D{dim} {dtype} G{groups} order{order}{'' if slope else ' fp32 cross'}",
+        f"{kernel.__name__.strip('_')} D{dim} {dtype} G{groups} order{order}{'' if slope else ' fp32 cross'}"
+        + f" spread{spread}" * (spread > 0),
         kernel,
         {name: types[name] for name in names},
         {name: value for name, value in flags.items() if name in kernel.arg_names},
@@ -298,3 +262,5 @@ AOT = [_variant(kernel, dim) for kernel in (_prefill_kernel, _column_kernel) for
 AOT += [_variant(_prefill_kernel, 128, slope=False), _variant(_prefill_kernel, 128, "fp16", slope=False)]
 AOT += [_variant(_prefill_kernel, 128, "fp16", groups=7, hip=hip) for hip in (False, True)]
 AOT += [_variant(_prefill_kernel, 128, order=-1)]
+AOT += [_variant(_prefill_kernel, dim, spread=spread) for dim in (64, 128, 256) for spread in (1, dim)]
+AOT += [_variant(_prefill_kernel, 128, slope=False, spread=1), _variant(_prefill_kernel, 128, order=0, spread=1)]

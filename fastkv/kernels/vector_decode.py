@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
+from ._evicted import _moment_partial
 from ._partials import (
     _add_attention,
     _append_token,
@@ -29,7 +30,6 @@ from ._partials import (
     _merge_accs,
     _merge_tops,
     _mix,
-    _moment_partial,
     _store_halves,
     _store_lse,
     _store_partial,
@@ -118,8 +118,8 @@ def _vector_decode_kernel(
     elif ORDER is not None:
         top, total, acc = _moment_partial(
             q_ptr, key_mean_ptr + pair * D, value_mean_ptr + pair * D,
-            matrix_ptr + pair * D * D if ORDER == 1 else matrix_ptr, count, scale, softcap,
-            G, M, D, BLOCK_D, BLOCK_K, ORDER, HAS_CAP, INTERP,
+            matrix_ptr + pair * D * D if ORDER == 1 else matrix_ptr, None, count, scale, softcap,
+            G, M, D, BLOCK_D, BLOCK_K, ORDER, 0, HAS_CAP, INTERP,
         )  # fmt: skip
         _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
 

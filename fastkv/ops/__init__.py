@@ -16,7 +16,9 @@ from ..reference import (
     random_scores,
     streaming_scores,
 )
-from .decode import decode_attention, decode_step, evict, workspace
+from .centroids import centroid_attention, centroids_add
+from .decode import decode_attention, decode_step, workspace
+from .evict import evict
 from .prefill import compact, prefill_attention, select
 from .scores import (
     keydiff_scores,
@@ -30,6 +32,8 @@ from .scores import (
 from .vector import vector_decode_attention, vector_decode_step, vector_workspace
 
 __all__ = [
+    "centroid_attention",
+    "centroids_add",
     "chunk_mean",
     "compact",
     "decode_attention",

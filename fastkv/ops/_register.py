@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference import Moments
+from ..errors import FastKVError
+from ..reference import Centroids, Moments
+from ..reference.moments import MASSES
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
-STATISTICS = "Tensor count, Tensor? key_mean, Tensor? value_mean, Tensor? cross, Tensor? slope"
+STATISTICS = "Tensor count, Tensor? key_mean, Tensor? value_mean, Tensor? cross, Tensor? slope, Tensor? spread"
 CHANGED_STATISTICS = (
-    "Tensor(s!) count, Tensor(t!)? key_mean, Tensor(u!)? value_mean, Tensor(v!)? cross, Tensor(w!)? slope"
+    "Tensor(s!) count, Tensor(t!)? key_mean, Tensor(u!)? value_mean, Tensor(v!)? cross, Tensor(w!)? slope, "
+    "Tensor(x!)? spread"
 )
+PARTS = "Tensor? part_count, Tensor? part_keys, Tensor? part_values, Tensor? part_spread"
 CHANGED_SLOTS = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!) lengths"
 
 Function = Callable[..., Any]
@@ -35,7 +39,31 @@ def operator(schema: str, fake: Function) -> Callable[[Function], Function]:
 
 def flat(moments: Moments) -> tuple[Tensor | None, ...]:
     """The tensors of `STATISTICS`."""
-    return moments.count, moments.key_mean, moments.value_mean, moments.cross, moments.slope
+    return moments.count, moments.key_mean, moments.value_mean, moments.cross, moments.slope, moments.spread
+
+
+def flat_parts(centroids: Centroids | None) -> tuple[Tensor | None, ...]:
+    """The tensors of `PARTS`."""
+    if centroids is None:
+        return None, None, None, None
+    return centroids.tensors()
+
+
+def joined_parts(*parts: Tensor | None) -> Centroids | None:
+    """The inverse of `flat_parts`."""
+    count, keys, values, spread = parts
+    if count is None or keys is None or values is None or spread is None:
+        return None
+    return Centroids(count, keys, values, spread)
+
+
+def check_mass(mass: str, moments: Moments) -> None:
+    """Raise FastKVError for a mass that `reference.moment_estimate` refuses."""
+    if mass not in MASSES or (mass == "cosh" and moments.order is not None and moments.spread is None):
+        raise FastKVError(
+            f"mass must be one of {', '.join(MASSES)}, and cosh needs moments with a spread, got {mass!r} and spread "
+            f"{moments.shape_of_spread}; make them with Moments.empty(..., spread='isotropic')"
+        )
 
 
 def nothing(*arguments: Any) -> None:

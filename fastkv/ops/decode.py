@@ -1,4 +1,4 @@
-"""Decoding: append, attend and evict."""
+"""Decoding: append and attend."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ from torch import Tensor
 
 from .. import reference
 from ..backend import uses_kernels
-from ..reference import Moments
+from ..reference import Centroids, Moments
 from ..reference.moments import compute_dtype
-from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, STATISTICS, flat, nothing, operator
+from ._register import (
+    CHANGED_SLOTS,
+    PARTS,
+    STATISTICS,
+    check_mass,
+    flat,
+    flat_parts,
+    joined_parts,
+    operator,
+)
 
 if TYPE_CHECKING:
     from ..kernels._workspace import Workspace
+
+
+REST = (
+    "float scale, float? softcap, int? order, str mass, Tensor(e!)? attention, Tensor? starts, int? width, "
+    "Tensor(f!)[] scratch, str backend) -> (Tensor, Tensor, Tensor)"
+)
 
 
 def _matrix(cross: Tensor | None, slope: Tensor | None) -> Tensor | None:
@@ -68,9 +83,7 @@ def decode_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator(
-    f"decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, {STATISTICS}, float scale, "
-    "float? softcap, int? order, Tensor(e!)? attention, Tensor? starts, int? width, Tensor(f!)[] scratch, str backend) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, {STATISTICS}, {PARTS}, {REST}",
     decode_outputs,
 )
 def _decode_attention(
@@ -83,9 +96,15 @@ def _decode_attention(
     value_mean: Tensor | None,
     cross: Tensor | None,
     slope: Tensor | None,
+    spread: Tensor | None,
+    part_count: Tensor | None,
+    part_keys: Tensor | None,
+    part_values: Tensor | None,
+    part_spread: Tensor | None,
     scale: float,
     softcap: float | None,
     order: int | None,
+    mass: str,
     attention: Tensor | None,
     starts: Tensor | None,
     width: int | None,
@@ -93,9 +112,11 @@ def _decode_attention(
     backend: str,
     append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    centroids = joined_parts(part_count, part_keys, part_values, part_spread)
     if not uses_kernels(backend, q.device):
-        estimate = (Moments(count, key_mean, value_mean, cross), scale, softcap)
-        options: Any = dict(order=order, attention=attention, starts=starts, width=width)
+        estimate = (Moments(count, key_mean, value_mean, cross, None, spread), scale, softcap)
+        options: Any = dict(order=order, mass=mass, centroids=centroids)
+        options |= dict(attention=attention, starts=starts, width=width)
         if append is None:
             return reference.decode_attention(q, keys, values, lengths, *estimate, **options)
         k, v, positions, seen = append
@@ -114,6 +135,8 @@ def _decode_attention(
         scale=scale,
         softcap=softcap,
         order=order,
+        spread=spread if mass == "cosh" else None,
+        centroids=centroids,
         attention=attention,
         workspace=as_workspace(scratch),
         append=append,
@@ -123,9 +146,7 @@ def _decode_attention(
 
 
 @operator(
-    f"decode_step(Tensor q, Tensor k, Tensor v, {CHANGED_SLOTS}, Tensor(g!) seen, {STATISTICS}, float scale, "
-    "float? softcap, int? order, Tensor(e!)? attention, Tensor? starts, int? width, Tensor(f!)[] scratch, str backend) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"decode_step(Tensor q, Tensor k, Tensor v, {CHANGED_SLOTS}, Tensor(g!) seen, {STATISTICS}, {PARTS}, {REST}",
     decode_outputs,
 )
 def _decode_step(
@@ -152,26 +173,35 @@ def decode_attention(
     softcap: float | None = None,
     *,
     order: int | None = 1,
+    mass: str = "jensen",
+    centroids: Centroids | None = None,
     attention: Tensor | None = None,
     starts: Tensor | None = None,
     width: int | None = None,
     scratch: list[Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_attention`. Kernel: one launch. `scratch` from `workspace` avoids an allocation."""
+    """`reference.decode_attention`. Kernel: one launch. `scratch` from `workspace` avoids an allocation.
+
+    mass: of the moments, see `reference.moment_estimate`.  centroids: of the evicted tokens, in place of the moments,
+    always with the cosh mass (a spread of zero is Jensen's).
+    """
     if moments is None or moments.order is None:
         moments, order = Moments(torch.zeros_like(lengths, dtype=torch.int64)), None
     elif order is not None:
         order = min(order, moments.order)
+    check_mass(mass, moments)
     return torch.ops.fastkv.decode_attention(
         q,
         keys,
         values,
         lengths,
         *flat(moments),
+        *flat_parts(centroids),
         scale,
         softcap,
         order,
+        mass,
         attention,
         starts,
         width,
@@ -194,92 +224,21 @@ def decode_step(
     softcap: float | None = None,
     *,
     order: int | None = 1,
+    mass: str = "jensen",
+    centroids: Centroids | None = None,
     attention: Tensor | None = None,
     starts: Tensor | None = None,
     width: int | None = None,
     scratch: list[Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_step`. Kernel: one launch, append included; no allocation but the results."""
+    """`reference.decode_step`. Kernel: one launch, append included; no allocation but the results.
+
+    mass, centroids: as in `decode_attention`; the position of the token needs moments.count either way.
+    """
+    check_mass(mass, moments)
     return torch.ops.fastkv.decode_step(
         *(q, k, v, keys, values, positions, lengths, seen, *flat(moments)),
-        *(scale, softcap, order, attention, starts, width, scratch or [], backend),
+        *flat_parts(centroids),
+        *(scale, softcap, order, mass, attention, starts, width, scratch or [], backend),
     )
-
-
-@operator(
-    f"evict({CHANGED_SLOTS}, Tensor seen, {CHANGED_STATISTICS}, Tensor scores, int tokens, int sinks, int recent, "
-    "Tensor? starts, int? drop, Tensor(f!)? tickets, str backend) -> ()",
-    nothing,
-)
-def _evict(
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    seen: Tensor,
-    count: Tensor,
-    key_mean: Tensor | None,
-    value_mean: Tensor | None,
-    cross: Tensor | None,
-    slope: Tensor | None,
-    scores: Tensor,
-    tokens: int,
-    sinks: int,
-    recent: int,
-    starts: Tensor | None,
-    drop: int | None,
-    tickets: Tensor | None,
-    backend: str,
-) -> None:
-    moments = Moments(count, key_mean, value_mean, cross, slope)
-    if not uses_kernels(backend, keys.device):
-        slots = (keys, values, positions, lengths)
-        reference.evict(*slots, seen, moments, scores, tokens, sinks, recent, starts=starts, drop=drop)
-        return
-    from ..kernels.evict import evict
-
-    evict(
-        keys=keys,
-        values=values,
-        positions=positions,
-        lengths=lengths,
-        seen=seen,
-        count=count,
-        key_mean=key_mean,
-        value_mean=value_mean,
-        cross=cross,
-        slope=slope,
-        scores=scores,
-        tokens=tokens,
-        sinks=sinks,
-        recent=recent,
-        order=moments.order,
-        tickets=tickets,
-        starts=starts,
-        drop=drop,
-    )
-
-
-def evict(
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    seen: Tensor,
-    moments: Moments,
-    scores: Tensor,
-    tokens: int,
-    sinks: int,
-    recent: int,
-    *,
-    starts: Tensor | None = None,
-    drop: int | None = None,
-    scratch: list[Tensor] | None = None,
-    backend: str = "auto",
-) -> None:
-    """`reference.evict`. Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`."""
-    tickets = scratch[3] if scratch else None
-    slots = (keys, values, positions, lengths)
-    rule = (scores, tokens, sinks, recent, starts, drop)
-    torch.ops.fastkv.evict(*slots, seen, *flat(moments), *rule, tickets, backend)

@@ -11,7 +11,7 @@ from .. import reference
 from ..backend import uses_kernels
 from ..reference import Moments, Selection
 from ..reference.moments import compute_dtype
-from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, STATISTICS, flat, nothing, operator
+from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, STATISTICS, check_mass, flat, nothing, operator
 
 
 def _block_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,8 @@ def _block_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @operator(
     "prefill_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor new_keys, Tensor new_values, "
-    f"Tensor new_valid, {STATISTICS}, float scale, float? softcap, int? order, str backend) -> (Tensor, Tensor)",
+    f"Tensor new_valid, {STATISTICS}, float scale, float? softcap, int? order, str mass, str backend) -> "
+    "(Tensor, Tensor)",
     _block_outputs,
 )
 def _prefill_attention(
@@ -36,15 +37,17 @@ def _prefill_attention(
     value_mean: Tensor | None,
     cross: Tensor | None,
     slope: Tensor | None,
+    spread: Tensor | None,
     scale: float,
     softcap: float | None,
     order: int | None,
+    mass: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    moments = Moments(count, key_mean, value_mean, cross)
+    moments = Moments(count, key_mean, value_mean, cross, None, spread)
     tensors = (q, keys, values, lengths, new_keys, new_values, new_valid)
     if not uses_kernels(backend, q.device):
-        return reference.prefill_attention(*tensors, moments, scale, softcap, order=order)
+        return reference.prefill_attention(*tensors, moments, scale, softcap, order=order, mass=mass)
     from ..kernels.prefill_attention import prefill_attention
 
     out, lse, _ = prefill_attention(
@@ -60,6 +63,7 @@ def _prefill_attention(
         softcap=softcap,
         order=order,
         slope=slope,
+        spread=spread if mass == "cosh" and order is not None else None,
     )
     return out, lse
 
@@ -77,13 +81,15 @@ def prefill_attention(
     softcap: float | None = None,
     *,
     order: int | None = 1,
+    mass: str = "jensen",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`reference.prefill_attention`. Kernel: one launch."""
+    """`reference.prefill_attention`; mass: see `reference.moment_estimate`. Kernel: one launch."""
     if moments is None or moments.order is None:
         moments, order = Moments(torch.zeros_like(lengths, dtype=torch.int64)), None
     tensors = (q, keys, values, lengths, new_keys, new_values, new_valid)
-    return torch.ops.fastkv.prefill_attention(*tensors, *flat(moments), scale, softcap, order, backend)
+    check_mass(mass, moments)
+    return torch.ops.fastkv.prefill_attention(*tensors, *flat(moments), scale, softcap, order, mass, backend)
 
 
 def _selection_outputs(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -128,6 +134,7 @@ def _compact(
     value_mean: Tensor | None,
     cross: Tensor | None,
     slope: Tensor | None,
+    spread: Tensor | None,
     new_keys: Tensor,
     new_values: Tensor,
     new_positions: Tensor,
@@ -136,7 +143,7 @@ def _compact(
     counts: Tensor,
     backend: str,
 ) -> None:
-    moments = Moments(count, key_mean, value_mean, cross, slope)
+    moments = Moments(count, key_mean, value_mean, cross, slope, spread)
     slots, block = (keys, values, positions, lengths), (new_keys, new_values, new_positions)
     if not uses_kernels(backend, keys.device):
         reference.compact(*slots, moments, *block, valid, Selection(kept, counts))

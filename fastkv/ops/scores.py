@@ -217,6 +217,7 @@ def _moment_scores(
     value_mean: Tensor | None,
     cross: Tensor | None,
     slope: Tensor | None,
+    spread: Tensor | None,
     scale: float,
     backend: str,
 ) -> Tensor:

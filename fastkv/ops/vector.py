@@ -72,6 +72,7 @@ def _vector_decode_attention(
     value_mean: Tensor | None,
     cross: Tensor | None,
     slope: Tensor | None,
+    spread: Tensor | None,
     scale: float,
     softcap: float | None,
     order: int | None,

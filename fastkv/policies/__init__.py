@@ -10,6 +10,7 @@ from .base import Policy, Signals
 from .compactor import Compactor
 from .criticalkv import CriticalKV
 from .duoattention import DuoAttention
+from .fastkv import FastKV
 from .h2o import H2O
 from .keydiff import KeyDiff
 from .knorm import KNorm
@@ -37,7 +38,7 @@ BASELINES: tuple[type[Policy], ...] = (
     Streaming,
     Random,
 )
-ALL = PAPERS + BASELINES
+ALL: tuple[type[Policy], ...] = (*PAPERS, FastKV, *BASELINES)
 
 __all__ = ["ALL", "Policy", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]
 

@@ -74,7 +74,7 @@ class Policy:
     Class attributes:
         name: what `fastkv.patch(model, policy=name)` calls it.
         needs: optional signals it reads: "attention", "queries", "output", "pre_rope".
-        order: order of the moment correction that `correction="auto"` gives it; None for a plain eviction baseline.
+        correction: what `correction="auto"` gives it; "none" for a plain eviction baseline.
         moment_order: moments that `score` itself reads (kept even if the correction is off).
         remembers: whether a number is stored with each token (see `remember`); costs 4 bytes a slot.
         adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
@@ -84,7 +84,7 @@ class Policy:
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
-    order: ClassVar[int | None] = None
+    correction: ClassVar[str] = "none"
     moment_order: ClassVar[int | None] = None
     remembers: ClassVar[bool] = False
     adaptive: ClassVar[bool] = True

@@ -39,7 +39,7 @@ class MomentKV(Policy):
 
     name: ClassVar[str] = "momentkv"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    order: ClassVar[int | None] = 1
+    correction: ClassVar[str] = "moments"
     moment_order: ClassVar[int | None] = 1
 
     window: int = 32

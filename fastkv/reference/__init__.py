@@ -3,7 +3,8 @@
 Read in this order:
 
 - `moments`: what is remembered of evicted tokens, and what it says about a new query (MomentKV).
-- `attention`: attention over retained tokens, mixed with that estimate.
+- `centroids`: the same with a few weighted pairs instead of a matrix.
+- `attention`: attention over retained tokens, mixed with one of these estimates.
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
@@ -18,6 +19,7 @@ Computation is in float32, or in float64 if the inputs are float64. This is also
 
 from .again import most_attended
 from .attention import append, decode_attention, decode_step, merge_partials, prefill_attention
+from .centroids import Centroids, centroid_estimate
 from .geometry import (
     leverage_scores,
     make_sketch,
@@ -42,13 +44,15 @@ from .scores import (
     window_scores,
     z_scores,
 )
-from .selection import Selection, compact, evict, joined, protected, select
+from .selection import Selection, compact, evict, joined, protected, select, select_each
 from .vector import vector_decode_attention, vector_decode_step
 
 __all__ = [
+    "Centroids",
     "Moments",
     "Selection",
     "append",
+    "centroid_estimate",
     "check_keydiff",
     "check_pool",
     "chunk_mean",
@@ -75,6 +79,7 @@ __all__ = [
     "protected",
     "random_scores",
     "select",
+    "select_each",
     "sketched_leverage",
     "streaming_scores",
     "unpack",

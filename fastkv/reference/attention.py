@@ -1,4 +1,4 @@
-"""Attention over the retained tokens, mixed with the moment estimate of the evicted ones.
+"""Attention over the retained tokens, mixed with an estimate of the evicted ones, by their moments or their centroids.
 
 The evicted set enters as one more partial of a split softmax (m, l, acc) = (log Z_E, 1, f_E), so mixing (MomentKV
 Eq. 12) is the merge that split-KV attention does anyway: w = sigmoid(log Z_R - log Z_E), out = w f_R + (1 - w) f_E.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
+from .centroids import Centroids, centroid_estimate
 from .moments import Moments, compute_dtype, moment_estimate
 from .ragged import unpack
 
@@ -61,12 +62,26 @@ def _attend(
 
 
 def _mix(
-    out: Tensor, lse: Tensor, q: Tensor, moments: Moments | None, scale: float, softcap: float | None, order: int | None
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    moments: Moments | None,
+    scale: float,
+    softcap: float | None,
+    order: int | None,
+    mass: str = "jensen",
+    centroids: Centroids | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix out [B, Hq, T, Dv], lse [B, Hq, T] with the moments of the evicted set. Returns out, lse_evicted, lse_all."""
-    if moments is None or order is None or moments.order is None:
+    """Mix out [B, Hq, T, Dv], lse [B, Hq, T] with what is known of the evicted set: its centroids, else its moments.
+
+    Returns: out, lse_evicted, lse_all.
+    """
+    if centroids is not None:
+        value, log_mass = centroid_estimate(q, centroids, scale, softcap)
+    elif moments is None or order is None or moments.order is None:
         return out, torch.full_like(lse, float("-inf")), lse
-    value, log_mass = moment_estimate(q, moments, scale, softcap, order)
+    else:
+        value, log_mass = moment_estimate(q, moments, scale, softcap, order, mass)
     mixed, total = merge_partials(out, lse, value.to(out.dtype), log_mass.to(out.dtype))
     return mixed, log_mass.to(lse.dtype), total
 
@@ -85,6 +100,8 @@ def decode_attention(
     starts: Tensor | None = None,
     width: int | None = None,
     finite_slots: bool = False,
+    mass: str = "jensen",
+    centroids: Centroids | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query per sequence over the first `lengths` slots and the moments of what was evicted (MomentKV Eq. 12).
 
@@ -95,6 +112,8 @@ def decode_attention(
         starts: [B, Hkv + 1] int32 if heads share slots unequally; then keys, values and attention are slabs [B, S, ...]
             (see `ragged`).  width: at least every length; S if None.
         finite_slots: promise that slots past `lengths` hold finite numbers; saves a copy of the values.
+        mass: "jensen" or "cosh", of the moments (`moment_estimate`).
+        centroids: of the evicted tokens, used instead of the moments; their mass is always "cosh".
     Returns: out [B, Hq, Dv] in the dtype of q, lse_retained and lse_evicted [B, Hq] (-inf where empty). A head with
         nothing retained and nothing evicted returns zeros.
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
@@ -104,7 +123,12 @@ def decode_attention(
         stored = (unpack(keys, starts, width), unpack(values, starts, width), lengths)
         received = None if attention is None else attention.new_zeros(*lengths.shape, width)
         results = decode_attention(
-            q, *stored, moments, scale, softcap, order=order, attention=received, finite_slots=finite_slots
+            *(q, *stored, moments, scale, softcap),
+            order=order,
+            attention=received,
+            finite_slots=finite_slots,
+            mass=mass,
+            centroids=centroids,
         )
         if attention is not None and received is not None:
             add_to_slab(attention, starts, received)
@@ -121,9 +145,8 @@ def decode_attention(
     values = values.to(dtype) if finite_slots else torch.where(held[..., None], values.to(dtype), 0)
     out, lse, probs = _attend(grouped, keys.to(dtype), values, held[:, :, None, None], scale, softcap)
     lse = lse.reshape(batch, num_heads, 1)
-    out, lse_evicted, lse_all = _mix(
-        out.reshape(batch, num_heads, 1, -1), lse, q.unsqueeze(2), moments, scale, softcap, order
-    )
+    out = out.reshape(batch, num_heads, 1, -1)
+    out, lse_evicted, lse_all = _mix(out, lse, q.unsqueeze(2), moments, scale, softcap, order, mass, centroids)
     if attention is not None:
         share = torch.exp(lse - lse_all).nan_to_num(0.0).reshape(batch, heads, groups, 1)
         attention.add_((probs[:, :, :, 0] * share).mean(2).to(attention.dtype))
@@ -187,6 +210,8 @@ def decode_step(
     attention: Tensor | None = None,
     starts: Tensor | None = None,
     width: int | None = None,
+    mass: str = "jensen",
+    centroids: Centroids | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append one token and attend to everything including it: `append`, then `decode_attention`.
 
@@ -197,8 +222,16 @@ def decode_step(
     """
     append(keys, values, positions, lengths, k, v, seen, starts)
     seen.add_(1)
-    state = (keys, values, lengths, moments, scale, softcap)
-    return decode_attention(q, *state, order=order, attention=attention, starts=starts, width=width, finite_slots=True)
+    return decode_attention(
+        *(q, keys, values, lengths, moments, scale, softcap),
+        order=order,
+        attention=attention,
+        starts=starts,
+        width=width,
+        finite_slots=True,
+        mass=mass,
+        centroids=centroids,
+    )
 
 
 def prefill_attention(
@@ -214,14 +247,17 @@ def prefill_attention(
     softcap: float | None = None,
     *,
     order: int | None = 1,
+    mass: str = "jensen",
+    centroids: Centroids | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A block of T queries over the retained slots, the moments and, causally, the block itself.
+    """A block of T queries over the retained slots, the moments (or the centroids) and, causally, the block itself.
 
     Everything retained or evicted is older than the block, so only the block needs a causal mask.
 
     Args:
         q: [B, Hq, T, D].  keys, values: [B, Hkv, C, D] with `lengths` [B, Hkv] valid slots.
         new_keys, new_values: [B, Hkv, T, D].  new_valid: [B, T] bool, false for padding.
+        mass, centroids: as in `decode_attention`.
     Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over retained, block and moments together (-inf,
         and zeros in out, for a query that sees nothing).
     """
@@ -247,7 +283,7 @@ def prefill_attention(
         grouped = part.to(dtype).reshape(batch, heads, groups, size, dim)
         out, lse, _ = _attend(grouped, all_keys[:, :, :end], all_values[:, :, :end], visible, scale, softcap)
         out, lse = out.reshape(batch, num_heads, size, -1), lse.reshape(batch, num_heads, size)
-        out, _, lse = _mix(out, lse, part, moments, scale, softcap, order)
+        out, _, lse = _mix(out, lse, part, moments, scale, softcap, order, mass, centroids)
         outs.append(out.to(q.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -7,6 +7,21 @@ gives
     value   f(q)  = v_mean + (scale / n) * S^T q             (Eq. 9)
     mass    log Z = log n + scale * q.k_mean <= log sum_j exp(s_j)   (Eq. 11, Jensen)
 
+Jensen's bound knows nothing of how far the logits lie apart. Let v = mean_j delta_j^2 = scale^2 q^T Sigma q, with
+Sigma = sum_j (k_j - k_mean)(k_j - k_mean)^T / n. If E is symmetric about its mean, every delta comes with its negative,
+so exp(delta) may be replaced by cosh(delta) = cosh(sqrt(delta^2)); cosh(sqrt(x)) is convex in x (its power series has
+positive coefficients only), and Jensen's inequality for x = delta^2 gives
+
+    mass    log Z = log n + s_mean + log cosh(sqrt(v)) <= log sum_j exp(s_j)
+
+which is tighter by log cosh(sqrt(v)) and exact for two opposite keys, the set with half its keys at each of s_mean +-
+sqrt(v). The value that belongs to this set saturates where the linear one explodes:
+
+    value   f(q)  = v_mean + tanh(sqrt(v)) / sqrt(v) * (scale / n) * S^T q
+
+`Moments.spread` holds the diagonal of n Sigma, or its mean (isotropic): D numbers or one, instead of D^2. Then v is an
+approximation, and so is the bound, as it is for sets that are not symmetric.
+
 The paper keeps raw sums in half precision and subtracts at query time, which loses the correction to cancellation
 after some thousand evictions. Here the state is centred and in float32, and sets are merged with Chan's formula:
 order does not matter and the relative error stays near 1e-7.
@@ -14,13 +29,16 @@ order does not matter and the relative error stays near 1e-7.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import check_groups, check_shape
+from ..errors import FastKVError, check_groups, check_shape
 
+MASSES = ("jensen", "cosh")
+SPREADS = (None, "isotropic", "diagonal")
 CHUNK = 4096  # pairs centred at once: bounds the float32 copies that a long prompt needs
 
 
@@ -42,6 +60,7 @@ class Moments:
         cross: [B, Hkv, Dk, Dv], sum of (k - key_mean)(v - value_mean)^T; absent below order 1.
         slope: optional half-precision copy of cross / count, [B, Hkv, Dk, Dv]: what the decode kernel reads instead of
             cross. `copy_` and the eviction kernels refresh it; the reference does not read it.
+        spread: optional sum of (k - key_mean)^2, [B, Hkv, Dk] (diagonal) or, averaged over Dk, [B, Hkv, 1] (isotropic).
     """
 
     count: Tensor
@@ -49,6 +68,7 @@ class Moments:
     value_mean: Tensor | None = None
     cross: Tensor | None = None
     slope: Tensor | None = None
+    spread: Tensor | None = None
 
     @classmethod
     def empty(
@@ -60,8 +80,14 @@ class Moments:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         order: int | None = 1,
+        spread: str | None = None,
     ) -> Moments:
-        """Moments of the empty set."""
+        """Moments of the empty set; spread: None, "isotropic" or "diagonal"."""
+        if spread not in SPREADS or (spread is not None and order is None):
+            raise FastKVError(
+                f"spread must be one of {', '.join(map(str, SPREADS))}, and None for order None, got {spread!r} for "
+                f"order {order}; choose another"
+            )
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(batch, num_kv_heads, *shape, dtype=dtype, device=device)
@@ -69,11 +95,19 @@ class Moments:
         count = torch.zeros(batch, num_kv_heads, dtype=torch.int64, device=device)
         if order is None:
             return cls(count)
-        return cls(count, zeros(key_dim), zeros(value_dim), zeros(key_dim, value_dim) if order >= 1 else None)
+        cross = zeros(key_dim, value_dim) if order >= 1 else None
+        around = None if spread is None else zeros(key_dim if spread == "diagonal" else 1)
+        return cls(count, zeros(key_dim), zeros(value_dim), cross, spread=around)
 
     @classmethod
     def of(
-        cls, keys: Tensor, values: Tensor, mask: Tensor | None, dtype: torch.dtype, order: int | None = 1
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        dtype: torch.dtype,
+        order: int | None = 1,
+        spread: str | None = None,
     ) -> Moments:
         """Moments of the pairs `keys` [B, Hkv, N, Dk], `values` [B, Hkv, N, Dv] where `mask` [B, Hkv, N] is true."""
         batch, heads, num, _ = keys.shape
@@ -88,16 +122,27 @@ class Moments:
         keys = torch.where(inside, keys.to(dtype), 0)
         values = torch.where(inside, values.to(dtype), 0)
         key_mean, value_mean = keys.sum(2) * inverse, values.sum(2) * inverse
-        if order == 0:
+        if order == 0 and spread is None:
             return cls(count, key_mean, value_mean)
         keys = torch.where(inside, keys - key_mean[:, :, None], 0)
+        around = None
+        if spread is not None:
+            squares = keys.square().sum(2)
+            around = squares if spread == "diagonal" else squares.mean(-1, keepdim=True)
+        if order == 0:
+            return cls(count, key_mean, value_mean, spread=around)
         values = torch.where(inside, values - value_mean[:, :, None], 0)
-        return cls(count, key_mean, value_mean, keys.transpose(-1, -2) @ values)
+        return cls(count, key_mean, value_mean, keys.transpose(-1, -2) @ values, spread=around)
 
     @property
     def order(self) -> int | None:
         """1 with the cross moment, 0 with the means only, None with the count only."""
         return None if self.key_mean is None else 0 if self.cross is None else 1
+
+    @property
+    def shape_of_spread(self) -> str | None:
+        """ "diagonal", "isotropic" or None."""
+        return None if self.spread is None else "isotropic" if self.spread.shape[-1] == 1 else "diagonal"
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Moments:
         """Moments of this set and the given pairs together, in one pass over the pairs.
@@ -114,13 +159,15 @@ class Moments:
         for start in range(0, keys.shape[2], CHUNK):
             part = slice(start, start + CHUNK)
             inside = None if mask is None else mask[:, :, part]
-            total = total.merge(Moments.of(keys[:, :, part], values[:, :, part], inside, dtype, self.order))
+            pairs = (keys[:, :, part], values[:, :, part], inside, dtype)
+            total = total.merge(Moments.of(*pairs, self.order, self.shape_of_spread))
         return total
 
     def merge(self, other: Moments) -> Moments:
         """Moments of the union of two disjoint sets (Chan et al. 1979).
 
-        With n = n_a + n_b and d = mean_b - mean_a: mean = mean_a + d n_b / n, S = S_a + S_b + (n_a n_b / n) d_k d_v^T.
+        With n = n_a + n_b and d = mean_b - mean_a: mean = mean_a + d n_b / n, S = S_a + S_b + (n_a n_b / n) d_k d_v^T,
+        and the spread grows by (n_a n_b / n) d_k^2 likewise.
         """
         count = self.count + other.count
         if self.key_mean is None:
@@ -129,10 +176,18 @@ class Moments:
         share = (other.count.to(self.key_mean.dtype) / count.clamp(min=1))[..., None]
         key_step, value_step = other.key_mean - self.key_mean, other.value_mean - self.value_mean
         merged = Moments(count, self.key_mean + share * key_step, self.value_mean + share * value_step)
+        weight = self.count.to(share.dtype)[..., None] * share
         if self.cross is not None:
             assert other.cross is not None
-            weight = self.count.to(share.dtype)[..., None, None] * share[..., None]
-            merged.cross = self.cross + other.cross + weight * key_step[..., :, None] * value_step[..., None, :]
+            step = key_step[..., :, None] * value_step[..., None, :]
+            merged.cross = self.cross + other.cross + weight[..., None] * step
+        if self.spread is not None:
+            assert other.spread is not None
+            square = key_step.square()
+            isotropic = self.shape_of_spread == "isotropic"
+            merged.spread = (
+                self.spread + other.spread + weight * (square.mean(-1, keepdim=True) if isotropic else square)
+            )
         return merged
 
     def copy_(self, other: Moments) -> None:
@@ -145,20 +200,29 @@ class Moments:
 
     def tensors(self) -> list[Tensor]:
         """The statistics that are present, in field order; `slope` follows from them and is not among them."""
-        return [t for t in (self.count, self.key_mean, self.value_mean, self.cross) if t is not None]
+        return [t for t in (self.count, self.key_mean, self.value_mean, self.cross, self.spread) if t is not None]
 
 
 def moment_estimate(
-    q: Tensor, moments: Moments, scale: float, softcap: float | None = None, order: int = 1
+    q: Tensor, moments: Moments, scale: float, softcap: float | None = None, order: int = 1, mass: str = "jensen"
 ) -> tuple[Tensor, Tensor]:
     """What attention over the evicted set would return, and how much mass it would carry (MomentKV Eqs. 9 and 11).
 
-    With softcap c the logit is c tanh(x / c): the mass uses c tanh(x_mean / c) and the linear term is multiplied by the
-    slope 1 - tanh^2(x_mean / c). Order 0 drops the linear term.
+    mass "jensen" is the paper's. mass "cosh" adds log cosh(sqrt(v)) to the log mass and multiplies the linear term by
+    tanh(sqrt(v)) / sqrt(v), where v = scale^2 sum_d q_d^2 spread_d / n is the variance of the evicted logits.
 
-    Args: q [B, Hq, T, D] post-RoPE; moments of Hkv heads; scale: logit multiplier; order: 0 or 1.
+    With softcap c the logit is c tanh(x / c): the mass uses c tanh(x_mean / c) and the linear term is multiplied by the
+    slope 1 - tanh^2(x_mean / c), v by its square. Order 0 drops the linear term.
+
+    Args: q [B, Hq, T, D] post-RoPE; moments of Hkv heads; scale: logit multiplier; order: 0 or 1; mass: see above.
     Returns: value [B, Hq, T, Dv] (zero for an empty set) and log_mass [B, Hq, T] (-inf for an empty set).
+    Raises: FastKVError for another mass, or for "cosh" where the moments have no spread.
     """
+    if mass not in MASSES or (mass == "cosh" and moments.spread is None):
+        raise FastKVError(
+            f"mass must be one of {', '.join(MASSES)}, and cosh needs moments with a spread, got {mass!r} and spread "
+            f"{moments.shape_of_spread}; make them with Moments.empty(..., spread='isotropic')"
+        )
     assert moments.key_mean is not None and moments.value_mean is not None
     batch, num_heads, num, dim = q.shape
     heads = moments.count.shape[1]
@@ -171,6 +235,13 @@ def moment_estimate(
     if softcap is not None:
         bent = torch.tanh(logit / softcap)
         logit, slope = softcap * bent, 1 - bent * bent
+    if mass == "cosh":
+        assert moments.spread is not None
+        variance = (grouped.square() * moments.spread.to(dtype)[:, :, None]).sum(-1) / count.clamp(min=1)
+        deviation = scale * slope.abs() * variance.sqrt()
+        logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
+        small = torch.finfo(dtype).tiny
+        slope = slope * torch.where(deviation > small, deviation.tanh() / deviation.clamp(min=small), 1)
     log_mass = torch.where(count > 0, count.log() + logit, float("-inf"))
     value = moments.value_mean.to(dtype)[:, :, None].expand(-1, -1, grouped.shape[2], -1)
     if order >= 1:

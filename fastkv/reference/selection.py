@@ -37,6 +37,13 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
 
 
+def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: Tensor) -> Selection:
+    """`select` where every head keeps its own number of candidates, tokens [B, Hkv]."""
+    order = _best_first(scores, positions, valid, protected)
+    chosen = valid.gather(-1, order) & (torch.arange(order.shape[-1], device=order.device) < tokens[..., None])
+    return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
+
+
 def _best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
     """Indices of the candidates in the order of `select`."""
     shape = scores.shape
@@ -157,12 +164,9 @@ def _evict_from_slabs(
         raise FastKVError("evict needs drop, how far below its slots a head shrinks, with starts, got None; pass both")
     width = scores.shape[-1]
     keys, values, positions = (unpack(slab, starts, width) for slab in slabs)
-    column = torch.arange(width, device=lengths.device)
-    valid = column < lengths[..., None]
-    order = _best_first(scores, positions, valid, protected(positions, seen, sinks, recent))
-    tokens = (starts.diff() - drop).clamp(min=0)
-    chosen = valid.gather(-1, order) & (column < tokens[..., None])
-    selection = Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
+    valid = torch.arange(width, device=lengths.device) < lengths[..., None]
+    guard = protected(positions, seen, sinks, recent)
+    selection = select_each(scores, positions, valid, guard, (starts.diff() - drop).clamp(min=0))
     none = slice(0, 0)
     block = keys[:, :, none], values[:, :, none], positions[:, :, none]
     compact(keys, values, positions, lengths, moments, *block, valid, selection)

@@ -1,0 +1,205 @@
+"""The evicted set as a partial of a split softmax (see `_partials`): from its moments, or from centroids.
+
+Moments are one part, (log2 Z_E, 1, f_E). Centroids are slots in fp32 whose logits have a bias, M of them. The second
+order mass adds log cosh(d) to a logit, d = |scale| sqrt(q^T Sigma q), and multiplies the linear term by tanh(d) / d; a
+softcap multiplies d by its slope. Twins: `moment_estimate` and `centroid_estimate` of `fastkv.reference`.
+
+SPREAD says which Sigma there is: 0 none (Jensen's mass), 1 a multiple of the identity, D a diagonal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._partials import _rows_mask
+from ._tiles import LN2, LOG2E, _dot, _dot32, _softmax_update, _tanh
+
+CENTROIDS = tl.constexpr(2)  # in place of the order of the moments
+
+
+@triton.jit
+def _log_cosh(x):
+    """log cosh(x) for x >= 0, without overflow."""
+    return x + (tl.log2(1 + tl.exp(-2 * x)) - 1) * LN2
+
+
+@triton.jit
+def _spread_logit(logit, slope, variance):
+    """Second-order mass and value: the logit plus log cosh(d), the slope times tanh(d) / d, d = |slope| sqrt(variance).
+
+    variance: of q.k; slope: of the logit by q.k.
+    """
+    deviation = tl.abs(slope) * tl.sqrt(variance)
+    shrink = tl.where(deviation > 1e-6, _tanh(deviation) / tl.maximum(deviation, 1e-6), 1.0)
+    return logit + _log_cosh(deviation), slope * shrink
+
+
+@triton.jit
+def _variance(q, spread_ptr, dims, D: tl.constexpr, SPREAD: tl.constexpr):
+    """What dimensions `dims` add to n times the variance of q.k, per row of q [rows, dims] fp32."""
+    if SPREAD == 1:
+        return tl.sum(q * q, 1) * tl.load(spread_ptr)
+    else:
+        return tl.sum(q * q * tl.load(spread_ptr + dims, mask=dims < D, other=0.0)[None, :], 1)
+
+
+@triton.jit
+def _moment_partial(
+    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    ORDER: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """(log2 n + log2(e) scale q.k_mean, 1, v_mean + (scale / n) S^T q), or an empty partial. Rows: heads of a group.
+
+    matrix_ptr [D, D] holds S in fp32, or S / n in half precision.
+    """
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    top = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    if count > 0:
+        products, variance = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+        for first in range(0, D, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            q = tl.load(q_ptr + rows[:, None] * D + k[None, :], mask=(rows < G)[:, None] & (k < D)[None, :], other=0.0)
+            mean = tl.load(key_mean_ptr + k, mask=k < D, other=0.0)
+            products += tl.sum(q.to(tl.float32) * mean[None, :], 1)
+            if SPREAD:
+                variance += _variance(q.to(tl.float32), spread_ptr, k, D, SPREAD)
+            if ORDER == 1:
+                mask = _rows_mask(k < D, cols, D, BLOCK_D)
+                tile = tl.load(matrix_ptr + k[:, None] * D + cols[None, :], mask=mask, other=0.0)
+                if tile.dtype == tl.float32:
+                    acc += _dot32(q.to(tl.float32), tile, INTERP)
+                else:
+                    acc += _dot(q, tile.to(q.dtype), INTERP)
+        size = count.to(tl.float32)
+        slope = tl.full([M], 1.0, tl.float32) * scale
+        logit = products * scale
+        if HAS_CAP:
+            bent = _tanh(logit / softcap)
+            logit, slope = softcap * bent, slope * (1 - bent * bent)
+        if SPREAD:
+            logit, slope = _spread_logit(logit, slope, variance / size)
+        if ORDER == 1:
+            if matrix_ptr.dtype.element_ty == tl.float32:
+                slope = slope / size
+        top = logit * LOG2E + tl.log2(size)
+        total = tl.full([M], 1.0, tl.float32)
+        acc = acc * slope[:, None] + tl.load(value_mean_ptr + cols, mask=cols < D, other=0.0)[None, :]
+    return top, total, acc
+
+
+@triton.jit
+def _seed(
+    q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, head, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK_M: tl.constexpr, SEED: tl.constexpr,
+    ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """`_moment_partial` of many rows, each with its own q: the start of the online softmax of a prompt block."""
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BV], tl.float32)
+    count = tl.load(count_ptr + head).to(tl.float32)
+    if count > 0:
+        column = tl.arange(0, BV)
+        middle, variance = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        for first in range(0, D, SEED):
+            part = first + tl.arange(0, SEED)
+            inside = part < D
+            q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & inside[None, :], other=0.0)
+            k = tl.load(key_mean_ptr + head * D + part, mask=inside, other=0.0)
+            middle += tl.sum(q.to(tl.float32) * k[None, :], 1)
+            if SPREAD:
+                variance += _variance(q.to(tl.float32), spread_ptr + head * SPREAD, part, D, SPREAD)
+            if ORDER == 1:
+                spot = slope_ptr + (head * D + part[:, None]) * DV + column[None, :]
+                slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
+                if not HAS_SLOPE:
+                    slope = slope / count
+                high = slope.to(q.dtype)
+                acc += _dot(q, high, INTERP)
+                if not HAS_SLOPE and q.dtype != tl.float32:  # what a matrix of the dtype of q leaves of the fp32 moment
+                    acc += _dot(q, (slope - high.to(tl.float32)).to(q.dtype), INTERP)
+        logit = middle * scale
+        gain = tl.full([BLOCK_M], 1.0, tl.float32) * scale
+        if HAS_CAP:
+            bent = _tanh(logit / softcap)
+            logit = softcap * bent
+            gain = gain * (1 - bent * bent)
+        if SPREAD:
+            logit, gain = _spread_logit(logit, gain, variance / count)
+        value_mean = tl.load(value_mean_ptr + head * DV + column, mask=column < DV, other=0.0)
+        acc = acc * gain[:, None] + value_mean[None, :]
+        top = logit * LOG2E + tl.log2(count)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    return top, total, acc
+
+
+@triton.jit
+def _centroid_partial(
+    q_ptrs, rows, sizes_ptr, keys_ptr, values_ptr, spread_ptr, num, scale, softcap,
+    M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """`num` centroids of one head: sizes and spread [num], keys [num, D], values [num, DV], all fp32; unused size 0.
+
+    logit = log n_c + scale q.k_c + log cosh(scale |q| sqrt(spread_c / n_c)).  q_ptrs, rows [M]: queries, and which are.
+    """
+    cols = tl.arange(0, BLOCK_V)
+    top = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_V], tl.float32)
+    for first in range(0, num, BLOCK_C):
+        index = first + tl.arange(0, BLOCK_C)
+        inside = index < num
+        products, square = tl.zeros([M, BLOCK_C], tl.float32), tl.zeros([M], tl.float32)
+        for begin in range(0, D, BLOCK_K):
+            dims = begin + tl.arange(0, BLOCK_K)
+            q = tl.load(q_ptrs[:, None] + dims[None, :], mask=rows[:, None] & (dims < D)[None, :], other=0.0)
+            q = q.to(tl.float32)
+            place = keys_ptr + index[:, None] * D + dims[None, :]
+            k = tl.load(place, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+            products += _dot32(q, tl.trans(k), INTERP)
+            square += tl.sum(q * q, 1)
+        size = tl.load(sizes_ptr + index, mask=inside, other=0.0)
+        used = tl.where(size > 0, size, 1.0)
+        sigma = tl.sqrt(tl.load(spread_ptr + index, mask=inside, other=0.0) / used)
+        logits = products * scale
+        deviation = tl.abs(scale) * tl.sqrt(square)[:, None] * sigma[None, :]
+        if HAS_CAP:
+            bent = _tanh(logits / softcap)
+            logits, deviation = softcap * bent, deviation * (1 - bent * bent)
+        logits = (logits + _log_cosh(deviation)) * LOG2E + tl.log2(used)[None, :]
+        logits = tl.where((size > 0)[None, :], logits, -float("inf"))
+        top, total, acc, weights = _softmax_update(top, total, acc, logits)
+        spot = values_ptr + index[:, None] * DV + cols[None, :]
+        v = tl.load(spot, mask=inside[:, None] & (cols < DV)[None, :], other=0.0)
+        acc += _dot32(weights, v, INTERP)
+    return top, total, acc
+
+
+@triton.jit
+def _evicted_partial(
+    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, pair, count, num, scale, softcap,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """The partial of a pair for its query heads q_ptr [G, D]. ORDER 0, 1: of the moments; CENTROIDS: of `num` of them,
+    whose sizes, means and spreads are in sizes_ptr, key_mean_ptr, value_mean_ptr and spread_ptr. Means and matrix
+    of moments are those of the pair already; everything else is that of the first pair."""
+    if ORDER == CENTROIDS:
+        rows = tl.arange(0, M)
+        first = pair * num
+        return _centroid_partial(
+            q_ptr + rows * D, rows < G, sizes_ptr + first, key_mean_ptr + first * D, value_mean_ptr + first * D,
+            spread_ptr + first, num, scale, softcap, M, D, D, BLOCK_D, BLOCK_C, BLOCK_K, HAS_CAP, INTERP,
+        )  # fmt: skip
+    else:
+        if SPREAD:
+            spread_ptr += pair * SPREAD
+        return _moment_partial(
+            q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
+            G, M, D, BLOCK_D, BLOCK_K, ORDER, SPREAD, HAS_CAP, INTERP,
+        )  # fmt: skip

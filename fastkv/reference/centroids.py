@@ -1,0 +1,203 @@
+"""Centroids of the evicted tokens: a few weighted pairs, kept apart where one mean of all would blur them.
+
+Let the evicted set E be split into parts c of n_c tokens with means k_c, v_c and mean squared deviation sigma_c^2 of a
+key coordinate. The bounds of `moments` hold in every part, and sums of lower bounds are lower bounds:
+
+    logit   b_c   = log n_c + scale q.k_c + log cosh(scale |q| sigma_c)      (mass "jensen": without the last term)
+    mass    log Z = logsumexp_c b_c
+    value   f(q)  = sum_c softmax(b)_c v_c
+
+So a centroid is a slot whose logit has a bias. One part is `moment_estimate` of order 0; parts of one token are exact.
+The tighter the parts, the smaller both errors, so parts are joined where the sum of squares within parts grows least
+(Ward 1963). Joining a and b costs
+
+    n_a n_b / (n_a + n_b) * (|k_a - k_b|^2 / var_k + VALUE_WEIGHT |v_a - v_b|^2 / var_v)
+
+with the variances of all centroids. The exact rule joins the cheapest pair, one pair after the other. Here half of the
+centroids, every second one in order of age, each choose their cheapest partner in the other half, and the cheapest of
+these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461). A round
+has static shapes and no data-dependent loop; the halves swap after every round. How many pairs a head joins in a round
+follows from how many centroids it has in use, so that a head does not depend on what others evict, nor on padding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import FastKVError, check_groups, check_shape
+from .moments import MASSES, compute_dtype
+
+VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
+BLOCK = 256  # evicted tokens that join at once: bounds the table of costs at [B, Hkv, M + BLOCK, M + BLOCK]
+ROUND_SHARE = 8  # at most one centroid in so many disappears in a round: more rounds, closer to the exact rule
+
+
+@dataclass
+class Centroids:
+    """At most M weighted pairs per sequence and KV head that stand for a set of tokens, oldest first.
+
+    Attributes:
+        count: [B, Hkv, M] floating, tokens in each part; 0 for an unused centroid.
+        keys: [B, Hkv, M, Dk] and values: [B, Hkv, M, Dv], the means; zero where unused.
+        spread: [B, Hkv, M], sum over the tokens of the mean of (k - k_c)^2 over the Dk coordinates.
+    """
+
+    count: Tensor
+    keys: Tensor
+    values: Tensor
+    spread: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        num_kv_heads: int,
+        num: int,
+        key_dim: int,
+        value_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Centroids:
+        """`num` unused centroids. Raises: FastKVError unless num >= 1."""
+        if num < 1:
+            raise FastKVError(f"Centroids need at least 1 per head, got {num}; use no correction instead of none")
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(batch, num_kv_heads, num, *shape, dtype=dtype, device=device)
+
+        return cls(zeros(), zeros(key_dim), zeros(value_dim), zeros())
+
+    @property
+    def num(self) -> int:
+        """M."""
+        return self.count.shape[-1]
+
+    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Centroids:
+        """Centroids, as many as there are, of this set and the given pairs together; the order of pairs matters.
+
+        Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, true for pairs to add (default all).
+        """
+        batch, heads, num = self.count.shape
+        check_shape("Centroids.add", "keys", keys, (batch, heads, None, self.keys.shape[-1]))
+        check_shape("Centroids.add", "values", values, (batch, heads, keys.shape[2], self.values.shape[-1]))
+        if mask is None:
+            mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+        check_shape("Centroids.add", "mask", mask, keys.shape[:3])
+        total, dtype = self, self.keys.dtype
+        for start in range(0, keys.shape[2], BLOCK):
+            part = slice(start, start + BLOCK)
+            inside = mask[:, :, part]
+            # where, not multiply: a masked-out row may hold NaN.
+            new_keys = torch.where(inside[..., None], keys[:, :, part].to(dtype), 0)
+            new_values = torch.where(inside[..., None], values[:, :, part].to(dtype), 0)
+            count = inside.to(dtype)
+            total = Centroids(
+                torch.cat([total.count, count], 2),
+                torch.cat([total.keys, new_keys], 2),
+                torch.cat([total.values, new_values], 2),
+                torch.cat([total.spread, torch.zeros_like(count)], 2),
+            )
+            half = 0
+            while total.num > num:
+                used = (total.count > 0).sum(-1)
+                joins = torch.minimum(used - num, (used // ROUND_SHARE).clamp(min=1)).clamp(min=0)
+                # No head has more in use afterwards than one that had all of them in use.
+                left = max(num, total.num - max(total.num // ROUND_SHARE, 1))
+                total = total.joined(joins, half).packed(left)
+                half = 1 - half
+        return total
+
+    def joined(self, joins: Tensor, half: int) -> Centroids:
+        """The same tokens in fewer parts: the cheapest merges of one half into the other.
+
+        Args: joins [B, Hkv] int, how many merges; at most half of the used centroids (rounded down) can disappear.
+            half: 0 if the first, third, ... used centroid may disappear, 1 if the second, fourth, ...
+        """
+        used = self.count > 0
+        movable = used & (used.cumsum(-1) % 2 != half)
+        cost = self.costs().masked_fill((movable | ~used)[:, :, None], float("inf"))
+        least, partner = cost.min(-1)
+        rank = least.masked_fill(~movable, float("inf")).argsort(dim=-1, stable=True).argsort(dim=-1)
+        target = torch.arange(self.num, device=rank.device).expand_as(rank)
+        target = torch.where(rank < joins[..., None], partner, target)
+
+        def summed(rows: Tensor) -> Tensor:
+            return torch.zeros_like(rows).scatter_add_(2, along(target, rows), rows)
+
+        count = summed(self.count)
+        weight = (self.count / count.gather(-1, target).clamp(min=1))[..., None]
+        keys, values = summed(weight * self.keys), summed(weight * self.values)
+        moved = self.keys - keys.gather(2, along(target, keys))
+        return Centroids(count, keys, values, summed(self.spread + self.count * moved.square().mean(-1)))
+
+    def packed(self, num: int) -> Centroids:
+        """The first `num` of them, used ones before unused ones."""
+        order = (self.count == 0).to(torch.uint8).argsort(dim=-1, stable=True)[..., :num]
+        return Centroids(*(rows.gather(2, along(order, rows)) for rows in self.tensors()))
+
+    def copy_(self, other: Centroids) -> None:
+        """Overwrite in place, so that addresses stay what a captured graph has seen."""
+        for mine, theirs in zip(self.tensors(), other.tensors()):
+            mine.copy_(theirs)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """count, keys, values and spread."""
+        return self.count, self.keys, self.values, self.spread
+
+    def costs(self) -> Tensor:
+        """[B, Hkv, M, M], what joining two centroids adds to the weighted sum of squares within parts."""
+        total = self.count.sum(-1).clamp(min=1)[..., None, None]
+        parts = []
+        for rows, importance in ((self.keys, 1.0), (self.values, VALUE_WEIGHT)):
+            away = rows - (self.count[..., None] * rows).sum(2, keepdim=True) / total
+            variance = (self.count[..., None] * away.square()).sum((2, 3))[..., None, None] / total
+            parts.append(away * (importance / variance.clamp(min=torch.finfo(rows.dtype).tiny)).sqrt())
+        points = torch.cat(parts, -1)
+        squares = points.square().sum(-1)
+        distance = squares[..., :, None] + squares[..., None, :] - 2 * points @ points.transpose(-1, -2)
+        one, other = self.count[..., :, None], self.count[..., None, :]
+        return distance.clamp(min=0) * one * other / (one + other).clamp(min=1)
+
+
+def along(index: Tensor, rows: Tensor) -> Tensor:
+    """Index [B, Hkv, M] in the shape of rows [B, Hkv, ..., D], or of [B, Hkv, ...]."""
+    return index if rows.ndim == 3 else index[..., None].expand(*index.shape, rows.shape[-1])
+
+
+def centroid_estimate(
+    q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None, mass: str = "cosh"
+) -> tuple[Tensor, Tensor]:
+    """What attention over the set would return, and how much mass it would carry; `moment_estimate`, part by part.
+
+    With softcap c the logit of a part is c tanh(x / c), and its deviation is multiplied by 1 - tanh^2(x / c).
+
+    Args: q [B, Hq, T, D] post-RoPE; centroids of Hkv heads; scale: logit multiplier; mass: "jensen" or "cosh".
+    Returns: value [B, Hq, T, Dv] (zero for an empty set) and log_mass [B, Hq, T] (-inf for an empty set).
+    Raises: FastKVError for another mass, or if Hq is not a multiple of Hkv.
+    """
+    if mass not in MASSES:
+        raise FastKVError(f"mass must be one of {', '.join(MASSES)}, got {mass!r}; choose one of them")
+    batch, num_heads, num, dim = q.shape
+    heads = centroids.count.shape[1]
+    check_groups("centroid_estimate", num_heads, heads)
+    dtype = torch.promote_types(compute_dtype(q), centroids.keys.dtype)
+    grouped = q.reshape(batch, heads, -1, dim).to(dtype)
+    count = centroids.count.to(dtype)[:, :, None]
+    logit = scale * (grouped @ centroids.keys.to(dtype).transpose(-1, -2))
+    slope = torch.ones_like(logit)
+    if softcap is not None:
+        bent = torch.tanh(logit / softcap)
+        logit, slope = softcap * bent, 1 - bent * bent
+    if mass == "cosh":
+        sigma = (centroids.spread.to(dtype)[:, :, None] / count.clamp(min=1)).sqrt()
+        deviation = scale * slope * grouped.norm(dim=-1, keepdim=True) * sigma
+        logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
+    logit = torch.where(count > 0, count.log() + logit, float("-inf"))
+    log_mass = logit.logsumexp(-1)
+    top = log_mass.masked_fill(log_mass == float("-inf"), 0.0)[..., None]
+    value = torch.exp(logit - top) @ centroids.values.to(dtype)
+    return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)

@@ -1,0 +1,260 @@
+"""Centroids and the cosh mass in the kernels, against the fp64 reference, in the interpreter or on a GPU.
+
+Limits are those of test_kernels_decode. Centroids are fp32 and so are their products, hence the lse is exact to fp32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkv import FastKVError, ops, reference
+from fastkv.kernels import _workspace, decode_attention
+from fastkv.kernels import moments as moments_kernels
+from fastkv.kernels.centroids import centroid_attention
+from fastkv.reference import Centroids, Moments
+
+from .test_kernels_decode import DEVICE, NAN, SCALE, SLACK, Case, check, split
+from .test_ops import RAGGED
+
+__all__ = ["split"]  # a fixture
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted, centroids
+    "llama": (1, 2, 4, 128, 40, (39, 7), (60, 5), 17),
+    "gemma": (1, 1, 2, 256, 34, (33,), (40,), 8),
+    "mha80": (1, 1, 1, 80, 70, (69,), (9,), 33),
+    "group7": (1, 1, 7, 64, 20, (19,), (64,), 1),
+    "group16": (1, 1, 16, 128, 20, (17,), (30,), 16),
+    "few-and-none": (2, 2, 4, 64, 20, (0, 1, 5, 19), (0, 4, 0, 1), 4),
+}
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def double(centroids):
+    return Centroids(*(t.double() for t in centroids.tensors()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_decode_with_centroids(shape, dtype):
+    *sizes, lengths, evicted, parts = shape
+    check(Case.make(*sizes, dtype, lengths, evicted, parts=parts))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("append", [True, False], ids=["append", "stored"])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["nocap", "cap"])
+def test_decode_variants_with_centroids(split, softcap, append, splits):
+    split(splits)
+    case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70), parts=6)
+    check(case, softcap, None, append, attention=True)
+
+
+def test_centroids_are_slots_with_a_bias():
+    """The formula written out, against the kernel alone: one head, one query, float64."""
+    case = Case.make(1, 1, 1, 64, 20, torch.float32, (9,), (30,), parts=5)
+    c = double(case.centroids)
+    q, keys, values = (t.double() for t in (case.q[0, 0], case.keys[0, 0, :9], case.values[0, 0, :9]))
+    deviation = SCALE * q.norm() * (c.spread / c.count)[0, 0].sqrt()
+    biased = SCALE * (c.keys[0, 0] @ q) + c.count[0, 0].log() + deviation.cosh().log()
+    logits = torch.cat([SCALE * (keys @ q), biased])
+    expected = logits.softmax(0) @ torch.cat([values, c.values[0, 0]])
+    out, retained, evicted, _ = case.kernel(append=False)
+    torch.testing.assert_close(out[0, 0].double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(retained[0, 0].double(), logits[:9].logsumexp(0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(evicted[0, 0].double(), biased.logsumexp(0), atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
+    groups=st.integers(1, 16),
+    dim=st.sampled_from([16, 48, 64]),
+    dtype=st.sampled_from(DTYPES),
+    lengths=st.lists(st.integers(0, 23), min_size=1, max_size=4),
+    evicted=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    estimate=st.sampled_from(["isotropic", "diagonal", 1, 3, 18]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
+    order=st.sampled_from([None, 0, 1]),
+    splits=st.sampled_from([1, 2]),
+    append=st.booleans(),
+    attention=st.booleans(),
+    spread=st.sampled_from([0.0, 1e-5, 1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_decode_with_any_estimate(
+    shape, groups, dim, dtype, lengths, evicted, estimate, softcap, order, splits, append, attention, spread, seed
+):
+    what = {"kind": estimate} if isinstance(estimate, str) else {"parts": estimate}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_workspace, decode_attention):
+            patch.setattr(module, "num_splits", lambda pairs, slots: splits)
+        case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, spread=spread, seed=seed, **what)
+        check(case, softcap, order, append, attention)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["isotropic", "diagonal"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_decode_with_the_cosh_mass(dim, kind, dtype):
+    check(Case.make(1, 2, 4, dim, 24, dtype, (20, 3), (50, 0), kind=kind))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e-2, 1.0, 1e3, 5e4])
+def test_the_cosh_mass_is_stable(size):
+    """Deviations of the logits from 0 to 1e5: no infinity, no 0 / 0; a small one has the value of Jensen's mass."""
+    case = Case.make(1, 2, 4, 64, 24, torch.float32, (20, 3), (50, 9), kind="isotropic", spread=size)
+    out, _, evicted, _ = check(case.copy())
+    assert out.isfinite().all() and evicted.isfinite().all()
+    case.moments.spread = None
+    jensen = case.kernel()
+    assert (evicted >= jensen[2] - 1e-5 * jensen[2].abs()).all()
+    assert torch.allclose(out, jensen[0], atol=1e-6) == (size <= 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["nocap", "cap"])
+@pytest.mark.parametrize(
+    "groups,num,dim,value_dim,parts", [(4, 33, 64, 64, 5), (1, 3, 128, 48, 17), (3, 1, 80, 80, 1), (2, 40, 256, 256, 6)]
+)
+def test_centroid_attention(groups, num, dim, value_dim, parts, softcap, dtype):
+    used = torch.arange(60) < torch.tensor([[60, 4, 0]])[..., None]
+    pairs = normal(1, 3, 60, dim, seed=1) + 0.3, normal(1, 3, 60, value_dim, seed=2)
+    centroids = Centroids.empty(1, 3, parts, dim, value_dim, DEVICE).add(*pairs, used.to(DEVICE))
+    q = normal(1, num, 3 * groups, dim, seed=3, dtype=dtype).transpose(1, 2)
+    truth = reference.centroid_estimate(q.double(), double(centroids), SCALE, softcap)
+    usual = reference.centroid_estimate(q, centroids, SCALE, softcap)
+    got = centroid_attention(q=q, centroids=centroids, scale=SCALE, softcap=softcap)
+    assert not got[0][:, 2 * groups :].any() and (got[1][:, 2 * groups :] == -torch.inf).all()
+    for mine, want, same in zip(got, truth, usual):
+        assert mine.dtype == torch.float32
+        mine, want, same = (t[:, : 2 * groups].double() for t in (mine, want, same))
+        limit = 2 * (same - want).abs().max() + SLACK[torch.float32] * want.abs().max().clamp(min=1)
+        assert (mine - want).abs().max() <= limit
+
+
+def test_centroid_attention_of_no_query():
+    out, lse = centroid_attention(q=normal(1, 4, 0, 16), centroids=Centroids.empty(1, 2, 3, 16, 16, DEVICE), scale=1.0)
+    assert out.shape == (1, 4, 0, 16) and lse.shape == (1, 4, 0)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("kind", ["isotropic", "diagonal"])
+@pytest.mark.parametrize("dim,dtype", [(48, torch.float32), (64, torch.bfloat16), (128, torch.float16)], ids=str)
+def test_evict_merges_the_spread(dim, dtype, kind, order):
+    """Two evictions in a row, the second of one head only, against the moments of all that left, in float64."""
+    slots, first, second = 40, 21, 3
+    keys, values = normal(1, 2, slots, dim, dtype=dtype) + 2, normal(1, 2, slots, dim, seed=1, dtype=dtype)
+    state = Moments.empty(1, 2, dim, dim, DEVICE, order=order, spread=kind)
+    positions = torch.arange(slots, dtype=torch.int32, device=DEVICE).repeat(1, 2, 1)
+    lengths = torch.tensor([[slots, slots - first + 2]], dtype=torch.int32, device=DEVICE)
+    seen, before = torch.tensor([slots], device=DEVICE), keys.double()
+    for tokens in (slots - first, slots - first - second):
+        scores = positions.float()  # the oldest go
+        ops.evict(
+            keys, values, positions, lengths, seen, state, scores, tokens, 0, 0, backend="triton"
+        )  # fmt: skip
+    for head, gone in enumerate((first + second, 2 + second)):
+        away = (before[0, head, :gone] - before[0, head, :gone].mean(0)).square().sum(0)
+        expected = away if kind == "diagonal" else away.mean(0, keepdim=True)
+        assert state.count[0, head] == gone
+        torch.testing.assert_close(state.spread[0, head].double(), expected, atol=1e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [16, 2048], ids=["splits", "one launch"])
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("kind", ["isotropic", "diagonal"])
+def test_compact_merges_the_spread(monkeypatch, kind, order, rows):
+    monkeypatch.setattr(moments_kernels, "ROWS_PER_SPLIT", rows)
+    dim, slots, new = 48, 30, 50
+    pairs = [normal(2, 2, n, dim, seed=n + s) + 3 for n in (slots, new) for s in (0, 1)]
+    old = normal(2, 2, 9, dim, seed=5) - 1, normal(2, 2, 9, dim, seed=6)
+    state = Moments.empty(2, 2, dim, dim, DEVICE, order=order, spread=kind).add(*old)
+    positions = torch.arange(slots + new, dtype=torch.int32, device=DEVICE).repeat(2, 2, 1)
+    valid = torch.rand(2, 2, slots + new, device=DEVICE) > 0.1
+    valid[0, 1] = False  # nothing leaves
+    chosen = reference.select(normal(2, 2, slots + new, seed=7), positions, valid, positions < 2, 12)
+    gone = valid & ~chosen.kept
+    everything = [torch.cat([pairs[i], pairs[i + 2]], 2).double() for i in (0, 1)]
+    expected = Moments.empty(2, 2, dim, dim, DEVICE, torch.float64, order, kind)
+    expected = expected.add(*(t.double() for t in old)).add(*everything, gone)
+    lengths = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    slots_of = (pairs[0], pairs[1], positions[:, :, :slots].clone(), lengths)
+    ops.compact(*slots_of, state, *pairs[2:], positions[:, :, slots:], valid, chosen, backend="triton")
+    for got, want in zip(state.tensors(), expected.tensors()):
+        torch.testing.assert_close(got.double(), want.double(), atol=1e-4, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["isotropic", "diagonal"])
+@pytest.mark.parametrize("order,softcap", [(0, None), (1, None), (1, 2.0)])
+def test_prompt_blocks_with_the_cosh_mass(order, softcap, kind, dtype):
+    dim, new = 64, 21
+    rows = [normal(1, 2, n, dim, seed=n, dtype=dtype) for n in (30, 31, new, new + 1)]
+    q = normal(1, 6, new, dim, seed=2, dtype=dtype)
+    lengths = torch.tensor([[30, 3]], dtype=torch.int32, device=DEVICE)
+    gone = torch.arange(40, device=DEVICE) < torch.tensor([[[40], [0]]], device=DEVICE)
+    old = normal(1, 2, 40, dim, seed=8) + 0.3, normal(1, 2, 40, dim, seed=9)
+    state = Moments.empty(1, 2, dim, dim, DEVICE, spread=kind).add(*old, gone)
+    valid = torch.ones(1, new, dtype=torch.bool, device=DEVICE)
+    tensors = (q, rows[0], rows[1][:, :, :30].contiguous(), lengths, rows[2], rows[3][:, :, :new], valid)
+
+    def specified(to):
+        wide = [t.to(to) if t.is_floating_point() else t for t in tensors]
+        moments = Moments.empty(1, 2, dim, dim, DEVICE, torch.promote_types(to, torch.float32), spread=kind)
+        moments.copy_(state)
+        return reference.prefill_attention(*wide, moments, SCALE, softcap, order=order, mass="cosh")
+
+    truth, usual = specified(torch.float64), specified(dtype)
+    got = ops.prefill_attention(*tensors, state, SCALE, softcap, order=order, mass="cosh", backend="triton")
+    for mine, want, same, slack in zip(got, truth, usual, (SLACK[dtype], SLACK[torch.float32])):
+        mine, want, same = mine.double(), want.double(), same.double()
+        limit = 2 * (same - want).abs().max() + slack * want.abs().max().clamp(min=1)
+        assert (mine - want).abs().max() <= limit
+
+
+@pytest.mark.parametrize("name", ["decode_attention", "decode_step"])
+def test_unequal_heads_on_both_backends(name):
+    results = []
+    for backend in ("reference", "triton"):
+        arguments = RAGGED[name]()
+        out = getattr(torch.ops.fastkv, name)(*arguments, backend)
+        results.append([*out, *(a for a in arguments if isinstance(a, torch.Tensor))])
+    for expected, got in zip(*results):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_join_in_place():
+    pairs = normal(1, 2, 30, 16), normal(1, 2, 30, 16, seed=1)
+    inside = torch.rand(1, 2, 30, device=DEVICE) > 0.3
+    state = Centroids.empty(1, 2, 4, 16, 16, DEVICE)
+    expected = state.add(*pairs, inside)
+    addresses = [t.data_ptr() for t in state.tensors()]
+    ops.centroids_add(state, *pairs, inside)
+    assert addresses == [t.data_ptr() for t in state.tensors()]
+    for got, want in zip(state.tensors(), expected.tensors()):
+        assert torch.equal(got, want)
+
+
+def test_wrong_estimates_are_refused():
+    case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)
+    slots = (case.q, case.keys, case.values, case.lengths, case.moments, SCALE)
+    case.keys[case.keys.isnan()] = 0
+    with pytest.raises(FastKVError, match=r"mass must be one of jensen, cosh, .* got 'true'"):
+        ops.decode_attention(*slots, mass="true")
+    with pytest.raises(FastKVError, match="cosh needs moments with a spread"):
+        ops.decode_attention(*slots, mass="cosh")
+    case.centroids.keys = case.centroids.keys.half()
+    with pytest.raises(FastKVError, match="centroids in float32"):
+        case.kernel()
+    case.centroids.keys = torch.full((1, 2, 3, 32), NAN, device=DEVICE)
+    with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):
+        case.kernel()
+    centroids = Centroids.empty(1, 2, 3, 64, 64, DEVICE)
+    with pytest.raises(FastKVError, match="unit stride along D"):
+        centroid_attention(q=normal(1, 8, 64, 5).transpose(2, 3), centroids=centroids, scale=1.0)

@@ -1,0 +1,174 @@
+"""Centroids of the evicted set: what merging conserves, which merges happen, and what the estimate guarantees."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastkv.errors import FastKVError
+from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
+from fastkv.reference.centroids import BLOCK, VALUE_WEIGHT
+
+F64 = torch.float64
+
+
+def pairs(num, seed=0, heads=3):
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, heads, num, 8, generator=generator, dtype=F64) * 2 + 5
+    return keys, torch.randn(2, heads, num, 6, generator=generator, dtype=F64) - 3
+
+
+def queries(seed=0):
+    return torch.randn(2, 6, 4, 8, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def empty(num, heads=3):
+    return Centroids.empty(2, heads, num, 8, 6, dtype=F64)
+
+
+def true_attention(q, keys, values, scale, softcap=None):
+    logits = scale * torch.einsum("bhtd,bhnd->bhtn", q, keys.repeat_interleave(2, 1))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.softmax(-1) @ values.repeat_interleave(2, 1), logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_as_many_centroids_as_tokens_are_exact(softcap):
+    keys, values = pairs(13)
+    state = empty(16).add(keys[:, :, :5], values[:, :, :5]).add(keys[:, :, 5:], values[:, :, 5:])
+    for got, expected in zip(
+        centroid_estimate(queries(), state, 0.3, softcap), true_attention(queries(), keys, values, 0.3, softcap)
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("mass", ["jensen", "cosh"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_one_centroid_is_the_mean(mass, softcap):
+    keys, values = pairs(40)
+    mean = Moments.empty(2, 3, 8, 6, dtype=F64, order=0, spread="isotropic").add(keys, values)
+    expected = moment_estimate(queries(), mean, 0.3, softcap, order=0, mass=mass)
+    got = centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap, mass)
+    for one, other in zip(got, expected):
+        torch.testing.assert_close(one, other)
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=3), num=st.integers(1, 20), seed=st.integers(0, 2**31))
+def test_merging_conserves_count_means_and_squares(sizes, num, seed):
+    keys, values = pairs(sum(sizes), seed)
+    inside = torch.rand(2, 3, sum(sizes), generator=torch.Generator().manual_seed(seed)) > 0.3
+    hidden = torch.where(inside[..., None], keys, float("nan"))
+    state = empty(num)
+    for part in zip(hidden.split(sizes, 2), values.split(sizes, 2), inside.split(sizes, 2)):
+        state = state.add(*part)
+    keys, values = keys * inside[..., None], values * inside[..., None]
+    assert state.num == num and torch.equal(state.count.sum(-1), inside.sum(-1).double())
+    torch.testing.assert_close((state.count[..., None] * state.keys).sum(2), keys.sum(2))
+    torch.testing.assert_close((state.count[..., None] * state.values).sum(2), values.sum(2))
+    squares = state.spread + state.count * state.keys.square().mean(-1)
+    torch.testing.assert_close(squares.sum(-1), keys.square().mean(-1).sum(-1))
+    assert torch.equal((state.count > 0).sum(-1), inside.sum(-1).clamp(max=num))  # no centroid is wasted
+
+
+def test_more_tokens_than_join_at_once():
+    keys, values = pairs(2 * BLOCK + 3)
+    state = empty(7).add(keys, values)
+    assert (state.count > 0).all() and torch.equal(state.count.sum(-1), torch.full((2, 3), 2.0 * BLOCK + 3, dtype=F64))
+    torch.testing.assert_close((state.count[..., None] * state.values).sum(2), values.sum(2))
+
+
+@given(num=st.integers(4, 12), half=st.integers(0, 1), seed=st.integers(0, 2**31))
+def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, half, seed):
+    keys, values = pairs(num, seed)
+    state, drop = empty(num).add(keys, values), 2
+    merged = state.joined(torch.full((2, 3), drop), half).packed(num - drop)
+    for row, head in itertools.product(range(2), range(3)):
+        k, v = keys[row, head], values[row, head]
+        spread_k, spread_v = (rows.var(0, unbiased=False).sum() for rows in (k, v))
+        offers = []
+        for one in range(half, num, 2):
+            cost, other = min(
+                (
+                    float(
+                        ((k[one] - k[to]) ** 2).sum() / spread_k
+                        + VALUE_WEIGHT * ((v[one] - v[to]) ** 2).sum() / spread_v
+                    ),
+                    to,
+                )
+                for to in range(1 - half, num, 2)
+            )
+            offers.append((cost, one, other))
+        groups = {index: [index] for index in range(num)}
+        for _, one, other in sorted(offers)[:drop]:
+            groups[other] += groups.pop(one)
+        expected = torch.stack([k[members].mean(0) for members in groups.values()])
+        torch.testing.assert_close(merged.keys[row, head], expected)
+        assert merged.count[row, head].tolist() == [len(members) for members in groups.values()]
+
+
+@given(num=st.integers(1, 60), seed=st.integers(0, 2**31), scale=st.floats(0.01, 4.0), size=st.integers(1, 12))
+def test_the_jensen_mass_never_exceeds_the_true_one(num, seed, scale, size):
+    keys, values = pairs(num, seed)
+    estimate = centroid_estimate(queries(seed), empty(size).add(keys, values), scale, mass="jensen")[1]
+    cosh = centroid_estimate(queries(seed), empty(size).add(keys, values), scale)[1]
+    true_mass = true_attention(queries(seed), keys, values, scale)[1]
+    assert (estimate <= true_mass + 1e-9).all() and (estimate <= cosh + 1e-9).all()
+
+
+def test_clusters_are_found():
+    """Five tight clusters, sixteen centroids: nearly exact, where the mean and the first-order moments are far off."""
+    generator = torch.Generator().manual_seed(0)
+    member = torch.randint(0, 5, (2, 3, 600), generator=generator)
+    keys, values = (rows.gather(2, member[..., None].expand(-1, -1, -1, rows.shape[-1])) for rows in pairs(5, seed=1))
+    keys = keys + 0.05 * torch.randn(keys.shape, generator=generator, dtype=F64)
+    true_value, true_mass = true_attention(queries(), keys, values, 0.5)
+    moments = Moments.empty(2, 3, 8, 6, dtype=F64).add(keys, values)
+    value, log_mass = centroid_estimate(queries(), empty(16).add(keys, values), 0.5)
+    far, low = moment_estimate(queries(), moments, 0.5)
+    assert (value - true_value).norm() < 0.001 * (far - true_value).norm()
+    assert (log_mass - true_mass).norm() < 0.001 * (low - true_mass).norm()
+
+
+def test_rows_and_heads_do_not_touch_each_other():
+    keys, values = pairs(300)
+    together = empty(5).add(keys, values)
+    alone = Centroids.empty(1, 1, 5, 8, 6, dtype=F64).add(keys[1:, 2:], values[1:, 2:])
+    torch.testing.assert_close(alone.keys, together.keys[1:, 2:], rtol=1e-12, atol=0)
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), pad=st.integers(0, 300), seed=st.integers(0, 2**31))
+def test_neither_padding_nor_neighbours_change_a_bit(sizes, pad, seed):
+    """Blocks that are wider than what they hold, because another row evicts more, merge as if they were not."""
+    keys, values = pairs(sum(sizes), seed)
+    tight = wide = Centroids.empty(1, 1, 6, 8, 6, dtype=F64)
+    for k, v in zip(keys[:1, :1].split(sizes, 2), values[:1, :1].split(sizes, 2)):
+        tight = tight.add(k, v)
+        full = (
+            torch.cat([rows, torch.full((1, 1, pad, rows.shape[-1]), float("nan"), dtype=F64)], 2) for rows in (k, v)
+        )
+        wide = wide.add(*full, (torch.arange(k.shape[2] + pad) < k.shape[2])[None, None])
+    for one, other in zip(tight.tensors(), wide.tensors()):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_the_empty_set_weighs_nothing():
+    value, log_mass = centroid_estimate(queries(), empty(4), 0.3)
+    assert not value.any() and (log_mass == float("-inf")).all()
+    keys, values = pairs(7)
+    nothing = empty(4).add(keys, values, torch.zeros(2, 3, 7, dtype=torch.bool))
+    assert not nothing.count.any() and not nothing.keys.any() and not nothing.spread.any()
+
+
+def test_wrong_arguments_are_refused():
+    keys, values = pairs(5)
+    with pytest.raises(FastKVError, match="at least 1 per head, got 0"):
+        empty(0)
+    with pytest.raises(FastKVError, match="keys must have shape"):
+        empty(4, heads=2).add(keys, values)
+    with pytest.raises(FastKVError, match="mask must have shape"):
+        empty(4).add(keys, values, torch.ones(2, 3, 4, dtype=torch.bool))
+    with pytest.raises(FastKVError, match="mass must be one of jensen, cosh, got 'true'"):
+        centroid_estimate(queries(), empty(4), 0.3, mass="true")
