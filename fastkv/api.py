@@ -47,10 +47,10 @@ def patch(
             "auto" in blocks just large enough for the device to compute while it reads the weights.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
-            zeroth-order part, "none" nothing; "auto" is what the policy's paper does. "vector" lets
-            twice as many tokens keep their key only, in the room of half the pairs, and recovers their values with a
-            linear map (VECTOR);
-            "vector+mean" and "vector+moments" do both.
+            zeroth-order part, "none" nothing; "cosh" is "moments" with a tighter mass, and "centroids" keeps a few
+            weighted pairs of the evicted tokens instead; "auto" is what the policy brings. "vector" lets twice as many
+            tokens keep their key only, in the room of half the pairs, and recovers their values with a linear map
+            (VECTOR); "vector+mean" and "vector+moments" do both.
         backend: "auto" runs Triton kernels on an accelerator and the reference on a CPU; "reference" and "triton"
             insist.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured

@@ -37,7 +37,7 @@ def test_within_limits_on_sm_90(module):
 
 def test_the_kernels_of_the_issue_are_there():
     wanted = {"decode_attention", "vector_decode", "evict", "moment_scores", "prefill_attention", "key_scores"}
-    wanted |= {"window_scores", "noncausal_mass", "leverage", "select", "compact"}
+    wanted |= {"window_scores", "noncausal_mass", "leverage", "select", "compact", "centroids"}
     assert wanted <= set(MODULES)
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ..cache import FastKVCache, FastKVLayer
 from ..demo.measure import cache_bytes, record_attention
 from ..errors import FastKVError
-from ..reference import joined, moment_estimate
+from ..reference import centroid_estimate, joined, moment_estimate
 from ..state import LayerState
 
 
@@ -191,12 +191,15 @@ class Witness:
 
     def estimate(self, q: Tensor, state: LayerState, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """Estimate of f_E [B, Hq, Dv] and log Z_E [B, Hq] for queries [B, Hq, 1, D]; NaN without moments."""
-        order = self.layer.plan.order
+        if state.centroids is not None:
+            value, log_mass = centroid_estimate(q.double(), state.centroids, scale, softcap)
+            return value[:, :, 0], log_mass[:, :, 0]
+        order, mass = self.layer.plan.order, self.layer.plan.mass
         order = state.moments.order if order is None else order  # a policy may keep moments that it does not apply
         if order is None:
             nothing = torch.full_like(q[:, :, 0, :1], torch.nan, dtype=torch.float64)
             return nothing, nothing[..., 0]
-        value, log_mass = moment_estimate(q.double(), state.moments, scale, softcap, order)
+        value, log_mass = moment_estimate(q.double(), state.moments, scale, softcap, order, mass)
         return value[:, :, 0], log_mass[:, :, 0]
 
 
