@@ -41,9 +41,8 @@ class FastKVLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.is_compileable = self.static = static
-        self.plan, self.layer, self.shared = plan, layer, shared
+        self.plan, self.layer, self.shared, self.budget = plan, layer, shared, plan.budget
         self.place, self.num_compressed = place, num_compressed
-        self.budget = plan.budget
         self.state: LayerState | None = None
         self.rule: LayerPlan | None = None
         self.seen: Any = 0
@@ -94,6 +93,8 @@ class FastKVLayer(CacheLayerMixin):
         state, shared = self.state, self.shared
         assert state is not None
         state.scratch = shared.workspace(state.heads * shared.groups[self.layer], state, self.plan.backend)
+        if state.approx is not None:
+            shared.table(self.device, 0)  # made here, not in a step
         if self.static:
             weight = None if self.rule is None else self.rule.weight
             for tensor in (*self.changed(), *state.scratch, *([] if weight is None else [weight])):
@@ -172,8 +173,7 @@ class FastKVLayer(CacheLayerMixin):
 
         Args:
             q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
-            stock: runs the model's own attention over the new tokens; used where they have no past, because it is exact
-                and fast.
+            stock: runs the model's own attention over the new tokens; used where they have no past: exact and fast.
             output: [hidden, Hq, Dv], the layer's output projection, for policies that need it.
         """
         q, k, v = q.detach(), k.detach(), v.detach()

@@ -138,6 +138,8 @@ class FastKVAttention(Module):
             self.started = True
         self.shared.phase = self.shared.first
         self.length += num
+        if state.approx is not None:
+            self.shared.table(q.device, self.length + 1)  # made here, not in a step
         self._settle()  # unequal heads may have traded slots
         return torch.cat(outs, 2)
 

@@ -99,8 +99,9 @@ class Shared:
         if found is None or found[0].shape[0] < length:
             assert self.rotary is not None
             found = self.rotary.to(device).table(max(1 << (length - 1).bit_length(), self.positions))
-            for part in found:
-                torch._dynamo.mark_static_address(part, guard=False)  # or a captured step would copy it every time
+            if not torch.compiler.is_compiling():
+                for part in found:
+                    torch._dynamo.mark_static_address(part, guard=False)  # or a captured step copies it every time
             self.tables[device] = found
         return found
 

@@ -8,12 +8,14 @@ import fastkv
 from fastkv.errors import FastKVError
 
 from .models import VOCAB, build, compressed_layers, generate, prompt
+from .test_vector_cache import mapping
 
 EVERY = 4
 KINDS = [
     ("llama", "momentkv", {}),
     ("llama", "h2o", {"correction": "mean"}),
     ("qwen3", "snapkv", {"heads": "adaptive"}),
+    ("llama", "keydiff", {"correction": "vector+moments"}),
     ("gemma3", "keydiff", {}),
     ("llama", "fastkv", {}),
     ("qwen3", "fastkv", {"heads": "adaptive"}),
@@ -57,7 +59,8 @@ def compiled(name, policy, options, static, every=EVERY):
     ids, _ = prompt(2, 30, (0, 0))
     budget = small(heads=options.get("heads", "uniform"))
     correction = options.get("correction", "auto")
-    fastkv.patch(model, policy, budget, evict_every=every, correction=correction, static=static)
+    vector = mapping(model) if correction.startswith("vector") else None
+    fastkv.patch(model, policy, budget, evict_every=every, correction=correction, static=static, vector=vector)
     want = decode(model, model, model(ids).past_key_values, ids[:, -1:].clone(), 30, 30)
     graphs = Graphs()
     return model, ids, want, torch.compile(model, fullgraph=True, backend=graphs), graphs
