@@ -5,7 +5,7 @@
     python -m tests.matrix --with transformers-5.10.0=DIR      DIR has that version already (pip install --target DIR)
 
 A version lies in a directory of its own that is put before the environment's packages; nothing is installed into the
-environment. Writes perf/results/versions.json and versions.txt and exits with 1 if anything failed.
+environment. Writes perf/results/versions/versions.json and versions.txt and exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from perf.environment import source_digest
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "perf" / "results"
+RESULTS = ROOT / "perf" / "results" / "versions"
 BUILD = ROOT / "build" / "matrix"
 
 INTEGRATION = (
