@@ -170,8 +170,11 @@ class FastKVCache(Cache):
         Raises: FastKVError if the cache is empty, awaits a roll-back or is shared by several processes, or if the file
             cannot be written.
         """
-        self.unroll()
-        saved.write(path, self.config, self.plan, self.layers)
+        source = self
+        if self.windows:  # the file holds what transformers expects; this cache goes on with its rings
+            source = self.clone()
+            source.unroll()
+        saved.write(path, self.config, self.plan, source.layers)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:

@@ -37,6 +37,11 @@ def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> Decode
     plan, first = cache.plan, cache.compressed[0]
     if first.started and first.batch_size != batch_size:
         raise FastKVError(f"the cache holds {first.batch_size} sequences, got batch_size={batch_size}; they must agree")
+    if first.started and not cache.rolled:
+        raise FastKVError(
+            "the sliding windows of a loaded cache do not know its padding, got no step since; run the model for one "
+            "token with its attention_mask first"
+        )
     if not first.started and (plan.budget.follows_prompt or plan.deferred):
         raise FastKVError("the size of this cache depends on its prompt, got an empty cache; read the prompt first")
     return DecodeStep(model, cache, batch_size)

@@ -85,10 +85,9 @@ def decode_token(
 def evict(state: LayerState, rule: LayerPlan) -> None:
     """Shrink every head to its budget; heads that hold fewer tokens lose none.
 
-    All slots are looked at, used or not, so that shapes are the same whenever this happens.
+    All slots are looked at, used or not (`decode_token` has filled the state), so that shapes never differ.
     """
     exact, spare = state.exact, state.layout.spare
-    state.fill()
     signals = candidates(state, None, rule)
     if exact.attention is not None:
         received = [exact["attention"]] + ([] if state.approx is None else [state.approx["attention"]])

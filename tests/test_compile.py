@@ -197,6 +197,25 @@ def test_copies_and_saved_caches_are_static_too(name, tmp_path):
         assert torch.equal(decode(model, model, other, ids[:, :1], 9, 36), want)
 
 
+@torch.no_grad()
+def test_saving_leaves_a_padded_ring_as_it_is(tmp_path):
+    """What was padding stays padding, here and, once the loaded cache is told, there."""
+    model = build("gemma3")
+    ids, mask = prompt()
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, static=True)
+    cache = model(ids, attention_mask=mask).past_key_values
+    want = decode(model, model, cache.clone(), ids[:, :1], 9, 50)
+    cache.save(tmp_path / "cache")
+    assert torch.equal(decode(model, model, cache, ids[:, :1], 9, 50), want)
+    loaded = fastkv.FastKVCache.load(tmp_path / "cache", model)
+    with pytest.raises(FastKVError, match="sliding windows of a loaded cache do not know its padding"):
+        fastkv.capture_decode(model, loaded, 3)
+    longer = torch.cat([mask, mask.new_ones(3, 1)], 1)
+    out = model(ids[:, :1], attention_mask=longer, past_key_values=loaded, position_ids=torch.full((3, 1), 50))
+    assert torch.equal(out.logits, want[:, :1])
+    fastkv.capture_decode(model, loaded, 3)
+
+
 def test_refusals():
     model = build()
     with pytest.raises(FastKVError, match=r"static must be True, False or None .*got 1"):
