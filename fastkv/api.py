@@ -51,8 +51,8 @@ def patch(
             weighted pairs of the evicted tokens instead; "auto" is what the policy brings. "vector" lets twice as many
             tokens keep their key only, in the room of half the pairs, and recovers their values with a linear map
             (VECTOR); "vector+mean" and "vector+moments" do both.
-        backend: "auto" runs Triton kernels on an accelerator and the reference on a CPU; "reference" and "triton"
-            insist.
+        backend: "auto" runs Triton kernels on an accelerator and torch's fused attention on a CPU (else the
+            reference); "reference" and "triton" insist.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
             as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
         vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default

@@ -1,4 +1,4 @@
-"""Which implementation runs: Triton kernels on an accelerator, the reference on a CPU, or what the user asked for."""
+"""Which implementation runs: Triton kernels on an accelerator, `cpu` or the reference on a CPU, or what is wanted."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ BYTES = "properties.py::test_bytes_are_never_exceeded"
 CACHE = "cache_operations.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
+CENTROIDS = "reference_centroids.py"
 
 MUTATIONS = [
     # The specification.
@@ -392,6 +393,61 @@ MUTATIONS = [
         "if hook in hooks]",
         "if hook in hooks[:1]]",
         "exact.py::test_unpatch_restores_every_attribute",
+    ),
+    # What a CPU runs.
+    bug(
+        "a slot that is not in use is attended to",
+        "cpu/attention.py",
+        "< lengths[..., None, None]",
+        "<= lengths[..., None, None]",
+        "cpu.py::test_a_step",
+    ),
+    bug(
+        "what was evicted gets the weight of what was kept",
+        "cpu/attention.py",
+        "torch.sigmoid(evicted - lse)",
+        "torch.sigmoid(lse - evicted)",
+        "cpu.py::test_a_step",
+    ),
+    bug("a block sees its own future", "cpu/attention.py", "causal=True", "causal=False", "cpu.py::test_a_block"),
+    bug(
+        "a survivor moves into a hole that is none",
+        "cpu/eviction.py",
+        "gone & (leaving < tokens)",
+        "gone",
+        "cpu.py::test_an_eviction",
+    ),
+    bug(
+        "what leaves is forgotten", "cpu/eviction.py", "moments.add(*rows, gone)", "moments", "cpu.py::test_an_eviction"
+    ),
+    # Centroids of what was evicted.
+    bug(
+        "joined centroids forget how far apart they were",
+        "reference/centroids.py",
+        "summed(self.spread + self.count * moved.square().mean(-1))",
+        "summed(self.spread)",
+        f"{CENTROIDS}::test_merging_conserves_count_means_and_squares",
+    ),
+    bug(
+        "the cost of a merge forgets how many tokens it joins",
+        "reference/centroids.py",
+        "return distance / (share[..., movers, None] + share[..., None, partners])",
+        "return distance",
+        f"{CENTROIDS}::test_a_round_joins_the_cheapest_pairs_of_the_two_halves",
+    ),
+    bug(
+        "a centroid weighs as much as one token",
+        "reference/centroids.py",
+        "count.log() + logit",
+        "logit",
+        f"{CENTROIDS}::test_one_centroid_is_the_mean",
+    ),
+    bug(
+        "tokens that stay join the centroids too",
+        "store.py",
+        "gone = signals.valid & ~kept",
+        "gone = signals.valid",
+        "centroid_cache.py::test_centroids_are_of_what_was_evicted",
     ),
 ]
 

@@ -30,6 +30,7 @@ ROOMS = [
     "backend",
     "budget",
     "reference",
+    "cpu",
     "parallel",
     "rotary",
     "fits",

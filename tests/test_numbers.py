@@ -77,7 +77,10 @@ def cast(tensors, dtype):
 @each_dtype
 @each_kind
 def test_attention_is_softmax_at_any_logits(kind, dtype):
-    """Over slots, in one step of decoding and for a prompt block; default tolerances of the dtype."""
+    """Over slots, in one step of decoding and for a prompt block; default tolerances of the dtype.
+
+    A block is merged with its past by their log-sum-exps, of which fp32 rounds off half a unit in the last place.
+    """
     q, k, v = cast(KINDS[kind](24), dtype)
     lengths = torch.tensor([[16, 9], [1, 16]])
     out, _, none = ops.decode_attention(q[:, :, 20], k[:, :, :16], v[:, :, :16], lengths, None, SCALE)
@@ -86,6 +89,7 @@ def test_attention_is_softmax_at_any_logits(kind, dtype):
         *(torch.ones(B, 8, dtype=torch.bool), None, SCALE),
     )
     assert (none == float("-inf")).all()
+    largest = SCALE * (q.double() @ k.double().repeat_interleave(HQ // HKV, 1).transpose(-1, -2)).abs().max().item()
     column = torch.arange(24)
     causal = column <= torch.arange(16, 24)[:, None]
     for row in range(B):
@@ -94,7 +98,9 @@ def test_attention_is_softmax_at_any_logits(kind, dtype):
         torch.testing.assert_close(out[row], expected.to(dtype))
         visible = (stored | (column >= 16)) & causal
         expected = softmax_over(q[row, :, 16:], k[row], v[row], visible)
-        torch.testing.assert_close(block[row], expected.to(dtype))
+        lost = torch.finfo(torch.float32).eps / 2 * largest
+        limits = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
+        torch.testing.assert_close(block[row], expected.to(dtype), rtol=limits[dtype], atol=1e-5 + lost)
 
 
 @each_dtype

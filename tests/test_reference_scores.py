@@ -69,7 +69,8 @@ def test_keydiff_ignores_what_is_masked(anchor):
 def test_keydiff_in_bf16_does_not_tie():
     keys = (randn(1, 1, 300, 64) + 3).bfloat16()
     scores = keydiff_scores(keys)
-    assert scores.dtype == torch.float32 and len(scores.unique()) == 300
+    # In bf16 there would be a dozen values for all of them; in fp32 two of 300 so close together may meet by chance.
+    assert scores.dtype == torch.float32 and len(scores.unique()) >= 298
 
 
 def test_keydiff_normalized_anchor_ignores_the_length_of_one_key():

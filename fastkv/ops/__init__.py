@@ -2,8 +2,8 @@
 
 Each operation that has a kernel is one opaque torch operator (`torch.ops.fastkv.*`) with declared mutation and a fake
 implementation, so it compiles, graph-captures and passes `opcheck`. Its body chooses: Triton kernels (imported on first
-use) on an accelerator, the reference on a CPU. `backend="triton"` on a CPU runs the kernels in Triton's interpreter,
-for tests. Functions without a kernel are the reference itself, which runs on any device.
+use) on an accelerator; on a CPU `fastkv.cpu` where it can, else the reference. `backend="triton"` on a CPU runs the
+kernels in Triton's interpreter, for tests. Functions without a kernel are the reference itself, on any device.
 """
 
 from ..reference import (

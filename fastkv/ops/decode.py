@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Centroids, Moments
 from ..reference.moments import compute_dtype
@@ -120,7 +120,10 @@ def _decode_attention(
         if append is None:
             return reference.decode_attention(q, keys, values, lengths, *estimate, **options)
         k, v, positions, seen = append
-        return reference.decode_step(q, k, v, keys, values, positions, lengths, seen, *estimate, **options)
+        slots = (q, k, v, keys, values, positions, lengths, seen)
+        if cpu.serves(backend, q, values, softcap):
+            return cpu.decode_step(*slots, estimate[0], scale, **options)
+        return reference.decode_step(*slots, *estimate, **options)
     from ..kernels.decode_attention import decode_attention
 
     return decode_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Moments
 from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, flat, nothing, operator
@@ -40,6 +40,9 @@ def _evict(
     moments = Moments(count, key_mean, value_mean, cross, slope, spread)
     if not uses_kernels(backend, keys.device):
         slots = (keys, values, positions, lengths)
+        if starts is None and backend == "auto" and keys.device.type == "cpu":
+            cpu.evict(*slots, seen, moments, scores, tokens, sinks, recent)
+            return
         reference.evict(*slots, seen, moments, scores, tokens, sinks, recent, starts=starts, drop=drop)
         return
     from ..kernels.evict import evict

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Moments, Selection
 from ..reference.moments import compute_dtype
@@ -46,6 +46,8 @@ def _prefill_attention(
 ) -> tuple[Tensor, Tensor]:
     moments = Moments(count, key_mean, value_mean, cross, None, spread)
     tensors = (q, keys, values, lengths, new_keys, new_values, new_valid)
+    if cpu.serves(backend, q, values, softcap):
+        return cpu.prefill_attention(*tensors, moments, scale, order=order, mass=mass)
     if not uses_kernels(backend, q.device):
         return reference.prefill_attention(*tensors, moments, scale, softcap, order=order, mass=mass)
     from ..kernels.prefill_attention import prefill_attention

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Moments
 from ..reference.moments import compute_dtype
@@ -30,7 +30,7 @@ def _of_second(first: Tensor, keys: Tensor, *rest: Any) -> Tensor:
 def _keydiff_scores(keys: Tensor, anchor: str, distance: str, mask: Tensor | None, backend: str) -> Tensor:
     # Median and pairwise anchors are the paper's ablation and have no kernel.
     if not uses_kernels(backend, keys.device) or anchor not in ("mean", "normalized_mean"):
-        return reference.keydiff_scores(keys, anchor, distance=distance, mask=mask)
+        return reference.keydiff_scores(keys, anchor, distance=distance, mask=cpu.hiding(mask))
     from ..kernels.key_scores import keydiff_scores
 
     return keydiff_scores(keys=keys, anchor=anchor, distance=distance, mask=mask)
@@ -47,7 +47,7 @@ def keydiff_scores(
 @operator("manifold_scores(Tensor keys, int? window, str metric, Tensor? mask, str backend) -> Tensor", _of_first)
 def _manifold_scores(keys: Tensor, window: int | None, metric: str, mask: Tensor | None, backend: str) -> Tensor:
     if not uses_kernels(backend, keys.device):
-        return reference.manifold_scores(keys, window, metric, mask=mask)
+        return reference.manifold_scores(keys, window, metric, mask=cpu.hiding(mask))
     from ..kernels.key_scores import manifold_scores
 
     return manifold_scores(keys=keys, window=window, metric=metric, mask=mask)

@@ -14,7 +14,7 @@ Read in this order:
 - `vector`: decoding where some tokens keep their key but no value (VECTOR).
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
-Computation is in float32, or in float64 if the inputs are float64. This is also the CPU implementation.
+Computation is in float32, or in float64 if the inputs are float64.
 """
 
 from .again import most_attended

@@ -246,8 +246,8 @@ def moment_estimate(
     value = moments.value_mean.to(dtype)[:, :, None].expand(-1, -1, grouped.shape[2], -1)
     if order >= 1:
         assert moments.cross is not None
-        linear = grouped @ (moments.cross.to(dtype) / count.clamp(min=1)[..., None])
-        value = value + scale * slope[..., None] * linear
+        linear = grouped @ moments.cross.to(dtype)
+        value = value + (scale / count.clamp(min=1) * slope)[..., None] * linear
     return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)
 
 

@@ -16,6 +16,7 @@ from .moments import compute_dtype
 
 ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
 DISTANCES = ("cosine", "dot", "euclidean")
+EPSILON = 1e-12  # a key of no length has the cosine 0 with everything
 
 
 def check_keydiff(anchor: str, distance: str) -> None:
@@ -44,21 +45,23 @@ def keydiff_scores(
     """
     check_keydiff(anchor, distance)
     keys = keys.to(compute_dtype(keys))
-    real = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) if mask is None else mask
-    keys = torch.where(real[..., None], keys, 0)
-    count = real.sum(-1).clamp(min=1)[..., None]
-    unit = F.normalize(keys, dim=-1)
+    if mask is None:
+        mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    else:
+        keys = torch.where(mask[..., None], keys, 0)  # a masked-out row may hold NaN
+    norms = keys.norm(dim=-1).clamp(min=EPSILON)
+    weights = mask.to(keys.dtype)
+    if anchor in ("normalized_mean", "pairwise"):
+        weights = weights / norms
+    total = (weights[:, :, None] @ keys)[:, :, 0]
     if anchor == "pairwise":
         # The sum of cosines with every key is the cosine with their sum: no N x N matrix is needed.
-        return -(unit @ unit.sum(2)[..., None])[..., 0]
-    if anchor == "mean":
-        center = keys.sum(2) / count
-    elif anchor == "normalized_mean":
-        center = unit.sum(2) / count
-    else:
-        center = torch.where(real[..., None], keys, torch.nan).nanmedian(2).values.nan_to_num(0.0)
+        return -(keys @ total[..., None])[..., 0] / norms
+    center = total / mask.sum(-1).clamp(min=1)[..., None]
+    if anchor == "median":
+        center = torch.where(mask[..., None], keys, torch.nan).nanmedian(2).values.nan_to_num(0.0)
     if distance == "cosine":
-        return -(unit @ F.normalize(center, dim=-1)[..., None])[..., 0]
+        return -(keys @ F.normalize(center, dim=-1)[..., None])[..., 0] / norms
     if distance == "dot":
         return -(keys @ center[..., None])[..., 0]
     return (keys - center[:, :, None]).norm(dim=-1)

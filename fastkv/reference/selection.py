@@ -32,20 +32,25 @@ def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, 
     Args: scores [B, Hkv, N], compared in fp32; positions (below 2^30), valid, protected [B, Hkv, N]; tokens: how many
         to keep per head.
     """
-    order = _best_first(scores, positions, valid, protected)[..., :tokens]
+    order = best_first(scores, positions, valid, protected)[..., :tokens]
     chosen = valid.gather(-1, order)
     return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
 
 
 def select_each(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: Tensor) -> Selection:
     """`select` where every head keeps its own number of candidates, tokens [B, Hkv]."""
-    order = _best_first(scores, positions, valid, protected)
+    order = best_first(scores, positions, valid, protected)
     chosen = valid.gather(-1, order) & (torch.arange(order.shape[-1], device=order.device) < tokens[..., None])
     return Selection(torch.zeros_like(valid).scatter_(-1, order, chosen), chosen.sum(-1))
 
 
-def _best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
+def best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
     """Indices of the candidates in the order of `select`."""
+    return places(scores, positions, valid, protected).argsort(dim=-1, stable=True)
+
+
+def places(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
+    """A number for each candidate, int64 [B, Hkv, N], by which they are in the order of `select`, best ones lowest."""
     shape = scores.shape
     for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
         check_shape("select", name, tensor, shape)
@@ -55,7 +60,7 @@ def _best_first(scores: Tensor, positions: Tensor, valid: Tensor, protected: Ten
     bits = scores.view(torch.int32)
     descending = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     rank = torch.where(valid, torch.where(protected, -1, 0), 1)
-    return ((rank << 62) + (descending << 30) + positions).argsort(dim=-1, stable=True)
+    return (rank << 62) + (descending << 30) + positions
 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
