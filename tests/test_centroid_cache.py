@@ -9,8 +9,9 @@ import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
 from fastkv.parallel import Parallel
 from fastkv.plan import Plan
-from fastkv.policies import get
+from fastkv.policies import Signals, get
 from fastkv.prefill import evicted_mass
+from fastkv.reference import Moments
 from fastkv.reference.centroids import VALUE_WEIGHT
 from fastkv.state import LayerState
 
@@ -238,17 +239,30 @@ def test_room_for_everything_uses_no_centroid():
     assert all(not layer.state.centroids.count.any() for layer in found.past_key_values.layers)
 
 
-def test_the_policy_is_manifold_with_centroids():
-    """Its choice is that of ManifoldKV with the same correction, hyper-parameters included."""
+def test_the_policy_adds_attention_to_distance():
+    """Its choice is that of the sum; without the attention it is ManifoldKV's with the same correction."""
+    random = torch.Generator().manual_seed(0)
+    keys, attention = torch.randn(1, 2, 30, 8, generator=random), torch.rand(1, 2, 30, generator=random) / 20
+    valid = torch.arange(30).expand(1, 2, 30) < 27
+    rest = {"values": keys, "positions": torch.arange(30, dtype=torch.int32).expand(1, 2, 30), "valid": valid}
+    rest |= {"moments": Moments.empty(1, 2, 8, 8), "scale": 0.3, "layer": 0, "tokens": 11, "attention": attention}
+    found = get("fastkv", weight=1.5).score(Signals(keys=keys, decoding=True, **rest))
+    for head in range(2):
+        own = keys[0, head, :27].double()
+        distance = (own - own.mean(0)).norm(dim=-1)
+        want = (distance - distance.mean()) / distance.std(correction=0) + 1.5 * 11 * attention[0, head, :27]
+        torch.testing.assert_close(found[0, head, :27].double(), want, atol=1e-5, rtol=1e-5)
+    read = get("fastkv", weight=1.5, pool=3).score(Signals(keys=keys, decoding=False, **rest))
+    pooled = (attention[0, 0, 4] + attention[0, 0, 5] + attention[0, 0, 6]) / 3
+    torch.testing.assert_close(read[0, 0, 5] - found[0, 0, 5], 1.5 * 11 * (pooled - attention[0, 0, 5]))
     ids, mask = prompt()
-    for hyper in ({}, {"window": 7}, {"metric": "l1"}):
-        model, found = build(), []
-        for chosen in (get("fastkv", **hyper), get("manifold", **hyper)):
-            fastkv.patch(model, chosen, small(), evict_every=EVERY, correction="auto" if not found else "centroids")
-            found.append(generate(model, ids, mask, new=15))
-        assert torch.equal(*found)
-    with pytest.raises(FastKVError, match="metric"):
-        get("fastkv", metric="l3")
+    model, tokens = build(), []
+    for chosen in (get("fastkv", weight=0), get("manifold")):
+        fastkv.patch(model, chosen, small(), evict_every=EVERY, correction="centroids")
+        tokens.append(generate(model, ids, mask, new=15))
+    assert torch.equal(*tokens)
+    with pytest.raises(FastKVError, match="weight must be a finite number of at least 0, got -1"):
+        get("fastkv", weight=-1)
     assert Plan.make("fastkv", 64, None, 16, "auto", "auto", None).correction == "centroids"
 
 

@@ -1,39 +1,50 @@
-"""FastKV: keep the keys that are far from the mean key, and remember the evicted ones as centroids."""
+"""FastKV: keep keys that are far from the mean key and keys that are attended to; remember the others as centroids."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from .base import Policy, Signals
+from ..errors import FastKVError
+from ..reference.scores import z_scores
+from .base import Signals
 from .manifold import Manifold
+from .snapkv import SnapKV
 
 
 @dataclass(frozen=True)
-class FastKV(Policy):
-    """The score of ManifoldKV, with correction="centroids": what far keys leave behind, few means describe well.
+class FastKV(SnapKV):
+    """score = z(|k - mu|) + weight L a: ManifoldKV's distance, and SnapKV's attention in units of an equal share of it.
 
-    Source: fastkv's own. The score is that of `Manifold` (ManifoldKV, arXiv:2602.08343). Of its evicted tokens a head
-    keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as `fastkv.reference.centroids` says.
-    Outliers among the keys stay exact; the rest lies closer together, where merging blurs least.
+    Source: fastkv's own, from the scores of `Manifold` (ManifoldKV, arXiv:2602.08343) and `SnapKV` (arXiv:2404.14469).
+    L is how many tokens a head keeps, so L a = 1 for one that gets as much attention as each of L equal ones. Attention
+    that is spread out, as over a text whose question is not known yet, hardly moves a score; a token that a question
+    points at rises above all others. Distance alone finds what stands out but not what was asked for, attention alone
+    forgets what is asked later.
+
+    Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
+    `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
 
     Args:
-        window: cached tokens, consecutive in the text, that share a mean key; None for all of them.
-        metric: distance to the mean key: "l2", "l1", "linf" or "cosine".
+        window: observation window, queries.
+        pool: odd width of the average pooling of the attention.
+        weight: of the attention; 0 for ManifoldKV's choice.
     """
 
     name: ClassVar[str] = "fastkv"
     correction: ClassVar[str] = "centroids"
-    scorer: ClassVar[Policy]  # of each instance
 
-    window: int | None = None
-    metric: str = "l2"
+    weight: float = 2.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scorer", Manifold(self.window, self.metric))  # a compiled step cannot make policies
+        super().__post_init__()
+        if not 0 <= self.weight < math.inf:
+            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 2.0")
 
     def score(self, signals: Signals) -> Tensor:
-        """Distance of each key to the mean of the cached keys of its window, [B, Hkv, N]."""
-        return self.scorer.score(signals)
+        """Both together, [B, Hkv, N]."""
+        distance = z_scores(Manifold().score(signals), signals.valid)
+        return distance + self.weight * signals.tokens * super().score(signals)
