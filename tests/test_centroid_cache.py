@@ -11,7 +11,7 @@ from fastkv.parallel import Parallel
 from fastkv.plan import Plan
 from fastkv.policies import get
 from fastkv.prefill import evicted_mass
-from fastkv.reference.centroids import VALUE_WEIGHT
+from fastkv.reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
 from fastkv.state import LayerState
 
 from .models import build, generate, policy, prompt
@@ -28,10 +28,10 @@ F64 = torch.float64
 
 def joined(parts, new, keys, values, num):
     """Parts of one head after the tokens `new`, oldest first, have joined `num` of them."""
-    for start in range(0, len(new), 256):
-        parts, half = [*parts, *([token] for token in new[start : start + 256])], 0
+    for start in range(0, len(new), BLOCK):
+        parts, half = [*parts, *([token] for token in new[start : start + BLOCK])], 0
         while len(parts) > num:
-            joins, table = min(len(parts) - num, max(len(parts) // 8, 1)), costs(parts, keys, values)
+            joins, table = min(len(parts) - num, max(len(parts) // ROUND_SHARE, 1)), costs(parts, keys, values)
             offers = [
                 min((table[mover][to], mover, to) for to in range(1 - half, len(parts), 2))
                 for mover in range(half, len(parts), 2)
