@@ -12,7 +12,7 @@ from fastkv.demo.plot import COLOURS, MARKERS
 
 from .plots import longest_legend, tidy
 from .results import Mean
-from .verdict_cases import FASTKV, LENGTHS, READS, TRAINED
+from .verdict_cases import CONTESTANTS, FASTKV, LENGTHS, READS, TRAINED
 from .verdict_judge import Place, Results
 
 COLUMNS = 4
@@ -23,7 +23,7 @@ def plot_errors(results: Results, path: Path) -> None:
     panels = list(dict.fromkeys((place.geometry, place.read) for place in results.places()))
     if not panels:
         return
-    names = results.names()
+    names = [one.name for one in CONTESTANTS]
     height = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(3.6 * COLUMNS, 3.4 * height + 0.7), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
@@ -48,8 +48,9 @@ def plot_errors(results: Results, path: Path) -> None:
         tidy(axis)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
+    for axis in axes[-COLUMNS:]:
+        axis.set_xlabel("L, tokens that MomentKV keeps", fontsize=9)
     for axis in axes[::COLUMNS]:
         axis.set_ylabel("error of attention outputs")
-    figure.supxlabel("L, tokens that MomentKV keeps in the same bytes", fontsize=9)
     figure.legend(*longest_legend(figure), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(path)
