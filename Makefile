@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test coverage mutations eval-report: export OMP_WAIT_POLICY ?= passive
+demo test coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test check coverage test-matrix mutations aot perf perf-report eval-report clean
+.PHONY: help demo test check coverage test-matrix mutations aot perf perf-report eval-report verdict clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -47,6 +47,10 @@ perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the 
 eval-report: export OMP_NUM_THREADS ?= 1
 eval-report: $(STAMP)perf ## quality of every policy and ablation on the bundled model: measures what is missing, writes tables
 	$(BIN)/python -m perf.evaluation $(ARGS)
+
+verdict: export OMP_NUM_THREADS ?= 1
+verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
+	$(BIN)/python -m perf.evaluation.verdict $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info

@@ -20,22 +20,27 @@ PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta 
 class LayerCost:
     """Bytes per sequence of one layer's state: `per_token` for each token per KV head, `fixed` for the rest.
 
-    On top come `sketch` for each token per KV head, at least `least` in all: what is remembered of evicted tokens.
+    On top come `sketch` for each token per KV head, in whole parts of `part` bytes, at least `least` in all: what is
+    remembered of evicted tokens.
     """
 
     per_token: float
     fixed: int
     sketch: float = 0.0
+    part: int = 1
     least: int = 0
 
-    def spent(self, tokens: int) -> float:
-        """Bytes of so many tokens per KV head, at most."""
-        return self.fixed + self.per_token * tokens + max(self.sketch * tokens, self.least)
+    def spent(self, tokens: float) -> float:
+        """Bytes of a whole number of tokens per KV head."""
+        return self.fixed + self.per_token * tokens + max(self.sketch * tokens // self.part * self.part, self.least)
 
     def tokens(self, room: float) -> float:
         """The largest whole number of tokens per KV head that fit; negative if there is no room for any."""
-        room -= self.fixed
-        return min((room - self.least) // self.per_token, room // (self.per_token + self.sketch))
+        left = room - self.fixed
+        found = min((left - self.least) // self.per_token, left // (self.per_token + self.sketch))
+        while self.spent(found + 1) <= room:  # where no further part begins
+            found += 1
+        return found
 
 
 @dataclass(frozen=True)

@@ -217,12 +217,13 @@ class LayerState:
             return cls.allocate(meta[0], meta[1], replace(layout(tokens), sketched=0)).nbytes()
 
         each = (spent(2 * SAMPLE) - spent(SAMPLE)) / SAMPLE
-        share, least = 0.0, 0
+        share, part, least = 0.0, 1, 0
         if layout(SAMPLE).sketched:
             heads, dims = like_keys.shape[1], (like_keys.shape[-1], like_values.shape[-1])
             share = heads * sum(dims) * like_keys.element_size() / SKETCH_SHARE
-            least = heads * LEAST_CENTROIDS * centroid_bytes(*dims)
-        return LayerCost(each, spent(SAMPLE) - round(SAMPLE * each), share, least)
+            part = heads * centroid_bytes(*dims)
+            least = LEAST_CENTROIDS * part
+        return LayerCost(each, spent(SAMPLE) - round(SAMPLE * each), share, part, least)
 
     @property
     def tiers(self) -> dict[str, Slots]:

@@ -266,8 +266,8 @@ MUTATIONS = [
     bug(
         "bytes forget what a layer costs apart from tokens",
         "budget.py",
-        "(self.bytes / num_layers - cost.fixed)",
-        "(self.bytes / num_layers)",
+        "left = room - self.fixed",
+        "left = room",
         BYTES,
     ),
     bug("a share of the prompt is rounded down", "budget.py", "math.ceil(self.keep", "math.floor(self.keep", SHARES),

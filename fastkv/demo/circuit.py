@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from .tasks import VOCABULARY, build_tokenizer
 
@@ -33,7 +33,7 @@ def config() -> LlamaConfig:
 
 
 @torch.no_grad()
-def initialise(model: LlamaForCausalLM, generator: torch.Generator) -> None:
+def initialise(model: LlamaForCausalLM | Qwen3ForCausalLM, generator: torch.Generator) -> None:
     """Random weights with a rough induction circuit in the first two layers.
 
     Every embedding is a random unit vector plus one common unit vector. Layer 0: queries and keys read only the common
@@ -42,8 +42,8 @@ def initialise(model: LlamaForCausalLM, generator: torch.Generator) -> None:
     those that stand two words after an earlier occurrence of the previous word, and all copy what they find. The later
     layers and all MLPs start at zero output.
     """
-    hidden, dim = model.config.hidden_size, HEAD_DIM
     layers = model.model.layers
+    hidden, dim = model.config.hidden_size, layers[0].self_attn.head_dim
     basis = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator)).Q.T
     common, word, one_back, two_back, three_back = basis.split([1, dim, dim, dim, hidden - 1 - 3 * dim])
     common = common[0]

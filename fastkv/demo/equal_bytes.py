@@ -66,18 +66,21 @@ def stored_bytes(cache: FastKVCache) -> int:
 
 
 def token_bytes(cache: FastKVCache) -> int:
-    """Bytes per sequence of one more token in every KV head of every compressed layer."""
+    """`state_token_bytes` of all compressed layers together."""
+    return round(sum(state_token_bytes(state) for state in _states(cache)))
 
-    def each(state: LayerState) -> float:
-        keys, values, heads = state.exact.keys, state.exact.values, state.heads
-        assert values is not None
-        like_keys, like_values = (
-            torch.empty(1, heads, 1, rows.shape[-1], dtype=rows.dtype, device="meta") for rows in (keys, values)
-        )
-        layout = state.layout
-        return LayerState.cost(like_keys, like_values, lambda num: replace(layout, tokens=(num,) * heads)).per_token
 
-    return round(sum(each(state) for state in _states(cache)))
+def state_token_bytes(state: LayerState) -> float:
+    """Bytes per sequence of one more token in every KV head, with the centroid that it may bring."""
+    keys, values, heads, layout = state.exact.keys, state.exact.values, state.heads, state.layout
+    assert values is not None
+    like_keys, like_values = (
+        torch.empty(1, heads, 1, rows.shape[-1], dtype=rows.dtype, device="meta") for rows in (keys, values)
+    )
+    cost = LayerState.cost(like_keys, like_values, lambda num: replace(layout, tokens=(num,) * heads))
+    more = replace(layout, sketched=layout.sketched + 1) if layout.sketched else layout
+    sizes = keys.shape[-1], values.shape[-1], keys.element_size()
+    return cost.per_token + cost.part * (more.centroids(*sizes) - layout.centroids(*sizes))
 
 
 def assert_equal_bytes(caches: Mapping[str, FastKVCache], bound: int) -> None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from . import MODEL_DIR, load
 from .card import accuracy, card_of, evaluate, save
@@ -37,7 +37,7 @@ WARMUP_STEPS = 20
 FINAL_RATE = 0.05  # the cosine ends at this share of the learning rate
 
 
-def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+def loss_of(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Cross entropy of the labelled words plus `REST_WEIGHT` times that of the others; and the labelled part alone."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]

@@ -32,8 +32,10 @@ from ..errors import FastKVError, check_groups, check_shape
 from .moments import MASSES, compute_dtype
 
 VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
-BLOCK = 256  # evicted tokens that join at once: bounds the table of costs at [B, Hkv, M + BLOCK, M + BLOCK]
-ROUND_SHARE = 8  # at most one centroid in so many disappears in a round: more rounds, closer to the exact rule
+BLOCK = (
+    1024  # evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2]
+)
+ROUND_SHARE = 4  # at most one centroid in so many disappears in a round: more rounds, closer to the exact rule
 
 
 @dataclass
@@ -100,30 +102,28 @@ class Centroids:
                 torch.cat([total.keys, new_keys], 2),
                 torch.cat([total.values, new_values], 2),
                 torch.cat([total.spread, torch.zeros_like(count)], 2),
-            )
-            half = 0
+            ).packed()
+            used, half = (total.count > 0).sum(-1), 0
             while total.num > num:
-                used = (total.count > 0).sum(-1)
                 joins = torch.minimum(used - num, (used // ROUND_SHARE).clamp(min=1)).clamp(min=0)
                 # No head has more in use afterwards than one that had all of them in use.
                 left = max(num, total.num - max(total.num // ROUND_SHARE, 1))
                 total = total.joined(joins, half).packed(left)
-                half = 1 - half
+                used, half = used - joins, 1 - half
         return total
 
     def joined(self, joins: Tensor, half: int) -> Centroids:
-        """The same tokens in fewer parts: the cheapest merges of one half into the other.
+        """The same tokens in fewer parts: the cheapest merges of one half into the other. Used ones must come first.
 
         Args: joins [B, Hkv] int, how many merges; at most half of the used centroids (rounded down) can disappear.
-            half: 0 if the first, third, ... used centroid may disappear, 1 if the second, fourth, ...
+            half: 0 if the first, third, ... centroid may disappear, 1 if the second, fourth, ...
         """
-        used = self.count > 0
-        movable = used & (used.cumsum(-1) % 2 != half)
-        cost = self.costs().masked_fill((movable | ~used)[:, :, None], float("inf"))
-        least, partner = cost.min(-1)
-        rank = least.masked_fill(~movable, float("inf")).argsort(dim=-1, stable=True).argsort(dim=-1)
-        target = torch.arange(self.num, device=rank.device).expand_as(rank)
-        target = torch.where(rank < joins[..., None], partner, target)
+        least, partner = self.costs(half).min(-1)
+        rank = least.argsort(dim=-1, stable=True).argsort(dim=-1)  # of unused ones, which cost inf, last
+        places = torch.arange(self.num, device=rank.device)
+        gone = torch.where(rank < joins[..., None], places[1 - half :: 2][partner], places[half::2])
+        target = places.expand(self.count.shape).clone()
+        target[..., half::2] = gone
 
         def summed(rows: Tensor) -> Tensor:
             return torch.zeros_like(rows).scatter_add_(2, along(target, rows), rows)
@@ -134,8 +134,8 @@ class Centroids:
         moved = self.keys - keys.gather(2, along(target, keys))
         return Centroids(count, keys, values, summed(self.spread + self.count * moved.square().mean(-1)))
 
-    def packed(self, num: int) -> Centroids:
-        """The first `num` of them, used ones before unused ones."""
+    def packed(self, num: int | None = None) -> Centroids:
+        """The first `num` of them (default all), used ones before unused ones."""
         order = (self.count == 0).to(torch.uint8).argsort(dim=-1, stable=True)[..., :num]
         return Centroids(*(rows.gather(2, along(order, rows)) for rows in self.tensors()))
 
@@ -148,8 +148,11 @@ class Centroids:
         """count, keys, values and spread."""
         return self.count, self.keys, self.values, self.spread
 
-    def costs(self) -> Tensor:
-        """[B, Hkv, M, M], what joining two centroids adds to the weighted sum of squares within parts."""
+    def costs(self, half: int) -> Tensor:
+        """[B, Hkv, movers, partners], what a merge adds to the weighted sum of squares within parts; inf if unused.
+
+        Movers are the first, third, ... centroid if half is 0, and partners the others; the other way round if it is 1.
+        """
         total = self.count.sum(-1).clamp(min=1)[..., None, None]
         parts = []
         for rows, importance in ((self.keys, 1.0), (self.values, VALUE_WEIGHT)):
@@ -157,10 +160,13 @@ class Centroids:
             variance = (self.count[..., None] * away.square()).sum((2, 3))[..., None, None] / total
             parts.append(away * (importance / variance.clamp(min=torch.finfo(rows.dtype).tiny)).sqrt())
         points = torch.cat(parts, -1)
-        squares = points.square().sum(-1)
-        distance = squares[..., :, None] + squares[..., None, :] - 2 * points @ points.transpose(-1, -2)
-        one, other = self.count[..., :, None], self.count[..., None, :]
-        return distance.clamp(min=0) * one * other / (one + other).clamp(min=1)
+        unused = self.count == 0
+        squares = points.square().sum(-1).masked_fill(unused, float("inf"))
+        share = 1 / self.count.masked_fill(unused, 1)
+        movers, partners = slice(half, None, 2), slice(1 - half, None, 2)
+        product = (-2 * points[:, :, movers]) @ points[:, :, partners].transpose(-1, -2)
+        distance = (product + squares[..., movers, None] + squares[..., None, partners]).clamp(min=0)
+        return distance / (share[..., movers, None] + share[..., None, partners])
 
 
 def along(index: Tensor, rows: Tensor) -> Tensor:
