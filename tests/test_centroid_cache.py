@@ -286,7 +286,7 @@ def test_kernels_agree(heads):
     every=st.integers(1, 9),
 )
 def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, sharing, layers, every):
-    """Of states as they are allocated; another token in every layer would not fit, of unequal layers up to a centroid."""
+    """Of states as they are allocated; another token in every layer would not fit, up to a centroid if unequal."""
     layers = layers if isinstance(layers, str) else layers[:num_layers]
     budget = Budget(bytes=total, sinks=1, recent=2, heads=sharing, layers=layers)
     plan = Plan(get("fastkv"), budget, evict_every=every, centroids=True)
