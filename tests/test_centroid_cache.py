@@ -245,16 +245,16 @@ def test_the_policy_adds_attention_to_distance():
     keys, attention = torch.randn(1, 2, 30, 8, generator=random), torch.rand(1, 2, 30, generator=random) / 20
     valid = torch.arange(30).expand(1, 2, 30) < 27
     rest = {"values": keys, "positions": torch.arange(30, dtype=torch.int32).expand(1, 2, 30), "valid": valid}
-    rest |= {"moments": Moments.empty(1, 2, 8, 8), "scale": 0.3, "layer": 0, "tokens": 11, "attention": attention}
-    found = get("fastkv", weight=1.5).score(Signals(keys=keys, decoding=True, **rest))
+    rest |= {"moments": Moments.empty(1, 2, 8, 8), "scale": 0.3, "layer": 0, "attention": attention}
+    found = get("fastkv", weight=20).score(Signals(keys=keys, decoding=True, **rest))
     for head in range(2):
         own = keys[0, head, :27].double()
         distance = (own - own.mean(0)).norm(dim=-1)
-        want = (distance - distance.mean()) / distance.std(correction=0) + 1.5 * 11 * attention[0, head, :27]
+        want = (distance - distance.mean()) / distance.std(correction=0) + 20 * attention[0, head, :27]
         torch.testing.assert_close(found[0, head, :27].double(), want, atol=1e-5, rtol=1e-5)
-    read = get("fastkv", weight=1.5, pool=3).score(Signals(keys=keys, decoding=False, **rest))
+    read = get("fastkv", weight=20, pool=3).score(Signals(keys=keys, decoding=False, **rest))
     pooled = (attention[0, 0, 4] + attention[0, 0, 5] + attention[0, 0, 6]) / 3
-    torch.testing.assert_close(read[0, 0, 5] - found[0, 0, 5], 1.5 * 11 * (pooled - attention[0, 0, 5]))
+    torch.testing.assert_close(read[0, 0, 5] - found[0, 0, 5], 20 * (pooled - attention[0, 0, 5]))
     ids, mask = prompt()
     model, tokens = build(), []
     for chosen in (get("fastkv", weight=0), get("manifold")):
@@ -300,7 +300,7 @@ def test_kernels_agree(heads):
     every=st.integers(1, 9),
 )
 def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, sharing, layers, every):
-    """Of states as they are allocated; another token in every layer would not fit, of unequal layers up to a centroid."""
+    """Of states as they are allocated; another token in every layer would not fit, up to a centroid if unequal."""
     layers = layers if isinstance(layers, str) else layers[:num_layers]
     budget = Budget(bytes=total, sinks=1, recent=2, heads=sharing, layers=layers)
     plan = Plan(get("fastkv"), budget, evict_every=every, centroids=True)

@@ -17,13 +17,13 @@ from .snapkv import SnapKV
 
 @dataclass(frozen=True)
 class FastKV(SnapKV):
-    """score = z(|k - mu|) + weight L a: ManifoldKV's distance, and SnapKV's attention in units of an equal share of it.
+    """score = z(|k - mu|) + weight a: ManifoldKV's distance in standard deviations, plus SnapKV's attention.
 
     Source: fastkv's own, from the scores of `Manifold` (ManifoldKV, arXiv:2602.08343) and `SnapKV` (arXiv:2404.14469).
-    L is how many tokens a head keeps, so L a = 1 for one that gets as much attention as each of L equal ones. Attention
-    that is spread out, as over a text whose question is not known yet, hardly moves a score; a token that a question
-    points at rises above all others. Distance alone finds what stands out but not what was asked for, attention alone
-    forgets what is asked later.
+    A token that gets 1 / weight of the attention gains as much as one standard deviation of distance. Attention that is
+    spread out, as over a text whose question is not known yet, hardly moves a score; a token that a question points at
+    rises above all others. Distance alone finds what stands out but not what was asked for, attention alone forgets what
+    is asked later.
 
     Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
     `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
@@ -31,20 +31,20 @@ class FastKV(SnapKV):
     Args:
         window: observation window, queries.
         pool: odd width of the average pooling of the attention.
-        weight: of the attention; 0 for ManifoldKV's choice.
+        weight: of the attention, in standard deviations of distance; 0 for ManifoldKV's choice.
     """
 
     name: ClassVar[str] = "fastkv"
     correction: ClassVar[str] = "centroids"
 
-    weight: float = 2.0
+    weight: float = 64.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.weight < math.inf:
-            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 2.0")
+            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 64.0")
 
     def score(self, signals: Signals) -> Tensor:
         """Both together, [B, Hkv, N]."""
         distance = z_scores(Manifold().score(signals), signals.valid)
-        return distance + self.weight * signals.tokens * super().score(signals)
+        return distance + self.weight * super().score(signals)

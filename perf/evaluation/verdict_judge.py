@@ -171,7 +171,7 @@ def not_lower(sentence: str, cells: list[Comparison]) -> Judgement:
 def judged(results: Results, name: str = FASTKV) -> list[Judgement]:
     """All sentences for a contestant."""
     policy = next((one.policy for one in (*CONTESTANTS, *SHARES) if one.name == name), "")
-    same = SELECTIONS.get(policy)
+    same = SELECTIONS.get(policy) if name not in ALONE else None
 
     def cells(measure: str, *rivals: str) -> list[Comparison]:
         return compare(results, measure, name, rivals)

@@ -115,8 +115,8 @@ def contestants(results: Results) -> str:
 
 Errors as a share of MomentKV's, geometric means over L and geometries: all, `whole` ({READS[WHOLE]})
 and `later` ({READS[LATER]}) of the trained models, and synthetic. KL and right answers: means over L
-and the trained models. `sentences`: of the table above, met by this contestant; MomentKV's selection has no contestant
-that has it and nothing else, hence two less. Smallest error: {first}. Most sentences met: {", ".join(most) or "-"}.
+and the trained models. `sentences`: of the table above, met by this contestant; without one that has
+the same selection and nothing else there are two less. Smallest error: {first}. Most sentences met: {", ".join(most) or "-"}.
 Contestants that have not been measured everywhere are left out.
 
 {table(header, lines)}"""

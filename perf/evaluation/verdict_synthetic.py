@@ -96,10 +96,10 @@ class SyntheticBench:
             outs = []
             for part in (slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, PROMPT + FED))):
                 outs.append(layer(self.q[:, :, part], self.k[:, :, part], self.v[:, :, part]))
+            assert layer.rule is not None and layer.state is not None
+            nbytes = {"stored": stored, "bound": bound, "token": round(state_token_bytes(layer.state))}
         out = torch.cat(outs[1:], 2).double()
         error = ((out - self.full).norm(dim=-1) / self.full.norm(dim=-1)).mean((1, 2))
-        assert layer.rule is not None and layer.state is not None
-        nbytes = {"stored": stored, "bound": bound, "token": round(state_token_bytes(layer.state))}
         check_held(case, nbytes)
         return {"error": {STEPS: error.tolist()}, "kept": layer.rule.total, "bytes": nbytes}
 
