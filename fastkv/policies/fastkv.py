@@ -22,8 +22,8 @@ class FastKV(SnapKV):
     Source: fastkv's own, from the scores of `Manifold` (ManifoldKV, arXiv:2602.08343) and `SnapKV` (arXiv:2404.14469).
     A token that gets 1 / weight of the attention gains as much as one standard deviation of distance. Attention that is
     spread out, as over a text whose question is not known yet, hardly moves a score; a token that a question points at
-    rises above all others. Distance alone finds what stands out but not what was asked for, attention alone forgets what
-    is asked later.
+    rises above all others. Distance alone finds what stands out but not what was asked for, attention alone forgets
+    what is asked later.
 
     Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
     `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
