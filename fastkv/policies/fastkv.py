@@ -37,12 +37,12 @@ class FastKV(SnapKV):
     name: ClassVar[str] = "fastkv"
     correction: ClassVar[str] = "centroids"
 
-    weight: float = 64.0
+    weight: float = 128.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.weight < math.inf:
-            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 64.0")
+            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 128.0")
 
     def score(self, signals: Signals) -> Tensor:
         """Both together, [B, Hkv, N]."""
