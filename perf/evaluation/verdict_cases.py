@@ -33,11 +33,12 @@ CONTESTANTS = (
     Contestant("MomentKV, cosh", "momentkv", "cosh"),
     Contestant("SnapKV + centroids", "snapkv", "centroids"),
     Contestant("ManifoldKV + cosh", "manifold", "cosh"),
+    Contestant("ManifoldKV + centroids", "manifold", "centroids"),
     Contestant(FASTKV, "fastkv"),
 )
 SHARES = (
-    Contestant("fastkv, 1/8", "fastkv", share=8),
-    Contestant("fastkv, 1/4", "fastkv", share=4),
+    Contestant("ManifoldKV + centroids, 1/8", "manifold", "centroids", 8),
+    Contestant("ManifoldKV + centroids, 1/4", "manifold", "centroids", 4),
 )
 
 BUNDLED, SECOND = "bundled model", "second model"
