@@ -109,17 +109,23 @@ def contestants(results: Results) -> str:
     lines.sort(key=lambda line: float(line[1]))
     header = ("", "error", *(f"error, {one}" for one in (WHOLE, LATER, "synthetic")))
     header += ("KL, whole", "KL, later", "right, whole, %", "right, later, %", "cells at most MomentKV's", "sentences")
-    first = lines[0][0].strip("*") if lines else "-"
-    most = [name for name, share in held.items() if share == max(held.values())]
+    most = ", ".join(name for name, share in held.items() if share == max(held.values()))
     return f"""## All contestants
 
 Errors as a share of MomentKV's, geometric means over L and geometries: all, `whole` ({READS[WHOLE]})
 and `later` ({READS[LATER]}) of the trained models, and synthetic. KL and right answers: means over L
 and the trained models. `sentences`: of the table above, met by this contestant; without one that has
-the same selection and nothing else there are two less. Smallest error: {first}. Most sentences met: {", ".join(most) or "-"}.
-Contestants that have not been measured everywhere are left out.
+the same selection and nothing else there are two less. Contestants that have not been measured everywhere are left
+out. Smallest error: {leader(lines, 1)}. Smallest KL: {leader(lines, 5, 6)}. Most right answers:
+{leader(lines, 7, 8, sign=-1)}. Largest share of its sentences met: {most or "-"}.
 
 {table(header, lines)}"""
+
+
+def leader(lines: list[tuple[str, ...]], *columns: int, sign: int = 1) -> str:
+    """The contestant with the smallest sum of columns, or the largest where the sign is -1."""
+    known = [line for line in lines if all(line[column] != "-" for column in columns)]
+    return min(known, key=lambda line: sign * sum(float(line[one]) for one in columns))[0].strip("*") if known else "-"
 
 
 def average(results: Results, measure: str, name: str, read: str, times: float, form: str) -> str:
