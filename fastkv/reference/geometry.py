@@ -49,8 +49,9 @@ def manifold_scores(
     """
     check_metric(metric, window)
     batch, heads, num, dim = keys.shape
-    real = _real(keys, mask)
-    keys = torch.where(real[..., None], keys.to(compute_dtype(keys)), 0)
+    real, keys = _real(keys, mask), keys.to(compute_dtype(keys))
+    if mask is not None:
+        keys = torch.where(real[..., None], keys, 0)
     if window is None or window >= num:
         center = keys.sum(2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
     else:

@@ -49,22 +49,27 @@ def keydiff_scores(
         mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
     else:
         keys = torch.where(mask[..., None], keys, 0)  # a masked-out row may hold NaN
-    norms = keys.norm(dim=-1).clamp(min=EPSILON)
-    weights = mask.to(keys.dtype)
-    if anchor in ("normalized_mean", "pairwise"):
-        weights = weights / norms
-    total = (weights[:, :, None] @ keys)[:, :, 0]
+    norms = torch.linalg.vector_norm(keys, dim=-1).clamp(min=EPSILON)
+    if anchor in ("mean", "median"):
+        total = keys.sum(2)
+    else:
+        total = ((mask / norms)[:, :, None] @ keys)[:, :, 0]
     if anchor == "pairwise":
         # The sum of cosines with every key is the cosine with their sum: no N x N matrix is needed.
-        return -(keys @ total[..., None])[..., 0] / norms
+        return -dots(keys, total) / norms
     center = total / mask.sum(-1).clamp(min=1)[..., None]
     if anchor == "median":
         center = torch.where(mask[..., None], keys, torch.nan).nanmedian(2).values.nan_to_num(0.0)
     if distance == "cosine":
-        return -(keys @ F.normalize(center, dim=-1)[..., None])[..., 0] / norms
+        return -dots(keys, F.normalize(center, dim=-1)) / norms
     if distance == "dot":
-        return -(keys @ center[..., None])[..., 0]
+        return -dots(keys, center)
     return (keys - center[:, :, None]).norm(dim=-1)
+
+
+def dots(keys: Tensor, one: Tensor) -> Tensor:
+    """k . one for all keys [B, Hkv, N, D] and one vector [B, Hkv, D] of each head: [B, Hkv, N]."""
+    return (one[:, :, None] @ keys.transpose(-1, -2))[:, :, 0]  # three times as fast as with the vector on the right
 
 
 def window_attention(

@@ -65,7 +65,8 @@ def places(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
     """Which tokens no policy may evict: position < sinks, or among the last `recent` of the `seen` [B] true tokens."""
-    return (positions < sinks) | (positions >= seen[:, None, None] - recent)
+    first_recent = (seen - recent).to(positions.dtype)[:, None, None]
+    return (positions < sinks) | (positions >= first_recent)
 
 
 def joined(*parts: Tensor) -> Tensor:
