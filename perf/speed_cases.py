@@ -119,7 +119,7 @@ def cpu_parts() -> dict[str, list[Case]]:
     families = [*grid(rivals("qwen3-small"), (2048, 8192), (4,))]
     gemma = [c for c in rivals("gemma-3-small") if c.contender != "kvpress"]  # see README.md
     return {
-        "cpu_context": grid(rivals(SMALL), (16_384, 8192, 4096, 2048), (4,)),
+        "cpu_context": grid(rivals(SMALL, ("keydiff", "momentkv", "fastkv")), (16_384, 8192, 4096, 2048), (4,)),
         "cpu_batch": grid(rivals(SMALL), (8192,), (1, 2, 4)),
         "cpu_budget": grid([*budgets, *others], (8192,), (4,)),
         "cpu_generate": grid([full(SMALL), *whole, *blocks], (8192,), (4,), what="generate"),
