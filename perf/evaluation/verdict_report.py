@@ -25,8 +25,8 @@ of 960 tokens and 48 decode steps through `fastkv.FastKVAttention`, compared wit
 FAILED = """## What failed
 
 Of the caches above: every cell called missed. The following was measured outside the repository, on the bundled
-model with SnapKV's selection unless said otherwise, and not rerun for this report; errors at L = 32 and 128, where tokens
-alone have 0.376 and 0.280, MomentKV 0.322 and 0.230, and the mean with the cosh mass 0.315 and 0.238:
+model with SnapKV's selection unless said otherwise, and not rerun for this report; errors at L = 32 and 128, where
+tokens alone have 0.376 and 0.280, MomentKV 0.322 and 0.230, and the mean with the cosh mass 0.315 and 0.238:
 
 - Gaussian mass, `exp(v / 2)` in place of `cosh`, with the mean: 0.563 and 0.490.
 - The true mass of the evicted tokens with the first-order value: 0.385 and 0.287.
@@ -36,9 +36,9 @@ alone have 0.376 and 0.280, MomentKV 0.322 and 0.230, and the mean with the cosh
 - Centroids with a selection that takes the better of SnapKV's and ManifoldKV's rank (18 questions, whole and later, at
   the bytes of this report): error 0.152 and 0.408 at L = 64 where fastkv had 0.284 and 0.313; right answers at L = 128
   100 % and 44 % where fastkv had 100 % and 94 %. What helps a question that has been read costs one that has not.
-- Tokens with more than 1 % of the last queries' pooled attention first, then ManifoldKV's, with centroids (36 questions):
-  right answers 42 % and 11 % at L = 32 where fastkv had 22 % and 14 %, 58 % and 31 % at L = 64 where it had 56 % and
-  36 %. The threshold moves answers from one way of reading to the other.
+- Tokens with more than 1 % of the last queries' pooled attention first, then ManifoldKV's, with centroids (36
+  questions): right answers 42 % and 11 % at L = 32 where fastkv had 22 % and 14 %, 58 % and 31 % at L = 64 where it had
+  56 % and 36 %. The threshold moves answers from one way of reading to the other.
 """
 
 
