@@ -39,8 +39,8 @@ tokens alone have 0.376 and 0.280, MomentKV 0.322 and 0.230, and the mean with t
   one that has not. The sum of their z-scores (12 questions, other texts): 0.165 and 0.392 at L = 64, where attention as
   it is, weighted by 95, had 0.180 and 0.293; their product 0.182 and 0.466.
 - Tokens with more than 1 % of the last queries' pooled attention first, then ManifoldKV's, with centroids (36
-  questions): right answers 42 % and 11 % at L = 32 where ManifoldKV's had 22 % and 14 %, 58 % and 31 % at L = 64 where it
-  had 56 % and 36 %.
+  questions): right answers 42 % and 11 % at L = 32 where ManifoldKV's had 22 % and 14 %, 58 % and 31 % at L = 64 where
+  it had 56 % and 36 %.
 
 The weight of the attention in `policy="fastkv"`, 128, was chosen on other texts (seeds from 650000, 12 to 18 questions,
 both models, 32 to 314 tried). It replaced a weight of twice the tokens kept, which had been seen on four cells of this
