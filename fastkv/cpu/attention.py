@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..reference import Centroids, Moments, append, centroid_estimate, merge_partials, moment_estimate, unpack
+from ..reference import Centroids, Moments, append, centroid_estimate, moment_estimate, unpack
 from ..reference.attention import add_to_slab
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +48,12 @@ def unused(lengths: Tensor, slots: int) -> Tensor:
     """The mask [B, Hkv, 1, slots] that hides what lies beyond lengths [B, Hkv]."""
     held = torch.arange(slots, device=lengths.device) < lengths[..., None, None]
     return torch.where(held, 0.0, float("-inf"))
+
+
+def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.merge_partials`, in place in `out`."""
+    share = torch.sigmoid(other_lse - lse).nan_to_num(0.0)  # not a number where neither sees anything
+    return out.lerp_(other, share[..., None]), torch.logaddexp(lse, other_lse)
 
 
 def estimate(
@@ -125,17 +131,15 @@ def prefill_attention(
     mass: str = "jensen",
 ) -> tuple[Tensor, Tensor]:
     """`reference.prefill_attention` without softcap: the block by itself, causally, merged with what came before it."""
-    batch, heads, dim = *lengths.shape, q.shape[-1]
+    groups = q.shape[1] // lengths.shape[1]
     padding = torch.where(new_valid, 0.0, float("-inf"))[:, None, None]
     out, lse = attend(q, new_keys, new_values, scale, padding, causal=True)
     lse = lse.masked_fill((new_valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:
-        # Queries of a group read the same keys, so they may stand in line as if they were of one head.
-        line = q.reshape(batch, heads, -1, dim)
-        past, past_lse = attend(line, keys, values, scale, unused(lengths, keys.shape[2]))
-        past_lse = past_lse.masked_fill((lengths == 0)[..., None], float("-inf"))
-        out, lse = merge_partials(out, lse, past.reshape(out.shape), past_lse.reshape(lse.shape))
+        lengths = lengths.repeat_interleave(groups, 1)
+        past, past_lse = attend(q, keys, values, scale, unused(lengths, keys.shape[2]))
+        out, lse = merged(out, lse, past, past_lse.masked_fill((lengths == 0)[..., None], float("-inf")))
     known = estimate(q, moments, None, scale, order, mass)
     if known is not None:
-        out, lse = merge_partials(out, lse, *known)
+        out, lse = merged(out, lse, *known)
     return out.to(q.dtype), lse
