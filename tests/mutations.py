@@ -134,15 +134,15 @@ MUTATIONS = [
     bug(
         "equal scores go to the higher position",
         "reference/selection.py",
-        "(descending << 30) + positions)",
-        "(descending << 30) - positions)",
+        "(descending << 30) + positions",
+        "(descending << 30) - positions",
         SELECT,
     ),
     bug(
         "one recent token too few is protected",
         "reference/selection.py",
-        "(positions >= seen[:, None, None] - recent)",
-        "(positions > seen[:, None, None] - recent)",
+        "(positions >= first_recent)",
+        "(positions > first_recent)",
         KEEP,
     ),
     bug(
@@ -155,15 +155,15 @@ MUTATIONS = [
     bug(
         "unequal heads keep one token too many",
         "reference/selection.py",
-        "tokens = (starts.diff() - drop)",
-        "tokens = (starts.diff() - drop + 1)",
+        "(starts.diff() - drop).clamp(min=0)",
+        "(starts.diff() - drop + 1).clamp(min=0)",
         EVICT,
     ),
     bug(
         "the anchor of keydiff counts empty slots",
         "reference/scores.py",
-        "count = real.sum(-1).clamp(min=1)[..., None]",
-        "count = real.shape[-1]",
+        "center = total / mask.sum(-1).clamp(min=1)[..., None]",
+        "center = total / keys.shape[2]",
         "properties.py::test_keydiff_of_some_slots_is_that_of_their_tokens",
     ),
     bug(

@@ -209,3 +209,22 @@ def test_the_reference_does_what_the_fused_kernel_cannot(why):
     if why == "values of another size":
         assert results[0].shape[-1] == 24
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("how", ["refuses", "reads another head", "sees the future"])
+def test_a_kernel_that_does_something_else_is_not_used(how, monkeypatch):
+    attention = cpu.attention
+    right = attention.attend
+
+    def other(q, keys, values, scale, mask, causal=False):
+        if how == "refuses":
+            raise RuntimeError("attn_mask and is_causal exclude each other")
+        if how == "reads another head":
+            return right(q, keys.flip(1), values.flip(1), scale, mask, causal)
+        return right(q, keys, values, scale, mask, False)
+
+    assert attention.fused_as_expected()
+    monkeypatch.setattr(attention, "attend", other)
+    monkeypatch.setattr(attention, "fused_as_expected", attention.fused_as_expected.__wrapped__)
+    q = torch.randn(1, 4, 16)
+    assert not cpu.serves("auto", q, q, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def serves(backend: str, q: Tensor, values: Tensor, softcap: float | None) -> bool:
     """Whether attention of q [..., D] to values [..., Dv] can run here; the reference does what cannot."""
     plain = softcap is None and q.dtype in DTYPES and q.shape[-1] == values.shape[-1]
-    return backend == "auto" and q.device.type == "cpu" and plain
+    return backend == "auto" and q.device.type == "cpu" and plain and fused_as_expected()
+
+
+@cache
+def fused_as_expected() -> bool:
+    """Whether this torch's kernel takes a mask beside causality and lets several query heads read the same keys.
+
+    Neither is documented of an operator that is torch's own, so it is asked once, with an example.
+    """
+    q, room = torch.linspace(-3, 2, 96).cos().view(1, 4, 3, 8), torch.linspace(-1, 5, 192).sin().view(2, 1, 4, 3, 8)
+    keys, values = room[:, :, :2]  # where further heads would be read, there is memory
+    mask = torch.tensor([float("-inf"), 0.0, 0.0])
+    try:
+        out, lse = attend(q, keys, values, 0.7, mask[None, None, None], causal=True)
+    except RuntimeError:
+        return False
+    keys, values = (part.repeat_interleave(2, 1) for part in (keys, values))
+    logits = 0.7 * q @ keys.transpose(-1, -2) + mask + torch.full((3, 3), float("-inf")).triu(1)
+    logits[:, :, 0] = 0.0  # the first query sees nothing
+    pairs = (out, (logits.softmax(-1) @ values)), (lse, logits.logsumexp(-1))
+    return all(torch.allclose(found[:, :, 1:], want[:, :, 1:], atol=1e-5) for found, want in pairs)
 
 
 def hiding(mask: Tensor | None) -> Tensor | None:
