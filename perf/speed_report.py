@@ -95,6 +95,18 @@ def part_table(speed: Speed, part: str) -> str:
         for phase, found in row.get("profile", {}).items()
     ]
     text += table(("model", "cache", "of", "where the time goes"), profiles)
+    steps = [
+        [
+            row["model"],
+            row["cache"],
+            f"{row['steps']['usual']:.2f}",
+            f"{row['steps']['slowest']:.2f}",
+            str(row["period"]),
+        ]
+        for row in rows
+        if "steps" in row
+    ]
+    text += table(("model", "cache", "usual step, ms", "slowest step, ms", "of so many in turn"), steps)
     header = ("model", "prompt", "batch", "cache", "budget", "new tokens", "generate, s", "new tokens/s", "peak, MiB")
     text += table(header, wholes)
     return text + table(("model", "cache", "tokens seen", "ms per step", "against the first"), flats)

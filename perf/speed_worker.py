@@ -152,7 +152,9 @@ def shares(events: Any, cuda: bool) -> list[tuple[str, float]]:
 
 
 def measure_profile(contender: Full, ids: Tensor) -> dict[str, Any]:
-    """Where the time goes, of the prompt and of a period of steps. Profiled runs are slower; these are shares only."""
+    """Where the time goes: of the prompt and of a period of steps, whose profiled runs are slower, so that these are
+    shares only; and, without a profiler, milliseconds of the steps of a period, the slowest of which is the eviction.
+    """
     case, cuda = contender.case, ids.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
     cache = contender.new_cache(ids.shape[1])
@@ -162,9 +164,19 @@ def measure_profile(contender: Full, ids: Tensor) -> dict[str, Any]:
     step = contender.step(cache)
     token = decode(step, token, position, case.period + 1)
     with torch.profiler.profile(activities=activities) as stepping:
-        decode(step, token, position, case.period)
+        token = decode(step, token, position, case.period)
     found = {"prompt": reading, "step": stepping}
-    return {"profile": {name: shares(one.key_averages(), cuda) for name, one in found.items()}}
+    periods: list[list[float]] = [[] for _ in range(case.period)]
+    for _ in range(case.samples):
+        for times in periods:
+            start = now()
+            token = decode(step, token, position, 1)
+            times.append((now() - start) * 1e3)
+    steps = sorted(statistics.median(times) for times in periods)
+    return {
+        "profile": {name: shares(one.key_averages(), cuda) for name, one in found.items()},
+        "steps": {"usual": statistics.median(steps), "slowest": steps[-1]},
+    }
 
 
 MEASURES = {"profile": measure_profile, "decode": measure_decode, "generate": measure_generate, "flat": measure_flat}

@@ -145,7 +145,9 @@ def test_rows_of_the_worker(threads, monkeypatch):
 
 def test_profiles_are_shares_of_what_ran(threads, monkeypatch):
     monkeypatch.setitem(speed_worker.COPY_BYTES, "cpu", 1 << 20)
-    found = measure(replace(KEPT, block=16, what="profile"))["profile"]
+    row = measure(replace(KEPT, block=16, what="profile"))
+    found = row["profile"]
+    assert 0 < row["steps"]["usual"] <= row["steps"]["slowest"]
     for phase in ("prompt", "step"):
         parts = [share for _, share in found[phase]]
         assert len(parts) == 8 and parts == sorted(parts, reverse=True) and 0.2 < sum(parts) <= 1
@@ -405,7 +407,12 @@ MADE_UP = files(
         Case("llama-small", "fastkv", 131_072, 1, "keydiff", 512, what="flat"),
         flat=[{"seen": n, "ms": {"p50": t}} for n, t in ((2048, 9.0), (4096, 4.0), (8192, 4.1), (131_072, 3.8))],
     ),
-    row("cpu_profile", long("full", 8192, what="profile"), profile={"step": [["aten::mm", 0.625], ["aten::add", 0.1]]}),
+    row(
+        "cpu_profile",
+        long("full", 8192, what="profile"),
+        profile={"step": [["aten::mm", 0.625], ["aten::add", 0.1]]},
+        steps={"usual": 1.25, "slowest": 3.5},
+    ),
     {"part": "cpu_long", **long("kvpress", 32_768).as_row(), "skipped": "Error: a | b"},
 )
 
@@ -499,6 +506,7 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
         "| llama-small | 16384 | 4 | fastkv keydiff, blocks | 512 | 6.00 | 4.00 (3.90-4.10) | 1000 | 1.00 | 25.0x |",
         "| llama-small | 8192 | 4 | kvpress keydiff | 512 | 128 | 7.00 | 9 | 1.0 |",
         "| llama-small | full | step | aten::mm 62%, aten::add 10% |",
+        "| llama-small | full | 1.25 | 3.50 | 16 |",
         "| llama-small | fastkv keydiff | 131072 | 3.800 | -57.8% |",
         "| cpu_long | decode-llama-small-n32768-b4-kvpress-keydiff-512 | Error: a / b |",
         "`python -m perf.speed_run --parts cpu_context --kvpress-python PATH`",
