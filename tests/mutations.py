@@ -405,8 +405,8 @@ MUTATIONS = [
     bug(
         "what was evicted gets the weight of what was kept",
         "cpu/attention.py",
-        "torch.sigmoid(evicted - lse)",
-        "torch.sigmoid(lse - evicted)",
+        "merge_partials(out, lse, value, evicted)",
+        "merge_partials(out, evicted, value, lse)",
         "cpu.py::test_a_step",
     ),
     bug("a block sees its own future", "cpu/attention.py", "causal=True", "causal=False", "cpu.py::test_a_block"),

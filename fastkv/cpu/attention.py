@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..reference import Centroids, Moments, append, centroid_estimate, moment_estimate, unpack
+from ..reference import Centroids, Moments, append, centroid_estimate, merge_partials, moment_estimate, unpack
 from ..reference.attention import add_to_slab
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,12 +72,6 @@ def unused(lengths: Tensor, slots: int) -> Tensor:
     return torch.where(held, 0.0, float("-inf"))
 
 
-def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.merge_partials`, in place in `out`."""
-    share = torch.sigmoid(other_lse - lse).nan_to_num(0.0)  # not a number where neither sees anything
-    return out.lerp_(other, share[..., None]), torch.logaddexp(lse, other_lse)
-
-
 def estimate(
     q: Tensor, moments: Moments | None, centroids: Centroids | None, scale: float, order: int | None, mass: str
 ) -> tuple[Tensor, Tensor] | None:
@@ -123,14 +117,14 @@ def decode_step(
         out, lse = attend(grouped, keys, values, scale, mask)
     else:
         out, lse, weights = observed(grouped, keys, values, scale, mask)
-    known = estimate(q[:, :, None], moments, centroids, scale, order, mass)
+    known, total = estimate(q[:, :, None], moments, centroids, scale, order, mass), lse
     if known is None:
         evicted = torch.full_like(lse, float("-inf"))
     else:
         value, evicted = known[0].reshape(out.shape), known[1].reshape(lse.shape)
-        out = torch.lerp(out, value, torch.sigmoid(evicted - lse)[..., None])
+        out, total = merge_partials(out, lse, value, evicted)
     if attention is not None and weights is not None:
-        received = (weights * torch.sigmoid(lse - evicted)[..., None]).mean(2)
+        received = (weights * torch.exp(lse - total)[..., None]).mean(2)
         if starts is None:
             attention += received
         else:
@@ -160,8 +154,8 @@ def prefill_attention(
     if keys.shape[2]:
         lengths = lengths.repeat_interleave(groups, 1)
         past, past_lse = attend(q, keys, values, scale, unused(lengths, keys.shape[2]))
-        out, lse = merged(out, lse, past, past_lse.masked_fill((lengths == 0)[..., None], float("-inf")))
+        out, lse = merge_partials(out, lse, past, past_lse.masked_fill((lengths == 0)[..., None], float("-inf")))
     known = estimate(q, moments, None, scale, order, mass)
     if known is not None:
-        out, lse = merged(out, lse, *known)
+        out, lse = merge_partials(out, lse, *known)
     return out.to(q.dtype), lse
