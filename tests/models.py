@@ -19,10 +19,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.cache_utils import Cache
 
 import fastkv
 from fastkv.cache import FastKVLayer
 
+ROLLS_BACK = hasattr(Cache, "activate_past_recording")  # whether transformers announces roll-backs: from 5.14 on
 VOCAB = 98
 COMMON = {
     "vocab_size": VOCAB,

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 import fastkv
 from fastkv import Budget, FastKVError
 
-from .models import build, generate, prompt
+from .models import ROLLS_BACK, build, generate, prompt
 from .test_exact import snapshot
 
 
@@ -262,7 +262,6 @@ def with_prefetching(model, ids):
     model(ids).past_key_values.layers[0].prefetch()
 
 
-ROLLS_BACK = hasattr(Cache, "activate_past_recording")
 USES = {
     # Before 5.14 the model itself is refused, before its assistant is asked.
     "patched assistant": ({}, with_assistant, "cannot be the assistant" if ROLLS_BACK else "transformers >= 5.14"),
