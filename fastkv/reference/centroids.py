@@ -32,9 +32,8 @@ from ..errors import FastKVError, check_groups, check_shape
 from .moments import MASSES, compute_dtype
 
 VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
-BLOCK = (
-    1024  # evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2]
-)
+# Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
+BLOCK = 1024
 ROUND_SHARE = 4  # at most one centroid in so many disappears in a round: more rounds, closer to the exact rule
 
 
