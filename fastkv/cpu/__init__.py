@@ -5,6 +5,6 @@ tensors may be looked at without waiting for a device, so shapes here may follow
 """
 
 from .attention import decode_step, hiding, prefill_attention, serves
-from .eviction import evict
+from .eviction import evict, evicts
 
-__all__ = ["decode_step", "evict", "hiding", "prefill_attention", "serves"]
+__all__ = ["decode_step", "evict", "evicts", "hiding", "prefill_attention", "serves"]

@@ -11,6 +11,7 @@ from ..reference import Centroids, Moments, append, centroid_estimate, merge_par
 from ..reference.attention import add_to_slab
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
 
 
 def serves(backend: str, q: Tensor, values: Tensor, softcap: float | None) -> bool:
@@ -59,17 +60,35 @@ def attend(
 
 def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`attend`, and the weights [B, Hkv, T, N], for as many heads of queries as of keys."""
-    q, keys, values = q.float(), keys.float(), values.float()
-    logits = (q * scale) @ keys.transpose(-1, -2) + mask
+    shape, slots = q.shape, keys.shape[2]
+    q, keys, values = (rows.float().reshape(-1, *rows.shape[2:]) for rows in (q, keys, values))
+    logits = torch.baddbmm(mask.view(-1, 1, slots), q, keys.transpose(1, 2), alpha=scale)
     weights = logits.softmax(-1)
     lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
-    return weights @ values, lse, weights
+    out = torch.bmm(weights, values)
+    return out.view(*shape[:3], -1), lse.view(shape[:3]), weights.view(*shape[:3], slots)
 
 
-def unused(lengths: Tensor, slots: int) -> Tensor:
-    """The mask [B, Hkv, 1, slots] that hides what lies beyond lengths [B, Hkv]."""
-    held = torch.arange(slots, device=lengths.device) < lengths[..., None, None]
+def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tensor:
+    """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]; [1, 1, 1, slots] if all have one
+    `length` in common.
+    """
+    if length is not None:
+        return edge(slots)[slots - length : 2 * slots - length].view(1, 1, 1, slots)
+    held = torch.arange(slots) < lengths.repeat_interleave(groups, 1)[..., None, None]
     return torch.where(held, 0.0, float("-inf"))
+
+
+def common(lengths: Tensor) -> int | None:
+    """The length of every head, None if they differ. Looking costs a CPU less than one small operator."""
+    first, *others = lengths.flatten().tolist()
+    return first if others.count(first) == len(others) else None
+
+
+@cache
+def edge(slots: int) -> Tensor:
+    """0 so many times, then -inf: each mask for one common length is a stretch of it."""
+    return torch.cat([torch.zeros(slots), torch.full((slots,), float("-inf"))])
 
 
 def estimate(
@@ -80,7 +99,24 @@ def estimate(
         return centroid_estimate(q, centroids, scale)
     if moments is None or order is None or moments.order is None:
         return None
+    if mass == "jensen" and moments.key_mean is not None and moments.key_mean.dtype == torch.float32:
+        return jensen_estimate(q.float(), moments, scale, order)
     return moment_estimate(q, moments, scale, None, order, mass)
+
+
+def jensen_estimate(q: Tensor, moments: Moments, scale: float, order: int) -> tuple[Tensor, Tensor]:
+    """`reference.moment_estimate` with the mass "jensen", in as few operators as there are terms."""
+    assert moments.key_mean is not None and moments.value_mean is not None
+    batch, num_heads, num, dim = q.shape
+    rows = q.reshape(moments.count.numel(), -1, dim)
+    count = moments.count.reshape(-1, 1, 1).to(q.dtype)
+    log_mass = torch.baddbmm(count.log(), rows, moments.key_mean.reshape(-1, dim, 1), alpha=scale)  # -inf if none
+    value = moments.value_mean.reshape(len(rows), 1, -1)
+    if order >= 1:
+        assert moments.cross is not None
+        linear = torch.bmm(rows, moments.cross.reshape(len(rows), dim, -1))
+        value = torch.addcmul(value, linear, scale / count.clamp(min=1))
+    return value.expand(-1, rows.shape[1], -1).reshape(batch, num_heads, num, -1), log_mass.view(batch, num_heads, num)
 
 
 def decode_step(
@@ -103,28 +139,37 @@ def decode_step(
     centroids: Centroids | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.decode_step` without softcap."""
-    append(keys, values, positions, lengths, k, v, seen, starts)
+    length = common(lengths) if starts is None else None
+    if length is None:
+        append(keys, values, positions, lengths, k, v, seen, starts)
+    else:  # as `append` does it, by whole rows
+        for slots, new in ((keys, k), (values, v), (positions, seen[:, None, None])):
+            slots.select(2, length).copy_(new.select(2, 0))
+        lengths.add_(1)
+        length += 1
     seen.add_(1)
-    batch, num_heads, dim = q.shape
-    heads = lengths.shape[1]
     if starts is not None:
         width = keys.shape[1] if width is None else width
         keys, values = unpack(keys, starts, width), unpack(values, starts, width)
-    grouped = q.reshape(batch, heads, num_heads // heads, dim)
-    mask = unused(lengths, keys.shape[2])
-    weights = None
+    (batch, num_heads, dim), heads, num = q.shape, lengths.shape[1], keys.shape[2]
+    groups, weights = num_heads // heads, None
+    apart = attention is None and groups <= FEW
+    rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
+    mask = unused(lengths, num, groups if apart else 1, length)
     if attention is None:
-        out, lse = attend(grouped, keys, values, scale, mask)
+        out, lse = attend(rows, keys, values, scale, mask)
     else:
-        out, lse, weights = observed(grouped, keys, values, scale, mask)
+        out, lse, weights = observed(rows, keys, values, scale, mask)
     known, total = estimate(q[:, :, None], moments, centroids, scale, order, mass), lse
     if known is None:
         evicted = torch.full_like(lse, float("-inf"))
     else:
         value, evicted = known[0].reshape(out.shape), known[1].reshape(lse.shape)
         out, total = merge_partials(out, lse, value, evicted)
-    if attention is not None and weights is not None:
-        received = (weights * torch.exp(lse - total)[..., None]).mean(2)
+    if weights is not None:
+        assert attention is not None
+        share = torch.exp(lse - total) / groups
+        received = (share[:, :, None] @ weights)[:, :, 0]
         if starts is None:
             attention += received
         else:
@@ -152,9 +197,9 @@ def prefill_attention(
     out, lse = attend(q, new_keys, new_values, scale, padding, causal=True)
     lse = lse.masked_fill((new_valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:
-        lengths = lengths.repeat_interleave(groups, 1)
-        past, past_lse = attend(q, keys, values, scale, unused(lengths, keys.shape[2]))
-        out, lse = merge_partials(out, lse, past, past_lse.masked_fill((lengths == 0)[..., None], float("-inf")))
+        past, past_lse = attend(q, keys, values, scale, unused(lengths, keys.shape[2], groups, common(lengths)))
+        empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
+        out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
     known = estimate(q, moments, None, scale, order, mass)
     if known is not None:
         out, lse = merge_partials(out, lse, *known)

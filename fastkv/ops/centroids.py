@@ -11,7 +11,7 @@ from .. import reference
 from ..backend import uses_kernels
 from ..reference import Centroids
 from ..reference.moments import compute_dtype
-from ._register import nothing, operator
+from ._register import nothing, operator, run
 
 
 def _outputs(q: Tensor, count: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def centroid_attention(
     """`reference.centroid_estimate` with the cosh mass: out [B, Hq, T, Dv] and lse [B, Hq, T] fp32, for
     `reference.merge_partials`. Kernel: one launch, reads the centroids once per 64 rows, logits stay in registers.
     """
-    return torch.ops.fastkv.centroid_attention(q, *centroids.tensors(), scale, softcap, backend)
+    return run(_centroid_attention, q, *centroids.tensors(), scale, softcap, backend)
 
 
 @operator(
@@ -77,4 +77,4 @@ def centroids_add(
 
     Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, true for pairs to add, or None for all.
     """
-    torch.ops.fastkv.centroids_add(*centroids.tensors(), keys, values, mask, backend)
+    run(_centroids_add, *centroids.tensors(), keys, values, mask, backend)

@@ -20,6 +20,7 @@ from ._register import (
     flat_parts,
     joined_parts,
     operator,
+    run,
 )
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ def decode_attention(
     elif order is not None:
         order = min(order, moments.order)
     check_mass(mass, moments)
-    return torch.ops.fastkv.decode_attention(
+    return run(
+        _decode_attention,
         q,
         keys,
         values,
@@ -240,7 +242,8 @@ def decode_step(
     mass, centroids: as in `decode_attention`; the position of the token needs moments.count either way.
     """
     check_mass(mass, moments)
-    return torch.ops.fastkv.decode_step(
+    return run(
+        _decode_step,
         *(q, k, v, keys, values, positions, lengths, seen, *flat(moments)),
         *flat_parts(centroids),
         *(scale, softcap, order, mass, attention, starts, width, scratch or [], backend),

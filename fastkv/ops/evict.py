@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Moments
-from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, flat, nothing, operator
+from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, flat, nothing, operator, run
 
 
 @operator(
@@ -40,7 +39,7 @@ def _evict(
     moments = Moments(count, key_mean, value_mean, cross, slope, spread)
     if not uses_kernels(backend, keys.device):
         slots = (keys, values, positions, lengths)
-        if starts is None and backend == "auto" and keys.device.type == "cpu":
+        if starts is None and backend == "auto" and cpu.evicts(*slots):
             cpu.evict(*slots, seen, moments, scores, tokens, sinks, recent)
             return
         reference.evict(*slots, seen, moments, scores, tokens, sinks, recent, starts=starts, drop=drop)
@@ -91,4 +90,4 @@ def evict(
     tickets = scratch[3] if scratch else None
     slots = (keys, values, positions, lengths)
     rule = (scores, tokens, sinks, recent, starts, drop)
-    torch.ops.fastkv.evict(*slots, seen, *flat(moments), *rule, tickets, backend)
+    run(_evict, *slots, seen, *flat(moments), *rule, tickets, backend)

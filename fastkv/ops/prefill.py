@@ -11,7 +11,7 @@ from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Moments, Selection
 from ..reference.moments import compute_dtype
-from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, STATISTICS, check_mass, flat, nothing, operator
+from ._register import CHANGED_SLOTS, CHANGED_STATISTICS, STATISTICS, check_mass, flat, nothing, operator, run
 
 
 def _block_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def prefill_attention(
         moments, order = Moments(torch.zeros_like(lengths, dtype=torch.int64)), None
     tensors = (q, keys, values, lengths, new_keys, new_values, new_valid)
     check_mass(mass, moments)
-    return torch.ops.fastkv.prefill_attention(*tensors, *flat(moments), scale, softcap, order, mass, backend)
+    return run(_prefill_attention, *tensors, *flat(moments), scale, softcap, order, mass, backend)
 
 
 def _selection_outputs(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def select(
     scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int, *, backend: str = "auto"
 ) -> Selection:
     """`reference.select`. Kernel: one launch, bisection instead of sorting."""
-    return Selection(*torch.ops.fastkv.select(scores, positions, valid, protected, tokens, backend))
+    return Selection(*run(_select, scores, positions, valid, protected, tokens, backend))
 
 
 @operator(
@@ -183,4 +183,4 @@ def compact(
 ) -> None:
     """`reference.compact`. Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`."""
     slots, block = (keys, values, positions, lengths), (new_keys, new_values, new_positions)
-    torch.ops.fastkv.compact(*slots, *flat(moments), *block, valid, *selection, backend)
+    run(_compact, *slots, *flat(moments), *block, valid, *selection, backend)

@@ -11,7 +11,7 @@ from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Moments
 from ..reference.moments import compute_dtype
-from ._register import STATISTICS, flat, operator
+from ._register import STATISTICS, flat, operator, run
 
 
 def _per_key(keys: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def keydiff_scores(
 ) -> Tensor:
     """`reference.keydiff_scores`. Kernel: two passes over the keys for the anchors mean and normalized_mean."""
     reference.check_keydiff(anchor, distance)
-    return torch.ops.fastkv.keydiff_scores(keys, anchor, distance, mask, backend)
+    return run(_keydiff_scores, keys, anchor, distance, mask, backend)
 
 
 @operator("manifold_scores(Tensor keys, int? window, str metric, Tensor? mask, str backend) -> Tensor", _of_first)
@@ -57,7 +57,7 @@ def manifold_scores(
     keys: Tensor, window: int | None = None, metric: str = "l2", *, mask: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """`reference.manifold_scores`. Kernel: two passes over the keys."""
-    return torch.ops.fastkv.manifold_scores(keys, window, metric, mask, backend)
+    return run(_manifold_scores, keys, window, metric, mask, backend)
 
 
 @operator(
@@ -101,11 +101,11 @@ def leverage_scores(
     generator: also its seed, which a compiled step needs, because it cannot make generators.
     """
     if isinstance(generator, int) and method != "exact" and sketch_dim and sketch_dim < pre_rope_keys.shape[-1]:
-        sketch: Tensor | None = torch.ops.fastkv.sketch(pre_rope_keys, sketch_dim, method, generator, backend)
+        sketch: Tensor | None = run(_sketch, pre_rope_keys, sketch_dim, method, generator, backend)
     else:
         random = None if isinstance(generator, int) else generator
         sketch = reference.make_sketch(pre_rope_keys, sketch_dim, method, random)
-    return torch.ops.fastkv.leverage_scores(pre_rope_keys, sketch, method, mask, centre, backend)
+    return run(_leverage_scores, pre_rope_keys, sketch, method, mask, centre, backend)
 
 
 @operator(
@@ -134,7 +134,7 @@ def noncausal_attention_mass(
     backend: str = "auto",
 ) -> Tensor:
     """`reference.noncausal_attention_mass`. Kernel: one launch up to chunks of 256."""
-    return torch.ops.fastkv.noncausal_attention_mass(q, keys, scale, chunk, softcap, mask, backend)
+    return run(_noncausal_attention_mass, q, keys, scale, chunk, softcap, mask, backend)
 
 
 @operator(
@@ -189,15 +189,15 @@ def window_attention(
     Args: positions, valid [B, Hkv, N]; query_positions, query_valid [B, W]; log_mass [B, Hq, W]; all may be None.
     Kernel: three launches, no logits in memory.
     """
-    return torch.ops.fastkv.window_scores(
-        q, keys, scale, softcap, positions, query_positions, valid, query_valid, log_mass, 1, backend
+    return run(
+        _window_scores, q, keys, scale, softcap, positions, query_positions, valid, query_valid, log_mass, 1, backend
     )
 
 
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
     """`reference.window_scores`. Kernel: four launches, no logits in memory."""
     reference.check_pool(pool)
-    return torch.ops.fastkv.window_scores(q, keys, scale, None, None, None, None, None, None, pool, backend)
+    return run(_window_scores, q, keys, scale, None, None, None, None, None, None, pool, backend)
 
 
 def _scores_of_slots(attention: Tensor | None, keys: Tensor, *rest: Any) -> Tensor:
@@ -246,4 +246,4 @@ def moment_scores(
 
     Args: attention [B, Hkv, N] or None; keys, values [B, Hkv, N, D].  Returns: [B, Hkv, N] fp32.
     """
-    return torch.ops.fastkv.moment_scores(attention, keys, values, *flat(moments), scale, backend)
+    return run(_moment_scores, attention, keys, values, *flat(moments), scale, backend)

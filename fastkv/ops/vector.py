@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backend import uses_kernels
 from ..reference import Moments, vector
-from ._register import CHANGED_SLOTS, STATISTICS, flat, operator
+from ._register import CHANGED_SLOTS, STATISTICS, flat, operator, run
 from .decode import as_scratch, as_workspace, decode_outputs
 
 APPROX = "Tensor approx_keys, Tensor approx_positions, Tensor approx_lengths, Tensor weight, Tensor cos, Tensor sin"
@@ -170,7 +170,8 @@ def vector_decode_attention(
         moments, order = Moments(torch.zeros_like(lengths, dtype=torch.int64)), None
     elif order is not None:
         order = min(order, moments.order)
-    return torch.ops.fastkv.vector_decode_attention(
+    return run(
+        _vector_decode_attention,
         *(q, keys, values, lengths, approx_keys, approx_positions, approx_lengths, weight, cos, sin, *flat(moments)),
         *(scale, softcap, order, attention, approx_attention, starts, width, approx_starts, approx_width),
         *(scratch or [], backend),
@@ -207,7 +208,8 @@ def vector_decode_step(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.vector_decode_step`. Kernel: one launch; `scratch` from `vector_workspace` avoids an allocation."""
-    return torch.ops.fastkv.vector_decode_step(
+    return run(
+        _vector_decode_step,
         *(q, k, v, keys, values, positions, lengths, seen),
         *(approx_keys, approx_positions, approx_lengths, weight, cos, sin, *flat(moments)),
         *(scale, softcap, order, attention, approx_attention, starts, width, approx_starts, approx_width),

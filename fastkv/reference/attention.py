@@ -42,7 +42,7 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     Returns: (out [..., D], lse [...]); an empty partner returns the other side exactly.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    floor = lse.masked_fill(lse == float("-inf"), 0.0)
+    floor = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf less -inf is no number
     return torch.exp(lse_a - floor)[..., None] * out_a + torch.exp(lse_b - floor)[..., None] * out_b, lse
 
 

@@ -111,27 +111,28 @@ class Moments:
     ) -> Moments:
         """Moments of the pairs `keys` [B, Hkv, N, Dk], `values` [B, Hkv, N, Dv] where `mask` [B, Hkv, N] is true."""
         batch, heads, num, _ = keys.shape
-        if mask is None:
-            mask = torch.ones(batch, heads, num, dtype=torch.bool, device=keys.device)
-        count = mask.sum(-1)
+
+        def inside(rows: Tensor) -> Tensor:
+            # where, not multiply: a masked-out row may hold NaN.
+            return rows if mask is None else torch.where(mask[..., None], rows, 0)
+
+        everything = torch.full((batch, heads), num, device=keys.device)
+        count = everything if mask is None else mask.sum(-1)
         if order is None:
             return cls(count)
         inverse = 1 / count.clamp(min=1).to(dtype)[..., None]
-        inside = mask[..., None]
-        # where, not multiply: a masked-out row may hold NaN.
-        keys = torch.where(inside, keys.to(dtype), 0)
-        values = torch.where(inside, values.to(dtype), 0)
+        keys, values = inside(keys.to(dtype)), inside(values.to(dtype))
         key_mean, value_mean = keys.sum(2) * inverse, values.sum(2) * inverse
         if order == 0 and spread is None:
             return cls(count, key_mean, value_mean)
-        keys = torch.where(inside, keys - key_mean[:, :, None], 0)
+        keys = inside(keys - key_mean[:, :, None])
         around = None
         if spread is not None:
             squares = keys.square().sum(2)
             around = squares if spread == "diagonal" else squares.mean(-1, keepdim=True)
         if order == 0:
             return cls(count, key_mean, value_mean, spread=around)
-        values = torch.where(inside, values - value_mean[:, :, None], 0)
+        values = inside(values - value_mean[:, :, None])
         return cls(count, key_mean, value_mean, keys.transpose(-1, -2) @ values, spread=around)
 
     @property
@@ -264,5 +265,6 @@ def moment_residual(keys: Tensor, values: Tensor, moments: Moments, scale: float
         residual = residual - moments.value_mean.to(dtype)[:, :, None]
     if moments.cross is not None:
         slope = moments.cross.to(dtype) * (scale / moments.count.clamp(min=1).to(dtype))[..., None, None]
-        residual = residual - keys.to(dtype) @ slope
+        rows = (part.flatten(0, 1) for part in (residual, keys.to(dtype), slope))
+        residual = torch.baddbmm(*rows, alpha=-1).view_as(residual)  # residual - keys @ slope, in one pass
     return residual.norm(dim=-1)

@@ -58,9 +58,9 @@ def places(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) 
     lowest = torch.finfo(torch.float32).min
     scores = torch.nan_to_num(scores.float(), nan=lowest, neginf=lowest) + 0.0  # -0.0 becomes 0.0
     bits = scores.view(torch.int32)
-    descending = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    rank = torch.where(valid, torch.where(protected, -1, 0), 1)
-    return (rank << 62) + (descending << 30) + positions
+    ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    rank = torch.where(valid, torch.where(protected, -(1 << 62), 0), 1 << 62)
+    return rank + torch.sub(positions, ascending, alpha=1 << 30)
 
 
 def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tensor:
