@@ -7,8 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..reference import Centroids, Moments, append, centroid_estimate, merge_partials, moment_estimate, unpack
+from ..reference import Centroids, Moments, append, merge_partials, unpack
 from ..reference.attention import add_to_slab
+from .estimate import estimate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
@@ -89,34 +90,6 @@ def common(lengths: Tensor) -> int | None:
 def edge(slots: int) -> Tensor:
     """0 so many times, then -inf: each mask for one common length is a stretch of it."""
     return torch.cat([torch.zeros(slots), torch.full((slots,), float("-inf"))])
-
-
-def estimate(
-    q: Tensor, moments: Moments | None, centroids: Centroids | None, scale: float, order: int | None, mass: str
-) -> tuple[Tensor, Tensor] | None:
-    """What is known of the evicted tokens, as value and log mass; None if that is nothing."""
-    if centroids is not None:
-        return centroid_estimate(q, centroids, scale)
-    if moments is None or order is None or moments.order is None:
-        return None
-    if mass == "jensen" and moments.key_mean is not None and moments.key_mean.dtype == torch.float32:
-        return jensen_estimate(q.float(), moments, scale, order)
-    return moment_estimate(q, moments, scale, None, order, mass)
-
-
-def jensen_estimate(q: Tensor, moments: Moments, scale: float, order: int) -> tuple[Tensor, Tensor]:
-    """`reference.moment_estimate` with the mass "jensen", in as few operators as there are terms."""
-    assert moments.key_mean is not None and moments.value_mean is not None
-    batch, num_heads, num, dim = q.shape
-    rows = q.reshape(moments.count.numel(), -1, dim)
-    count = moments.count.reshape(-1, 1, 1).to(q.dtype)
-    log_mass = torch.baddbmm(count.log(), rows, moments.key_mean.reshape(-1, dim, 1), alpha=scale)  # -inf if none
-    value = moments.value_mean.reshape(len(rows), 1, -1)
-    if order >= 1:
-        assert moments.cross is not None
-        linear = torch.bmm(rows, moments.cross.reshape(len(rows), dim, -1))
-        value = torch.addcmul(value, linear, scale / count.clamp(min=1))
-    return value.expand(-1, rows.shape[1], -1).reshape(batch, num_heads, num, -1), log_mass.view(batch, num_heads, num)
 
 
 def decode_step(

@@ -45,21 +45,22 @@ def keydiff_scores(
     """
     check_keydiff(anchor, distance)
     keys = keys.to(compute_dtype(keys))
-    if mask is None:
-        mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
-    else:
+    count: int | Tensor = keys.shape[2]
+    if mask is not None:
         keys = torch.where(mask[..., None], keys, 0)  # a masked-out row may hold NaN
+        count = mask.sum(-1).clamp(min=1)[..., None]
     norms = torch.linalg.vector_norm(keys, dim=-1).clamp(min=EPSILON)
     if anchor in ("mean", "median"):
         total = keys.sum(2)
     else:
-        total = ((mask / norms)[:, :, None] @ keys)[:, :, 0]
+        total = ((1 / norms)[:, :, None] @ keys)[:, :, 0]
     if anchor == "pairwise":
         # The sum of cosines with every key is the cosine with their sum: no N x N matrix is needed.
         return -dots(keys, total) / norms
-    center = total / mask.sum(-1).clamp(min=1)[..., None]
+    center = total / count
     if anchor == "median":
-        center = torch.where(mask[..., None], keys, torch.nan).nanmedian(2).values.nan_to_num(0.0)
+        real = keys if mask is None else torch.where(mask[..., None], keys, torch.nan)
+        center = real.nanmedian(2).values.nan_to_num(0.0)
     if distance == "cosine":
         return -dots(keys, F.normalize(center, dim=-1)) / norms
     if distance == "dot":
