@@ -19,6 +19,7 @@ class Case:
         step: eager, compiled (static shapes; with CUDA graphs on a GPU) or captured (`fastkv.capture_decode`).
         what: decode (prompt, then steps), generate (a whole call), flat (steps at growing lengths), largest (decode at
             the largest batch that fits, found by doubling), profile (where the time of prompt and steps goes).
+        round: how many processes before it measured the same, and one.
         new: tokens that generate makes.  samples, period: decode samples, and steps in each: a whole eviction period.
     """
 
@@ -37,6 +38,7 @@ class Case:
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 2
+    round: int = 1
 
     @property
     def name(self) -> str:
@@ -44,7 +46,8 @@ class Case:
         kept = f"-{self.policy}-{self.budget}" if self.policy else ""
         read = f"-blocks{self.block}" if self.block else ""
         step = "" if self.step == "eager" else f"-{self.step}"
-        return f"{self.what}-{self.model}-n{self.context}-b{self.batch}-{self.contender}{kept}{read}{step}"
+        again = "" if self.round == 1 else f"-round{self.round}"
+        return f"{self.what}-{self.model}-n{self.context}-b{self.batch}-{self.contender}{kept}{read}{step}{again}"
 
     @property
     def cache(self) -> str:
@@ -87,6 +90,11 @@ def grid(caches: Caches, contexts: Iterable[int], batches: Iterable[int], **more
     return [replace(c, context=n, batch=b, **more) for n, b in shapes for c in caches]  # type: ignore[arg-type]
 
 
+def in_turn(cases: list[Case], rounds: int = 3) -> list[Case]:
+    """Each case so many times, all of a round before the next: a busy minute of the machine then hits all alike."""
+    return [replace(case, round=turn) for turn in range(1, rounds + 1) for case in cases]
+
+
 def rivals(model: str, policies: Iterable[str] = ("keydiff", "momentkv"), budget: int = 512) -> list[Case]:
     """The full cache; fastkv in blocks; both ways of reading a prompt, and kvpress, for KeyDiff."""
     blocks = [kept("fastkv", model, policy, budget, block=512) for policy in policies]
@@ -118,11 +126,12 @@ def cpu_parts() -> dict[str, list[Case]]:
     ]
     families = [*grid(rivals("qwen3-small"), (2048, 8192), (4,))]
     gemma = [c for c in rivals("gemma-3-small") if c.contender != "kvpress"]  # see README.md
+    context = rivals(SMALL, ("keydiff", "momentkv", "fastkv"))
     return {
-        "cpu_context": grid(rivals(SMALL, ("keydiff", "momentkv", "fastkv")), (16_384, 8192, 4096, 2048), (4,)),
+        "cpu_context": [*in_turn(grid(context, (16_384, 8192), (4,))), *grid(context, (4096, 2048), (4,))],
         "cpu_batch": grid(rivals(SMALL), (8192,), (1, 2, 4)),
         "cpu_budget": grid([*budgets, *others], (8192,), (4,)),
-        "cpu_generate": grid([full(SMALL), *whole, *blocks], (8192,), (4,), what="generate"),
+        "cpu_generate": in_turn(grid([full(SMALL), *whole, *blocks], (8192,), (4,), what="generate")),
         "cpu_flat": grid(
             [kept("fastkv", SMALL, policy, block=512, samples=16) for policy in ("keydiff", "momentkv")],
             (131_072,),

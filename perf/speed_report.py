@@ -30,6 +30,7 @@ COLUMNS = (
     "against full",
     "peak, MiB",
     "cache, MiB",
+    "rounds",
 )
 MIB = 2**20
 
@@ -68,6 +69,7 @@ def decode_table(speed: Speed, rows: list[Row]) -> str:
         line = [row["model"], row["context"], row["batch"], row["cache"], row["kept"], f"{row['first_s']:.2f}"]
         line += [f"{ms['p50']:.2f} ({ms['p20']:.2f}-{ms['p80']:.2f})", f"{row['tokens_per_s']:.0f}"]
         line += [f"{floor_ms(row, gbps(rows)):.2f}", against, _mib(row["peak_bytes"]), _mib(row["cache_bytes"])]
+        line += [row["rounds"]]
         lines.append([str(word) for word in line])
     return table(COLUMNS, lines)
 
@@ -84,7 +86,7 @@ def part_table(speed: Speed, part: str) -> str:
     for row in rows:
         if "generate_s" in row:
             words = [row["model"], row["context"], row["batch"], row["cache"], row["budget"] or "all", row["new"]]
-            words += [f"{row['generate_s']:.2f}", f"{row['tokens_per_s']:.0f}", _mib(row["peak_bytes"])]
+            words += [f"{row['generate_s']:.2f}", f"{row['tokens_per_s']:.0f}", _mib(row["peak_bytes"]), row["rounds"]]
             wholes.append([str(word) for word in words])
         for point in row.get("flat", ()):
             ms, first = point["ms"]["p50"], row["flat"][0]["ms"]["p50"]
@@ -107,7 +109,8 @@ def part_table(speed: Speed, part: str) -> str:
         if "steps" in row
     ]
     text += table(("model", "cache", "usual step, ms", "slowest step, ms", "of so many in turn"), steps)
-    header = ("model", "prompt", "batch", "cache", "budget", "new tokens", "generate, s", "new tokens/s", "peak, MiB")
+    made = ("budget", "new tokens", "generate, s", "new tokens/s")
+    header = ("model", "prompt", "batch", "cache", *made, "peak, MiB", "rounds")
     text += table(header, wholes)
     return text + table(("model", "cache", "tokens seen", "ms per step", "against the first"), flats)
 

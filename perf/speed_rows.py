@@ -49,11 +49,30 @@ class Pair:
         return f"{row['cache']} {row['budget']}, {row['model']}, {row['context']} tokens, batch {row['batch']}"
 
 
+def settled(rows: list[Row]) -> list[Row]:
+    """One row for the rounds of a case: the median of every time and size, and "rounds", how many there were."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["part"], row["id"].removesuffix(f"-round{row.get('round', 1)}")), []).append(row)
+    return [_median(group) for group in groups.values()]
+
+
+def _median(rows: list[Row]) -> Row:
+    one = dict(rows[0])
+    for name in ("first_s", "generate_s", "tokens_per_s", "peak_bytes"):
+        if name in one:
+            one[name] = statistics.median(row[name] for row in rows)
+    if "ms" in one:
+        one["ms"] = {key: statistics.median(row["ms"][key] for row in rows) for key in one["ms"]}
+    return one | {"rounds": len(rows)}
+
+
 class Speed:
     """All measured rows; one that could not be measured is in `failed`.
 
     Attributes:
-        rows: with "part", the name of their file without prefix.  failed: skipped or out of memory.
+        rows: with "part", the name of their file without prefix; one for all rounds of a case.
+        failed: skipped or out of memory.
     """
 
     def __init__(self, files: dict[str, Row]) -> None:
@@ -63,7 +82,7 @@ class Speed:
             if name.startswith(PREFIX)
             for row in file["rows"]
         ]
-        self.rows = [row for row in every if not row.get("skipped") and not row.get("out_of_memory")]
+        self.rows = settled([row for row in every if not row.get("skipped") and not row.get("out_of_memory")])
         self.failed = [row for row in every if row.get("skipped") or row.get("out_of_memory")]
 
     def all(self, **wanted: Any) -> list[Row]:

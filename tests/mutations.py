@@ -106,8 +106,8 @@ MUTATIONS = [
     bug(
         "the residual adds the linear part",
         "reference/moments.py",
-        "residual - keys.to(dtype) @ slope",
-        "residual + keys.to(dtype) @ slope",
+        "torch.baddbmm(*rows, alpha=-1)",
+        "torch.baddbmm(*rows)",
         "reference_moments.py",
     ),
     bug(
@@ -134,8 +134,8 @@ MUTATIONS = [
     bug(
         "equal scores go to the higher position",
         "reference/selection.py",
-        "(descending << 30) + positions",
-        "(descending << 30) - positions",
+        "torch.sub(positions, ascending",
+        "torch.sub(-positions, ascending",
         SELECT,
     ),
     bug(
@@ -162,8 +162,8 @@ MUTATIONS = [
     bug(
         "the anchor of keydiff counts empty slots",
         "reference/scores.py",
-        "center = total / mask.sum(-1).clamp(min=1)[..., None]",
-        "center = total / keys.shape[2]",
+        "count = mask.sum(-1).clamp(min=1)[..., None]",
+        "pass",
         "properties.py::test_keydiff_of_some_slots_is_that_of_their_tokens",
     ),
     bug(
@@ -398,8 +398,22 @@ MUTATIONS = [
     bug(
         "a slot that is not in use is attended to",
         "cpu/attention.py",
-        "< lengths[..., None, None]",
-        "<= lengths[..., None, None]",
+        "torch.arange(slots) < lengths",
+        "torch.arange(slots) <= lengths",
+        "cpu.py::test_a_step",
+    ),
+    bug(
+        "heads of one length do not see their last token",
+        "cpu/attention.py",
+        "edge(slots)[slots - length : 2 * slots - length]",
+        "edge(slots)[slots - length + 1 : 2 * slots - length + 1]",
+        "cpu.py::test_a_step",
+    ),
+    bug(
+        "a centroid counts half of its tokens",
+        "cpu/estimate.py",
+        "torch.logaddexp(deviation, -deviation)",
+        "torch.logaddexp(deviation, -deviation) - 0.6931472",
         "cpu.py::test_a_step",
     ),
     bug(
@@ -411,14 +425,18 @@ MUTATIONS = [
     ),
     bug("a block sees its own future", "cpu/attention.py", "padding, causal=True", "padding", "cpu.py::test_a_block"),
     bug(
-        "a survivor moves into a hole that is none",
+        "holes are filled with what leaves",
         "cpu/eviction.py",
-        "gone & (leaving < tokens)",
-        "gone",
+        "descending=True",
+        "descending=False",
         "cpu.py::test_an_eviction",
     ),
     bug(
-        "what leaves is forgotten", "cpu/eviction.py", "moments.add(*rows, gone)", "moments", "cpu.py::test_an_eviction"
+        "empty slots are remembered as evicted",
+        "cpu/eviction.py",
+        "hiding(used.gather(-1, leaving))",
+        "None",
+        "cpu.py::test_an_eviction",
     ),
     # Centroids of what was evicted.
     bug(
