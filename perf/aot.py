@@ -4,8 +4,9 @@
     python -m perf.aot --arch all --kernel decode_attention
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
-expected, needs more shared memory than the chip has, or takes a ticket without a barrier before it. Uses the tools in
-the triton wheel. The variants are those in `AOT` of each module in fastkv/kernels.
+expected, needs more shared memory than the chip has, takes a ticket without a barrier before it, or has so few
+instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are those in `AOT`
+of each module in fastkv/kernels.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import fastkv.kernels
 from fastkv.kernels._tiles import INTERPRET, Variant, stages
 
 MAX_SPILL = 16  # bytes
+LEAST_CODE = 64  # instructions; the shortest kernel has 120, one that was compiled to nothing had 16
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 
 
@@ -111,6 +113,24 @@ def unordered_tickets(ptx: str) -> int:
     return count
 
 
+def faults(wide: bool, chip: Chip, spill: int, names: list[str], races: int, shared: int) -> list[str]:
+    """What is beyond a limit, in words.
+
+    Args: wide: whether 16-byte loads are expected; spill, shared: bytes; names: of all instructions; races: unordered
+        tickets.
+    """
+    narrow = count(names, NARROW[chip.target.backend])
+    limits = (
+        (spill > MAX_SPILL, f"spills {spill} B"),
+        (narrow > 0, f"{narrow} 2-byte loads"),
+        (wide and not count(names, WIDE[chip.target.backend]), "no 16-byte loads"),
+        (races > 0, "a ticket without a barrier"),
+        (shared > chip.per_cta, f"shared memory above {chip.per_cta}"),
+        (len(names) < LEAST_CODE, f"only {len(names)} instructions"),
+    )
+    return [text for bad, text in limits if bad]
+
+
 def check(variant: Variant, arch: str) -> bool:
     """Compile one variant for one chip, print its line and say whether it is within limits."""
     chip = CHIPS[arch]
@@ -136,24 +156,14 @@ def check(variant: Variant, arch: str) -> bool:
         ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // variant.num_warps)
         races = unordered_tickets(compiled.asm["ptx"])
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
-    faults = [
-        text
-        for bad, text in (
-            (spill > MAX_SPILL, f"spills {spill} B"),
-            (narrow > 0, f"{narrow} 2-byte loads"),
-            (variant.wide and not wide, "no 16-byte loads"),
-            (races > 0, "a ticket without a barrier"),
-            (shared > chip.per_cta, f"shared memory above {chip.per_cta}"),
-        )
-        if bad
-    ]
+    found_faults = faults(variant.wide, chip, spill, names, races, shared)
     print(
         f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "
         f"16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "
-        + ("FAIL: " + ", ".join(faults) if faults else "ok"),
+        + ("FAIL: " + ", ".join(found_faults) if found_faults else "ok"),
         flush=True,
     )
-    return not faults
+    return not found_faults
 
 
 def variants(kernel: str | None) -> list[Variant]:

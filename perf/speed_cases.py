@@ -132,11 +132,13 @@ def cpu_parts() -> dict[str, list[Case]]:
         "cpu_batch": grid(rivals(SMALL), (8192,), (1, 2, 4)),
         "cpu_budget": grid([*budgets, *others], (8192,), (4,)),
         "cpu_generate": in_turn(grid([full(SMALL), *whole, *blocks], (8192,), (4,), what="generate")),
-        "cpu_flat": grid(
-            [kept("fastkv", SMALL, policy, block=512, samples=16) for policy in ("keydiff", "momentkv")],
-            (131_072,),
-            (1,),
-            what="flat",
+        "cpu_flat": in_turn(
+            grid(
+                [kept("fastkv", SMALL, policy, block=512, samples=16) for policy in ("keydiff", "momentkv")],
+                (131_072,),
+                (1,),
+                what="flat",
+            )
         ),
         "cpu_profile": grid(rivals(SMALL), (8192,), (4,), what="profile"),
         "cpu_compiled": grid(compiled, (16_384,), (4,)),

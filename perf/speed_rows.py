@@ -50,7 +50,7 @@ class Pair:
 
 
 def settled(rows: list[Row]) -> list[Row]:
-    """One row for the rounds of a case: the median of every time and size, and "rounds", how many there were."""
+    """One row for the rounds of a case: medians of what was measured, and "rounds", how many there were."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["part"], row["id"].removesuffix(f"-round{row.get('round', 1)}")), []).append(row)
@@ -63,8 +63,15 @@ def _median(rows: list[Row]) -> Row:
         if name in one:
             one[name] = statistics.median(row[name] for row in rows)
     if "ms" in one:
-        one["ms"] = {key: statistics.median(row["ms"][key] for row in rows) for key in one["ms"]}
+        one["ms"] = _spread([row["ms"] for row in rows])
+    if "flat" in one:
+        points = zip(*(row["flat"] for row in rows))
+        one["flat"] = [{"seen": same[0]["seen"], "ms": _spread([point["ms"] for point in same])} for same in points]
     return one | {"rounds": len(rows)}
+
+
+def _spread(times: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(time[key] for time in times) for key in times[0]}
 
 
 class Speed:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fastkv.kernels
+from perf.aot import CHIPS, faults
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -39,6 +40,24 @@ def test_the_kernels_of_the_issue_are_there():
     wanted = {"decode_attention", "vector_decode", "evict", "moment_scores", "prefill_attention", "key_scores"}
     wanted |= {"window_scores", "noncausal_mass", "leverage", "select", "compact", "centroids"}
     assert wanted <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    "what,given",
+    {
+        None: {},
+        "spills 24 B": {"spill": 24},
+        "2 2-byte loads": {"more": ["LDG.E.U16"] * 2},
+        "no 16-byte loads": {"loads": "LDG.E.64"},
+        "a ticket without a barrier": {"races": 1},
+        "shared memory above 232448": {"shared": 1 << 20},
+        "only 10 instructions": {"size": 10},
+    }.items(),
+)
+def test_limits(what, given):
+    names = [given.get("loads", "LDG.E.128")] * given.get("size", 100) + given.get("more", [])
+    found = faults(True, CHIPS["90"], given.get("spill", 16), names, given.get("races", 0), given.get("shared", 0))
+    assert found == ([] if what is None else [what])
 
 
 def test_an_unknown_kernel_is_an_error():

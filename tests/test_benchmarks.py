@@ -437,6 +437,10 @@ def test_rounds_of_a_case_become_one_row_of_medians():
     ]
     [pair] = speed.pairs("kvpress", what="decode")
     assert pair.ratio(STEP) == pytest.approx(5 / 7)
+    walks = in_turn([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
+    points = [[{"seen": n, "ms": {"p50": ms * n}} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
+    [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
+    assert one["flat"] == points[2]
 
 
 def test_targets_are_answered_from_rows_and_say_by_how_much_they_are_missed():
