@@ -47,16 +47,31 @@ def hiding(mask: Tensor | None) -> Tensor | None:
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor, causal: bool = False
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mask: Tensor,
+    causal: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, T, D] to keys and values [B, Hkv, N, D], in fp32 whatever their dtype.
+    """Attention of q [B, Hq, T, D] to keys and values [B, Hkv, N, D].
 
-    Args: mask: 0 or -inf, broadcasts to [B, Hq, T, N]; causal: query i sees keys 0 ... i, as far as the mask lets it.
+    Args: mask: 0 or -inf, broadcasts to [B, Hq, T, N]; causal: query i sees keys 0 ... i, as far as the mask lets it;
+        dtype: of the factors of all products, whatever comes in; sums are in fp32.
     Returns: out [B, Hq, T, D] and lse [B, Hq, T], fp32; both 0 where a query sees nothing.
     """
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = fused(q.float(), keys.float(), values.float(), is_causal=causal, attn_mask=mask, scale=scale)
-    return out, lse
+    q, keys, values = (rows.to(dtype) for rows in (q, keys, values))
+    out, lse = fused(q, keys, values, is_causal=causal, attn_mask=mask, scale=scale)
+    return out.float(), lse
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it. Without, products of converted slots are faster."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return supported is not None and supported()
 
 
 def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,11 +141,13 @@ def decode_step(
         keys, values = unpack(keys, starts, width), unpack(values, starts, width)
     (batch, num_heads, dim), heads, num = q.shape, lengths.shape[1], keys.shape[2]
     groups, weights = num_heads // heads, None
-    apart = attention is None and groups <= FEW
+    # The kernel does not use them for a single row.
+    native = groups > 1 and q.dtype == torch.bfloat16 and multiplies_bfloat16()
+    apart = attention is None and groups <= FEW and not native
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
     mask = unused(lengths, num, groups if apart else 1, length)
     if attention is None:
-        out, lse = attend(rows, keys, values, scale, mask)
+        out, lse = attend(rows, keys, values, scale, mask, dtype=q.dtype if native else torch.float32)
     else:
         out, lse, weights = observed(rows, keys, values, scale, mask)
     known, total = estimate(q[:, :, None], moments, centroids, scale, order, mass), lse
