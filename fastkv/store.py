@@ -10,7 +10,7 @@ from . import ops, tiers
 from .plan import LayerPlan
 from .policies import Signals
 from .reference import Selection, joined, pack
-from .reference.centroids import along
+from .reference.rows import rows_at
 from .state import LayerState, Slots
 
 CHUNK = 4096  # evicted tokens copied out at once on their way into the centroids
@@ -62,7 +62,7 @@ def sketch(state: LayerState, signals: Signals, kept: Tensor, most: int) -> None
     gone = signals.valid & ~kept
     order = torch.where(gone, signals.positions, last).argsort(dim=-1, stable=True)[..., :most]
     for index in order.split(CHUNK, -1):
-        keys, values = (rows.gather(2, along(index, rows)) for rows in (signals.keys, signals.values))
+        keys, values = (rows_at(rows, index) for rows in (signals.keys, signals.values))
         ops.centroids_add(state.centroids, keys, values, gone.gather(2, index), backend=signals.backend)
 
 

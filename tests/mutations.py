@@ -410,6 +410,13 @@ MUTATIONS = [
         "cpu.py::test_a_step",
     ),
     bug(
+        "a window forgets how many heads share a key",
+        "cpu/attention.py",
+        "share = query_valid / (groups * ",
+        "share = query_valid / (1 * ",
+        "cpu.py::test_what_a_window_of_queries_gives",
+    ),
+    bug(
         "a centroid counts half of its tokens",
         "cpu/estimate.py",
         "torch.logaddexp(deviation, -deviation)",
@@ -442,14 +449,14 @@ MUTATIONS = [
     bug(
         "joined centroids forget how far apart they were",
         "reference/centroids.py",
-        "summed(self.spread + self.count * moved.square().mean(-1))",
-        "summed(self.spread)",
+        "added_at(self.spread + self.count * moved.square().mean(-1), target)",
+        "added_at(self.spread, target)",
         f"{CENTROIDS}::test_merging_conserves_count_means_and_squares",
     ),
     bug(
         "the cost of a merge forgets how many tokens it joins",
         "reference/centroids.py",
-        "return distance / (share[..., movers, None] + share[..., None, partners])",
+        "return distance.div_(share[..., movers, None] + share[..., None, partners])",
         "return distance",
         "centroid_cache.py::test_a_window_with_the_centroids_of_the_rest",
     ),

@@ -142,6 +142,38 @@ def test_a_block(problem, num, padding, data):
 
 
 @CASES
+@given(problems(least=1), st.integers(1, 6), st.booleans(), st.sampled_from(list(LIMIT)))
+def test_what_a_window_of_queries_gives(problem, num, mixed, dtype):
+    """Queries of padding come first and see nothing; the others see the used slots up to their own position."""
+    batch, heads, slots = problem.positions.shape
+    q, keys = problem.rows(num, heads * problem.groups).to(dtype), problem.keys.to(dtype)
+    pads = torch.randint(0, num + 1, (batch, 1), generator=problem.random)
+    real = torch.arange(num) >= pads
+    last = problem.positions.amax((1, 2))[:, None] + torch.arange(num) - num + 1
+    used = torch.arange(slots) < problem.lengths[..., None]
+    visible = used[:, :, None] & (problem.positions[:, :, None] <= last[:, None, :, None]) & real[:, None, :, None]
+    real &= visible.any(-1).all(1)
+    mass = torch.randn(batch, heads * problem.groups, num, generator=problem.random) if mixed else None
+    found = cpu.window_attention(q, keys, SCALE, visible, real, mass)
+    exact = {"visible": visible, "query_valid": real, "log_mass": None if mass is None else mass.double()}
+    close(found, reference.window_attention(q.double(), keys.double(), SCALE, **exact), 2e-5)
+    assert found.dtype == torch.float32 and (found[~used] == 0).all()
+
+
+@CASES
+@given(problems(), st.integers(1, 9), st.booleans())
+def test_what_centroids_say(problem, num, empty):
+    q = problem.rows(num, problem.heads * problem.groups)
+    if empty:
+        problem.gone = (*problem.gone[:2], torch.zeros_like(problem.gone[2]))
+    found = cpu.centroid_estimate(q, problem.centroids(torch.float32), SCALE)
+    wanted = reference.centroid_estimate(q.double(), problem.centroids(torch.float64), SCALE)
+    for one, other in zip(found, wanted):
+        assert one.dtype == torch.float32
+        close(one, other, 2e-5)
+
+
+@CASES
 @given(problems(), st.integers(1, 40), st.integers(0, 3), st.integers(0, 5), st.sampled_from(("ties", "nan", "any")))
 def test_an_eviction(problem, tokens, sinks, recent, kind):
     scores = torch.randn(problem.positions.shape, generator=problem.random)
@@ -169,21 +201,26 @@ def test_an_eviction(problem, tokens, sinks, recent, kind):
             assert all(a == b for a, b in zip(was, now) if a in now)
 
 
+@pytest.mark.parametrize("known", ["nothing", "moments", "centroids"])
 @pytest.mark.parametrize("watched", [False, True])
-def test_rows_do_not_touch_each_other(watched):
+def test_rows_do_not_touch_each_other(watched, known):
     """NaN in one row stays there, and every other row is what it is alone, bit for bit."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.tensor([[30, 30], [7, 19], [39, 1]], dtype=torch.int32)
     keys, values = (torch.randn(3, 2, 40, 16, generator=random) for _ in range(2))
     q, k, v = torch.randn(3, 4, 16, generator=random), *(torch.randn(3, 2, 1, 16, generator=random) for _ in range(2))
     keys[1, 0, 3], values[1, 1, 5] = torch.nan, torch.inf
+    gone = [torch.randn(3, 2, 9, 16, generator=random) for _ in range(2)]
 
     def step(rows):
         received = torch.zeros(len(rows), 2, 40) if watched else None
         place = torch.zeros(len(rows), 2, 40, dtype=torch.int32), lengths[rows].clone(), torch.full((len(rows),), 50)
-        moments = Moments.empty(len(rows), 2, 16, 16, order=None)
+        moments = Moments.empty(len(rows), 2, 16, 16, order=1 if known == "moments" else None)
+        moments = moments.add(*(one[rows] for one in gone))
+        centroids = Centroids.empty(len(rows), 2, 4, 16, 16).add(*(one[rows] for one in gone))
+        options = {"attention": received, "centroids": centroids if known == "centroids" else None}
         stored = keys[rows].clone(), values[rows].clone()
-        out = cpu.decode_step(q[rows], k[rows], v[rows], *stored, *place, moments, SCALE, attention=received)[0]
+        out = cpu.decode_step(q[rows], k[rows], v[rows], *stored, *place, moments, SCALE, **options)[0]
         return out if received is None else torch.cat([out.flatten(1), received.flatten(1)], 1)
 
     together = step([0, 1, 2])
@@ -207,6 +244,22 @@ def test_blocks_of_rows_are_what_they_are_alone(num):
     together = block([0, 1, 2])
     for row in range(3):
         assert all(torch.equal(one[row], alone[0]) for one, alone in zip(together, block([row])))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_windows_of_rows_are_what_they_are_alone(mixed):
+    random = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(3, 4, 5, 16, generator=random), torch.randn(3, 2, 45, 16, generator=random)
+    visible = torch.rand(3, 2, 5, 45, generator=random) < 0.7
+    real = torch.tensor([[True] * 5, [False] * 3 + [True] * 2, [True] * 5])
+    mass = torch.randn(3, 4, 5, generator=random) if mixed else None
+
+    def window(rows):
+        masks = visible[rows], real[rows], None if mass is None else mass[rows]
+        return cpu.window_attention(q[rows], keys[rows], SCALE, *masks)
+
+    together = window([0, 1, 2])
+    assert all(torch.equal(together[row], window([row])[0]) for row in range(3))
 
 
 @pytest.mark.parametrize("why", ["softcap", "float64", "values of another size", "backend"])

@@ -167,6 +167,26 @@ def decode_step(
     return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, num_heads), evicted.reshape(batch, num_heads)
 
 
+def window_attention(
+    q: Tensor, keys: Tensor, scale: float, visible: Tensor, query_valid: Tensor, log_mass: Tensor | None
+) -> Tensor:
+    """`reference.window_attention` without softcap, where every valid query sees something."""
+    (batch, num_heads, num, dim), (heads, slots) = q.shape, keys.shape[1:3]
+    groups = num_heads // heads
+    rows = q.float().reshape(batch * heads, groups * num, dim)
+    logits = torch.bmm(rows * scale, keys.float().reshape(batch * heads, slots, dim).transpose(1, 2))
+    # A number, not -inf, so that queries of padding, which may see nothing, get weights that can be left out.
+    hidden = torch.finfo(logits.dtype).min
+    logits.view(batch, heads, groups, num, slots).masked_fill_(~visible[:, :, None], hidden)
+    weights = logits.softmax(-1)
+    share = query_valid / (groups * query_valid.sum(-1, keepdim=True).clamp(min=1))
+    share = share[:, None, None].expand(batch, heads, groups, num).reshape(batch * heads, 1, -1)
+    if log_mass is not None:
+        lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
+        share = share * torch.sigmoid(lse - log_mass.float().reshape(lse.shape))[:, None]
+    return torch.bmm(share, weights).view(batch, heads, slots)
+
+
 def prefill_attention(
     q: Tensor,
     keys: Tensor,

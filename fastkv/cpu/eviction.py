@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..reference import Moments, protected
+from ..reference.rows import flat_index, rows_at
 from ..reference.selection import places
 from .attention import hiding
 
@@ -35,19 +36,13 @@ def evict(
     guard = protected(positions, seen, sinks, recent)
     # The last of the order leave, unless they are no tokens, which come after all that are.
     leaving = places(scores, positions, used, guard).topk(slots - tokens, dim=-1).indices.sort(-1).values
-    first = torch.arange(0, lengths.numel() * slots, slots).view(*lengths.shape, 1)  # of each head, in the flat slots
-    target = (first + leaving).flatten()
-    moments.copy_(moments.add(taken(keys, target), taken(values, target), hiding(used.gather(-1, leaving))))
-    # As many slots beyond `tokens` stay as there are holes before it. The holes are the first of `target`, the slots
-    # that stay the first of `source`; what follows in both are the slots beyond that leave, each onto itself.
+    moments.copy_(moments.add(rows_at(keys, leaving), rows_at(values, leaving), hiding(used.gather(-1, leaving))))
+    # As many slots beyond `tokens` stay as there are holes before it. The holes come first in `target`, the slots that
+    # stay first in `source`; what follows in both are the slots beyond that leave, each onto itself.
     stays = torch.ones_like(used, dtype=torch.uint8).scatter_(-1, leaving, 0)[..., tokens:]
-    source = (stays.argsort(dim=-1, descending=True, stable=True) + (first + tokens)).flatten()
+    source = flat_index(stays.argsort(dim=-1, descending=True, stable=True) + tokens, slots)
+    target = flat_index(leaving, slots)
     for part in (keys, values, positions):
-        flat = part.view(lengths.numel() * slots, *part.shape[3:])
-        flat.index_copy_(0, target, flat.index_select(0, source))
+        rows = part.flatten(0, 2)  # a view: the slots are contiguous
+        rows.index_copy_(0, target, rows.index_select(0, source))
     lengths.clamp_(max=tokens)
-
-
-def taken(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows [B, Hkv, n, D] of slots [B, Hkv, C, D] by their flat index [B * Hkv * n]: faster than gather."""
-    return rows.view(-1, rows.shape[-1]).index_select(0, index).view(*rows.shape[:2], -1, rows.shape[-1])

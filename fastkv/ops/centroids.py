@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import cpu, reference
 from ..backend import uses_kernels
 from ..reference import Centroids
 from ..reference.moments import compute_dtype
@@ -35,6 +35,8 @@ def _centroid_attention(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     centroids = Centroids(count, keys, values, spread)
+    if cpu.serves(backend, q, values, softcap) and keys.dtype == torch.float32:
+        return cpu.centroid_estimate(q.float(), centroids, scale)
     if not uses_kernels(backend, q.device):
         return reference.centroid_estimate(q, centroids, scale, softcap)
     from ..kernels.centroids import centroid_attention

@@ -167,7 +167,10 @@ def _window_scores(
     if positions is not None and query_positions is not None:
         past = positions[:, :, None] <= query_positions[:, None, :, None]
         visible = past if visible is None else visible & past
-    scores = reference.window_attention(q, keys, scale, softcap, visible=visible, **masks)
+    if visible is not None and query_valid is not None and cpu.serves(backend, q, keys, softcap):
+        scores = cpu.window_attention(q, keys, scale, visible, query_valid, log_mass)
+    else:
+        scores = reference.window_attention(q, keys, scale, softcap, visible=visible, **masks)
     return reference.pool_scores(scores, pool, positions, valid)
 
 

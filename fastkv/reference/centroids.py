@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from .moments import MASSES, compute_dtype
+from .rows import added_at, rows_at
 
 VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
@@ -123,20 +124,16 @@ class Centroids:
         gone = torch.where(rank < joins[..., None], places[1 - half :: 2][partner], places[half::2])
         target = places.expand(self.count.shape).clone()
         target[..., half::2] = gone
-
-        def summed(rows: Tensor) -> Tensor:
-            return torch.zeros_like(rows).scatter_add_(2, along(target, rows), rows)
-
-        count = summed(self.count)
-        weight = (self.count / count.gather(-1, target).clamp(min=1))[..., None]
-        keys, values = summed(weight * self.keys), summed(weight * self.values)
-        moved = self.keys - keys.gather(2, along(target, keys))
-        return Centroids(count, keys, values, summed(self.spread + self.count * moved.square().mean(-1)))
+        count = added_at(self.count, target)
+        weight = (self.count / rows_at(count, target).clamp(min=1))[..., None]
+        keys, values = added_at(weight * self.keys, target), added_at(weight * self.values, target)
+        moved = self.keys - rows_at(keys, target)
+        return Centroids(count, keys, values, added_at(self.spread + self.count * moved.square().mean(-1), target))
 
     def packed(self, num: int | None = None) -> Centroids:
         """The first `num` of them (default all), used ones before unused ones."""
         order = (self.count == 0).to(torch.uint8).argsort(dim=-1, stable=True)[..., :num]
-        return Centroids(*(rows.gather(2, along(order, rows)) for rows in self.tensors()))
+        return Centroids(*(rows_at(rows, order) for rows in self.tensors()))
 
     def copy_(self, other: Centroids) -> None:
         """Overwrite in place, so that addresses stay what a captured graph has seen."""
@@ -163,14 +160,10 @@ class Centroids:
         squares = points.square().sum(-1).masked_fill(unused, float("inf"))
         share = 1 / self.count.masked_fill(unused, 1)
         movers, partners = slice(half, None, 2), slice(1 - half, None, 2)
-        product = (-2 * points[:, :, movers]) @ points[:, :, partners].transpose(-1, -2)
-        distance = (product + squares[..., movers, None] + squares[..., None, partners]).clamp(min=0)
-        return distance / (share[..., movers, None] + share[..., None, partners])
-
-
-def along(index: Tensor, rows: Tensor) -> Tensor:
-    """Index [B, Hkv, M] in the shape of rows [B, Hkv, ..., D], or of [B, Hkv, ...]."""
-    return index if rows.ndim == 3 else index[..., None].expand(*index.shape, rows.shape[-1])
+        cost = (-2 * points[:, :, movers]) @ points[:, :, partners].transpose(-1, -2)
+        # In place, because a block of a prompt makes this the largest table there is.
+        distance = cost.add_(squares[..., movers, None]).add_(squares[..., None, partners]).clamp_(min=0)
+        return distance.div_(share[..., movers, None] + share[..., None, partners])
 
 
 def centroid_estimate(

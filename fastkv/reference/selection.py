@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import FastKVError, check_shape
 from .moments import Moments
 from .ragged import pack, unpack
+from .rows import rows_at
 
 
 class Selection(NamedTuple):
@@ -105,15 +106,8 @@ def compact(
     last = torch.iinfo(everything.dtype).max
     index = torch.where(selection.kept, everything, last).argsort(dim=-1, stable=True)[..., : keys.shape[2]]
     size = index.shape[-1]
-
-    def take(rows: Tensor) -> Tensor:
-        # Whole rows by flat index: several times faster than gather, which moves element by element.
-        batch, heads, num, dim = rows.shape
-        start = torch.arange(batch * heads, device=rows.device).mul(num).view(batch, heads, 1)
-        return rows.reshape(-1, dim).index_select(0, (start + index).flatten()).view(batch, heads, size, dim)
-
-    keys[:, :, :size] = take(joined(keys[:, :, :used], new_keys))
-    values[:, :, :size] = take(joined(values[:, :, :used], new_values))
+    keys[:, :, :size] = rows_at(joined(keys[:, :, :used], new_keys), index)
+    values[:, :, :size] = rows_at(joined(values[:, :, :used], new_values), index)
     positions[:, :, :size] = everything.gather(2, index)
     lengths.copy_(selection.counts)
 
