@@ -398,8 +398,8 @@ MUTATIONS = [
     bug(
         "a slot that is not in use is attended to",
         "cpu/attention.py",
-        "torch.arange(slots) < lengths",
-        "torch.arange(slots) <= lengths",
+        'torch.arange(slots, device="cpu") < lengths',
+        'torch.arange(slots, device="cpu") <= lengths',
         "cpu.py::test_a_step",
     ),
     bug(
@@ -412,8 +412,8 @@ MUTATIONS = [
     bug(
         "a window forgets how many heads share a key",
         "cpu/attention.py",
-        "share = query_valid / (groups * ",
-        "share = query_valid / (1 * ",
+        "share = query_valid.float() / (groups * ",
+        "share = query_valid.float() / (1 * ",
         "cpu.py::test_what_a_window_of_queries_gives",
     ),
     bug(

@@ -166,3 +166,44 @@ def test_scratch_and_tables_are_made_for_each_device():
     assert {key[0].type for key in cache.shared.scratch} == {"cpu", "meta"}
     rotaries = [layer.rule.rotary.frequencies.device.type for layer in cache.layers]
     assert rotaries == ["cpu", "cpu", "meta", "meta"]
+
+
+@pytest.fixture
+def defaults():
+    """Sets torch's default dtype and device for a test, after what was made with others is forgotten."""
+
+    def set_to(dtype, device):
+        fastkv.cpu.attention.fused_as_expected.cache_clear()
+        fastkv.cpu.attention.edge.cache_clear()
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+
+    yield set_to
+    set_to(torch.float32, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv", "fastkv", "compactor", "h2o"])
+def test_the_default_dtype_does_not_matter(policy, dtype, defaults):
+    ids, mask = prompt()
+    model = fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
+    want = generate(model, ids, mask, new=15)
+    defaults(dtype, None)
+    assert fastkv.cpu.serves("auto", torch.ones(1, 8, dtype=torch.float32), torch.ones(1, 8, dtype=torch.float32), None)
+    assert torch.equal(generate(model, ids, mask, new=15), want)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv", "fastkv"])
+def test_the_default_device_does_not_matter(policy, defaults):
+    make = lambda: fastkv.FastKVAttention(4, 2, 16, policy, small(), evict_every=4, prefill_block=16)  # noqa: E731
+    random = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(2, heads, 60, 16, generator=random) for heads in (4, 2, 2)]
+
+    def read(module):
+        parts = [module(*(part[:, :, :50] for part in tokens))]
+        parts += [module(*(part[:, :, n : n + 1] for part in tokens)) for n in range(50, 60)]
+        return torch.cat(parts, 2)
+
+    want = read(make())
+    defaults(torch.float32, "meta")
+    assert torch.equal(read(make()), want)

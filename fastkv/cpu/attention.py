@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +28,17 @@ def fused_as_expected() -> bool:
 
     Neither is documented of an operator that is torch's own, so it is asked once, with an example.
     """
-    q, room = torch.linspace(-3, 2, 96).cos().view(1, 4, 3, 8), torch.linspace(-1, 5, 192).sin().view(2, 1, 4, 3, 8)
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    q = torch.linspace(-3, 2, 96, **plain).cos().view(1, 4, 3, 8)
+    room = torch.linspace(-1, 5, 192, **plain).sin().view(2, 1, 4, 3, 8)
     keys, values = room[:, :, :2]  # where further heads would be read, there is memory
-    mask = torch.tensor([float("-inf"), 0.0, 0.0])
+    mask = torch.tensor([float("-inf"), 0.0, 0.0], **plain)
     try:
         out, lse = attend(q, keys, values, 0.7, mask[None, None, None], causal=True)
     except RuntimeError:
         return False
     keys, values = (part.repeat_interleave(2, 1) for part in (keys, values))
-    logits = 0.7 * q @ keys.transpose(-1, -2) + mask + torch.full((3, 3), float("-inf")).triu(1)
+    logits = 0.7 * q @ keys.transpose(-1, -2) + mask + torch.full((3, 3), float("-inf"), **plain).triu(1)
     logits[:, :, 0] = 0.0  # the first query sees nothing
     pairs = (out, (logits.softmax(-1) @ values)), (lse, logits.logsumexp(-1))
     return all(torch.allclose(found[:, :, 1:], want[:, :, 1:], atol=1e-5) for found, want in pairs)
@@ -91,8 +94,12 @@ def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tens
     """
     if length is not None:
         return edge(slots)[slots - length : 2 * slots - length].view(1, 1, 1, slots)
-    held = torch.arange(slots) < lengths.repeat_interleave(groups, 1)[..., None, None]
-    return torch.where(held, 0.0, float("-inf"))
+    return showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
+
+
+def showing(visible: Tensor) -> Tensor:
+    """The mask that hides what is not visible, 0 or -inf, fp32."""
+    return torch.full_like(visible, float("-inf"), dtype=torch.float32).masked_fill_(visible, 0.0)
 
 
 def common(lengths: Tensor) -> int | None:
@@ -104,7 +111,7 @@ def common(lengths: Tensor) -> int | None:
 @cache
 def edge(slots: int) -> Tensor:
     """0 so many times, then -inf: each mask for one common length is a stretch of it."""
-    return torch.cat([torch.zeros(slots), torch.full((slots,), float("-inf"))])
+    return showing(torch.arange(2 * slots, device="cpu") < slots)
 
 
 def decode_step(
@@ -179,7 +186,7 @@ def window_attention(
     hidden = torch.finfo(logits.dtype).min
     logits.view(batch, heads, groups, num, slots).masked_fill_(~visible[:, :, None], hidden)
     weights = logits.softmax(-1)
-    share = query_valid / (groups * query_valid.sum(-1, keepdim=True).clamp(min=1))
+    share = query_valid.float() / (groups * query_valid.sum(-1, keepdim=True).clamp(min=1))
     share = share[:, None, None].expand(batch, heads, groups, num).reshape(batch * heads, 1, -1)
     if log_mass is not None:
         lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
@@ -203,7 +210,7 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor]:
     """`reference.prefill_attention` without softcap: the block by itself, causally, merged with what came before it."""
     groups = q.shape[1] // lengths.shape[1]
-    padding = torch.where(new_valid, 0.0, float("-inf"))[:, None, None]
+    padding = showing(new_valid)[:, None, None]
     out, lse = attend(q, new_keys, new_values, scale, padding, causal=True)
     lse = lse.masked_fill((new_valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:

@@ -32,7 +32,7 @@ def evict(
     slots = positions.shape[-1]
     if slots <= tokens:
         return
-    used = torch.arange(slots) < lengths[..., None]
+    used = torch.arange(slots, device="cpu") < lengths[..., None]
     guard = protected(positions, seen, sinks, recent)
     # The last of the order leave, unless they are no tokens, which come after all that are.
     leaving = places(scores, positions, used, guard).topk(slots - tokens, dim=-1).indices.sort(-1).values

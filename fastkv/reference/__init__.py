@@ -8,7 +8,7 @@ Read in this order:
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
-- `ragged`: slots that heads share unequally.
+- `ragged`: slots that heads share unequally.  `rows`: whole rows by index.
 - `output`: what a token's value does to the layer's output (CriticalKV).
 - `again`: attention of tokens that are read a second time (KVzip).
 - `vector`: decoding where some tokens keep their key but no value (VECTOR).
