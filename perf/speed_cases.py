@@ -134,7 +134,7 @@ def cpu_parts() -> dict[str, list[Case]]:
         "cpu_generate": in_turn(grid([full(SMALL), *whole, *blocks], (8192,), (4,), what="generate")),
         "cpu_flat": in_turn(
             grid(
-                [kept("fastkv", SMALL, policy, block=512, samples=16) for policy in ("keydiff", "momentkv")],
+                [kept("fastkv", SMALL, policy, block=512, samples=48) for policy in ("keydiff", "momentkv")],
                 (131_072,),
                 (1,),
                 what="flat",

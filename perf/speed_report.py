@@ -89,8 +89,8 @@ def part_table(speed: Speed, part: str) -> str:
             words += [f"{row['generate_s']:.2f}", f"{row['tokens_per_s']:.0f}", _mib(row["peak_bytes"]), row["rounds"]]
             wholes.append([str(word) for word in words])
         for point in row.get("flat", ()):
-            ms, first = point["ms"]["p50"], row["flat"][0]["ms"]["p50"]
-            flats.append([row["model"], row["cache"], str(point["seen"]), f"{ms:.3f}", f"{ms / first - 1:+.1%}"])
+            numbers = [f"{point['ms']['p50']:.3f}", f"{point['over_first'] - 1:+.1%}"]
+            flats.append([row["model"], row["cache"], str(point["seen"]), *numbers])
     profiles = [
         [row["model"], row["cache"], phase, ", ".join(f"{name} {share:.0%}" for name, share in found)]
         for row in rows

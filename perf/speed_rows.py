@@ -65,8 +65,14 @@ def _median(rows: list[Row]) -> Row:
     if "ms" in one:
         one["ms"] = _spread([row["ms"] for row in rows])
     if "flat" in one:
-        points = zip(*(row["flat"] for row in rows))
-        one["flat"] = [{"seen": same[0]["seen"], "ms": _spread([point["ms"] for point in same])} for same in points]
+        one["flat"] = [
+            {
+                "seen": same[0]["seen"],
+                "ms": _spread([point["ms"] for point in same]),
+                "over_first": statistics.median(point["over_first"] for point in same),
+            }
+            for same in zip(*(row["flat"] for row in rows))
+        ]
     return one | {"rounds": len(rows)}
 
 

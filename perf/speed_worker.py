@@ -122,7 +122,9 @@ def measure_generate(contender: Full, ids: Tensor) -> dict[str, Any]:
 
 
 def measure_flat(contender: Full, ids: Tensor) -> dict[str, Any]:
-    """Milliseconds per step after 1/32, 1/16 ... all of the context, sampled in turn, so that drifts hit all alike."""
+    """Milliseconds per step after 1/32, 1/16 ... all of the context, sampled in turn, so that drifts hit all alike; and
+    "over_first", the median over the turns of a sample over that after the shortest context.
+    """
     case = contender.case
     cache: Any = contender.new_cache(ids.shape[1])
     marks = [case.context >> shift for shift in (5, 4, 3, 2, 1, 0)]
@@ -139,7 +141,9 @@ def measure_flat(contender: Full, ids: Tensor) -> dict[str, Any]:
             start = now()
             decode(step, token, position, case.period)
             mine.append((now() - start) / case.period * 1e3)
-    return {"flat": [{"seen": mark, "ms": spread(mine)} for mark, mine in zip(marks, samples)]}
+    ratios = [statistics.median(one / first for one, first in zip(mine, samples[0])) for mine in samples]
+    points = zip(marks, samples, ratios)
+    return {"flat": [{"seen": mark, "ms": spread(mine), "over_first": ratio} for mark, mine, ratio in points]}
 
 
 def shares(events: Any, cuda: bool) -> list[tuple[str, float]]:

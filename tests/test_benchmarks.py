@@ -141,6 +141,7 @@ def test_rows_of_the_worker(threads, monkeypatch):
     assert whole["generate_s"] > 0 and "ms" not in whole
     flat = measure(replace(KEPT, what="flat", context=4096, block=128, batch=1))["flat"]
     assert [point["seen"] for point in flat] == [128, 256, 512, 1024, 2048, 4096]
+    assert flat[0]["over_first"] == 1 and all(point["over_first"] > 0 for point in flat)
 
 
 def test_profiles_are_shares_of_what_ran(threads, monkeypatch):
@@ -405,7 +406,10 @@ MADE_UP = files(
     row(
         "cpu_flat",
         Case("llama-small", "fastkv", 131_072, 1, "keydiff", 512, what="flat"),
-        flat=[{"seen": n, "ms": {"p50": t}} for n, t in ((2048, 9.0), (4096, 4.0), (8192, 4.1), (131_072, 3.8))],
+        flat=[
+            {"seen": n, "ms": {"p50": t}, "over_first": t / 4.0}
+            for n, t in ((4096, 4.0), (8192, 4.1), (16_384, 4.0), (131_072, 3.8))
+        ],
     ),
     row(
         "cpu_profile",
@@ -438,7 +442,7 @@ def test_rounds_of_a_case_become_one_row_of_medians():
     [pair] = speed.pairs("kvpress", what="decode")
     assert pair.ratio(STEP) == pytest.approx(5 / 7)
     walks = in_turn([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
-    points = [[{"seen": n, "ms": {"p50": ms * n}} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
+    points = [[{"seen": n, "ms": {"p50": ms * n}, "over_first": ms / n} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
     [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
     assert one["flat"] == points[2]
 
@@ -529,7 +533,7 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
         "| llama-small | 8192 | 4 | kvpress keydiff | 512 | 128 | 7.00 | 9 | 1.0 |",
         "| llama-small | full | step | aten::mm 62%, aten::add 10% |",
         "| llama-small | full | 1.25 | 3.50 | 16 |",
-        "| llama-small | fastkv keydiff | 131072 | 3.800 | -57.8% |",
+        "| llama-small | fastkv keydiff | 131072 | 3.800 | -5.0% |",
         "| cpu_long | decode-llama-small-n32768-b4-kvpress-keydiff-512 | Error: a / b |",
         "`python -m perf.speed_run --parts cpu_context --kvpress-python PATH`",
     ):
