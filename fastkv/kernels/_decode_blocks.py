@@ -24,8 +24,8 @@ def decode_constants(
     """
     padded = pow2(head_dim, 64)
     block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
-    if capped:
-        block_k = min(block_k, 32)  # with 64, triton 3.9 spills on sm_90
+    if capped or (order == 1 and spread):
+        block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
     if matrix == torch.float32:
         block_k = 32 if hip else 16  # its exact product needs several times the registers
     if order == CENTROIDS.value:
