@@ -201,6 +201,23 @@ def test_an_eviction(problem, tokens, sinks, recent, kind):
             assert all(a == b for a, b in zip(was, now) if a in now)
 
 
+def test_slots_with_gaps_are_evicted_by_the_reference():
+    random = torch.Generator().manual_seed(0)
+    room = torch.randn(2, 2, 2, 20, 8, generator=random)
+    scores = torch.randn(2, 2, 20, generator=random)
+    states = []
+    for keys, values in ((room[:, 0].clone(), room[:, 1].clone()), room.clone().unbind(1)):
+        place = torch.arange(20, dtype=torch.int32).repeat(2, 2, 1), torch.full((2, 2), 20, dtype=torch.int32)
+        moments = Moments.empty(2, 2, 8, 8)
+        assert cpu.evicts(keys, values, *place) == keys.is_contiguous()
+        ops.evict(keys, values, *place, torch.full((2,), 20), moments, scores, 12, 1, 2)
+        order = place[0][..., :12].argsort(-1)
+        kept = [rows[:, :, :12].gather(2, order[..., None].expand(-1, -1, -1, 8)) for rows in (keys, values)]
+        states.append((*kept, place[1], *moments.tensors()))
+    for one, other in zip(*states):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("known", ["nothing", "moments", "centroids"])
 @pytest.mark.parametrize("watched", [False, True])
 def test_rows_do_not_touch_each_other(watched, known):

@@ -148,7 +148,7 @@ def decode_step(
         keys, values = unpack(keys, starts, width), unpack(values, starts, width)
     (batch, num_heads, dim), heads, num = q.shape, lengths.shape[1], keys.shape[2]
     groups, weights = num_heads // heads, None
-    # The kernel does not use them for a single row.
+    # The kernel uses the processor's bfloat16 instructions for several rows only.
     native = groups > 1 and q.dtype == torch.bfloat16 and multiplies_bfloat16()
     apart = attention is None and groups <= FEW and not native
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)

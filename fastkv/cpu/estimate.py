@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..reference import Centroids, Moments, moment_estimate
-from ..reference import centroid_estimate as exact_centroid_estimate
+from .. import reference
+from ..reference import Centroids, Moments
 
 Estimate = tuple[Tensor, Tensor]
 
@@ -19,13 +19,11 @@ def estimate(
 ) -> Estimate | None:
     """Value [B, Hq, T, Dv] and log mass [B, Hq, T] for q [B, Hq, T, D], without softcap; None if nothing is kept."""
     if centroids is not None:
-        if centroids.keys.dtype != torch.float32:
-            return exact_centroid_estimate(q, centroids, scale)
-        return centroid_estimate(q.float(), centroids, scale)
+        return centroid_estimate(q, centroids, scale)
     if moments is None or order is None or moments.key_mean is None:
         return None
     if mass != "jensen" or moments.key_mean.dtype != torch.float32:
-        return moment_estimate(q, moments, scale, None, order, mass)
+        return reference.moment_estimate(q, moments, scale, None, order, mass)
     return jensen_estimate(q.float(), moments, scale, order)
 
 
@@ -46,10 +44,12 @@ def jensen_estimate(q: Tensor, moments: Moments, scale: float, order: int) -> Es
 
 def centroid_estimate(q: Tensor, centroids: Centroids, scale: float) -> Estimate:
     """`reference.centroid_estimate` with the mass "cosh"; log n + log cosh x = log(n / 2) + log(e^x + e^-x)."""
+    if centroids.keys.dtype != torch.float32:
+        return reference.centroid_estimate(q, centroids, scale)
     batch, num_heads, num, dim = q.shape
     keys, values = centroids.keys.flatten(0, 1), centroids.values.flatten(0, 1)
     count, spread = (part.reshape(len(keys), 1, -1) for part in (centroids.count, centroids.spread))
-    rows = q.reshape(len(keys), -1, dim)
+    rows = q.float().reshape(len(keys), -1, dim)
     logit = torch.baddbmm((count / 2).log(), rows, keys.transpose(1, 2), alpha=scale)  # -inf for an unused centroid
     sigma = (spread / count.clamp(min=1)).sqrt()
     deviation = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * (abs(scale) * sigma)

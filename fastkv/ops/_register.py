@@ -41,8 +41,8 @@ def operator(schema: str, fake: Function) -> Callable[[Function], Function]:
 def run(function: Function, *arguments: Any) -> Any:
     """Call the operator that the function was registered as.
 
-    Tensors on a CPU that no compiler or mode looks at go to the function itself: passing some thirty arguments through
-    the dispatcher takes as long as a quarter of the attention of a decode step.
+    Tensors on a CPU that no compiler or mode looks at go to the function itself: to pass some thirty arguments through
+    the dispatcher is a part of a small decode step that shows.
     """
     if not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
         first = next(a for a in arguments if isinstance(a, Tensor))

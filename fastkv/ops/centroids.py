@@ -35,8 +35,8 @@ def _centroid_attention(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     centroids = Centroids(count, keys, values, spread)
-    if cpu.serves(backend, q, values, softcap) and keys.dtype == torch.float32:
-        return cpu.centroid_estimate(q.float(), centroids, scale)
+    if cpu.serves(backend, q, values, softcap):
+        return cpu.centroid_estimate(q, centroids, scale)
     if not uses_kernels(backend, q.device):
         return reference.centroid_estimate(q, centroids, scale, softcap)
     from ..kernels.centroids import centroid_attention

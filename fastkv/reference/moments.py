@@ -116,8 +116,7 @@ class Moments:
             # where, not multiply: a masked-out row may hold NaN.
             return rows if mask is None else torch.where(mask[..., None], rows, 0)
 
-        everything = torch.full((batch, heads), num, device=keys.device)
-        count = everything if mask is None else mask.sum(-1)
+        count = torch.full((batch, heads), num, device=keys.device) if mask is None else mask.sum(-1)
         if order is None:
             return cls(count)
         inverse = 1 / count.clamp(min=1).to(dtype)[..., None]
