@@ -10,9 +10,9 @@ Importing this package changes nothing in torch or transformers.
 from . import ops, policies, reference
 from .api import patch, patched, unpatch
 from .budget import Budget
-from .cache import FastKVCache
-from .capture import capture_decode
 from .errors import FastKVError
+from .integrations.transformers.cache import FastKVCache
+from .integrations.transformers.cuda_graphs import capture_decode
 from .module import FastKVAttention
 
 __version__ = "0.1.0"

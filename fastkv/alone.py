@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .config import Plan
 from .errors import FastKVError, check_groups, check_shape
-from .plan import Plan
 from .rotary import Rotary
 from .state import LayerState
 

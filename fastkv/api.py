@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
-from . import integrations, roofline
 from .budget import Budget
+from .cache import block_size
+from .calibration import quality
+from .calibration.vector_map import VectorMap
+from .config import Plan
 from .errors import FastKVError
-from .fits import quality
-from .fits.vector import VectorMap
-from .plan import Plan
+from .integrations import transformers as engine
 from .policies import Policy
 
 Model = TypeVar("Model", bound=Module)
@@ -61,15 +62,15 @@ def patch(
     Returns: the same model.
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
-    block: Any = roofline.ELSEWHERE if prefill_block == "auto" else prefill_block
+    block: Any = block_size.ELSEWHERE if prefill_block == "auto" else prefill_block
     plan = Plan.make(policy, budget, block, evict_every, correction, backend, static)
-    modules = integrations.check(model, integrations.FAMILIES, plan)
+    modules = engine.check(model, engine.FAMILIES, plan)
     if prefill_block == "auto":
         weight = next(model.parameters())
-        plan = replace(plan, prefill_block=roofline.block_tokens(weight.device, weight.dtype))
+        plan = replace(plan, prefill_block=block_size.block_tokens(weight.device, weight.dtype))
     plan = with_fits(plan, model, vector)
-    integrations.detach(model)
-    integrations.attach(model, modules, plan)
+    engine.detach(model)
+    engine.attach(model, modules, plan)
     return model
 
 
@@ -105,7 +106,7 @@ def _beside(config: Any, name: str, what: str, how: str) -> Path:
 
 def unpatch(model: Model) -> Model:
     """Make a model what it was before `patch`, bit for bit; a model that is not patched is returned as it is."""
-    integrations.detach(model)
+    engine.detach(model)
     return model
 
 

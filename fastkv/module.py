@@ -14,16 +14,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from .alone import NAME, check_alone, check_sizes, check_tokens
 from .backend import check_backend, uses_kernels
 from .budget import Budget
-from .decode import decode_token
+from .cache.decode import decode_token
+from .cache.prefill import absorb_block, attend_block, without_padding
+from .cache.workspace import Shared
+from .calibration.vector_map import VectorMap
+from .config import LayerPlan, Plan
 from .errors import FastKVError
-from .fits.vector import VectorMap
 from .parallel import Parallel
-from .plan import LayerPlan, Plan
 from .policies import Policy
-from .prefill import absorb_block, attend_block, without_padding
 from .reference import Moments
 from .rotary import Rotary
-from .shared import Shared
 from .state import LayerState, Layout
 
 MODEL_TYPED = ("exact_keys", "exact_values", "approx_keys", "moments_slope")  # change with the module's dtype

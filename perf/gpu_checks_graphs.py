@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import fastkv
-from fastkv.fits.fingerprint import fingerprint
-from fastkv.fits.vector import VectorMap
+from fastkv.calibration.fingerprint import fingerprint
+from fastkv.calibration.vector_map import VectorMap
 
 from .gpu_checks_device import syncs_raise
 from .gpu_checks_state import Finding, Place, equal

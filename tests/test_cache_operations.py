@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import fastkv
 from fastkv import Budget, FastKVCache
-from fastkv.integrations.attention import fastkv_attention
+from fastkv.integrations.transformers.attention import fastkv_attention
 from fastkv.policies import Policy, get
 
 from .models import build, prompt

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv.calibration import context
+from fastkv.calibration import context, quality
 from fastkv.calibration.context import fit, residual
 from fastkv.calibration.context_texts import FILLERS, demo_text, english_text
 from fastkv.calibration.context_triples import Triple, make_triples
+from fastkv.calibration.fingerprint import describe, fingerprint
+from fastkv.calibration.nll import context_nll
+from fastkv.calibration.quality import QualityCurve, keep_for, retained, save
 from fastkv.demo import MODEL_DIR, load
-from fastkv.fits import quality
-from fastkv.fits.fingerprint import describe, fingerprint
-from fastkv.fits.nll import context_nll
-from fastkv.fits.quality import QualityCurve, keep_for, retained, save
 
 from .models import FAMILIES, build
 

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 import fastkv
 from fastkv import FastKVError
 from fastkv.calibration import corpus
+from fastkv.calibration.fingerprint import describe, fingerprint
 from fastkv.calibration.vector import Sums, add_arguments, fit, pre_rope_pairs, run
+from fastkv.calibration.vector_map import HEADER, VERSION, VectorMap, required_r2
 from fastkv.demo import MODEL_DIR, load
-from fastkv.fits.fingerprint import describe, fingerprint
-from fastkv.fits.vector import HEADER, VERSION, VectorMap, required_r2
 from fastkv.rotary import Rotary
 
 from .models import FAMILIES, VOCAB, build, prompt

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
+from fastkv.cache.prefill import evicted_mass
+from fastkv.config import Plan
 from fastkv.parallel import Parallel
-from fastkv.plan import Plan
 from fastkv.policies import Signals, get
-from fastkv.prefill import evicted_mass
 from fastkv.reference import Moments
 from fastkv.reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
 from fastkv.state import LayerState

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fastkv
+from fastkv.calibration import quality
+from fastkv.calibration.fingerprint import describe, fingerprint
 from fastkv.errors import FastKVError
-from fastkv.fits import quality
-from fastkv.fits.fingerprint import describe, fingerprint
 
 from .models import FAMILIES, build, generate, prompt
 from .test_policy_matrix import EVERY, TOKENS, small

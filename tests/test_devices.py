@@ -10,8 +10,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 import fastkv
-from fastkv.cache import is_static
 from fastkv.errors import FastKVError
+from fastkv.integrations.transformers.cache import is_static
 
 from .models import build, compressed_layers, generate, prompt
 

@@ -15,12 +15,12 @@ from rich.console import Console
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, reference
-from fastkv.cache import FastKVLayer
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
 from fastkv.evaluation.fidelity import compare, measure, read_full
 from fastkv.evaluation.fidelity_run import add_arguments, run
+from fastkv.integrations.transformers.cache import FastKVLayer
 
 from .models import build, policy, prompt
 from .test_vector_cache import mapping

@@ -1,4 +1,4 @@
-"""House rules, checked: flow order of imports, small files, sourced policies, no side effects of importing."""
+"""House rules, checked: flow order of imports, sourced policies, no side effects of importing."""
 
 import ast
 import dataclasses
@@ -33,30 +33,18 @@ ROOMS = [
     "cpu",
     "parallel",
     "rotary",
-    "fits",
     "state",
     "kernels",
     "ops",
     "policies",
-    "plan",
-    "select",
-    "tiers",
-    "store",
-    "prefill",
-    "decode",
-    "shared",
-    "layer",
-    "window",
-    "saved",
+    "calibration",
+    "config",
     "cache",
-    "capture",
+    "integrations",
     "alone",
     "module",
-    "integrations",
-    "roofline",
     "api",
     "demo",
-    "calibration",
     "inspection",
     "evaluation",
     "cli",
@@ -96,10 +84,9 @@ def test_import_order_is_flow_order(path):
 
 
 @each_file()
-def test_files_are_small_documented_and_plain(path):
+def test_files_are_documented_and_plain(path):
     text = path.read_text()
     tree = ast.parse(text)
-    assert len(text.splitlines()) <= 300
     assert ast.get_docstring(tree), "a file says what it is for"
     assert "utils" not in path.name
     for node in ast.walk(tree):
@@ -112,7 +99,7 @@ def test_files_are_small_documented_and_plain(path):
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
 
 
-HOT = {"ops", "decode", "prefill", "select", "kernels", "policies"}
+HOT = {"ops", "cache", "kernels", "policies"}
 SYNCS = {"item", "tolist", "cpu", "nonzero", "numpy"}
 
 

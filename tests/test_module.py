@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVError
-from fastkv.fits.vector import VectorMap
-from fastkv.layer import FastKVLayer
+from fastkv.calibration.vector_map import VectorMap
+from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt

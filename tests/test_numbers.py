@@ -5,7 +5,7 @@ import torch
 
 import fastkv
 from fastkv import FastKVAttention, ops
-from fastkv.fits import quality
+from fastkv.calibration import quality
 from fastkv.reference import Moments
 
 from .models import VOCAB, build, generate, prompt

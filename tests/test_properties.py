@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVError, ops
+from fastkv.cache.selection import keep_best
+from fastkv.config import LayerPlan, Plan
 from fastkv.parallel import Parallel
-from fastkv.plan import LayerPlan, Plan
 from fastkv.policies import KeyDiff, Signals, get
 from fastkv.reference import Moments, Selection, compact, select
-from fastkv.select import keep_best
 from fastkv.state import LayerState, Layout
 
 CASES = settings(max_examples=500)

@@ -176,7 +176,7 @@ def test_continuous_batching():
     attention = model.model.layers[0].self_attn
     q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 16)
     with pytest.raises(FastKVError, match="paged cache"):
-        fastkv.integrations.attention.fastkv_attention(attention, q, k, k, None, cache=object())
+        fastkv.integrations.transformers.attention.fastkv_attention(attention, q, k, k, None, cache=object())
 
 
 def test_four_dimensional_masks():
@@ -309,7 +309,7 @@ def test_drafts_on_older_transformers(name, monkeypatch):
         monkeypatch.delattr(Cache, "activate_past_recording", raising=False)
         expected = "needs transformers >= 5.14"
     else:
-        monkeypatch.setattr(fastkv.integrations.generation, "SLIDING_ROLLBACK", Version("999"))
+        monkeypatch.setattr(fastkv.integrations.transformers.generate, "SLIDING_ROLLBACK", Version("999"))
         expected = f"needs transformers >= {'5.23' if ROLLS_BACK else '5.14'}"
     with pytest.raises(FastKVError, match=expected) as error:
         with_draft(model, ids)

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fastkv
-from fastkv import FastKVCache, FastKVError, saved
+from fastkv import FastKVCache, FastKVError
 from fastkv.demo import load
 from fastkv.demo.tasks import generate as write_text
+from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt

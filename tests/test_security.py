@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 import fastkv
-from fastkv.fits import quality
-from fastkv.fits.vector import VectorMap
+from fastkv.calibration import quality
+from fastkv.calibration.vector_map import VectorMap
 
 from .models import build, generate, prompt
 from .test_vector_cache import mapping

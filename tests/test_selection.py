@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv.budget import Budget
-from fastkv.plan import LayerPlan, Plan
+from fastkv.cache.selection import keep_best
+from fastkv.config import LayerPlan, Plan
 from fastkv.policies import KeyDiff, Signals, Streaming
 from fastkv.reference import Moments, compact, evict, protected, select
-from fastkv.select import keep_best
 from fastkv.state import Layout
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fastkv
+from fastkv.calibration.fingerprint import fingerprint
+from fastkv.calibration.vector_map import VectorMap
 from fastkv.errors import FastKVError
-from fastkv.fits.fingerprint import fingerprint
-from fastkv.fits.vector import VectorMap
 
 from .models import build, generate, policy, prompt
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns

@@ -13,9 +13,9 @@ import transformers
 from packaging.version import Version
 
 import fastkv
-from fastkv.layer import FastKVLayer
+from fastkv.integrations.transformers.layer import FastKVLayer
+from fastkv.integrations.transformers.sliding_window import WindowLayer
 from fastkv.parallel import MESHES
-from fastkv.window import WindowLayer
 
 from .models import FAMILIES, build, prompt
 

@@ -1,1 +1,1 @@
-"""Fitting what `fastkv.fits` stores: run a stock model over text, offline, and write a file for later runs."""
+"""What is fitted to one model and stored in files, and how: a stock model runs over text, offline."""

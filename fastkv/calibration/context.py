@@ -14,18 +14,18 @@ from torch import Tensor
 
 from .. import policies
 from ..errors import FastKVError
-from ..fits.fingerprint import describe, fingerprint
-from ..fits.quality import QualityCurve, retained, save
 from .context_plot import write_plot
 from .context_triples import LENGTHS, Triple, make_triples
+from .fingerprint import describe, fingerprint
 from .models import DEMO, load_model
+from .quality import QualityCurve, retained, save
 
 PENALTY = 2.0
 STEEPEST = 50.0  # a curve beyond it is a step
 
 
 def fit(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, float]:
-    """alpha and beta of `fastkv.fits.quality`, by asymmetric least squares (Compactor, Sec. 3.5).
+    """alpha and beta of `fastkv.calibration.quality`, by asymmetric least squares (Compactor, Sec. 3.5).
 
     Minimised is the mean over (r, c, y) of w (f(r) - y)^2. Where the curve promises more quality than was measured,
     f > y, it asks for too small an r, and w = penalty; elsewhere w = 1. The paper names no penalty. With 2, an error

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..fits.quality import QualityCurve, retained
 from .context_triples import Triple
+from .quality import QualityCurve, retained
 
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of the NLL whose curves are drawn
 

@@ -14,9 +14,9 @@ from ..api import patched
 from ..budget import Budget
 from ..demo.tasks import Sample
 from ..errors import FastKVError
-from ..fits.nll import context_nll
 from .context_texts import TEXTS
 from .models import check_stock
+from .nll import context_nll
 
 KEEPS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 1024)

@@ -26,11 +26,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import FastKVError
-from ..fits.fingerprint import describe, fingerprint
-from ..fits.vector import VectorMap, required_r2
 from ..rotary import Rotary
 from .corpus import sequences
+from .fingerprint import describe, fingerprint
 from .models import DEMO, check_stock, load_model
+from .vector_map import VectorMap, required_r2
 
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
 CUTOFF = 1e-10

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..budget import Budget
-from ..cache import FastKVCache, FastKVLayer
 from ..errors import FastKVError
+from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..state import LayerState, Layout
 
 EVICT_EVERY = 16  # as `fastkv.patch` has it

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import FastKVCache
+from ..integrations.transformers.cache import FastKVCache
 from .tasks import generate
 
 SPEED_STEPS = 32  # decode steps that are timed: two evictions at the default evict_every

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache import FastKVCache, FastKVLayer
 from ..demo.measure import cache_bytes, record_attention
 from ..errors import FastKVError
+from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..reference import centroid_estimate, joined, moment_estimate
 from ..state import LayerState
 

@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from .. import Budget, FastKVError, __version__, patched, policies
+from ..config import CORRECTIONS
 from ..demo.run import policy_of
 from ..demo.tasks import generate
 from ..inspection.run import FOREIGN, load, read_text
-from ..plan import CORRECTIONS
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes
 from .fidelity import measure, read_full
 from .fidelity_plot import PICTURES

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 import fastkv
-import fastkv.plan
+import fastkv.config
 from fastkv import Budget, FastKVError, patched, policies
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.measure import Measured, make_questions, measure, relative_error
@@ -170,5 +170,5 @@ def approximated(share: float | None) -> Iterator[None]:
     def keys(tokens: int, reserved: int, keep: float | None) -> int:
         return 2 * max(min(int(share * tokens), tokens - max(reserved, 1)), 0)
 
-    with mock.patch.object(fastkv.plan, "key_only", keys):
+    with mock.patch.object(fastkv.config, "key_only", keys):
         yield

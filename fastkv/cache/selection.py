@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import ops
-from .plan import LayerPlan
-from .policies import Signals
-from .reference import Selection
+from .. import ops
+from ..config import LayerPlan
+from ..policies import Signals
+from ..reference import Selection
 
 FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, arXiv:2407.11550)
 

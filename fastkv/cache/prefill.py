@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import ops
-from .plan import LayerPlan
-from .policies import Signals
-from .reference import Selection, joined, merge_partials, most_attended
-from .select import keep_best, score
-from .state import LayerState
-from .store import candidates, store
-from .tiers import attend_keys
+from .. import ops
+from ..config import LayerPlan
+from ..policies import Signals
+from ..reference import Selection, joined, merge_partials, most_attended
+from ..state import LayerState
+from .compaction import candidates, store
+from .key_only import attend_keys
+from .selection import keep_best, score
 
 Held = tuple[Tensor, Tensor, Tensor]
 QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them

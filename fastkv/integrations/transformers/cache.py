@@ -12,16 +12,16 @@ from torch.nn import Module
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from . import saved
-from .errors import FastKVError
+from ...cache.workspace import FIRST_TABLE, Shared
+from ...config import Plan
+from ...errors import FastKVError
+from ...parallel import Parallel
+from ...reference import Moments
+from ...rotary import Rotary
+from ...state import LayerState
+from . import serialization
 from .layer import FastKVLayer
-from .parallel import Parallel
-from .plan import Plan
-from .reference import Moments
-from .rotary import Rotary
-from .shared import FIRST_TABLE, Shared
-from .state import LayerState
-from .window import Ring, WindowLayer
+from .sliding_window import Ring, WindowLayer
 
 
 class FastKVCache(Cache):
@@ -174,7 +174,7 @@ class FastKVCache(Cache):
         if self.windows:  # the file holds what transformers expects; this cache goes on with its rings
             source = self.clone()
             source.unroll()
-        saved.write(path, self.config, self.plan, source.layers)
+        serialization.write(path, self.config, self.plan, source.layers)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
@@ -186,7 +186,7 @@ class FastKVCache(Cache):
         cache = cls(model)
         attention: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
         devices = {module.layer_idx: module.k_proj.weight.device for module in attention}
-        saved.read(path, cache.config, cache.plan, cache.layers, devices, model.dtype)  # type: ignore[arg-type]
+        serialization.read(path, cache.config, cache.plan, cache.layers, devices, model.dtype)  # type: ignore[arg-type]
         return cache
 
     def clone(self) -> FastKVCache:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from . import ops
-from .plan import LayerPlan
-from .policies import Signals
-from .reference import joined, select_each
-from .select import keep_best, protected, recent_tokens, score
-from .state import LayerState
-from .store import candidates, forget_attention, remember, sketch, store
+from .. import ops
+from ..config import LayerPlan
+from ..policies import Signals
+from ..reference import joined, select_each
+from ..state import LayerState
+from .compaction import candidates, forget_attention, remember, sketch, store
+from .selection import keep_best, protected, recent_tokens, score
 
 Table = tuple[Tensor, Tensor]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .backend import BACKENDS
 from .budget import Budget
+from .calibration.quality import QualityCurve
+from .calibration.vector_map import VectorMap
 from .errors import FastKVError
-from .fits.quality import QualityCurve
-from .fits.vector import VectorMap
 from .parallel import Parallel
 from .policies import Policy, get
 from .rotary import Rotary

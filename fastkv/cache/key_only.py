@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops
-from .plan import LayerPlan
-from .policies import Signals
-from .reference import Selection, merge_partials, pack
-from .select import keep_values
-from .state import LayerState, Slots
+from .. import ops
+from ..config import LayerPlan
+from ..policies import Signals
+from ..reference import Selection, merge_partials, pack
+from ..state import LayerState, Slots
+from .selection import keep_values
 
 
 def estimate(keys: Tensor, positions: Tensor, rule: LayerPlan) -> Tensor:

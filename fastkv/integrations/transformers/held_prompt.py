@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import FastKVCache, FastKVLayer
-from ..errors import FastKVError
-from ..fits.nll import context_nll
-from ..plan import Plan
+from ...calibration.nll import context_nll
+from ...config import Plan
+from ...errors import FastKVError
+from .cache import FastKVCache, FastKVLayer
 
 
 def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Tensor | None], kwargs: dict[str, Any]) -> Any:

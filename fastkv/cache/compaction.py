@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import ops, tiers
-from .plan import LayerPlan
-from .policies import Signals
-from .reference import Selection, joined, pack
-from .reference.rows import rows_at
-from .state import LayerState, Slots
+from .. import ops
+from ..config import LayerPlan
+from ..policies import Signals
+from ..reference import Selection, joined, pack
+from ..reference.rows import rows_at
+from ..state import LayerState, Slots
+from . import key_only as tiers
 
 CHUNK = 4096  # evicted tokens copied out at once on their way into the centroids
 Block = tuple[Tensor, Tensor, Tensor, Tensor]

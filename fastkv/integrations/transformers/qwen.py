@@ -3,6 +3,6 @@
 Which layers slide a window follows `config.layer_types`.
 """
 
-from .base import Family
+from .attach import Family
 
 QWEN = Family(name="Qwen", model_types=("qwen2", "qwen3", "qwen3_moe"), example="Qwen/Qwen3-4B-Instruct-2507")

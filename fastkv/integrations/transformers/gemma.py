@@ -4,7 +4,7 @@ Gemma 2 soft-caps its attention logits, which sdpa ignores. Gemma 3 stores the s
 cap that counts is the one the module passes to attention. `query_pre_attn_scalar` arrives as the module's scaling.
 """
 
-from .base import Family
+from .attach import Family
 
 GEMMA2 = Family(
     name="Gemma 2",

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .backend import uses_kernels
-from .decode import decode_token
-from .errors import FastKVError
-from .plan import LayerPlan, Plan
-from .prefill import absorb_block, attend_block, attend_held, without_padding
-from .shared import Shared
-from .state import LayerState, Layout
+from ...backend import uses_kernels
+from ...cache.decode import decode_token
+from ...cache.prefill import absorb_block, attend_block, attend_held, without_padding
+from ...cache.workspace import Shared
+from ...config import LayerPlan, Plan
+from ...errors import FastKVError
+from ...state import LayerState, Layout
 
 StockAttention = Callable[[], Tensor]
 

@@ -21,14 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from .backend import uses_kernels
-from .errors import FastKVError
-from .fits.files import replace_file
-from .fits.fingerprint import describe, fingerprint
+from ...backend import uses_kernels
+from ...calibration.files import replace_file
+from ...calibration.fingerprint import describe, fingerprint
+from ...config import Plan
+from ...errors import FastKVError
+from ...policies import Policy
+from ...state import LayerState, Layout
 from .layer import FastKVLayer
-from .plan import Plan
-from .policies import Policy
-from .state import LayerState, Layout
 
 HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
 VERSION = 1
@@ -41,7 +41,7 @@ def write(path: str | os.PathLike[str], config: Any, plan: Plan, layers: Sequenc
     Args: config: of the model.  plan: it was patched with.  layers: FastKVLayer or stock, one per layer of the model.
     Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
     """
-    from . import __version__  # the package imports this file first
+    from ... import __version__  # the package imports this file first
 
     _check_alone(layers)
     tensors: dict[str, Tensor] = {}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ...cache.workspace import Phase
+from ...errors import FastKVError
 from .cache import FastKVCache
-from .errors import FastKVError
-from .shared import Phase
 
 WARM_UP = 3  # steps before a capture, in which kernels are compiled and chosen
 

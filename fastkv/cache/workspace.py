@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from .parallel import Parallel
-from .rotary import Rotary
-from .state import LayerState
+from .. import ops
+from ..parallel import Parallel
+from ..rotary import Rotary
+from ..state import LayerState
 
 FIRST_TABLE = 4096  # positions of the first table of cos and sin
 

@@ -14,9 +14,9 @@ from torch.nn import Module
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
-from ..cache import FastKVCache
-from ..errors import FastKVError
-from .deferred import read_in_full
+from ...errors import FastKVError
+from .cache import FastKVCache
+from .held_prompt import read_in_full
 
 SLIDING_ROLLBACK = Version("5.23")  # first transformers whose sliding-window layers can roll back
 

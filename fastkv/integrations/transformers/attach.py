@@ -18,12 +18,12 @@ from typing import Any
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..backend import check_backend
-from ..cache import FastKVLayer, Shared, build_layers, is_static
-from ..errors import FastKVError
-from ..plan import Plan
-from ..rotary import Rotary
-from . import attention, generation
+from ...backend import check_backend
+from ...config import Plan
+from ...errors import FastKVError
+from ...rotary import Rotary
+from . import attention, generate
+from .cache import FastKVLayer, Shared, build_layers, is_static
 
 BASES = ("eager", "sdpa", "flash_attention_2")
 
@@ -152,21 +152,21 @@ def attach(model: Module, modules: list[Module], plan: Plan) -> None:
     _override(base, "_fastkv_plan", plan)
     _override(base, "_fastkv_head", _head(model))
     _override(base, "_fastkv_stock_forward", base.forward)
-    _override(base, "forward", functools.wraps(base.forward)(generation.forward_in_blocks))
+    _override(base, "forward", functools.wraps(base.forward)(generate.forward_in_blocks))
     if base is not model:
         _override(model, "_fastkv_plan", plan)
-        model.register_forward_pre_hook(generation.announce_logits, with_kwargs=True)
+        model.register_forward_pre_hook(generate.announce_logits, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
-        _override(model, "_prepare_cache_for_generation", generation.prepare_cache)
-        _override(model, "create_masks_for_generate", generation.masks_for_generate)
+        _override(model, "_prepare_cache_for_generation", generate.prepare_cache)
+        _override(model, "create_masks_for_generate", generate.masks_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
-            _override(model, name, generation.refuse_continuous_batching)
+            _override(model, name, generate.refuse_continuous_batching)
 
 
 def detach(model: Module) -> None:
     """Take off whatever `attach` put on; a model that was never patched is left as it is."""
-    hooks: tuple[Callable[..., Any], ...] = (attention.hand_over_layer, generation.announce_logits)
+    hooks: tuple[Callable[..., Any], ...] = (attention.hand_over_layer, generate.announce_logits)
     for module in model.modules():
         undo = module.__dict__.pop("_fastkv_undo", _Undo())
         for name, (existed, value) in undo.attributes.items():

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache import FastKVCache, FastKVLayer
-from ..errors import FastKVError
+from ...errors import FastKVError
+from .cache import FastKVCache, FastKVLayer
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
 
