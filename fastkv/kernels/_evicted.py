@@ -9,11 +9,15 @@ SPREAD says which Sigma there is: 0 none (Jensen's mass), 1 a multiple of the id
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..reference import Centroids, Evicted, Moments
 from ._partials import _rows_mask
-from ._tiles import LN2, LOG2E, _dot, _dot32, _softmax_update, _tanh
+from ._tiles import LN2, LOG2E, _dot, _dot32, _softmax_update, _tanh, check_centroids
 
 CENTROIDS = tl.constexpr(2)  # in place of the order of the moments
 
@@ -203,3 +207,32 @@ def _evicted_partial(
             q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, SPREAD, HAS_CAP, INTERP,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the kernels read of the evicted tokens: ORDER, SPREAD and the tensors that go with them.
+
+    Attributes: order: of the moments, CENTROIDS, or None for nothing.  num: of centroids.
+    """
+
+    order: int | None = None
+    spread_size: int = 0
+    key_mean: Tensor | None = None
+    value_mean: Tensor | None = None
+    matrix: Tensor | None = None
+    spread: Tensor | None = None
+    sizes: Tensor | None = None
+    num: int = 0
+
+    @classmethod
+    def of(cls, op: str, evicted: Evicted | None, dim: int) -> Terms:
+        """Of what is remembered of [B, Hkv] heads. Raises FastKVError unless its shapes and dtypes suit the kernels."""
+        if isinstance(evicted, Moments):
+            m, size = evicted, 0 if evicted.spread is None else evicted.spread.shape[-1]
+            return cls(m.order, size, m.key_mean, m.value_mean, m.cross if m.slope is None else m.slope, m.spread)
+        if isinstance(evicted, Centroids):
+            c = evicted
+            check_centroids(op, c, tuple(c.count.shape), dim, c.values.shape[-1])
+            return cls(CENTROIDS.value, 1, c.keys, c.values, None, c.spread, c.count, c.num)
+        return cls()

@@ -187,12 +187,7 @@ def check_decode(op: str, q: Tensor, keys: Tensor, values: Tensor, *same_dtype: 
     return groups
 
 
-def decode_outputs(
-    q: Tensor, out: Tensor | None, lse_retained: Tensor | None, lse_evicted: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The given outputs of a decode kernel, made where None: out like q, the rest [B, Hq] fp32."""
-    return (
-        torch.empty_like(q) if out is None else out,
-        q.new_empty(q.shape[:2], dtype=torch.float32) if lse_retained is None else lse_retained,
-        q.new_empty(q.shape[:2], dtype=torch.float32) if lse_evicted is None else lse_evicted,
-    )
+def decode_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the results of a decode kernel: out like q, and two log-sum-exps [B, Hq] fp32."""
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return torch.empty_like(q), lse, torch.empty_like(lse)

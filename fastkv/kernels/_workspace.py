@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..reference import LayerState
+
 CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
 SMS = 132
 
@@ -26,6 +28,35 @@ class Workspace:
     totals: Tensor
     logits: Tensor | None
     tickets: Tensor
+
+    @classmethod
+    def of(cls, scratch: list[Tensor]) -> Workspace | None:
+        """The workspace that `tensors` made a list of; None if there is none."""
+        if not scratch:
+            return None
+        accs, tops, totals, tickets, *logits = scratch
+        return cls(accs, tops, totals, logits[0] if logits else None, tickets)
+
+    def tensors(self) -> list[Tensor]:
+        """As `LayerState.scratch` holds them."""
+        return [t for t in (self.accs, self.tops, self.totals, self.tickets, self.logits) if t is not None]
+
+    @classmethod
+    def for_state(cls, num_heads: int, state: LayerState) -> Workspace:
+        """Room for the decode steps of so many query heads over the slots of a layer."""
+        exact, tiers, heads = state.exact, state.tiers.values(), state.heads
+        dim = exact.keys.shape[-1]
+        return cls.allocate(
+            len(state.seen),
+            heads,
+            num_heads // heads,
+            max(slots.limit for slots in tiers),
+            dim,
+            exact.keys.device,
+            attention=exact.attention is not None,
+            sets=len(tiers),
+            pool=sum(slots.keys.numel() // dim for slots in tiers),
+        )
 
     @classmethod
     def allocate(

@@ -21,13 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ..reference import Moments
+from ..reference import LayerState, Selection, Spec
 from . import moments as moments_kernels
 from ._tiles import Variant, check_contiguous, check_head_dim, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # rows per tile of the moves
 MAX_MOVERS = 32
+Block = tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
@@ -159,38 +160,26 @@ def _move_kernel(
         tl.store(places + hole, tl.where(source < used, old, new), mask=inside)
 
 
-def compact(
-    *,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    moments: Moments,
-    new_keys: Tensor,
-    new_values: Tensor,
-    new_positions: Tensor,
-    valid: Tensor,
-    kept: Tensor,
-    slope: Tensor | None = None,
-) -> None:
-    """Merge the valid candidates that are not kept into the moments, then close the gaps, in place.
+def compact(valid: Tensor, selection: Selection, block: Block | None, state: LayerState, spec: Spec) -> None:
+    """Three launches (four from 4096 candidates), no host sync; shapes as in `reference.compact`.
 
-    Args: keys, values [B, Hkv, C, D], positions [B, Hkv, C] int32, lengths [B, Hkv] int32, moments and slope
-        ([B, Hkv, Dk, Dv], cross / count, optional): mutated; new_keys, new_values [B, Hkv, T, D] and new_positions
-        [B, Hkv, T], any strides with unit stride along D; valid, kept [B, Hkv, N] bool over the N - T first slots and
-        then the block.
-    Cost: three launches (four from 4096 candidates), no host sync.
+    k, v and positions of the block have any strides, with unit stride along D. `moments.slope`, if there is one, is
+    set to cross / count.
     """
-    batch, heads, slots, dk = keys.shape
+    op, slots, moments, kept = "compact", state.exact, state.moments, selection.kept
+    keys, values, positions, lengths = slots.keys, slots.values, slots.positions, slots.lengths
+    assert values is not None and positions is not None
+    batch, heads, capacity, dk = keys.shape
     num, dv = valid.shape[-1], values.shape[-1]
-    used = num - new_keys.shape[2]
-    check_shape("compact", "kept", kept, (batch, heads, num))
-    check_shape("compact", "new_keys", new_keys, (batch, heads, None, dk))
-    check_shape("compact", "new_values", new_values, (batch, heads, new_keys.shape[2], dv))
-    check_head_dim("compact", max(dk, dv))
-    check_contiguous("compact", keys=keys, values=values, positions=positions, lengths=lengths, slope=slope)
-    check_contiguous("compact", valid=valid, kept=kept, cross=moments.cross)
-    assert 0 <= used <= slots and new_keys.stride(-1) == new_values.stride(-1) == 1
+    k, v, new_positions = (keys[:, :, :0], values[:, :, :0], positions[:, :, :0]) if block is None else block
+    used = num - k.shape[2]
+    check_shape(op, "kept", kept, (batch, heads, num))
+    check_shape(op, "k", k, (batch, heads, None, dk))
+    check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
+    check_head_dim(op, max(dk, dv))
+    check_contiguous(op, keys=keys, values=values, positions=positions, lengths=lengths, slope=moments.slope)
+    check_contiguous(op, valid=valid, kept=kept, cross=moments.cross)
+    assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:
         lengths.zero_()
         return
@@ -209,19 +198,19 @@ def compact(
         moments_kernels.merge_rows(
             keys=keys,
             values=values,
-            new_keys=new_keys,
-            new_values=new_values,
+            new_keys=k,
+            new_values=v,
             listed=lists[0],
             tally=tally,
             means=means,
             used=used,
             moments=moments,
-            slope=slope,
+            slope=moments.slope,
         )
-    strides = (*new_keys.stride()[:3], *new_values.stride()[:3], *new_positions.stride())
-    movers = min(triton.cdiv(min(num, slots), ROWS), MAX_MOVERS)
+    strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
+    movers = min(triton.cdiv(min(num, capacity), ROWS), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
-        keys, values, positions, new_keys, new_values, new_positions, lists, tally, num, slots, used, *strides,
+        keys, values, positions, k, v, new_positions, lists, tally, num, capacity, used, *strides,
         HEADS=heads, **shape, ROWS=ROWS,
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     assisted = "assisted" in str(mode).lower()
     cache = FastKVCache(self, static=False if assisted else None)  # the host has to count what is rolled back
     if assisted:
-        if cache.plan.deferred:
+        if cache.config.deferred:
             raise FastKVError(
                 "assisted decoding may take back part of the prompt, which KVzip and Budget(quality=...) compress at "
                 "once; use another policy and budget or decode without an assistant"
@@ -116,7 +116,7 @@ def forward_in_blocks(
     cache, total, padding = past_key_values, tokens.shape[1], None
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         padding = attention_mask
-    if cache.plan.undoes_rotation and position_ids is None and padding is not None:
+    if cache.config.undoes_rotation and position_ids is None and padding is not None:
         # What is stored are positions among real tokens; the rotary embedding has to use the same.
         given["position_ids"] = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
     if cache.decodes(total):
@@ -147,13 +147,13 @@ def read_prompt(
     base: Any, cache: FastKVCache, given: dict[str, Any], total: int, rows: int | None, kwargs: dict[str, Any]
 ) -> Any:
     """Forward of the base model over `total` tokens, in blocks if the plan says so; arguments as in its callers."""
-    plan, compressed = cache.plan, cache.compressed
+    config, compressed = cache.config, cache.compressed
     for layer in compressed:
         layer.expected = total
-    if plan.deferred and not compressed[0].started:
+    if config.deferred and not compressed[0].cache.started:
         return read_in_full(base, cache, given, kwargs)
     call = functools.partial(base._fastkv_stock_forward, past_key_values=cache)
-    block, mask = plan.prefill_block, given["attention_mask"]
+    block, mask = config.prefill_block, given["attention_mask"]
     if total == 1 or block is None or total <= block or kwargs.get("pixel_values") is not None:
         return call(**given, **kwargs)
     if isinstance(mask, dict) or (mask is not None and mask.ndim != 2):
@@ -167,8 +167,9 @@ def read_prompt(
     for start, end in zip(edges[:-1], edges[1:]):
         if recording:
             for layer in compressed:
-                layer.settle(0)
-                layer.recording = end == total
+                layer.commit_block()
+                if end == total:
+                    layer.activate_past_recording()
         if token_types is not None:
             past = token_types.shape[1] - total
             kwargs["token_type_ids"] = token_types[:, start:end] if past == 0 else token_types[:, : past + end]
