@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.integrations.transformers.cache import FastKVLayer
+from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
 
