@@ -15,6 +15,7 @@ from fastkv.reference import Moments
 from fastkv.reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
 from fastkv.state import LayerState
 
+from .conftest import examples
 from .models import build, generate, policy, prompt
 from .test_batches import distinct, roll, rows_of
 from .test_module import HQ, B, D, fresh, tokens
@@ -289,7 +290,7 @@ def test_kernels_agree(heads):
 # Bytes.
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     total=st.integers(3_000, 600_000),
     num_layers=st.integers(1, 5),

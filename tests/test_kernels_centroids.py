@@ -16,6 +16,7 @@ from fastkv.kernels import moments as moments_kernels
 from fastkv.kernels.centroids import centroid_attention
 from fastkv.reference import Centroids, Moments
 
+from .conftest import examples
 from .test_kernels_decode import DEVICE, NAN, SCALE, SLACK, Case, check, split
 from .test_ops import RAGGED
 
@@ -70,7 +71,7 @@ def test_centroids_are_slots_with_a_bias():
     torch.testing.assert_close(evicted[0, 0].double(), biased.logsumexp(0), atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
     groups=st.integers(1, 16),

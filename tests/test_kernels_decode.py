@@ -22,6 +22,8 @@ from fastkv.kernels._workspace import Workspace, num_splits
 from fastkv.reference import Centroids, Moments
 from fastkv.reference.vector import vector_decode_attention
 
+from .conftest import examples
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 SCALE = 0.17
@@ -327,7 +329,7 @@ small = dict(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**small, attention=st.booleans(), spread=st.sampled_from([0.0, 1.0, 30.0]))
 def test_decode_attention_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, attention, spread
@@ -390,7 +392,7 @@ def test_vector_decode_shapes(shape, dtype):
     check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**small, approx_lengths=st.lists(st.integers(0, 24), min_size=1, max_size=4))
 def test_vector_decode_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, approx_lengths

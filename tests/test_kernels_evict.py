@@ -19,6 +19,8 @@ from fastkv.kernels.evict import evict
 from fastkv.kernels.moment_scores import moment_scores
 from fastkv.reference import Moments
 
+from .conftest import examples
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
 
@@ -211,7 +213,7 @@ def test_evict_refuses():
         case.kernel(90, 0, 0, 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 2),
@@ -276,7 +278,7 @@ def test_moment_scores_shapes(shape, dtype):
     check_scores(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), True, "slope", True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 2),

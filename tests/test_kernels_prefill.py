@@ -11,6 +11,8 @@ from fastkv.kernels import prefill_attention as module
 from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Moments
 
+from .conftest import examples
+
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
 # place.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
@@ -197,7 +199,7 @@ def test_columns_add_up_to_the_retained_share():
     torch.testing.assert_close(sums.sum(-1), torch.full((2, 1), 9.0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 4, 7]),
     slots=st.integers(0, 9),

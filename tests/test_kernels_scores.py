@@ -11,6 +11,8 @@ from fastkv.kernels import key_scores, leverage, noncausal_mass, window_scores
 from fastkv.kernels import pool as pooling
 from fastkv.reference import geometry
 
+from .conftest import examples
+
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODULES = (key_scores, leverage, noncausal_mass, window_scores, pooling)
@@ -168,7 +170,7 @@ def test_other_anchors_are_refused():
         key_scores.manifold_scores(keys=tokens(1, 1, 4, 16), metric="l7")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 20),
     window=st.one_of(st.none(), st.integers(1, 22)),
@@ -296,7 +298,7 @@ def test_even_pool_is_refused():
         window_scores.window_scores(q=tokens(1, 1, 1, 16), keys=tokens(1, 1, 4, 16), scale=1.0, pool=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 7]),
     window=st.integers(1, 5),
@@ -370,7 +372,7 @@ def test_ragged_tail_is_not_favoured():
     torch.testing.assert_close(mass, torch.ones_like(mass))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3]),
     num=st.integers(1, 14),
@@ -470,7 +472,7 @@ def test_leverage_refuses_a_wide_sketch():
         leverage.leverage_scores(keys=tokens(1, 1, 4, 256), sketch=torch.eye(256))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 40),
     size=st.integers(1, 16),

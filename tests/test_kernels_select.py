@@ -13,6 +13,8 @@ from fastkv.kernels.compact import compact
 from fastkv.kernels.select import select
 from fastkv.reference import Moments, Selection
 
+from .conftest import examples
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -127,7 +129,7 @@ def test_protection_inside_equals_protection_outside(tokens):
     assert torch.equal(kept, wanted.kept) and torch.equal(counts, wanted.counts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_select_any_case(data):
     num = data.draw(st.integers(1, 24))
@@ -275,7 +277,7 @@ def test_plan_over_several_tiles(monkeypatch):
     check_compact(*random_state(1, 2, 200, 190, 64, 64, 120, torch.float32, 7), 150)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     used=st.integers(0, 12),
     spare=st.integers(0, 4),

@@ -10,6 +10,7 @@ from fastkv import ops, reference
 from fastkv.ops._register import flat, flat_parts
 from fastkv.reference import Centroids, Moments
 
+from .conftest import examples
 from .models import build, generate, prompt
 
 B, HKV, G, C, T, D = 1, 2, 2, 10, 3, 16
@@ -189,7 +190,7 @@ def test_backends_agree(name):
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=2, max_size=2),
     evicted=st.integers(0, 5),

@@ -21,6 +21,7 @@ from fastkv.demo.tasks import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
+from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
 from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
 from .test_vector_cache import mapping
@@ -306,7 +307,7 @@ def refused(path, model, sentence):
     assert "\n" not in message and len(message) < 600 and str(path) in message
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), early=st.booleans())
 def test_any_flipped_bit_is_noticed(place, bit, early, tmp_path_factory):
     model, content = saved_bytes()
@@ -318,7 +319,7 @@ def test_any_flipped_bit_is_noticed(place, bit, early, tmp_path_factory):
     refused(path, model, r"is damaged|cannot be read as a saved cache|without the header|has format")
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(share=st.floats(0, 1, exclude_max=True), more=st.sampled_from([b"", b"\0", b"more"]))
 def test_any_truncation_is_noticed(share, more, tmp_path_factory):
     model, content = saved_bytes()
