@@ -11,16 +11,20 @@ def covering(*factors, together=2):
     together=1: every value of every factor is in some case of every day; 2: so is every pair of values.
     """
     cases = list(product(*(range(len(factor)) for factor in factors)))
+    factors = [list(factor) for factor in factors]
 
     def met(case):
         """The values that are together in a case, as (factor, value) each."""
         return set(combinations(enumerate(case), together))
 
-    left, chosen = set().union(*map(met, cases)), set()
+    left, often = set().union(*map(met, cases)), set()
     while left:  # greedy: next is the first case in which most meets that has not met yet
-        chosen.add(best := max(cases, key=lambda case: len(met(case) & left)))
+        often.add(best := max(cases, key=lambda case: len(met(case) & left)))
         left -= met(best)
-    return [
-        pytest.param(*(factor[i] for factor, i in zip(factors, case)), marks=() if case in chosen else pytest.mark.slow)
-        for case in cases
-    ]
+    return [named(*(factor[at] for factor, at in zip(factors, case)), slow=case not in often) for case in cases]
+
+
+def named(*values, slow):
+    """A case for `parametrize` with a readable id."""
+    name = "-".join(str(value).removeprefix("torch.") for value in values)
+    return pytest.param(*values, id=name, marks=pytest.mark.slow if slow else ())

@@ -1,10 +1,13 @@
 """Every policy in every mode: one-shot, in blocks, while decoding, on a second turn; with every sharing of heads."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 import fastkv
 from fastkv.errors import FastKVError
+from fastkv.policies import Policy
 
 from .models import build, generate, policy, prompt
 
@@ -108,6 +111,28 @@ def test_adaptive_heads_are_unequal_and_share_the_total():
         starts = cache.layers[layer].state.exact.starts
         assert torch.equal(starts.diff(dim=-1), stored + EVERY), "a head owns what it uses and room to decode"
     assert unequal > 0
+
+
+@dataclass(frozen=True)
+class Unfair(Policy):
+    """The first head would win every token."""
+
+    name = "unfair"
+    adaptive = True
+
+    def score(self, signals):
+        return signals.positions + 1e6 * torch.tensor([1.0, 0.0])[:, None]
+
+
+@pytest.mark.parametrize("tokens,least", [(20, 4), (21, 5), (4, 1)])
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+def test_every_head_keeps_a_fifth_of_the_mean(block, tokens, least):
+    """Ada-KV's floor, rounded up, where neither sinks nor recent tokens ask for more."""
+    budget = fastkv.Budget(tokens=tokens, sinks=0, recent=0, heads="adaptive")
+    model = fastkv.patch(build(), Unfair(), budget, prefill_block=block, evict_every=EVERY)
+    cache = model(prompt(1, 50)[0]).past_key_values
+    assert all(cache.stored(layer).tolist() == [[2 * tokens - least, least]] for layer in range(4))
+    assert cache.layers[0].state.exact["positions"][0, 1, :least].sort().values.tolist() == [*range(50 - least, 50)]
 
 
 def test_adaptive_selection_is_one_competition():

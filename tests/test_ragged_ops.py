@@ -16,6 +16,7 @@ from fastkv.ops.vector import vector_decode_attention, vector_decode_step, vecto
 from fastkv.reference import Moments
 
 from .conftest import examples
+from .pairwise import covering
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
 BACKENDS = ["reference", "triton"]
@@ -377,9 +378,7 @@ class Vector:
             assert torch.equal(got[same], starting[same])
 
 
-@pytest.mark.parametrize("approx_ragged", [True, False], ids=["approx ragged", "approx equal"])
-@pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "equal"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend, ragged, approx_ragged", covering(BACKENDS, [True, False], [True, False], together=1))
 @settings(max_examples=examples(12))
 @given(**common, approx=st.lists(st.integers(0, 9), min_size=2 * HEADS, max_size=2 * HEADS))
 def test_vector_step(backend, ragged, approx_ragged, owned, order, softcap, parts, seed, approx):
