@@ -10,6 +10,7 @@ from fastkv.errors import FastKVError
 from fastkv.policies import Policy
 
 from .models import build, generate, policy, prompt
+from .pairwise import covering
 
 TOKENS, EVERY = 20, 7
 NAMES = fastkv.policies.names()
@@ -71,8 +72,9 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-@pytest.mark.parametrize("correction", ["none", "mean", "moments", "cosh", "centroids"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name,correction", covering(NAMES, ["none", "mean", "moments", "cosh", "centroids"], together=1)
+)
 def test_every_correction_conserves(name, correction, tmp_path):
     model = build()
     ids, mask = prompt()
@@ -84,11 +86,10 @@ def test_every_correction_conserves(name, correction, tmp_path):
     assert cache.moments(0).order == (1 if name == "momentkv" else order)
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", ADAPTIVE)
+@pytest.mark.parametrize(
+    "name,block", covering(ADAPTIVE, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS)
+)
 def test_adaptive_heads(name, block, tmp_path):
-    if block and name not in IN_BLOCKS:
-        return
     uniform = two_turns(build(), policy(name, tmp_path), small(), block)
     adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)
     # The state without the kernels' working memory; starts and nothing else come on top.

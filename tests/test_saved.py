@@ -23,6 +23,7 @@ from fastkv.parallel import Parallel
 
 from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
+from .pairwise import named
 from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
 from .test_vector_cache import mapping
 
@@ -150,7 +151,7 @@ def test_every_dtype(name, dtype, tmp_path):
     check_round_trip(model, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+@pytest.mark.parametrize("dtype", [named(HALF["fp16"], slow=True), HALF["bf16"]], ids=str)
 def test_kernels_and_reference_read_each_others_files(dtype, tmp_path):
     """Kernels keep a half-precision copy of cross / count: it is read where it was saved and made where it was not."""
     model = build().to(dtype)
@@ -533,7 +534,7 @@ cache.save(path)
 """
 
 
-@pytest.mark.parametrize("stage", ["fsync", "replace"])
+@pytest.mark.parametrize("stage", [named("fsync", slow=True), "replace"])
 def test_a_kill_in_the_middle_leaves_the_old_file(stage, tmp_path):
     """Killed with the new file written and not yet safe on disk, or safe and not yet in place."""
     path = tmp_path / "cache"

@@ -8,6 +8,7 @@ import functools
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -264,10 +265,11 @@ class Uses(RuleBasedStateMachine):
             assert all(tensor.isfinite().all() for _, tensor in state.named_tensors())
 
 
+@pytest.mark.timeout(1800)
 def test_any_use_of_a_model():
     every = settings(
-        max_examples=examples(600),
-        stateful_step_count=10,
+        max_examples=examples(360),
+        stateful_step_count=max(examples(20), 10),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     run_state_machine_as_test(Uses, settings=every)
