@@ -19,7 +19,9 @@ from fastkv.policies import KeyDiff, Signals, get
 from fastkv.reference import Moments, Selection, compact, select
 from fastkv.state import LayerState, Layout
 
-CASES = settings(max_examples=500)
+from .conftest import examples
+
+CASES = settings(max_examples=examples(500))
 F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
 SCORES = [0.0, -0.0, 1.0, 1.0, 2.5, -3.0, 1e30, -1e30, NAN, INF, -INF]
