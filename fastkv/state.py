@@ -185,8 +185,7 @@ class LayerState:
         """Empty state for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D]."""
         batch, heads, _, key_dim = like_keys.shape
         value_dim, device = like_values.shape[-1], like_keys.device
-        spread = "isotropic" if layout.spread else None
-        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=layout.order, spread=spread)
+        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=layout.order, spread=layout.spread)
         centroids, parts = None, layout.centroids(key_dim, value_dim, like_keys.element_size())
         if parts:
             centroids = Centroids.empty(batch, heads, parts, key_dim, value_dim, device)

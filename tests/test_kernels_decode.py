@@ -59,11 +59,11 @@ class Case:
         spread=1.0,
         exact=False,
         seed=0,
-        kind=None,
+        cosh=False,
         parts=None,
     ):
-        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. kind: of spread
-        of the moments, which then have the cosh mass. parts: how many centroids there are."""
+        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. cosh: the mass
+        of the moments. parts: how many centroids there are."""
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape, to=dtype):
@@ -80,7 +80,7 @@ class Case:
         inside = torch.arange(gone, device=DEVICE) < count[..., None]
         old = normal(batch, heads, gone, dim, to=torch.float32), normal(batch, heads, gone, dim, to=torch.float32)
         old = (old[0] + 0.3, old[1] - old[0], inside)
-        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=kind).add(*old)
+        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=cosh).add(*old)
         slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(dtype)
         exact = exact or dtype == torch.float32
         if not exact:  # what the kernel is given is the truth

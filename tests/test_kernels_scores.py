@@ -140,15 +140,6 @@ def test_far_from_zero_nothing_cancels():
     check_keydiff(tokens(1, 1, 90, 64, size=1e4), "mean", "cosine", None)
 
 
-def test_lengths_are_a_mask():
-    keys, lengths = tokens(2, 2, 33, 64), torch.tensor([[33, 0], [1, 20]], dtype=torch.int32)
-    mask = torch.arange(33) < lengths[..., None]
-    for scores in (key_scores.keydiff_scores, key_scores.manifold_scores):
-        assert torch.equal(scores(keys=hide(keys, mask), lengths=lengths), scores(keys=keys, mask=mask))
-    windowed = key_scores.manifold_scores(keys=hide(keys, mask), lengths=lengths, window=8)
-    assert torch.equal(windowed, key_scores.manifold_scores(keys=keys, mask=mask, window=8))
-
-
 def test_keydiff_ignores_length_and_manifold_does_not():
     keys = tokens(1, 1, 40, 64).contiguous()
     longer = keys.clone()

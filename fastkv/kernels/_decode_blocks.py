@@ -16,7 +16,7 @@ MERGE_TILE = 4096  # elements of partials summed at once
 
 def decode_constants(
     dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, splits: int,
-    order: int | None, spread: int, capped: bool, hip: bool,
+    order: int | None, spread: bool, capped: bool, hip: bool,
 ) -> tuple[dict, int, int]:  # fmt: skip
     """Constexpr arguments, warps and pipeline stages.
 

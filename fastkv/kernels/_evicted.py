@@ -4,7 +4,7 @@ Moments are one part, (log2 Z_E, 1, f_E). Centroids are slots in fp32 whose logi
 order mass adds log cosh(d) to a logit, d = |scale| sqrt(q^T Sigma q), and multiplies the linear term by tanh(d) / d; a
 softcap multiplies d by its slope. Twins: `moment_estimate` and `centroid_estimate` of `fastkv.reference`.
 
-SPREAD says which Sigma there is: 0 none (Jensen's mass), 1 a multiple of the identity, D a diagonal.
+Sigma is a multiple of the identity if SPREAD, else zero (Jensen's mass).
 """
 
 from __future__ import annotations
@@ -36,15 +36,6 @@ def _spread_logit(logit, slope, variance):
 
 
 @triton.jit
-def _variance(q, spread_ptr, dims, D: tl.constexpr, SPREAD: tl.constexpr):
-    """What dimensions `dims` add to n times the variance of q.k, per row of q [rows, dims] fp32."""
-    if SPREAD == 1:
-        return tl.sum(q * q, 1) * tl.load(spread_ptr)
-    else:
-        return tl.sum(q * q * tl.load(spread_ptr + dims, mask=dims < D, other=0.0)[None, :], 1)
-
-
-@triton.jit
 def _moment_partial(
     q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
     G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -66,7 +57,7 @@ def _moment_partial(
             mean = tl.load(key_mean_ptr + k, mask=k < D, other=0.0)
             products += tl.sum(q.to(tl.float32) * mean[None, :], 1)
             if SPREAD:
-                variance += _variance(q.to(tl.float32), spread_ptr, k, D, SPREAD)
+                variance += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) * tl.load(spread_ptr)
             if ORDER == 1:
                 mask = _rows_mask(k < D, cols, D, BLOCK_D)
                 tile = tl.load(matrix_ptr + k[:, None] * D + cols[None, :], mask=mask, other=0.0)
@@ -112,7 +103,7 @@ def _seed(
             k = tl.load(key_mean_ptr + head * D + part, mask=inside, other=0.0)
             middle += tl.sum(q.to(tl.float32) * k[None, :], 1)
             if SPREAD:
-                variance += _variance(q.to(tl.float32), spread_ptr + head * SPREAD, part, D, SPREAD)
+                variance += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) * tl.load(spread_ptr + head)
             if ORDER == 1:
                 spot = slope_ptr + (head * D + part[:, None]) * DV + column[None, :]
                 slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
@@ -198,7 +189,7 @@ def _evicted_partial(
         )  # fmt: skip
     else:
         if SPREAD:
-            spread_ptr += pair * SPREAD
+            spread_ptr += pair
         return _moment_partial(
             q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, SPREAD, HAS_CAP, INTERP,

@@ -123,11 +123,6 @@ def pow2(number: int, least: int = 1) -> int:
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
-def spread_size(spread: Tensor | None) -> int:
-    """The constant SPREAD of the kernels for `Moments.spread` [B, Hkv, 1 or D]: its last size, 0 without one."""
-    return 0 if spread is None else spread.shape[-1]
-
-
 def on_hip() -> bool:
     """Whether this torch is built for AMD."""
     return torch.version.hip is not None

@@ -46,7 +46,6 @@ from ._tiles import (
     check_decode,
     decode_outputs,
     on_hip,
-    spread_size,
     stages,
 )
 from ._workspace import Workspace, num_splits
@@ -192,7 +191,7 @@ def decode_attention(
         q: [B, Hq, D].  keys, values: [B, Hkv, C, D], same dtype.  lengths: [B, Hkv] int32.
         count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
         matrix: [B, Hkv, D, D], the cross moment in fp32 or cross / count in half precision; for order 1 only.
-        spread: [B, Hkv, 1 or D] fp32 as in `Moments`, for the cosh mass; None for Jensen's.
+        spread: [B, Hkv, 1] fp32 as in `Moments`, for the cosh mass; None for Jensen's.
         centroids: of the evicted tokens, fp32, in place of the moments (all but count), with the cosh mass.
         attention: [B, Hkv, C] fp32, to which the group mean of the weights of the slots in use is added.
         out, lse_retained, lse_evicted: where to write the results.  workspace: see `Workspace.allocate`; made if None.
@@ -226,7 +225,7 @@ def decode_attention(
     out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
     constants, num_warps, num_stages = decode_constants(
         q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, splits, order,
-        spread_size(spread) if centroids is None else 1, softcap is not None, on_hip(),
+        spread is not None, softcap is not None, on_hip(),
     )  # fmt: skip
     scratch = workspace if splits > 1 else None
     _decode_attention_kernel[pairs, splits if splits == 1 or order is None else splits + 1](
@@ -243,7 +242,7 @@ def decode_attention(
 def _variant(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: int = 0,
+    ragged: bool = False, spread: bool = False,
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
     name_to_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -274,7 +273,7 @@ def _variant(
         types |= dict(accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32")
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} "
-        + ("centroids" if order == CENTROIDS.value else f"order {order}") + f" spread {spread}" * (spread > 0)
+        + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged
     )  # fmt: skip
@@ -291,10 +290,10 @@ AOT = (
     + [_variant(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS]
     + [_variant(128, 32, 1, groups=16, attention=True), _variant(128, 8, 1, groups=3), _variant(128, 4, 1, groups=1)]
     + [_variant(128, 4, 1, append=False), _variant(128, 4, 1, "fp16", "fp16")]
-    + [_variant(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, 0), (CENTROIDS.value, 1))]
+    + [_variant(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))]
     + [_variant(d, s, 1, attention=True, ragged=True) for d, s in KINDS]
-    + [_variant(d, s, 1, spread=1) for d, s in KINDS]
-    + [_variant(128, 16, 1, spread=128), _variant(128, 16, 0, spread=1), _variant(128, 16, 1, spread=1, capped=True)]
-    + [_variant(d, s, CENTROIDS.value, spread=1, attention=d == 128) for d, s in KINDS]
-    + [_variant(d, 16, CENTROIDS.value, spread=1, capped=True, ragged=True) for d in (80, 128, 256)]
+    + [_variant(d, s, 1, spread=True) for d, s in KINDS]
+    + [_variant(128, 16, 0, spread=True), _variant(128, 16, 1, spread=True, capped=True)]
+    + [_variant(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in KINDS]
+    + [_variant(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)]
 )

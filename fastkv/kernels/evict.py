@@ -34,7 +34,6 @@ from ._tiles import (
     check_head_dim,
     on_hip,
     pow2,
-    spread_size,
 )
 
 MAX_DROP = 64
@@ -134,8 +133,7 @@ def _evict_kernel(
         if SPREAD:
             if part == 0:  # no other part reads it
                 weight = before.to(tl.float32) * share
-                spread_ptr += pair * SPREAD
-                _add_spread(spread_ptr, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, SPREAD, R, TILE)
+                _add_spread(spread_ptr + pair, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, R, TILE)
         if cross_ptr is not None:
             place = pair * D * D + cols[:, None] * D + own[None, :]
             mask = (cols < D)[:, None] & (own < D)[None, :]
@@ -169,7 +167,7 @@ def _evict_kernel(
         tl.store(tickets_ptr + pair, 0)
 
 
-def _constants(heads: int, width: int, drop: int, head_dim: int, spread: int, hip: bool) -> tuple[dict, int, int]:
+def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, hip: bool) -> tuple[dict, int, int]:
     """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
@@ -208,7 +206,7 @@ def evict(
         keys, values: [B, Hkv, C, D].  positions: [B, Hkv, C] int32.  lengths: [B, Hkv] int32.  seen: [B] int64.
         count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
         cross: [B, Hkv, D, D] fp32 and slope: None or [B, Hkv, D, D] in half precision, set to cross / count; order 1.
-        spread: None or [B, Hkv, 1 or D] fp32 as in `Moments`, unused for order None.
+        spread: None or [B, Hkv, 1] fp32 as in `Moments`, unused for order None.
         scores: [B, Hkv, C] fp32, larger = keep.  tokens: how many stay; at most 64 below C.
         sinks, recent: positions below `sinks` and from seen - recent on are protected: they go last.
         tickets: [B * Hkv] int32 zeros, left zero (`Workspace.tickets` will do); made if None.
@@ -231,7 +229,7 @@ def evict(
         starts=starts,
     )  # fmt: skip
     pairs = batch * heads
-    constants, chunks, num_warps = _constants(heads, width, drop, dim, spread_size(spread), on_hip())
+    constants, chunks, num_warps = _constants(heads, width, drop, dim, spread is not None, on_hip())
     candidates = chunks * constants["R"]
     found = found_slots = None
     if chunks:
@@ -255,7 +253,7 @@ EVEN = ("slots", "width")  # multiples of 16 where heads are equal
 
 def _variant(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False, spread: int = 0,
+    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False,
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
     constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, spread, arches == HIP_ARCHES)
@@ -274,7 +272,7 @@ def _variant(
     if ragged:
         types |= dict(starts_ptr="*i32")
     name = f"evict {dtype} D{head_dim} slots {slots} drop {slots - tokens} order {order}" + " slope" * slope
-    name += " ragged" * ragged + f" spread {spread}" * (spread > 0)
+    name += " ragged" * ragged + " spread 1" * spread
     div16 = ("candidates",) if ragged else (*EVEN, "candidates")
     return Variant(name, _evict_kernel, types, constants, div16, num_warps, arches=arches)
 
@@ -293,8 +291,8 @@ AOT = (
     + [Variant(f"evict candidates drop {r}", _candidates_kernel, FOUND, SCAN | dict(R=r), EVEN) for r in (16, 64)]
     + [Variant("evict candidates ragged", _candidates_kernel, STRETCHES, SCAN | dict(R=64), wide=False)]
     + [_variant(d, 1040, 1024, ragged=True) for d in (64, 128)]
-    + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=1)]
-    + [_variant(d, 1040, 1024, spread=s) for d, s in ((64, 1), (128, 1), (128, 128))]
-    + [_variant(256, 1040, 1024, arches=a, spread=1) for a in (CUDA_ARCHES, HIP_ARCHES)]
+    + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=True)]
+    + [_variant(d, 1040, 1024, spread=True) for d in (64, 128)]
+    + [_variant(256, 1040, 1024, arches=a, spread=True) for a in (CUDA_ARCHES, HIP_ARCHES)]
     + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in (CUDA_ARCHES, HIP_ARCHES)]
 )

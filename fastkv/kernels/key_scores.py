@@ -162,18 +162,18 @@ def _score_kernel(
         tl.store(scores_ptr + head * N + index, tl.where(real, score, 0.0), mask=rank < high)
 
 
-def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Tensor | None, lengths: Tensor | None):
+def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Tensor | None):
     """The two launches. With windows and a mask, tokens are counted along `order`: real ones first, as they come."""
     batch, heads, num, dim = keys.shape
     check_head_dim("key_scores", dim)
-    check_contiguous("key_scores", mask=mask, lengths=lengths)
-    assert keys.stride(-1) == 1 and (mask is None or lengths is None)
+    check_contiguous("key_scores", mask=mask)
+    assert keys.stride(-1) == 1
     if mask is not None:
         check_shape("key_scores", "mask", mask, (batch, heads, num))
     scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
     if not scores.numel():
         return scores
-    order = None
+    order = lengths = None
     if window is None or window >= num:
         window = num
     elif mask is not None:
@@ -204,12 +204,11 @@ def keydiff_scores(
     anchor: str = "mean",
     distance: str = "cosine",
     mask: Tensor | None = None,
-    lengths: Tensor | None = None,
 ) -> Tensor:
     """Keys unlike the others are kept: -cos(a, k_i), or another distance to the anchor a.
 
     Args: keys [B, Hkv, N, D], unit stride along D; anchor: "mean" or "normalized_mean"; distance: "cosine", "dot" or
-        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or the first lengths [B, Hkv], or all.
+        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or all.
     Returns: [B, Hkv, N] fp32, 0 where not real (the reference too, except for "euclidean").
     Raises: FastKVError for another anchor or distance.  Cost: reads the keys twice, two launches, no host sync.
     """
@@ -219,7 +218,7 @@ def keydiff_scores(
             f"keydiff: the kernel has anchors mean and normalized_mean and distances cosine, dot and euclidean, "
             f"got {anchor!r} and {distance!r}; use reference.keydiff_scores"
         )
-    return _scores(keys, metric, anchor == "normalized_mean", None, mask, lengths)
+    return _scores(keys, metric, anchor == "normalized_mean", None, mask)
 
 
 def manifold_scores(
@@ -228,7 +227,6 @@ def manifold_scores(
     window: int | None = None,
     metric: str = "l2",
     mask: Tensor | None = None,
-    lengths: Tensor | None = None,
 ) -> Tensor:
     """Keys far from the mean key of the head, or of their window of `window` real tokens in order, are kept.
 
@@ -236,7 +234,7 @@ def manifold_scores(
     Returns: [B, Hkv, N] fp32, 0 where not real.  Cost: as there; windows with a mask add an argsort of the mask.
     """
     check_metric(metric, window)
-    return _scores(keys, metric, False, window, mask, lengths)
+    return _scores(keys, metric, False, window, mask)
 
 
 _TYPES = {

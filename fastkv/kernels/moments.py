@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..reference import Moments
 from ._slots import _store_spread
-from ._tiles import INTERPRET, Variant, _dot32, pow2, spread_size
+from ._tiles import INTERPRET, Variant, _dot32, pow2
 
 ROWS = 32  # per tile
 COLUMNS = 32  # value columns per program
@@ -143,7 +143,7 @@ def _moments_kernel(
                 squares += (
                     _between(before.to(tl.float32), gone.to(tl.float32)) * (key_mean - old_key) * (key_mean - old_key)
                 )
-                _store_spread(spread_ptr + head * SPREAD, squares, dk, DK, SPREAD)
+                _store_spread(spread_ptr + head, squares, DK)
         _, key_mean, value_mean, cross = _chan(
             before.to(tl.float32), old_key, old_value, old, gone.to(tl.float32), key_mean, value_mean, cross
         )
@@ -206,7 +206,7 @@ def _merge_kernel(
     )  # fmt: skip
     if SPREAD:
         if tl.program_id(1) == 0:
-            _store_spread(spread_ptr + head * SPREAD, squares, dk, DK, SPREAD)
+            _store_spread(spread_ptr + head, squares, DK)
 
 
 def num_splits(candidates: int) -> int:
@@ -242,7 +242,7 @@ def merge_rows(
     part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=keys.device)
     state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope, spread)
     shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": ROWS, "COLUMNS": COLUMNS, "SPLITS": splits}
-    shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread_size(spread)}
+    shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread is not None}
     warps = WARPS[pow2(dk, 64)]
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, COLUMNS), splits)](
@@ -265,12 +265,12 @@ _TYPES = {
 }
 
 
-def _variant(kernel, dim: int, splits: int, spread: int = 0) -> Variant:
+def _variant(kernel, dim: int, splits: int, spread: bool = False) -> Variant:
     constants = {"HEADS": 8, "DK": dim, "DV": dim, "BK": pow2(dim), "ROWS": ROWS, "COLUMNS": COLUMNS}
     constants |= {"SPLITS": splits, "HAS_CROSS": True, "HAS_SLOPE": True, "SPREAD": spread, "INTERP": False}
     absent = () if spread else ("spread_ptr", "part_spread_ptr")
     return Variant(
-        f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + f" spread{spread}" * (spread > 0),
+        f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread,
         kernel,
         {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES and name not in absent},
         {name: value for name, value in constants.items() if name in kernel.arg_names},
@@ -282,7 +282,5 @@ def _variant(kernel, dim: int, splits: int, spread: int = 0) -> Variant:
 
 AOT = [_variant(_moments_kernel, dim, 1) for dim in (64, 80, 128, 256)]
 AOT += [_variant(_moments_kernel, 128, 4), _variant(_merge_kernel, 128, 4), _variant(_merge_kernel, 256, 4)]
-AOT += [
-    _variant(_moments_kernel, dim, splits, spread) for dim, splits, spread in ((128, 1, 1), (128, 4, 128), (256, 1, 1))
-]
-AOT += [_variant(_merge_kernel, 128, 4, spread) for spread in (1, 128)]
+AOT += [_variant(_moments_kernel, dim, splits, True) for dim, splits in ((128, 1), (128, 4), (256, 1))]
+AOT += [_variant(_merge_kernel, 128, 4, True)]

@@ -76,7 +76,7 @@ def check_mass(mass: str, moments: Moments) -> None:
     if mass not in MASSES or (mass == "cosh" and moments.order is not None and moments.spread is None):
         raise FastKVError(
             f"mass must be one of {', '.join(MASSES)}, and cosh needs moments with a spread, got {mass!r} and spread "
-            f"{moments.shape_of_spread}; make them with Moments.empty(..., spread='isotropic')"
+            f"{moments.spread}; make them with Moments.empty(..., spread=True)"
         )
 
 

@@ -52,7 +52,7 @@ def _prefill_attention(
         return reference.prefill_attention(*tensors, moments, scale, softcap, order=order, mass=mass)
     from ..kernels.prefill_attention import prefill_attention
 
-    out, lse, _ = prefill_attention(
+    out, lse = prefill_attention(
         q=q,
         keys=keys,
         values=values,
