@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import FastKVError, ops, reference
-from fastkv.kernels import _workspace, decode_attention
+from fastkv.kernels import _launch, decode_attention
 from fastkv.kernels import moments as moments_kernels
 from fastkv.kernels.centroids import centroid_attention
 from fastkv.reference import Centroids, Moments
@@ -92,7 +92,7 @@ def test_decode_with_any_estimate(
 ):
     what = {"cosh": True} if parts is None else {"parts": parts}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_workspace, decode_attention):
+        for module in (_launch, decode_attention):
             patch.setattr(module, "num_splits", lambda pairs, slots: splits)
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, spread=spread, seed=seed, **what)
         check(case, softcap, order, append, attention)

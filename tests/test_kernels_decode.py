@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastkv import FastKVError, reference
-from fastkv.kernels import _workspace, decode_attention, vector_decode
-from fastkv.kernels._workspace import Workspace, num_splits
+from fastkv.kernels import _launch, decode_attention, vector_decode
+from fastkv.kernels._launch import Workspace, num_splits
 from fastkv.reference import Centroids, Moments
 from fastkv.reference.vector import vector_decode_attention
 
@@ -206,7 +206,7 @@ def split(monkeypatch):
     """Call it to fix the number of splits, which is otherwise a function of the shape."""
 
     def fix(number):
-        for module in (_workspace, decode_attention, vector_decode):
+        for module in (_launch, decode_attention, vector_decode):
             monkeypatch.setattr(module, "num_splits", lambda pairs, slots: number)
 
     return fix
@@ -308,7 +308,7 @@ def test_num_splits_fills_one_wave(pairs):
     for slots in range(16, 20000, 16):
         splits = num_splits(pairs, slots)
         assert splits & (splits - 1) == 0 and splits >= last
-        assert splits == 1 or (pairs * (splits + 1) <= _workspace.CTAS and slots >= 32 * splits)
+        assert splits == 1 or (pairs * (splits + 1) <= _launch.CTAS and slots >= 32 * splits)
         last = splits
 
 
@@ -333,7 +333,7 @@ def test_decode_attention_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, attention, spread
 ):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_workspace, decode_attention):
+        for module in (_launch, decode_attention):
             patch.setattr(module, "num_splits", lambda pairs, slots: splits)
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, spread=spread, seed=seed)
         check(case, softcap, order, append, attention)
@@ -396,7 +396,7 @@ def test_vector_decode_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, approx_lengths
 ):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_workspace, vector_decode):
+        for module in (_launch, vector_decode):
             patch.setattr(module, "num_splits", lambda pairs, slots: splits)
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, seed=seed)
         check_vector(case, 24, approx_lengths, softcap, order, append)

@@ -1,4 +1,4 @@
-"""The evicted set as a partial of a split softmax (see `_partials`): from its moments, or from centroids.
+"""The evicted set as a partial of a split softmax (see `_attention`): from its moments, or from centroids.
 
 Moments are one part, (log2 Z_E, 1, f_E). Centroids are slots in fp32 whose logits have a bias, M of them. The second
 order mass adds log cosh(d) to a logit, d = |scale| sqrt(q^T Sigma q), and multiplies the linear term by tanh(d) / d; a
@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._partials import _rows_mask
-from ._tiles import LN2, LOG2E, _dot, _dot32, _softmax_update, _tanh
+from ._attention import LN2, LOG2E, _dot, _dot32, _rows_mask, _softmax_update, _tanh
 
 CENTROIDS = tl.constexpr(2)  # in place of the order of the moments
 

@@ -7,21 +7,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ..errors import check_shape
-
-
-def addressed(op: str, slots: Tensor, starts: Tensor | None) -> Tensor:
-    """What each head indexes into, [B, Hkv, C or S, ...]: the slots, or the whole slab [B, S, ...] where `starts`
-    [B, Hkv + 1] says which stretch is whose. A view, so that both layouts are checked and measured alike.
-
-    Raises: FastKVError for starts of another batch.
-    """
-    if starts is None:
-        return slots
-    check_shape(op, "starts", starts, (slots.shape[0], None))
-    return slots[:, None].expand(-1, starts.shape[1] - 1, *slots.shape[1:])
 
 
 @triton.jit

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups
 from ..reference import Centroids
+from ._attention import LN2, _normalise
 from ._evicted import _centroid_partial
-from ._tiles import INTERPRET, LN2, Variant, _normalise, check_centroids, check_head_dim, pow2
+from ._launch import INTERPRET, Variant, check_centroids, check_head_dim, pow2
 
 # padded head_dim: (rows, dimensions of a key at a time, warps)
 BLOCKS = {16: (64, 16, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (32, 32, 4)}

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import Moments
 from . import moments as moments_kernels
-from ._tiles import Variant, check_contiguous, check_head_dim, pow2
+from ._launch import Variant, check_contiguous, check_head_dim, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # rows per tile of the moves

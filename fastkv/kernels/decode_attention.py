@@ -21,9 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import Centroids
-from ._decode_blocks import decode_constants
-from ._evicted import CENTROIDS, _evicted_partial
-from ._partials import (
+from ._attention import (
     _add_attention,
     _append_token,
     _attend_slots,
@@ -35,20 +33,31 @@ from ._partials import (
     _store_lse,
     _store_partial,
 )
-from ._slots import _stretch, addressed
-from ._tiles import (
+from ._evicted import CENTROIDS, _evicted_partial
+from ._launch import (
     CUDA_ARCHES,
     HIP_ARCHES,
     INTERPRET,
+    MIN_ROWS,
     Variant,
+    Workspace,
+    addressed,
     check_centroids,
     check_contiguous,
     check_decode,
     decode_outputs,
+    num_splits,
     on_hip,
+    pow2,
     stages,
 )
-from ._workspace import Workspace, num_splits
+from ._slots import _stretch
+
+BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
+FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
+BLOCK_C = 16  # centroids at a time
+BLOCK_S = 256  # slots per step when attention is added up
+MERGE_TILE = 4096  # elements of partials summed at once
 
 
 @triton.jit
@@ -161,6 +170,32 @@ def _decode_attention_kernel(
             tl.store(tickets_ptr + pair, 0)
 
 
+def _constants(
+    dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, splits: int,
+    order: int | None, spread: bool, capped: bool, hip: bool,
+) -> tuple[dict, int, int]:  # fmt: skip
+    """Constexpr arguments, warps and pipeline stages.
+
+    matrix: dtype of the moment matrix; order: of the moments, CENTROIDS or None; spread: see `_evicted`.
+    """
+    padded = pow2(head_dim, 64)
+    block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
+    if capped or (order == 1 and spread):
+        block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
+    if matrix == torch.float32:
+        block_k = 32 if hip else 16  # its exact product needs several times the registers
+    if order == CENTROIDS.value:
+        block_k = 32
+    merge_rows = pow2(groups)
+    merge_dims = min(padded, max(16, MERGE_TILE // (splits * merge_rows)))
+    constants = dict(
+        HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
+        BLOCK_C=BLOCK_C, BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order,
+        SPREAD=spread, HAS_CAP=capped,
+    )  # fmt: skip
+    return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
+
+
 def decode_attention(
     *,
     q: Tensor,
@@ -223,7 +258,7 @@ def decode_attention(
         collects = attention is not None
         workspace = Workspace.allocate(batch, heads, groups, width, dim, q.device, attention=collects, pool=pool)
     out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
-    constants, num_warps, num_stages = decode_constants(
+    constants, num_warps, num_stages = _constants(
         q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, splits, order,
         spread is not None, softcap is not None, on_hip(),
     )  # fmt: skip
@@ -246,7 +281,7 @@ def _variant(
 ) -> Variant:  # fmt: skip
     half, full = f"*{dtype}", "*fp32"
     name_to_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    constants, num_warps, num_stages = decode_constants(
+    constants, num_warps, num_stages = _constants(
         name_to_dtype[dtype], name_to_dtype[matrix], 8, groups, head_dim, splits, order, spread, capped,
         arches == HIP_ARCHES,
     )  # fmt: skip

@@ -22,25 +22,35 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_shape
-from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch, addressed
-from ._tiles import (
+from ._attention import _dot32
+from ._launch import (
     CUDA_ARCHES,
     HIP_ARCHES,
     INTERPRET,
     Variant,
-    _dot32,
-    _order_bits,
+    addressed,
     check_contiguous,
     check_head_dim,
     on_hip,
     pow2,
 )
+from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
 BLOCK_V = 32  # value columns of one program
 TILE = 16  # evicted rows at a time
+MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _order_bits(x):
+    """uint32 that sort as the fp32 x do; -0.0 equals 0.0, NaN and -inf equal the lowest finite number."""
+    x = tl.where(x == x, x, -MAX_FP32)
+    x = tl.minimum(tl.maximum(x, -MAX_FP32), MAX_FP32)
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # no ~: the interpreter cannot
 
 
 @triton.jit

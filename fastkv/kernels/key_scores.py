@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference.geometry import check_metric
-from ._tiles import Variant, check_contiguous, check_head_dim, pow2
+from ._launch import Variant, check_contiguous, check_head_dim, pow2
 
 BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}  # rows per tile, by padded head_dim
 LEAST_ROWS = 512  # of a split

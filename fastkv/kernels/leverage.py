@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference.geometry import RIDGE
-from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, on_hip, pow2, stages
+from ._attention import _dot, _dot32
+from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, on_hip, pow2, stages
 
 WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
+from ._attention import _dot, _dot32
+from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, pow2, stages
 
 BLOCKS = {64: (64, 32, 4), 128: (64, 32, 4), 256: (64, 32, 8)}  # padded head_dim -> slots, matrix rows, warps
 FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8)}

@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import Moments
+from ._attention import _dot32
+from ._launch import INTERPRET, Variant, pow2
 from ._slots import _store_spread
-from ._tiles import INTERPRET, Variant, _dot32, pow2
 
 ROWS = 32  # per tile
 COLUMNS = 32  # value columns per program

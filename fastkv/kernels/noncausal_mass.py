@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from ._tiles import INTERPRET, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
+from ._attention import _dot, _logits2
+from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk

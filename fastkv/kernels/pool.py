@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import check_pool
-from ._tiles import Variant, check_contiguous
+from ._launch import Variant, check_contiguous
 
 BLOCK = 512
 NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after every query

@@ -18,20 +18,9 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Moments
+from ._attention import LN2, _dot, _logits2, _normalise, _softmax_update
 from ._evicted import _seed
-from ._tiles import (
-    INTERPRET,
-    LN2,
-    Variant,
-    _dot,
-    _logits2,
-    _normalise,
-    _softmax_update,
-    check_contiguous,
-    check_head_dim,
-    pow2,
-    stages,
-)
+from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, pow2, stages
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ._tiles import Variant, check_contiguous, pow2
+from ._launch import Variant, check_contiguous, pow2
 
 TILE = 8192  # candidates held in registers
 WARPS = {1024: 4, 2048: 8, 4096: 8, 8192: 16}  # by tile

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..errors import check_groups, check_shape
 from ..reference import check_pool
-from ._tiles import INTERPRET, LOG2E, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
+from ._attention import LOG2E, _dot, _logits2
+from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, pow2, stages
 from .pool import NOWHERE, as_places, pool_in_order
 
 # padded head_dim: (keys per tile, warps, stages)

@@ -24,7 +24,7 @@ from ._register import (
 )
 
 if TYPE_CHECKING:
-    from ..kernels._workspace import Workspace
+    from ..kernels import Workspace
 
 
 REST = (
@@ -54,8 +54,7 @@ def workspace(
     """
     if not uses_kernels(backend, q.device):
         return []
-    from ..kernels._slots import addressed
-    from ..kernels._workspace import Workspace
+    from ..kernels import Workspace, addressed
 
     batch, heads, slots, dim = addressed("workspace", keys, starts).shape
     size = (batch, heads, q.shape[1] // heads, slots if width is None else width, dim, q.device)
@@ -71,7 +70,7 @@ def as_workspace(scratch: list[Tensor]) -> Workspace | None:
     """The inverse of `as_scratch`; None if there is none."""
     if not scratch:
         return None
-    from ..kernels._workspace import Workspace
+    from ..kernels import Workspace
 
     accs, tops, totals, tickets, *logits = scratch
     return Workspace(accs, tops, totals, logits[0] if logits else None, tickets)

@@ -38,8 +38,7 @@ def vector_workspace(
     """
     if not uses_kernels(backend, q.device):
         return []
-    from ..kernels._slots import addressed
-    from ..kernels._workspace import Workspace
+    from ..kernels import Workspace, addressed
 
     batch, heads, slots, dim = addressed("vector_workspace", keys, starts).shape
     most = max(

@@ -1,8 +1,4 @@
-"""What the kernels share: dot products that also run in the interpreter, the base-2 softmax update, small host helpers.
-
-The interpreter cannot compute in bf16 (neither arithmetic nor `tl.dot`), so every loaded tile goes to `_dot`, which
-upcasts there, or to `.to(tl.float32)`. Softmax is in base 2: scores carry a factor log2(e), log-sums are log2.
-"""
+"""What launchers share: checks, sizes, the scratch of split kernels, and how a kernel is compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -12,87 +8,17 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 MAX_HEAD_DIM = 256
 CUDA_ARCHES, HIP_ARCHES = ("80", "90", "100"), ("gfx942",)
-
-
-@triton.jit
-def _dot32(a, b, INTERP: tl.constexpr):
-    """a @ b for fp32 operands at fp32 accuracy: never TF32."""
-    if INTERP:
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision="bf16x6")
-
-
-@triton.jit
-def _dot(a, b, INTERP: tl.constexpr):
-    """a @ b with fp32 accumulation, for operands of one dtype: fp16 and bf16 on tensor cores, fp32 at full accuracy."""
-    if INTERP:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    elif a.dtype == tl.float32:
-        return _dot32(a, b, INTERP)
-    else:
-        return tl.dot(a, b)
-
-
-@triton.jit
-def _tanh(x):
-    """tanh to fp32 accuracy, also near zero, where 2 sigmoid(2x) - 1 cancels."""
-    square = x * x
-    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    decay = tl.exp(-2 * tl.abs(x))
-    outer = (1 - decay) / (1 + decay)
-    return tl.where(square < 0.0625, series, tl.where(x < 0, -outer, outer))
-
-
-@triton.jit
-def _logits2(products, scale, softcap, HAS_CAP: tl.constexpr):
-    """Base-2 logits log2(e) * softcapped(scale * products)."""
-    if HAS_CAP:
-        return softcap * LOG2E * _tanh(products * (scale / softcap))
-    else:
-        return products * (scale * LOG2E)
-
-
-@triton.jit
-def _softmax_update(top, total, acc, logits2):
-    """One step of the online softmax over the last axis; -inf everywhere is an empty set, never NaN.
-
-    Args: top, total [M], acc [M, D] so far (start: -inf, 0, 0); logits2 [M, N], base 2, -inf where masked.
-    Returns: top, total, acc rescaled to the new top, and weights [M, N] still to be multiplied into acc.
-    """
-    new_top = tl.maximum(top, tl.max(logits2, 1))
-    floor = tl.where(new_top == -float("inf"), 0.0, new_top)
-    decay = tl.exp2(top - floor)
-    weights = tl.exp2(logits2 - floor[:, None])
-    return new_top, total * decay + tl.sum(weights, 1), acc * decay[:, None], weights
-
-
-@triton.jit
-def _normalise(total, acc):
-    """acc / total, zero where total is zero."""
-    return acc * tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0)[:, None]
-
-
-@triton.jit
-def _order_bits(x):
-    """uint32 that sort as the fp32 x do; -0.0 equals 0.0, NaN and -inf equal the lowest finite number."""
-    x = tl.where(x == x, x, -MAX_FP32)
-    x = tl.minimum(tl.maximum(x, -MAX_FP32), MAX_FP32)
-    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # no ~: the interpreter cannot
+CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
+SMS = 132
 
 
 @dataclass(frozen=True)
@@ -131,6 +57,18 @@ def on_hip() -> bool:
 def stages(wanted: int, hip: bool | None = None) -> int:
     """Software-pipeline depth: AMD has a quarter of the shared memory and pipelines through registers."""
     return min(wanted, 2) if (on_hip() if hip is None else hip) else wanted
+
+
+def addressed(op: str, slots: Tensor, starts: Tensor | None) -> Tensor:
+    """What each head indexes into, [B, Hkv, C or S, ...]: the slots, or the whole slab [B, S, ...] where `starts`
+    [B, Hkv + 1] says which stretch is whose. A view, so that both layouts are checked and measured alike.
+
+    Raises: FastKVError for starts of another batch.
+    """
+    if starts is None:
+        return slots
+    check_shape(op, "starts", starts, (slots.shape[0], None))
+    return slots[:, None].expand(-1, starts.shape[1] - 1, *slots.shape[1:])
 
 
 def check_contiguous(op: str, **tensors: Tensor | None) -> None:
@@ -191,3 +129,68 @@ def decode_outputs(
         q.new_empty(q.shape[:2], dtype=torch.float32) if lse_retained is None else lse_retained,
         q.new_empty(q.shape[:2], dtype=torch.float32) if lse_evicted is None else lse_evicted,
     )
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of the split decode kernels. One per stream or captured graph; layers of one model may share it.
+
+    Attributes:
+        accs, tops, totals: room for every partial.
+        logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
+        tickets: [B * Hkv] int32, zeroed once; each launch leaves them zero.
+    """
+
+    accs: Tensor
+    tops: Tensor
+    totals: Tensor
+    logits: Tensor | None
+    tickets: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        batch: int,
+        num_kv_heads: int,
+        groups: int,
+        slots: int,
+        head_dim: int,
+        device: torch.device | str | None = None,
+        *,
+        attention: bool = True,
+        sets: int = 1,
+        pool: int | None = None,
+    ) -> Workspace:
+        """Room for the given shape.
+
+        Args:
+            slots: of a head, or an upper bound of the tokens in them.  sets: separately split sets of slots (2 for
+                vector_decode).  pool: slots of all heads of the batch; B * Hkv * slots * sets if None.
+        """
+        pairs = batch * num_kv_heads
+        parts = pairs * sets * (num_splits(pairs * sets, slots) + 1) * groups
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.float32, device=device)
+
+        return cls(
+            accs=empty(parts, head_dim),
+            tops=empty(parts),
+            totals=empty(parts),
+            logits=empty(groups, pairs * slots * sets if pool is None else pool) if attention else None,
+            tickets=torch.zeros(pairs, dtype=torch.int32, device=device),
+        )
+
+
+def num_splits(pairs: int, slots: int) -> int:
+    """Programs that share the slots of one pair, a power of two; a function of static sizes only.
+
+    As many as are co-resident, but none smaller than 32 slots, and none smaller than 64 once every SM has one.
+    """
+    splits = 1
+    while pairs * (2 * splits + 1) <= CTAS:
+        least = 64 if 2 * splits * pairs > SMS else 32
+        if slots < 2 * splits * least:
+            break
+        splits *= 2
+    return splits
