@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastkv import FastKVError, ops, reference
 from fastkv.kernels import _launch, decode_attention
-from fastkv.kernels import moments as moments_kernels
+from fastkv.kernels import compact as compact_module
 from fastkv.kernels.centroids import centroid_attention
 from fastkv.reference import Centroids, Moments
 
@@ -167,7 +167,7 @@ def test_evict_merges_the_spread(dim, dtype, order):
 @pytest.mark.parametrize("rows", [16, 2048], ids=["splits", "one launch"])
 @pytest.mark.parametrize("order", [0, 1])
 def test_compact_merges_the_spread(monkeypatch, order, rows):
-    monkeypatch.setattr(moments_kernels, "ROWS_PER_SPLIT", rows)
+    monkeypatch.setattr(compact_module, "ROWS_PER_SPLIT", rows)
     dim, slots, new = 48, 30, 50
     pairs = [normal(2, 2, n, dim, seed=n + s) + 3 for n in (slots, new) for s in (0, 1)]
     old = normal(2, 2, 9, dim, seed=5) - 1, normal(2, 2, 9, dim, seed=6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,24 @@ class Variant:
     arches: tuple[str, ...] = ()
 
 
+def variant(
+    name: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str] | None = None, *,
+    absent: Collection[str] = (), even: tuple[str, ...] = ("stride_",), **options: Any,
+) -> Variant:  # fmt: skip
+    """A variant from tables of a whole module: what this kernel does not take is left out.
+
+    Args:
+        types: of arguments, where a pointer is not to fp32, a scale not fp32, another number not i32.
+        absent: tensors that are None.  even: how the names of numbers that are multiples of 16 begin.
+        options: further attributes of the variant.
+    """
+    usual = {"scale": "fp32", "softcap": "fp32"} | dict(types or {})
+    names = [n for n in kernel.arg_names if n not in constants and n not in absent and n != "INTERP"]
+    found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
+    used = {n: value for n, value in constants.items() if n in kernel.arg_names}
+    return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
+
+
 def pow2(number: int, least: int = 1) -> int:
     """The smallest power of two that is at least `number` and `least`."""
     return max(least, 1 << max(number - 1, 0).bit_length())
@@ -79,6 +97,14 @@ def check_contiguous(op: str, **tensors: Tensor | None) -> None:
                 f"{op}: {name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}; "
                 "call .contiguous() where it is made"
             )
+
+
+def check_like(op: str, shape: tuple[int | None, ...], **tensors: Tensor | None) -> None:
+    """Raise FastKVError for the first given tensor that has another shape or is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_shape(op, name, tensor, shape)
+    check_contiguous(op, **tensors)
 
 
 def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: int, value_dim: int) -> None:

@@ -50,6 +50,7 @@ from ._launch import (
     on_hip,
     pow2,
     stages,
+    variant,
 )
 from ._slots import _stretch
 
@@ -274,46 +275,40 @@ def decode_attention(
     return out, lse_retained, lse_evicted
 
 
+_TYPES = {
+    **dict.fromkeys(("lengths_ptr", "positions_ptr", "starts_ptr", "tickets_ptr"), "*i32"),
+    **dict.fromkeys(("count_ptr", "seen_ptr"), "*i64"),
+}
+
+
 def _variant(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
     ragged: bool = False, spread: bool = False,
 ) -> Variant:  # fmt: skip
-    half, full = f"*{dtype}", "*fp32"
-    name_to_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     constants, num_warps, num_stages = _constants(
-        name_to_dtype[dtype], name_to_dtype[matrix], 8, groups, head_dim, splits, order, spread, capped,
-        arches == HIP_ARCHES,
+        dtypes[dtype], dtypes[matrix], 8, groups, head_dim, splits, order, spread, capped, arches == HIP_ARCHES
+    )
+    given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
+    given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
+    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
+    given |= dict(
+        matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value, attention_ptr=attention,
+        logits_ptr=attention, starts_ptr=ragged,
     )  # fmt: skip
-    types = dict(
-        q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", count_ptr="*i64", out_ptr=half,
-        lse_retained_ptr=full, lse_evicted_ptr=full, slots="i32", pool="i32", centroids="i32", scale="fp32",
-        softcap="fp32",
-    )  # fmt: skip
-    if order is not None:
-        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
-    if order == 1:
-        types |= dict(matrix_ptr=f"*{matrix}")
-    if spread:
-        types |= dict(spread_ptr=full)
-    if order == CENTROIDS.value:
-        types |= dict(sizes_ptr=full)
-    if append:
-        types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
-    if attention:
-        types |= dict(attention_ptr=full, logits_ptr=full)
-    if ragged:
-        types |= dict(starts_ptr="*i32")
-    if splits > 1:
-        types |= dict(accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32")
+    half = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} "
         + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged
     )  # fmt: skip
-    div16 = () if ragged else ("slots", "pool")
-    return Variant(name, _decode_attention_kernel, types, constants, div16, num_warps, num_stages, arches=arches)
+    return variant(
+        name, _decode_attention_kernel, constants, _TYPES | half | dict(matrix_ptr=f"*{matrix}"),
+        absent=[argument for argument, there in given.items() if not there], even=() if ragged else ("slots", "pool"),
+        num_warps=num_warps, num_stages=num_stages, arches=arches,
+    )  # fmt: skip
 
 
 VENDORS = (CUDA_ARCHES, HIP_ARCHES)

@@ -33,6 +33,7 @@ from ._launch import (
     check_head_dim,
     on_hip,
     pow2,
+    variant,
 )
 from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch
 
@@ -259,47 +260,43 @@ def evict(
 
 
 EVEN = ("slots", "width")  # multiples of 16 where heads are equal
+_TYPES = {
+    **dict.fromkeys(("positions_ptr", "lengths_ptr", "starts_ptr", "candidate_slots_ptr", "tickets_ptr"), "*i32"),
+    **dict.fromkeys(("seen_ptr", "count_ptr", "candidate_keys_ptr"), "*i64"),
+}
 
 
 def _variant(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
     arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False,
 ) -> Variant:  # fmt: skip
-    half, full = f"*{dtype}", "*fp32"
     constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, spread, arches == HIP_ARCHES)
-    types = dict(
-        keys_ptr=half, values_ptr=half, positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", count_ptr="*i64",
-        scores_ptr=full, tickets_ptr="*i32", slots="i32", width="i32", most="i32", sinks="i32", recent="i32",
-        candidates="i32",
+    given = dict(
+        key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
+        slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
     )  # fmt: skip
-    if order is not None:
-        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
-    if order == 1:
-        types |= dict(cross_ptr=full, **(dict(slope_ptr=half) if slope else {}))
-    types |= dict(spread_ptr=full) if spread else {}
-    if chunks:
-        types |= dict(candidate_keys_ptr="*i64", candidate_slots_ptr="*i32")
-    if ragged:
-        types |= dict(starts_ptr="*i32")
     name = f"evict {dtype} D{head_dim} slots {slots} drop {slots - tokens} order {order}" + " slope" * slope
-    name += " ragged" * ragged + " spread 1" * spread
-    div16 = ("candidates",) if ragged else (*EVEN, "candidates")
-    return Variant(name, _evict_kernel, types, constants, div16, num_warps, arches=arches)
+    return variant(
+        name + " ragged" * ragged + " spread 1" * spread, _evict_kernel, constants,
+        _TYPES | dict.fromkeys(("keys_ptr", "values_ptr", "slope_ptr"), f"*{dtype}"),
+        absent=[name for name, there in given.items() if not there],
+        even=("candidates",) if ragged else (*EVEN, "candidates"), num_warps=num_warps, arches=arches,
+    )  # fmt: skip
 
 
-FOUND = dict(
-    scores_ptr="*fp32", positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", candidate_keys_ptr="*i64",
-    candidate_slots_ptr="*i32", slots="i32", width="i32", sinks="i32", recent="i32",
-)  # fmt: skip
-STRETCHES, SCAN = FOUND | dict(starts_ptr="*i32"), dict(HEADS=8, BLOCK_C=MAX_SCAN)
+def _candidates(name: str, drop: int, ragged: bool = False) -> Variant:
+    constants = dict(HEADS=8, BLOCK_C=MAX_SCAN, R=drop)
+    options = dict(wide=False) if ragged else dict(absent=("starts_ptr",), even=EVEN)
+    return variant(f"evict candidates {name}", _candidates_kernel, constants, _TYPES, **options)
+
+
 AOT = (
     [_variant(d, 1040, 1024) for d in (64, 80, 96, 128)]
     + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in (CUDA_ARCHES, HIP_ARCHES)]
     + [_variant(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)]
     + [_variant(128, 144, 128), _variant(128, 2048, 1984), _variant(128, 16400, 16384)]
     + [_variant(128, 544, 512, dtype=t) for t in ("bf16", "fp16", "fp32")]
-    + [Variant(f"evict candidates drop {r}", _candidates_kernel, FOUND, SCAN | dict(R=r), EVEN) for r in (16, 64)]
-    + [Variant("evict candidates ragged", _candidates_kernel, STRETCHES, SCAN | dict(R=64), wide=False)]
+    + [_candidates("drop 16", 16), _candidates("drop 64", 64), _candidates("ragged", 64, True)]
     + [_variant(d, 1040, 1024, ragged=True) for d in (64, 128)]
     + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=True)]
     + [_variant(d, 1040, 1024, spread=True) for d in (64, 128)]

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import check_shape
 from ..reference import check_pool
-from ._launch import Variant, check_contiguous
+from ._launch import check_contiguous, check_like, variant
 
 BLOCK = 512
 NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after every query
@@ -72,15 +71,12 @@ def pool_scores(*, scores: Tensor, pool: int, positions: Tensor | None = None, v
     Returns: [B, Hkv, N] fp32; `scores` itself for pool = 1.  Cost: one launch, and an argsort if by position.
     """
     ordered = positions is not None and valid is not None
-    for name, tensor in (("positions", positions), ("valid", valid)):
-        if tensor is not None:
-            check_shape("pool_scores", name, tensor, scores.shape)
+    check_like("pool_scores", scores.shape, positions=positions, valid=valid)
     return pool_in_order(scores, pool, as_places(positions, valid) if ordered else None)
 
 
-_TYPES = {"scores_ptr": "*fp32", "order_ptr": "*i64", "places_ptr": "*i32", "pooled_ptr": "*fp32", "N": "i32"}
 AOT = [
-    Variant(f"pool {pool}{' ordered' if ordered else ''}", _pool_kernel, _TYPES,
-            {"POOL": pool, "BLOCK": BLOCK, "ORDERED": ordered}, div16=("N",), wide=False)
+    variant(f"pool {pool}{' ordered' if ordered else ''}", _pool_kernel, dict(POOL=pool, BLOCK=BLOCK, ORDERED=ordered),
+            dict(order_ptr="*i64", places_ptr="*i32"), even=("N",), wide=False)
     for pool, ordered in ((5, False), (7, False), (7, True))
 ]  # fmt: skip

@@ -20,7 +20,17 @@ from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Moments
 from ._attention import LN2, _dot, _logits2, _normalise, _softmax_update
 from ._evicted import _seed
-from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, pow2, stages
+from ._launch import (
+    CUDA_ARCHES,
+    HIP_ARCHES,
+    INTERPRET,
+    Variant,
+    check_contiguous,
+    check_head_dim,
+    pow2,
+    stages,
+    variant,
+)
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
@@ -166,32 +176,20 @@ def prefill_attention(
     return out, lse
 
 
-_STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bht")
-_TYPES = {
-    **dict.fromkeys(("key_mean_ptr", "value_mean_ptr", "spread_ptr", "lse_ptr"), "*fp32"),
-    **{"lengths_ptr": "*i32", "new_valid_ptr": "*u8", "count_ptr": "*i64", "scale": "fp32", "softcap": "fp32"},
-    **dict.fromkeys(("T", "slots", *_STRIDES), "i32"),
-}
-
-
 def _variant(dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, spread=False) -> Variant:
     rows, tile, warps, depth = BLOCKS[pow2(dim, 16)]
-    flags = {"HEADS": 8, "G": groups, "D": dim, "DV": dim, "BD": pow2(dim), "BV": pow2(dim), "SEED": SEED[pow2(dim)]}
-    flags |= {"BLOCK_M": rows, "BLOCK_N": CAP_TILE_HIP if hip else tile, "ORDER": order, "HAS_SLOPE": slope}
-    flags |= {"HAS_CAP": groups != 4, "INTERP": False, "SPREAD": spread}
-    absent = {*flags, *(() if spread else ("spread_ptr",))}
-    names = [name for name in _prefill_kernel.arg_names if name not in absent]
-    types = {name: _TYPES.get(name, f"*{dtype}") for name in names} | ({} if slope else {"slope_ptr": "*fp32"})
-    return Variant(
-        f"prefill_kernel D{dim} {dtype} G{groups} order{order}{'' if slope else ' fp32 cross'}" + " spread1" * spread,
-        _prefill_kernel,
-        {name: types[name] for name in names},
-        flags,
-        div16=("slots", *_STRIDES),
-        num_warps=warps,
-        num_stages=depth,
-        arches=() if groups == 4 else ("gfx942",) if hip else ("80", "90", "100"),
-    )
+    flags = dict(
+        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows,
+        BLOCK_N=CAP_TILE_HIP if hip else tile, SEED=SEED[pow2(dim)], ORDER=order, HAS_SLOPE=slope,
+        HAS_CAP=groups != 4, SPREAD=spread,
+    )  # fmt: skip
+    half = ("q_ptr", "keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "out_ptr", *("slope_ptr",) * slope)
+    types = dict.fromkeys(half, f"*{dtype}") | dict(lengths_ptr="*i32", new_valid_ptr="*u8", count_ptr="*i64")
+    name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
+    return variant(
+        name, _prefill_kernel, flags, types, absent=() if spread else ("spread_ptr",), even=("slots", "stride_"),
+        num_warps=warps, num_stages=depth, arches=() if groups == 4 else HIP_ARCHES if hip else CUDA_ARCHES,
+    )  # fmt: skip
 
 
 AOT = [_variant(dim) for dim in (64, 80, 128, 256)]

@@ -51,6 +51,7 @@ from ._launch import (
     on_hip,
     pow2,
     stages,
+    variant,
 )
 from ._slots import _stretch
 
@@ -330,38 +331,38 @@ def vector_decode_attention(
     return out, lse_retained, lse_evicted
 
 
+_TYPES = {
+    **dict.fromkeys(("lengths_ptr", "positions_ptr", "starts_ptr", "tickets_ptr"), "*i32"),
+    **dict.fromkeys(("approx_positions_ptr", "approx_lengths_ptr", "approx_starts_ptr"), "*i32"),
+    **dict.fromkeys(("count_ptr", "seen_ptr"), "*i64"),
+}
+
+
 def _variant(
     head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
 ) -> Variant:  # fmt: skip
-    half, full = f"*{dtype}", "*fp32"
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     constants, num_warps, num_stages = _constants(
         8, groups, head_dim, splits, splits, order, capped, dtypes[dtype], dtypes[matrix], arches == HIP_ARCHES
     )
-    types = dict(
-        q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", approx_keys_ptr=half,
-        approx_positions_ptr="*i32", approx_lengths_ptr="*i32", weight_ptr=f"*{matrix}", cos_ptr=full,
-        sin_ptr=full, count_ptr="*i64", out_ptr=half,
-        lse_retained_ptr=full, lse_evicted_ptr=full, accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32",
-        slots="i32", approx_slots="i32", pool="i32", approx_pool="i32", scale="fp32", softcap="fp32",
-    )  # fmt: skip
-    if order is not None:
-        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
-    if order == 1:
-        types |= dict(matrix_ptr=f"*{matrix}")
-    if append:
-        types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
-    if ragged:  # where heads are unequal attention is usually collected, too
-        types |= dict(
-            starts_ptr="*i32", approx_starts_ptr="*i32", attention_ptr=full, approx_attention_ptr=full, logits_ptr=full,
-        )  # fmt: skip
+    given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
+    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict(matrix_ptr=order == 1)
+    # where heads are unequal attention is usually collected, too
+    collected = ("starts_ptr", "approx_starts_ptr", "attention_ptr", "approx_attention_ptr", "logits_ptr")
+    given |= dict.fromkeys(collected, ragged)
+    half = ("q_ptr", "keys_ptr", "values_ptr", "approx_keys_ptr", "out_ptr", "k_ptr", "v_ptr")
+    types = _TYPES | dict.fromkeys(half, f"*{dtype}") | dict.fromkeys(("weight_ptr", "matrix_ptr"), f"*{matrix}")
     name = (
         f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
         + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append + " ragged" * ragged
     )  # fmt: skip
-    div16 = () if ragged else ("slots", "approx_slots", "pool", "approx_pool")
-    return Variant(name, _vector_decode_kernel, types, constants, div16, num_warps, num_stages, arches=arches)
+    return variant(
+        name, _vector_decode_kernel, constants, types,
+        absent=[argument for argument, there in given.items() if not there],
+        even=() if ragged else ("slots", "approx_slots", "pool", "approx_pool"),
+        num_warps=num_warps, num_stages=num_stages, arches=arches,
+    )  # fmt: skip
 
 
 BY_VENDOR = [(d, a) for d in (128, 256) for a in (CUDA_ARCHES, HIP_ARCHES)]

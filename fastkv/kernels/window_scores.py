@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import check_groups, check_shape
 from ..reference import check_pool
 from ._attention import LOG2E, _dot, _logits2
-from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, pow2, stages
+from ._launch import INTERPRET, Variant, check_head_dim, check_like, pow2, stages, variant
 from .pool import NOWHERE, as_places, pool_in_order
 
 # padded head_dim: (keys per tile, warps, stages)
@@ -164,18 +164,10 @@ def _column_kernel(
 
 
 def window_scores(
-    *,
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    positions: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    valid: Tensor | None = None,
-    query_valid: Tensor | None = None,
-    log_mass: Tensor | None = None,
-    pool: int = 1,
-) -> Tensor:
+    *, q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, positions: Tensor | None = None,
+    query_positions: Tensor | None = None, valid: Tensor | None = None, query_valid: Tensor | None = None,
+    log_mass: Tensor | None = None, pool: int = 1,
+) -> Tensor:  # fmt: skip
     """Mean attention weight that W queries give each key, pooled.
 
     Args:
@@ -191,16 +183,9 @@ def window_scores(
     check_shape("window_scores", "keys", keys, (batch, heads, length, dim))
     check_head_dim("window_scores", dim)
     check_pool(pool)
-    for name, tensor, shape in (
-        ("positions", positions, (batch, heads, length)),
-        ("query_positions", query_positions, (batch, num)),
-        ("valid", valid, (batch, heads, length)),
-        ("query_valid", query_valid, (batch, num)),
-        ("log_mass", log_mass, (batch, num_heads, num)),
-    ):
-        if tensor is not None:
-            check_shape("window_scores", name, tensor, shape)
-            check_contiguous("window_scores", **{name: tensor})
+    check_like("window_scores", (batch, heads, length), positions=positions, valid=valid)
+    check_like("window_scores", (batch, num), query_positions=query_positions, query_valid=query_valid)
+    check_like("window_scores", (batch, num_heads, num), log_mass=log_mass)
     assert q.stride(-1) == keys.stride(-1) == 1 and (positions is None) == (query_positions is None)
     scores = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     if not scores.numel() or not num:
@@ -234,31 +219,19 @@ def window_scores(
     return pool_in_order(scores, pool, places if causal and valid is not None else None)
 
 
-_TYPES = {
-    **dict.fromkeys(("q_ptr", "keys_ptr"), "*bf16"),
-    **{"query_valid_ptr": "*u8", "places_ptr": "*i32", "query_places_ptr": "*i64"},
-    **{"scale": "fp32", "softcap": "fp32"},
-    **dict.fromkeys(("W", "N", "SPLITS", "keys_per_split"), "i32"),
-    **{f"stride_{tensor}{axis}": "i32" for tensor in "qk" for axis in "bht"},
-}
+_TYPES = dict(q_ptr="*bf16", keys_ptr="*bf16", query_valid_ptr="*u8", places_ptr="*i32", query_places_ptr="*i64")
 
 
 def _variant(kernel, dim: int, **change) -> Variant:
     tile, warps, depth = BLOCKS[pow2(dim, 16)]
-    flags = {"HEADS": 8, "G": 4, "D": dim, "BD": pow2(dim), "ROWS": MAX_ROWS, "BLOCK_N": tile, "CAUSAL": True}
-    flags |= {"HAS_PLACES": True, "HAS_CAP": False, "INTERP": False, "HAS_MASS": True, "HAS_QUERIES": True}
-    flags |= {"QUERIES": 32} | change
-    names = [name for name in kernel.arg_names if name not in flags]
-    return Variant(
-        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}",
-        kernel,
-        {name: _TYPES.get(name, "*fp32") for name in names},
-        {name: value for name, value in flags.items() if name in kernel.arg_names},
-        div16=tuple(name for name in names if name.startswith("stride") or name in ("N", "keys_per_split")),
-        num_warps=warps,
-        num_stages=depth,
-        wide=kernel in (_lse_kernel, _column_kernel),
-    )
+    flags = dict(
+        HEADS=8, G=4, D=dim, BD=pow2(dim), ROWS=MAX_ROWS, BLOCK_N=tile, CAUSAL=True, HAS_PLACES=True, HAS_CAP=False,
+        HAS_MASS=True, HAS_QUERIES=True, QUERIES=32,
+    )  # fmt: skip
+    return variant(
+        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}", kernel, flags | change, _TYPES,
+        even=("N", "keys_per_split", "stride_"), num_warps=warps, num_stages=depth, wide=kernel is not _merge_kernel,
+    )  # fmt: skip
 
 
 AOT = [_variant(kernel, dim) for kernel in (_lse_kernel, _column_kernel) for dim in (64, 80, 128, 256)]
