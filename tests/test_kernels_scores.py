@@ -5,15 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv import reference
+from fastkv import ops, reference
 from fastkv.errors import FastKVError
 from fastkv.kernels import key_scores, leverage, noncausal_mass, window_scores
-from fastkv.kernels import pool as pooling
 from fastkv.reference import geometry
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MODULES = (key_scores, leverage, noncausal_mass, window_scores, pooling)
+MODULES = (key_scores, leverage, noncausal_mass, window_scores)
 
 
 class _Torch:
@@ -194,16 +193,15 @@ def window_case(batch=2, heads=1, groups=2, dim=64, num=50, window=8, dtype=torc
     return q, tokens(batch, heads, num, dim, dtype, seed + 2), positions, query_positions, valid, query_valid, log_mass
 
 
-def check_window(q, keys, positions, query_positions, valid, query_valid, log_mass, scale=0.125, softcap=None, pool=1):
+def check_window(q, keys, positions, query_positions, valid, query_valid, log_mass, scale=0.125, softcap=None):
     real = torch.ones(keys.shape[:3], dtype=torch.bool) if valid is None else valid
     visible = real[:, :, None] & (positions[:, :, None] <= query_positions[:, None, :, None])
 
     def wanted(dtype):
         mass = None if log_mass is None else log_mass.to(dtype)
-        attention = reference.window_attention(
+        return reference.window_attention(
             q.to(dtype), keys.to(dtype), scale, softcap, visible=visible, query_valid=query_valid, log_mass=mass
         )
-        return reference.pool_scores(attention, pool, positions, valid)
 
     got = window_scores.window_scores(
         q=q,
@@ -215,7 +213,6 @@ def check_window(q, keys, positions, query_positions, valid, query_valid, log_ma
         valid=valid,
         query_valid=query_valid,
         log_mass=log_mass,
-        pool=pool,
     )
     close(got, wanted(torch.float64), wanted(torch.float32), tiny=1e-6)
     return got
@@ -229,14 +226,13 @@ def test_window_groups(groups, dtype):
 
 @pytest.mark.parametrize("dim", [80, 96, 128, 256])
 def test_window_head_dims(dim):
-    check_window(*window_case(dim=dim, dtype=torch.float16), pool=3)
+    check_window(*window_case(dim=dim, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("pool", [1, 5, 7])
-def test_window_masks_and_pools(mask, pool):
-    check_window(*window_case(mask=mask), pool=pool, softcap=4.0)
-    check_window(*window_case(mask=mask, mass=False, padding=False), pool=pool)
+def test_window_masks(mask):
+    check_window(*window_case(mask=mask), softcap=4.0)
+    check_window(*window_case(mask=mask, mass=False, padding=False))
 
 
 @pytest.mark.parametrize("window, num", [(1, 1), (1, 130), (32, 7), (40, 200)])
@@ -259,32 +255,12 @@ def test_window_with_everything_visible():
     q, keys = tokens(2, 4, 6, 64), tokens(2, 2, 45, 64, seed=1)
     for pool in (1, 7):
         wanted = reference.window_scores(q.double(), keys.double(), 0.125, pool)
-        got = window_scores.window_scores(q=q, keys=keys, scale=0.125, pool=pool)
+        got = ops.window_scores(q, keys, 0.125, pool, backend="triton")
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
     mask = make_mask("scattered", 2, 2, 45)
     got = window_scores.window_scores(q=q, keys=hide(keys, mask), scale=0.125, valid=mask)
     wanted = reference.window_attention(q.double(), keys.double(), 0.125, visible=mask[:, :, None])
     torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("pool", [1, 3, 7, 31])
-@pytest.mark.parametrize("block", [16, 32, 512])
-def test_pooling_does_not_see_tile_edges(pool, block, monkeypatch):
-    monkeypatch.setattr(pooling, "BLOCK", block)
-    scores = torch.rand(2, 2, 77)
-    wanted = reference.pool_scores(scores.double(), pool)
-    torch.testing.assert_close(pooling.pool_scores(scores=scores, pool=pool).double(), wanted, rtol=1e-6, atol=0)
-    positions = torch.rand(2, 2, 100).argsort(-1)[..., :77].to(torch.int32)
-    mask = make_mask("scattered", 2, 2, 77)
-    wanted = reference.pool_scores(scores.double(), pool, positions, mask)
-    if pool > 1:  # the reference returns pool = 1 as it is
-        got = pooling.pool_scores(scores=scores, pool=pool, positions=positions, valid=mask)
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-12)
-
-
-def test_even_pool_is_refused():
-    with pytest.raises(FastKVError, match="odd width"):
-        window_scores.window_scores(q=tokens(1, 1, 1, 16), keys=tokens(1, 1, 4, 16), scale=1.0, pool=4)
 
 
 @settings(max_examples=200, deadline=None)
@@ -296,13 +272,12 @@ def test_even_pool_is_refused():
     mass=st.booleans(),
     padding=st.booleans(),
     softcap=st.sampled_from([None, 3.0]),
-    pool=st.sampled_from([1, 3, 7]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 10**6),
 )
-def test_window_any_case(groups, window, num, mask, mass, padding, softcap, pool, dtype, seed):
+def test_window_any_case(groups, window, num, mask, mass, padding, softcap, dtype, seed):
     case = window_case(1, 1, groups, 16, num, window, dtype, mask, 1.0, mass, padding, seed)
-    check_window(*case, 0.3, softcap, pool)
+    check_window(*case, 0.3, softcap)
 
 
 # Compactor: non-causal attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ from ..reference import Centroids
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 MAX_HEAD_DIM = 256
-CUDA_ARCHES, HIP_ARCHES = ("80", "90", "100"), ("gfx942",)
+CUDA_ARCHES, HIP_ARCHES = VENDORS = ("80", "90", "100"), ("gfx942",)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
 SMS = 132
 
@@ -46,17 +47,18 @@ class Variant:
 
 def variant(
     name: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str] | None = None, *,
-    absent: Collection[str] = (), even: tuple[str, ...] = ("stride_",), **options: Any,
+    given: Mapping[str, Any] | None = None, even: tuple[str, ...] = ("stride_",), **options: Any,
 ) -> Variant:  # fmt: skip
     """A variant from tables of a whole module: what this kernel does not take is left out.
 
     Args:
         types: of arguments, where a pointer is not to fp32, a scale not fp32, another number not i32.
-        absent: tensors that are None.  even: how the names of numbers that are multiples of 16 begin.
-        options: further attributes of the variant.
+        given: tensors that may be None, and whether they are there.  options: further attributes of the variant.
+        even: how the names of numbers that are multiples of 16 begin.
     """
     usual = {"scale": "fp32", "softcap": "fp32"} | dict(types or {})
-    names = [n for n in kernel.arg_names if n not in constants and n not in absent and n != "INTERP"]
+    absent = {"INTERP", *constants, *(n for n, there in (given or {}).items() if not there)}
+    names = [n for n in kernel.arg_names if n not in absent]
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
     used = {n: value for n, value in constants.items() if n in kernel.arg_names}
     return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
@@ -110,11 +112,9 @@ def check_like(op: str, shape: tuple[int | None, ...], **tensors: Tensor | None)
 def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: int, value_dim: int) -> None:
     """Raise FastKVError unless all tensors are fp32, contiguous and for `shape` [B, Hkv, M] centroids."""
     count, keys, values, spread = centroids.tensors()
-    check_shape(op, "centroids.count", count, shape)
-    check_shape(op, "centroids.keys", keys, (*shape, dim))
-    check_shape(op, "centroids.values", values, (*shape, value_dim))
-    check_shape(op, "centroids.spread", spread, shape)
-    check_contiguous(op, centroid_count=count, centroid_keys=keys, centroid_values=values, centroid_spread=spread)
+    check_like(op, shape, **{"centroids.count": count, "centroids.spread": spread})
+    check_like(op, (*shape, dim), **{"centroids.keys": keys})
+    check_like(op, (*shape, value_dim), **{"centroids.values": values})
     if {t.dtype for t in centroids.tensors()} != {torch.float32}:
         raise FastKVError(
             f"{op} needs centroids in float32, got {', '.join(str(t.dtype) for t in centroids.tensors())}; convert them"
@@ -175,18 +175,9 @@ class Workspace:
 
     @classmethod
     def allocate(
-        cls,
-        batch: int,
-        num_kv_heads: int,
-        groups: int,
-        slots: int,
-        head_dim: int,
-        device: torch.device | str | None = None,
-        *,
-        attention: bool = True,
-        sets: int = 1,
-        pool: int | None = None,
-    ) -> Workspace:
+        cls, batch: int, num_kv_heads: int, groups: int, slots: int, head_dim: int,
+        device: torch.device | str | None = None, *, attention: bool = True, sets: int = 1, pool: int | None = None,
+    ) -> Workspace:  # fmt: skip
         """Room for the given shape.
 
         Args:

@@ -21,7 +21,7 @@ from ..errors import FastKVError, check_groups
 from ..reference import Centroids
 from ._attention import LN2, _normalise
 from ._evicted import _centroid_partial
-from ._launch import INTERPRET, Variant, check_centroids, check_head_dim, pow2, variant
+from ._launch import INTERPRET, check_centroids, check_head_dim, pow2, variant
 
 # padded head_dim: (rows, dimensions of a key at a time, warps)
 BLOCKS = {16: (64, 16, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (32, 32, 4)}
@@ -81,7 +81,7 @@ def centroid_attention(
     return out, lse
 
 
-def _variant(dim: int, dtype: str = "bf16", capped: bool = False) -> Variant:
+def _variant(dim: int, dtype: str = "bf16", capped: bool = False):
     rows, block_k, warps = BLOCKS[pow2(dim, 16)]
     constants = dict(
         HEADS=8, G=4, D=dim, DV=dim, BLOCK_V=pow2(dim), BLOCK_M=rows, BLOCK_C=BLOCK_C, BLOCK_K=block_k, HAS_CAP=capped

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import Moments
 from ._attention import _dot32
-from ._launch import INTERPRET, Variant, check_contiguous, check_head_dim, pow2, variant
+from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, variant
 from ._slots import _store_spread
 
 PLAN = 2048  # candidates per prefix sum
@@ -415,16 +415,16 @@ _TYPES = {
 
 def _variant(
     name: str, kernel, dim: int, splits: int = 1, spread: bool = False, even=("N", "stride_k", "stride_v"), **launch
-) -> Variant:
+):
     constants = dict(
         HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), ROWS=ROWS, COLUMNS=COLUMNS, BLOCK=PLAN, SPLITS=splits,
         HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
-    absent = () if spread else ("spread_ptr", "part_spread_ptr")
-    return variant(name, kernel, constants, _TYPES, absent=absent, even=even, **launch)
+    given = dict(spread_ptr=spread, part_spread_ptr=spread)
+    return variant(name, kernel, constants, _TYPES, given=given, even=even, **launch)
 
 
-def _merging(kernel, dim: int, splits: int, spread: bool = False) -> Variant:
+def _merging(kernel, dim: int, splits: int, spread: bool = False):
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
     launch = dict(num_warps=WARPS[pow2(dim, 64)], num_stages=2)
     return _variant(name, kernel, dim, splits, spread, even=("stride_",), **launch)

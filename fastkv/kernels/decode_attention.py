@@ -35,11 +35,11 @@ from ._attention import (
 )
 from ._evicted import CENTROIDS, _evicted_partial
 from ._launch import (
-    CUDA_ARCHES,
+    DTYPES,
     HIP_ARCHES,
     INTERPRET,
     MIN_ROWS,
-    Variant,
+    VENDORS,
     Workspace,
     addressed,
     check_centroids,
@@ -285,10 +285,9 @@ def _variant(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
     ragged: bool = False, spread: bool = False,
-) -> Variant:  # fmt: skip
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+):  # fmt: skip
     constants, num_warps, num_stages = _constants(
-        dtypes[dtype], dtypes[matrix], 8, groups, head_dim, splits, order, spread, capped, arches == HIP_ARCHES
+        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, splits, order, spread, capped, arches == HIP_ARCHES
     )
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
@@ -306,12 +305,11 @@ def _variant(
     )  # fmt: skip
     return variant(
         name, _decode_attention_kernel, constants, _TYPES | half | dict(matrix_ptr=f"*{matrix}"),
-        absent=[argument for argument, there in given.items() if not there], even=() if ragged else ("slots", "pool"),
+        given=given, even=() if ragged else ("slots", "pool"),
         num_warps=num_warps, num_stages=num_stages, arches=arches,
     )  # fmt: skip
 
 
-VENDORS = (CUDA_ARCHES, HIP_ARCHES)
 KINDS = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
 AOT = (
     [_variant(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)]

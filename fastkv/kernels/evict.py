@@ -23,18 +23,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ._attention import _dot32
-from ._launch import (
-    CUDA_ARCHES,
-    HIP_ARCHES,
-    INTERPRET,
-    Variant,
-    addressed,
-    check_contiguous,
-    check_head_dim,
-    on_hip,
-    pow2,
-    variant,
-)
+from ._launch import HIP_ARCHES, INTERPRET, VENDORS, addressed, check_contiguous, check_head_dim, on_hip, pow2, variant
 from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch
 
 MAX_DROP = 64
@@ -269,7 +258,7 @@ _TYPES = {
 def _variant(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
     arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False,
-) -> Variant:  # fmt: skip
+):  # fmt: skip
     constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, spread, arches == HIP_ARCHES)
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
@@ -279,20 +268,21 @@ def _variant(
     return variant(
         name + " ragged" * ragged + " spread 1" * spread, _evict_kernel, constants,
         _TYPES | dict.fromkeys(("keys_ptr", "values_ptr", "slope_ptr"), f"*{dtype}"),
-        absent=[name for name, there in given.items() if not there],
-        even=("candidates",) if ragged else (*EVEN, "candidates"), num_warps=num_warps, arches=arches,
+        given=given, even=("candidates",) if ragged else (*EVEN, "candidates"), num_warps=num_warps, arches=arches,
     )  # fmt: skip
 
 
-def _candidates(name: str, drop: int, ragged: bool = False) -> Variant:
+def _candidates(name: str, drop: int, ragged: bool = False):
     constants = dict(HEADS=8, BLOCK_C=MAX_SCAN, R=drop)
-    options = dict(wide=False) if ragged else dict(absent=("starts_ptr",), even=EVEN)
-    return variant(f"evict candidates {name}", _candidates_kernel, constants, _TYPES, **options)
+    options = dict(wide=False) if ragged else dict(even=EVEN)
+    return variant(
+        f"evict candidates {name}", _candidates_kernel, constants, _TYPES, given=dict(starts_ptr=ragged), **options
+    )
 
 
 AOT = (
     [_variant(d, 1040, 1024) for d in (64, 80, 96, 128)]
-    + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in (CUDA_ARCHES, HIP_ARCHES)]
+    + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in VENDORS]
     + [_variant(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)]
     + [_variant(128, 144, 128), _variant(128, 2048, 1984), _variant(128, 16400, 16384)]
     + [_variant(128, 544, 512, dtype=t) for t in ("bf16", "fp16", "fp32")]
@@ -300,6 +290,6 @@ AOT = (
     + [_variant(d, 1040, 1024, ragged=True) for d in (64, 128)]
     + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=True)]
     + [_variant(d, 1040, 1024, spread=True) for d in (64, 128)]
-    + [_variant(256, 1040, 1024, arches=a, spread=True) for a in (CUDA_ARCHES, HIP_ARCHES)]
-    + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in (CUDA_ARCHES, HIP_ARCHES)]
+    + [_variant(256, 1040, 1024, arches=a, spread=True) for a in VENDORS]
+    + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS]
 )

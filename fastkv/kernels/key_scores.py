@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference.geometry import check_metric
-from ._launch import Variant, check_head_dim, check_like, pow2, variant
+from ._launch import check_head_dim, check_like, pow2, variant
 
 BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}  # rows per tile, by padded head_dim
 LEAST_ROWS = 512  # of a split
@@ -187,7 +187,7 @@ def manifold_scores(
 _TYPES = dict(keys_ptr="*bf16", order_ptr="*i64", mask_ptr="*u8", lengths_ptr="*i64", counts_ptr="*i32")
 
 
-def _variant(kernel, dim: int, metric: str, real: str) -> Variant:
+def _variant(kernel, dim: int, metric: str, real: str):
     width = pow2(dim, 16)
     flags = dict(
         HEADS=8, D=dim, BD=width, BLOCK_N=BLOCK_N[width], SPLITS=4, HAS_ORDER=real == "order", HAS_MASK=real == "mask",

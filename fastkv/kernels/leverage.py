@@ -17,22 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import FastKVError, check_shape
+from ..errors import FastKVError
 from ..reference.geometry import RIDGE
 from ._attention import _dot, _dot32
-from ._launch import (
-    CUDA_ARCHES,
-    HIP_ARCHES,
-    INTERPRET,
-    Variant,
-    check_contiguous,
-    check_head_dim,
-    check_like,
-    on_hip,
-    pow2,
-    stages,
-    variant,
-)
+from ._launch import CUDA_ARCHES, HIP_ARCHES, INTERPRET, check_head_dim, check_like, on_hip, pow2, stages, variant
 
 WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split
@@ -158,9 +146,8 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     """
     batch, heads, num, dim = keys.shape
     size = sketch.shape[-1]
-    check_shape("leverage_scores", "sketch", sketch, (dim, None))
     check_head_dim("leverage_scores", dim)
-    check_contiguous("leverage_scores", sketch=sketch)
+    check_like("leverage_scores", (dim, None), sketch=sketch)
     check_like("leverage_scores", (batch, heads, num), mask=mask)
     if size > MAX_SKETCH or sketch.dtype != torch.float32:
         raise FastKVError(
@@ -189,7 +176,7 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     return scores
 
 
-def _variant(kernel, dim: int, hip: bool) -> Variant:
+def _variant(kernel, dim: int, hip: bool):
     tile, warps = _tile(pow2(dim), hip)
     flags = dict(HEADS=8, D=dim, BD=pow2(dim), K=64, BK=64, BLOCK_N=tile, HAS_MASK=True, CENTRE=True)
     types = dict(keys_ptr="*bf16", sketch_ptr="*bf16", mask_ptr="*u8", counts_ptr="*i32")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ._attention import _dot, _logits2
-from ._launch import CUDA_ARCHES, INTERPRET, Variant, check_head_dim, check_like, pow2, stages, variant
+from ._launch import CUDA_ARCHES, INTERPRET, check_head_dim, check_like, pow2, stages, variant
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -198,7 +198,7 @@ def noncausal_attention_mass(
 _TYPES = dict(q_ptr="*bf16", keys_ptr="*bf16", order_ptr="*i64", count_ptr="*i64")
 
 
-def _variant(kernel, dim: int, ordered: bool = False) -> Variant:
+def _variant(kernel, dim: int, ordered: bool = False):
     rows, columns, warps = (SINGLE[pow2(dim)][0], 256, 8) if kernel is _single_kernel else DOUBLE[pow2(dim)]
     flags = dict(
         HEADS=8, G=4, D=dim, BD=pow2(dim), HAS_ORDER=ordered, HAS_CAP=False, BLOCK_M=rows, BLOCK_N=columns,

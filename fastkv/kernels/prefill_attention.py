@@ -20,17 +20,7 @@ from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Moments
 from ._attention import LN2, _dot, _logits2, _normalise, _softmax_update
 from ._evicted import _seed
-from ._launch import (
-    CUDA_ARCHES,
-    HIP_ARCHES,
-    INTERPRET,
-    Variant,
-    check_contiguous,
-    check_head_dim,
-    pow2,
-    stages,
-    variant,
-)
+from ._launch import CUDA_ARCHES, HIP_ARCHES, INTERPRET, check_contiguous, check_head_dim, pow2, stages, variant
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
@@ -176,7 +166,7 @@ def prefill_attention(
     return out, lse
 
 
-def _variant(dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, spread=False) -> Variant:
+def _variant(dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, spread=False):
     rows, tile, warps, depth = BLOCKS[pow2(dim, 16)]
     flags = dict(
         HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows,
@@ -187,7 +177,7 @@ def _variant(dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, s
     types = dict.fromkeys(half, f"*{dtype}") | dict(lengths_ptr="*i32", new_valid_ptr="*u8", count_ptr="*i64")
     name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
     return variant(
-        name, _prefill_kernel, flags, types, absent=() if spread else ("spread_ptr",), even=("slots", "stride_"),
+        name, _prefill_kernel, flags, types, given=dict(spread_ptr=spread), even=("slots", "stride_"),
         num_warps=warps, num_stages=depth, arches=() if groups == 4 else HIP_ARCHES if hip else CUDA_ARCHES,
     )  # fmt: skip
 

@@ -37,11 +37,11 @@ from ._attention import (
 )
 from ._evicted import _moment_partial
 from ._launch import (
-    CUDA_ARCHES,
+    DTYPES,
     HIP_ARCHES,
     INTERPRET,
     MIN_ROWS,
-    Variant,
+    VENDORS,
     Workspace,
     addressed,
     check_contiguous,
@@ -341,10 +341,9 @@ _TYPES = {
 def _variant(
     head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
-) -> Variant:  # fmt: skip
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+):  # fmt: skip
     constants, num_warps, num_stages = _constants(
-        8, groups, head_dim, splits, splits, order, capped, dtypes[dtype], dtypes[matrix], arches == HIP_ARCHES
+        8, groups, head_dim, splits, splits, order, capped, DTYPES[dtype], DTYPES[matrix], arches == HIP_ARCHES
     )
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict(matrix_ptr=order == 1)
@@ -359,17 +358,15 @@ def _variant(
     )  # fmt: skip
     return variant(
         name, _vector_decode_kernel, constants, types,
-        absent=[argument for argument, there in given.items() if not there],
-        even=() if ragged else ("slots", "approx_slots", "pool", "approx_pool"),
+        given=given, even=() if ragged else ("slots", "approx_slots", "pool", "approx_pool"),
         num_warps=num_warps, num_stages=num_stages, arches=arches,
     )  # fmt: skip
 
 
-BY_VENDOR = [(d, a) for d in (128, 256) for a in (CUDA_ARCHES, HIP_ARCHES)]
 AOT = (
     [_variant(d, 8) for d in (64, 80, 96, 128, 256)]
     + [_variant(128, s, o) for s in (1, 8) for o in (None, 0)]
-    + [_variant(d, 4, matrix="fp32", capped=True, arches=a) for d, a in BY_VENDOR]
+    + [_variant(d, 4, matrix="fp32", capped=True, arches=a) for d in (128, 256) for a in VENDORS]
     + [_variant(128, 4, dtype="fp32", matrix="fp32")]
     + [_variant(128, 1, groups=16, append=False), _variant(128, 8, dtype="fp16", matrix="fp16")]
     + [_variant(d, 8, ragged=True) for d in (64, 128, 256)]

@@ -1,12 +1,12 @@
-"""Mean attention weight that the last W queries give each key, and average pooling: SnapKV (arXiv:2404.14469), TOVA.
+"""Mean attention weight that the last W queries give each key: SnapKV (arXiv:2404.14469) before pooling, TOVA.
 
     s[b, h, n] = mean over valid queries w and heads g of exp(l[g, w, n]) / (sum_m exp(l[g, w, m]) + mass[g, w])
 
 Twin of `reference.window_attention` where a query sees a key iff the key is valid and not later than the query; `mass`
 is that of the evicted tokens. TOVA is W = 1, averaged over KV heads by the caller. Rows are (query, head of the group).
 
-Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers; then
-`pool`. Bytes: keys twice, 8 bytes per row and split, 4 N out.
+Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers.
+Bytes: keys twice, 8 bytes per row and split, 4 N out.
 Does not handle: more than one window in flight; key-dependent biases.
 """
 
@@ -18,16 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from ..reference import check_pool
 from ._attention import LOG2E, _dot, _logits2
-from ._launch import INTERPRET, Variant, check_head_dim, check_like, pow2, stages, variant
-from .pool import NOWHERE, as_places, pool_in_order
+from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages, variant
 
 # padded head_dim: (keys per tile, warps, stages)
 BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
 MAX_ROWS = 64  # queries times heads per tile
 LEAST_KEYS = 512  # of a split
 MAX_SPLITS = 32
+NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after every query
 
 
 @triton.jit
@@ -166,23 +165,21 @@ def _column_kernel(
 def window_scores(
     *, q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, positions: Tensor | None = None,
     query_positions: Tensor | None = None, valid: Tensor | None = None, query_valid: Tensor | None = None,
-    log_mass: Tensor | None = None, pool: int = 1,
+    log_mass: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean attention weight that W queries give each key, pooled.
+    """Mean attention weight that W queries give each key.
 
     Args:
         q: [B, Hq, W, D], keys: [B, Hkv, N, D]: any strides, unit stride along D.  valid: [B, Hkv, N] bool.
         positions: [B, Hkv, N] int32 and query_positions: [B, W] int: a query sees keys up to its own position.
         query_valid: [B, W] bool, the mean runs over these.  log_mass: [B, Hq, W] fp32 of the evicted tokens.
-        pool: odd width; neighbours by position if positions and valid are given, else by index.
-    Returns: [B, Hkv, N] fp32.  Cost: three launches, pooling one more and an argsort; no host sync.
+    Returns: [B, Hkv, N] fp32.  Cost: three launches, no host sync.
     """
     batch, num_heads, num, dim = q.shape
     heads, length = keys.shape[1:3]
     groups = check_groups("window_scores", num_heads, heads)
     check_shape("window_scores", "keys", keys, (batch, heads, length, dim))
     check_head_dim("window_scores", dim)
-    check_pool(pool)
     check_like("window_scores", (batch, heads, length), positions=positions, valid=valid)
     check_like("window_scores", (batch, num), query_positions=query_positions, query_valid=query_valid)
     check_like("window_scores", (batch, num_heads, num), log_mass=log_mass)
@@ -198,7 +195,9 @@ def window_scores(
     tops, totals = torch.empty(2, batch, heads, splits, num * groups, dtype=torch.float32, device=q.device)
     lse, shares = torch.empty(2, batch, heads, num * groups, dtype=torch.float32, device=q.device)
     causal, tiles = positions is not None, triton.cdiv(num * groups, rows)
-    places = as_places(positions, valid)
+    places = positions  # what is not valid comes after every query
+    if valid is not None:
+        places = torch.where(valid, 0 if positions is None else positions, NOWHERE.value).to(torch.int32)
     inputs = (q, keys, scores if places is None else places, query_positions if causal else scores)
     strides = (*q.stride()[:3], *keys.stride()[:3])
     sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "ROWS": rows, "BLOCK_N": tile, "CAUSAL": causal}
@@ -216,13 +215,13 @@ def window_scores(
     _column_kernel[(triton.cdiv(length, tile), batch * heads)](
         *inputs, lse, shares, scores, scale, softcap or 1.0, num, length, *strides, **sizes, **launch
     )
-    return pool_in_order(scores, pool, places if causal and valid is not None else None)
+    return scores
 
 
 _TYPES = dict(q_ptr="*bf16", keys_ptr="*bf16", query_valid_ptr="*u8", places_ptr="*i32", query_places_ptr="*i64")
 
 
-def _variant(kernel, dim: int, **change) -> Variant:
+def _variant(kernel, dim: int, **change):
     tile, warps, depth = BLOCKS[pow2(dim, 16)]
     flags = dict(
         HEADS=8, G=4, D=dim, BD=pow2(dim), ROWS=MAX_ROWS, BLOCK_N=tile, CAUSAL=True, HAS_PLACES=True, HAS_CAP=False,

@@ -160,7 +160,8 @@ def _window_scores(
         from ..kernels.window_scores import window_scores
 
         where = {"positions": positions, "query_positions": query_positions, "valid": valid}
-        return window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **where, **masks, pool=pool)
+        scores = window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **where, **masks)
+        return reference.pool_scores(scores, pool, positions, valid)
     visible = None
     if valid is not None:
         visible = valid[:, :, None]
@@ -198,7 +199,7 @@ def window_attention(
 
 
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
-    """`reference.window_scores`. Kernel: four launches, no logits in memory."""
+    """`reference.window_scores`. Kernel: three launches, no logits in memory."""
     reference.check_pool(pool)
     return run(_window_scores, q, keys, scale, None, None, None, None, None, None, pool, backend)
 
