@@ -10,7 +10,7 @@ from .. import ops
 from ..config import LayerPlan
 from ..policies import Signals
 from ..reference import Selection, joined, pack
-from ..reference.rows import rows_at
+from ..reference.gather import rows_at
 from ..state import LayerState, Slots
 from . import key_only as tiers
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..reference import Moments, protected
-from ..reference.rows import flat_index, rows_at
+from ..reference.gather import flat_index, rows_at
 from ..reference.selection import places
 from .attention import hiding
 

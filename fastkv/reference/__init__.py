@@ -8,25 +8,27 @@ Read in this order:
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are merged into the moments.
-- `ragged`: slots that heads share unequally.  `rows`: whole rows by index.
+- `ragged`: slots that heads share unequally.  `gather`: whole rows by index.
 - `output`: what a token's value does to the layer's output (CriticalKV).
-- `again`: attention of tokens that are read a second time (KVzip).
+- `kvzip`: attention of tokens that are read a second time (KVzip).
 - `vector`: decoding where some tokens keep their key but no value (VECTOR).
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
 Computation is in float32, or in float64 if the inputs are float64.
 """
 
-from .again import most_attended
 from .attention import append, decode_attention, decode_step, merge_partials, prefill_attention
 from .centroids import Centroids, centroid_estimate
 from .geometry import (
+    check_leverage,
+    check_metric,
     leverage_scores,
     make_sketch,
     manifold_scores,
     noncausal_attention_mass,
     sketched_leverage,
 )
+from .kvzip import most_attended
 from .moments import Moments, moment_estimate, moment_residual
 from .output import output_norms
 from .ragged import pack, unpack
@@ -38,6 +40,7 @@ from .scores import (
     knorm_scores,
     neighbour_mean,
     pool_scores,
+    position_order,
     random_scores,
     streaming_scores,
     window_attention,
@@ -54,6 +57,8 @@ __all__ = [
     "append",
     "centroid_estimate",
     "check_keydiff",
+    "check_leverage",
+    "check_metric",
     "check_pool",
     "chunk_mean",
     "compact",
@@ -75,6 +80,7 @@ __all__ = [
     "output_norms",
     "pack",
     "pool_scores",
+    "position_order",
     "prefill_attention",
     "protected",
     "random_scores",

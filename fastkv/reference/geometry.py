@@ -188,13 +188,7 @@ def check_leverage(sketch_dim: int | None, method: str) -> None:
 
 
 def noncausal_attention_mass(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    chunk: int = 256,
-    *,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
+    q: Tensor, keys: Tensor, scale: float, chunk: int = 256, *, softcap: float | None = None, mask: Tensor | None = None
 ) -> Tensor:
     """Attention each key receives from the queries of its chunk, past and future (Compactor, Sec. 3.3), before pooling.
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError, check_shape
+from .gather import rows_at
 from .moments import Moments
 from .ragged import pack, unpack
-from .rows import rows_at
 
 
 class Selection(NamedTuple):
