@@ -87,15 +87,15 @@ def sketch_matrix(
         generator = torch.Generator().manual_seed(0)
     where = generator.device
     if kind == "gaussian":
-        sketch = torch.randn(dim, size, generator=generator, device=where) / size**0.5
-        return sketch.to(torch.bfloat16).to(device or where, torch.float32)
-    padded = 1 << (dim - 1).bit_length()
-    hadamard = torch.ones(1, 1, device=where)
-    while hadamard.shape[0] < padded:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator, device=where) - 1
-    columns = torch.randperm(padded, generator=generator, device=where)[:size]
-    sketch = signs[:, None] * hadamard[:dim, columns] / size**0.5
+        sketch = torch.randn(dim, size, generator=generator, device=where)
+    else:
+        padded = 1 << (dim - 1).bit_length()
+        hadamard = torch.ones(1, 1, device=where)
+        while hadamard.shape[0] < padded:
+            hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+        signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator, device=where) - 1
+        sketch = signs[:, None] * hadamard[:dim, torch.randperm(padded, generator=generator, device=where)[:size]]
+    sketch = sketch / size**0.5
     return sketch.to(torch.bfloat16).to(device or where, torch.float32)
 
 
