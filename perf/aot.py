@@ -28,7 +28,8 @@ from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
 import fastkv.kernels
-from fastkv.kernels._tiles import INTERPRET, Variant, stages
+from fastkv.kernels import Variant, stages
+from fastkv.kernels._launch import INTERPRET
 
 MAX_SPILL = 16  # bytes
 LEAST_CODE = 64  # instructions; the shortest kernel has 120, one that was compiled to nothing had 16

@@ -11,7 +11,7 @@ from .pairwise import covering
 from .test_vector_cache import mapping
 
 NAMES = fastkv.policies.names()
-POLICIES = {one.name: one for one in fastkv.policies.ALL}
+POLICIES = {name: fastkv.policies.get(name) for name in NAMES}
 TOKENS, EVERY, DISTINCT = 14, 3, 400
 LENGTHS = (40, 1, 19)
 

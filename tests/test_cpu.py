@@ -41,9 +41,8 @@ class Problem:
         return torch.randn(self.batch, heads, num, self.dim, generator=self.random)
 
     def moments(self, dtype):
-        spread = None if self.order is None else "isotropic"
         sizes = (self.batch, self.heads, self.dim, self.dim)
-        return Moments.empty(*sizes, dtype=dtype, order=self.order, spread=spread).add(*self.gone)
+        return Moments.empty(*sizes, dtype=dtype, order=self.order, spread=self.order is not None).add(*self.gone)
 
     def centroids(self, dtype):
         return Centroids.empty(self.batch, self.heads, 3, self.dim, self.dim, dtype=dtype).add(*self.gone)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastkv import FastKVError, reference
-from fastkv.kernels import _workspace, decode_attention, vector_decode
-from fastkv.kernels._workspace import Workspace, num_splits
+from fastkv.kernels import _launch, decode_attention, vector_decode
+from fastkv.kernels._launch import Workspace, num_splits
 from fastkv.reference import Centroids, Moments
 from fastkv.reference.vector import vector_decode_attention
 
@@ -62,11 +62,11 @@ class Case:
         spread=1.0,
         exact=False,
         seed=0,
-        kind=None,
+        cosh=False,
         parts=None,
     ):
-        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. kind: of spread
-        of the moments, which then have the cosh mass. parts: how many centroids there are."""
+        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. cosh: the mass
+        of the moments. parts: how many centroids there are."""
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape, to=dtype):
@@ -83,7 +83,7 @@ class Case:
         inside = torch.arange(gone, device=DEVICE) < count[..., None]
         old = normal(batch, heads, gone, dim, to=torch.float32), normal(batch, heads, gone, dim, to=torch.float32)
         old = (old[0] + 0.3, old[1] - old[0], inside)
-        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=kind).add(*old)
+        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=cosh).add(*old)
         slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(dtype)
         exact = exact or dtype == torch.float32
         if not exact:  # what the kernel is given is the truth
@@ -209,7 +209,7 @@ def split(monkeypatch):
     """Call it to fix the number of splits, which is otherwise a function of the shape."""
 
     def fix(number):
-        for module in (_workspace, decode_attention, vector_decode):
+        for module in (_launch, decode_attention, vector_decode):
             monkeypatch.setattr(module, "num_splits", lambda pairs, slots: number)
 
     return fix
@@ -310,7 +310,7 @@ def test_num_splits_fills_one_wave(pairs):
     for slots in range(16, 20000, 16):
         splits = num_splits(pairs, slots)
         assert splits & (splits - 1) == 0 and splits >= last
-        assert splits == 1 or (pairs * (splits + 1) <= _workspace.CTAS and slots >= 32 * splits)
+        assert splits == 1 or (pairs * (splits + 1) <= _launch.CTAS and slots >= 32 * splits)
         last = splits
 
 
@@ -335,7 +335,7 @@ def test_decode_attention_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, attention, spread
 ):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_workspace, decode_attention):
+        for module in (_launch, decode_attention):
             patch.setattr(module, "num_splits", lambda pairs, slots: splits)
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, spread=spread, seed=seed)
         check(case, softcap, order, append, attention)
@@ -398,7 +398,7 @@ def test_vector_decode_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, approx_lengths
 ):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_workspace, vector_decode):
+        for module in (_launch, vector_decode):
             patch.setattr(module, "num_splits", lambda pairs, slots: splits)
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, seed=seed)
         check_vector(case, 24, approx_lengths, softcap, order, append)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from fastkv import reference
 from fastkv.kernels import compact as compact_module
-from fastkv.kernels import moments as moments_kernels
 from fastkv.kernels import select as select_module
 from fastkv.kernels.compact import compact
 from fastkv.kernels.select import select
@@ -33,7 +32,7 @@ def poisoned_scratch(monkeypatch):
         tensor = real(*args, **kwargs)
         return tensor.fill_(float("nan") if tensor.is_floating_point() else 101)
 
-    for module in (select_module, moments_kernels, compact_module):
+    for module in (select_module, compact_module):
         monkeypatch.setattr(module, "torch", _Torch(empty))
 
 
@@ -267,7 +266,7 @@ def test_compact_does_not_cancel():
 
 @pytest.mark.parametrize("rows", [16, 40])
 def test_splits_of_the_rows_agree(rows, monkeypatch):
-    monkeypatch.setattr(moments_kernels, "ROWS_PER_SPLIT", rows)
+    monkeypatch.setattr(compact_module, "ROWS_PER_SPLIT", rows)
     check_compact(*random_state(2, 1, 64, 60, 64, 64, 140, torch.float32, 7), 60)
 
 

@@ -26,7 +26,7 @@ def moments():
     """Of 7 and 12 tokens: with the lengths of `slots` each head has seen 16."""
     gone = torch.arange(12) < torch.tensor([[[7], [12]]])
     pairs = randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2)
-    return Moments.empty(B, HKV, D, D, spread="isotropic").add(*pairs, gone)
+    return Moments.empty(B, HKV, D, D, spread=True).add(*pairs, gone)
 
 
 def centroids(num):

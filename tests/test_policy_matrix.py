@@ -15,7 +15,7 @@ from .pairwise import covering
 TOKENS, EVERY = 20, 7
 NAMES = fastkv.policies.names()
 ADAPTIVE = [one.name for one in fastkv.policies.ALL if one.adaptive]
-IN_BLOCKS = [one.name for one in fastkv.policies.ALL if not one.rereads]
+IN_BLOCKS = [name for name in NAMES if not fastkv.policies.get(name).rereads]
 
 
 def small(**options):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import FastKVError, ops
-from fastkv.kernels import _workspace, decode_attention, vector_decode
+from fastkv.kernels import _launch, decode_attention, vector_decode
 from fastkv.kernels import evict as evict_kernel
 from fastkv.ops.vector import vector_decode_attention, vector_decode_step, vector_workspace
 from fastkv.reference import Moments
@@ -53,7 +53,7 @@ def slab_of(rows, starts, size):
 @contextmanager
 def splits(number):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_workspace, decode_attention, vector_decode):
+        for module in (_launch, decode_attention, vector_decode):
             patch.setattr(module, "num_splits", lambda pairs, slots: number)
         yield
 

@@ -1,4 +1,7 @@
-"""Split softmax for one query per sequence: device functions of `decode_attention` and `vector_decode`.
+"""Attention in pieces: dot products that also run in the interpreter, softmax in base 2, partials of a split softmax.
+
+The interpreter cannot compute in bf16 (neither arithmetic nor `tl.dot`), so every loaded tile goes to `_dot`, which
+upcasts there, or to `.to(tl.float32)`. Softmax is in base 2: scores carry a factor log2(e), log-sums are log2.
 
 A partial (top, total, acc) stands for a set of tokens: top [M] the largest base-2 logit, total [M] = sum 2^(logit-top),
 acc [M, D] = sum 2^(logit-top) v. The evicted set is one more partial (see `_evicted`). Rows are the query heads of
@@ -10,7 +13,67 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tiles import LN2, _dot, _logits2, _softmax_update
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _dot32(a, b, INTERP: tl.constexpr):
+    """a @ b for fp32 operands at fp32 accuracy: never TF32."""
+    if INTERP:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="bf16x6")
+
+
+@triton.jit
+def _dot(a, b, INTERP: tl.constexpr):
+    """a @ b with fp32 accumulation, for operands of one dtype: fp16 and bf16 on tensor cores, fp32 at full accuracy."""
+    if INTERP:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif a.dtype == tl.float32:
+        return _dot32(a, b, INTERP)
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to fp32 accuracy, also near zero, where 2 sigmoid(2x) - 1 cancels."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp(-2 * tl.abs(x))
+    outer = (1 - decay) / (1 + decay)
+    return tl.where(square < 0.0625, series, tl.where(x < 0, -outer, outer))
+
+
+@triton.jit
+def _logits2(products, scale, softcap, HAS_CAP: tl.constexpr):
+    """Base-2 logits log2(e) * softcapped(scale * products)."""
+    if HAS_CAP:
+        return softcap * LOG2E * _tanh(products * (scale / softcap))
+    else:
+        return products * (scale * LOG2E)
+
+
+@triton.jit
+def _softmax_update(top, total, acc, logits2):
+    """One step of the online softmax over the last axis; -inf everywhere is an empty set, never NaN.
+
+    Args: top, total [M], acc [M, D] so far (start: -inf, 0, 0); logits2 [M, N], base 2, -inf where masked.
+    Returns: top, total, acc rescaled to the new top, and weights [M, N] still to be multiplied into acc.
+    """
+    new_top = tl.maximum(top, tl.max(logits2, 1))
+    floor = tl.where(new_top == -float("inf"), 0.0, new_top)
+    decay = tl.exp2(top - floor)
+    weights = tl.exp2(logits2 - floor[:, None])
+    return new_top, total * decay + tl.sum(weights, 1), acc * decay[:, None], weights
+
+
+@triton.jit
+def _normalise(total, acc):
+    """acc / total, zero where total is zero."""
+    return acc * tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0)[:, None]
 
 
 @triton.jit
@@ -52,48 +115,6 @@ def _attend_slots(
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         acc += _dot(weights.to(v.dtype), v, INTERP)
     return top, total, acc
-
-
-@triton.jit
-def _attend_keys(
-    q_ptr, keys_ptr, positions_ptr, cos_ptr, sin_ptr, logits_ptr, start, stop, pool, scale, softcap,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_A: tl.constexpr,
-    HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    """Partial of slots [start, stop) with k~ in place of the value, in halves: top, total, first and second half."""
-    HALF: tl.constexpr = D // 2
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_H)
-    heads = _rows_mask(rows < G, cols, HALF, BLOCK_H)
-    q_first = tl.load(q_ptr + rows[:, None] * D + cols[None, :], mask=heads, other=0.0)
-    q_second = tl.load(q_ptr + rows[:, None] * D + HALF + cols[None, :], mask=heads, other=0.0)
-    top = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc_first, acc_second = tl.zeros([M, BLOCK_H], tl.float32), tl.zeros([M, BLOCK_H], tl.float32)
-    for begin in range(start, stop, BLOCK_A):
-        slot = begin + tl.arange(0, BLOCK_A)
-        inside = slot < stop
-        mask = _rows_mask(inside, cols, HALF, BLOCK_H)
-        place = slot[:, None] * D + cols[None, :]
-        first = tl.load(keys_ptr + place, mask=mask, other=0.0)
-        second = tl.load(keys_ptr + HALF + place, mask=mask, other=0.0)
-        products = _dot(q_first, tl.trans(first), INTERP) + _dot(q_second, tl.trans(second), INTERP)
-        logits = _logits2(products, scale, softcap, HAS_CAP)
-        if logits_ptr is not None:
-            spot = rows.to(tl.int64)[:, None] * pool + slot[None, :]
-            tl.store(logits_ptr + spot, logits, mask=(rows < G)[:, None] & inside[None, :])
-        logits = tl.where(inside[None, :], logits, -float("inf"))
-        position = tl.load(positions_ptr + slot, mask=inside, other=0).to(tl.int64)
-        angle = position[:, None] * HALF + cols[None, :]
-        c = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        x, y = first.to(tl.float32), second.to(tl.float32)
-        new_top, total, acc_first, weights = _softmax_update(top, total, acc_first, logits)
-        acc_second *= tl.exp2(top - tl.where(new_top == -float("inf"), 0.0, new_top))[:, None]
-        top = new_top
-        weights = weights.to(first.dtype)
-        acc_first += _dot(weights, (x * c + y * s).to(first.dtype), INTERP)
-        acc_second += _dot(weights, (y * c - x * s).to(first.dtype), INTERP)
-    return top, total, acc_first, acc_second
 
 
 @triton.jit
@@ -145,21 +166,6 @@ def _store_partial(
 
 
 @triton.jit
-def _store_halves(
-    accs_ptr, tops_ptr, totals_ptr, part, top, total, first, second,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """`_store_partial` of an acc in halves."""
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_H)
-    row = part * G + rows
-    place, mask = row[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D // 2)[None, :]
-    tl.store(accs_ptr + place, first, mask=mask)
-    tl.store(accs_ptr + D // 2 + place, second, mask=mask)
-    tl.store(tops_ptr + row, top, mask=rows < G)
-    tl.store(totals_ptr + row, total, mask=rows < G)
-
-
-@triton.jit
 def _merge_tops(tops_ptr, totals_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
     """Of partials [FIRST, FIRST + COUNT): common top [M], total [M] and the weight [COUNT, M] of each acc."""
     rows = tl.arange(0, M)
@@ -183,25 +189,6 @@ def _merge_accs(
     place = index * D + cols[None, None, :]
     mask = (rows < G) & (cols < D)[None, None, :]
     return tl.sum(tl.load(accs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg") * weights[:, :, None], 0)
-
-
-@triton.jit
-def _weigh_keys(
-    keys_ptr, weight_ptr, cols, dtype: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK_K: tl.constexpr, MERGE_D: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    """Columns `cols` [MERGE_D] of keys [G, D], rounded to dtype, times weight [D, D]."""
-    rows = tl.arange(0, M)
-    product = tl.zeros([M, MERGE_D], tl.float32)
-    for first in range(0, D, BLOCK_K):
-        dims = first + tl.arange(0, BLOCK_K)
-        heads = (rows < G)[:, None] & (dims < D)[None, :]
-        spot = keys_ptr + rows[:, None] * D + dims[None, :]
-        key = tl.load(spot, mask=heads, other=0.0, cache_modifier=".cg").to(dtype)
-        inside = (dims < D)[:, None] & (cols < D)[None, :]
-        weight = tl.load(weight_ptr + dims[:, None] * D + cols[None, :], mask=inside, other=0.0)
-        product += _dot(key, weight.to(dtype), INTERP)
-    return product
 
 
 @triton.jit

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from .attention import masked_softmax, softcapped
-from .moments import compute_dtype
+from .attention import masked_softmax
+from .evicted import compute_dtype
+from .scores import grouped_logits
 
 QUERY_CHUNK = 64  # rows of logits that live at once
 
@@ -23,20 +24,18 @@ def most_attended(
     """
     batch, num_heads, num, dim = q.shape
     heads, length = keys.shape[1:3]
-    groups = check_groups("most_attended", num_heads, heads)
+    check_groups("most_attended", num_heads, heads)
     check_shape("most_attended", "keys", keys, (batch, heads, length, dim))
     check_shape("most_attended", "visible", visible, (batch, num, length))
     dtype = compute_dtype(q)
-    keys, values = keys.to(dtype).transpose(-1, -2), values.to(dtype)
+    keys, values = keys.to(dtype), values.to(dtype)
     most = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
     outs = []
     for start in range(0, num, QUERY_CHUNK):
-        rows = q[:, :, start : start + QUERY_CHUNK].to(dtype)
-        size = rows.shape[2]
-        logits = (rows.reshape(batch, heads, groups * size, dim) * scale) @ keys
-        logits = softcapped(logits, softcap).view(batch, heads, groups, size, length)
-        probs, _ = masked_softmax(logits, visible[:, None, None, start : start + size])
+        rows = slice(start, start + QUERY_CHUNK)
+        logits = grouped_logits(q[:, :, rows], keys, scale, softcap)
+        probs, _ = masked_softmax(logits, visible[:, None, None, rows])
         most = torch.maximum(most, probs.amax((2, 3)))
-        out = probs.view(batch, heads, groups * size, length) @ values
-        outs.append(out.view(batch, num_heads, size, -1).to(q.dtype))
+        out = probs.flatten(2, 3) @ values
+        outs.append(out.view(batch, num_heads, logits.shape[3], -1).to(q.dtype))
     return torch.cat(outs, 2), most
