@@ -29,7 +29,7 @@ def patch(model, name, directory, mode="uniform", **options):
 
 def bound(cache, layer):
     """Tokens that the heads of a layer may hold together, those that wait for the next eviction included."""
-    layout = cache.layers[layer].state.layout
+    layout = cache.layers[layer].cache.rule.layout
     return sum(layout.tokens) + sum(layout.approx) + len(layout.tokens) * layout.spare
 
 

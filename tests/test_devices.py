@@ -163,8 +163,8 @@ def test_scratch_and_tables_are_made_for_each_device():
     model = split(fastkv.patch(build(), "compactor", small(), evict_every=3))
     ids, _ = prompt(1, 40, (0,))
     cache = model(ids).past_key_values
-    assert {key[0].type for key in cache.shared.scratch} == {"cpu", "meta"}
-    rotaries = [layer.rule.rotary.frequencies.device.type for layer in cache.layers]
+    assert {key[0].type for key in cache.workspace.scratch} == {"cpu", "meta"}
+    rotaries = [layer.cache.rule.rotary.frequencies.device.type for layer in cache.layers]
     assert rotaries == ["cpu", "cpu", "meta", "meta"]
 
 

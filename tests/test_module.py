@@ -258,7 +258,7 @@ def test_kernels_do_the_same(name):
 
 
 def test_budgets():
-    assert fresh("keydiff", TOKENS + 20).plan.budget.tokens == 40
+    assert fresh("keydiff", TOKENS + 20).config.budget.tokens == 40
     half = fresh("keydiff", small(tokens=None, keep=0.5))
     half(*tokens(60))
     assert torch.equal(half.stored(), torch.full((B, HKV), 30, dtype=torch.int32))
@@ -349,7 +349,7 @@ def test_reset_starts_again(make):
     module.reset()
     assert torch.equal(module(*first), expected[0])
     assert all(torch.equal(module(*step), out) for step, out in zip(steps, expected[1:]))
-    if not module.plan.budget.follows_prompt:
+    if not module.config.budget.follows_prompt:
         assert {which: tensor.data_ptr() for which, tensor in module.named_buffers()} == addresses
     module.allocate(1, prompt=44)
     assert torch.equal(module(*(rows[:1] for rows in first)), expected[0][:1])

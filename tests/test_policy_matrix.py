@@ -31,8 +31,8 @@ def check(cache, seen, every=EVERY):
         stored, tokens = cache.stored(layer), cache.slots(layer) - every
         assert torch.equal(stored + cache.moments(layer).count, seen[:, None].expand(3, 2))
         assert int(stored.sum(-1).max()) <= 2 * (tokens + every - 1)
-        if state.centroids is not None:
-            assert torch.equal(state.centroids.count.sum(-1), cache.moments(layer).count.float())
+        if state.parts is not None:
+            assert torch.equal(state.parts.count.sum(-1), cache.moments(layer).count.float())
         exact = state.exact
         for row in range(3):
             for head in range(2):
@@ -82,7 +82,7 @@ def test_every_correction_conserves(name, correction, tmp_path):
     cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
     check(cache, mask.sum(-1) + 19, every=1)
     order = {"mean": 0, "moments": 1, "cosh": 1}.get(correction)
-    assert cache.plan.correction == correction
+    assert cache.config.correction.name == correction
     assert cache.moments(0).order == (1 if name == "momentkv" else order)
 
 

@@ -63,7 +63,7 @@ def contents(cache):
             state = layer.state
             found |= {f"{index}.{name}": tensor.clone() for name, tensor in state.named_tensors()}
             slots = [state.exact] + ([] if state.approx is None else [state.approx])
-            found[f"{index}"] = (layer.seen, layer.shared.phase.steps, *((one.filled, one.limit) for one in slots))
+            found[f"{index}"] = (layer.seen, layer.cache.workspace.clock.now.steps, *((one.filled, one.limit) for one in slots))
         else:
             found |= {f"{index}.keys": layer.keys.clone(), f"{index}.values": layer.values.clone()}
             found[f"{index}"] = (layer.get_seq_length(),)
@@ -505,11 +505,11 @@ def test_what_cannot_be_saved(tmp_path):
         cache.save(tmp_path / "no" / "directory")
     with pytest.raises(FastKVError, match="cannot be written"):
         cache.save(tmp_path)
-    cache.shared.parallel = Parallel(0, 2)
+    cache.workspace.parallel = Parallel(0, 2)
     with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
         cache.save(path)
     with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
-        saved.read(path, model.config, cache.plan, cache.layers, {}, torch.float32)
+        saved.read(path, model.config, cache.config, cache.layers, {}, torch.float32)
     assert path.read_text() == "old"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
 

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv.budget import Budget
+from fastkv.cache.layout import LayerConfig, Layout, spec_of
 from fastkv.cache.selection import keep_best
-from fastkv.config import LayerPlan, Plan
+from fastkv.config import Config
 from fastkv.policies import KeyDiff, Signals, Streaming
 from fastkv.reference import Moments, compact, evict, protected, select
-from fastkv.state import Layout
 
 from .conftest import examples
 
@@ -110,7 +110,7 @@ def test_protection_is_sinks_and_recent():
 
 
 def kept_positions(policy, tokens, num=40, **budget):
-    plan = Plan(policy, Budget(tokens=tokens, **budget))
+    config = Config(policy, Budget(tokens=tokens, **budget))
     positions = torch.arange(num, dtype=torch.int32).expand(1, 1, num)
     keys = torch.randn(1, 1, num, 8)
     signals = Signals(
@@ -123,7 +123,8 @@ def kept_positions(policy, tokens, num=40, **budget):
         layer=0,
         decoding=False,
     )
-    rule = LayerPlan(plan, 0, Layout((tokens,)), 1.0)
+    layout = Layout((tokens,), config.correction)
+    rule = LayerConfig(config, 0, layout, spec_of(config, layout, 1.0))
     kept = keep_best(signals, policy.score(signals), torch.tensor([num]), rule).kept[0, 0]
     return positions[0, 0][kept].tolist()
 
