@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+PARALLEL = -n $(JOBS) --dist worksteal
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
+demo test test-all coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test check coverage test-matrix mutations aot perf perf-report eval-report verdict clean
+.PHONY: help demo test test-all check coverage test-matrix mutations aot perf perf-report eval-report verdict clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -18,16 +19,19 @@ help: ## this list
 demo: $(STAMP)base ## the bundled model with the full cache and with every policy: table and picture
 	$(BIN)/fastkv demo $(ARGS)
 
-test: $(STAMP)dev ## all tests
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+test: $(STAMP)dev ## the tests of every day: all that are not slow, with few random cases each
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+
+test-all: $(STAMP)dev ## every test, with all random cases
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=full $(ARGS)
 
 check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-coverage: $(STAMP)dev ## all tests, and which lines outside kernels they run (at least 90 %)
-	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term $(ARGS)
+coverage: $(STAMP)dev ## the tests of every day, and which lines outside kernels they run (at least 90 %)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term $(ARGS)
 
 test-matrix: $(STAMP)dev ## integration tests on several versions of transformers and triton (ARGS=--help)
 	$(BIN)/python -m tests.matrix $(ARGS)

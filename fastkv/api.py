@@ -14,7 +14,7 @@ from .budget import Budget
 from .cache import block_size
 from .calibration import quality
 from .calibration.vector_map import VectorMap
-from .config import Plan
+from .config import Config
 from .errors import FastKVError
 from .integrations import transformers as engine
 from .policies import Policy
@@ -52,8 +52,8 @@ def patch(
             weighted pairs of the evicted tokens instead; "auto" is what the policy brings. "vector" lets twice as many
             tokens keep their key only, in the room of half the pairs, and recovers their values with a linear map
             (VECTOR); "vector+mean" and "vector+moments" do both.
-        backend: "auto" runs Triton kernels on an accelerator and torch's fused attention on a CPU (else the
-            reference); "reference" and "triton" insist.
+        backend: "auto" runs Triton kernels on an accelerator ("triton") and torch's fused attention on a CPU ("cpu");
+            these two and "reference", plain torch, can be asked for.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
             as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
         vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default
@@ -63,33 +63,33 @@ def patch(
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
     block: Any = block_size.ELSEWHERE if prefill_block == "auto" else prefill_block
-    plan = Plan.make(policy, budget, block, evict_every, correction, backend, static)
-    modules = engine.check(model, engine.FAMILIES, plan)
+    config = Config.make(policy, budget, block, evict_every, correction, backend, static)
+    modules = engine.check(model, config)
     if prefill_block == "auto":
         weight = next(model.parameters())
-        plan = replace(plan, prefill_block=block_size.block_tokens(weight.device, weight.dtype))
-    plan = with_fits(plan, model, vector)
+        config = replace(config, prefill_block=block_size.block_tokens(weight.device, weight.dtype))
+    config = with_fits(config, model, vector)
     engine.detach(model)
-    engine.attach(model, modules, plan)
+    engine.attach(model, modules, config)
     return model
 
 
-def with_fits(plan: Plan, model: Module, vector: str | Path | VectorMap | None) -> Plan:
-    """The plan with the calibration files it needs. Raises FastKVError if one is missing or of another model."""
-    config: Any = model.config
-    if plan.vector:
+def with_fits(config: Config, model: Module, vector: str | Path | VectorMap | None) -> Config:
+    """The config with the calibration files it needs. Raises FastKVError if one is missing or of another model."""
+    known: Any = model.config
+    if config.correction.key_only:
         if not isinstance(vector, VectorMap):
-            file = vector or _beside(config, "vector.safetensors", "correction='vector'", "vector=file")
-            vector = VectorMap.load(file, config)
-        vector.check(config)
-        plan = replace(plan, values=vector)
+            file = vector or _beside(known, "vector.safetensors", "correction='vector'", "vector=file")
+            vector = VectorMap.load(file, known)
+        vector.check(known)
+        config = replace(config, values=vector)
     elif vector is not None:
         raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
-    budget = plan.budget
+    budget = config.budget
     if budget.quality is not None:
-        file = budget.calibration or _beside(config, "context.json", "Budget(quality=...)", "calibration=file")
-        plan = replace(plan, curve=quality.load(file, config, plan.policy.name))
-    return plan
+        fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
+        config = replace(config, curve=quality.load(fitted, known, config.policy.name))
+    return config
 
 
 def _beside(config: Any, name: str, what: str, how: str) -> Path:

@@ -1,23 +1,44 @@
-"""Which implementation runs: Triton kernels on an accelerator, `cpu` or the reference on a CPU, or what is wanted."""
+"""Which implementation of the operations runs: "reference" (torch), "cpu" (torch's fused attention) or "triton"."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from packaging.version import Version
 
 from .errors import FastKVError
 
-BACKENDS = ("auto", "reference", "triton")
+MODULES = {"reference": ".reference", "cpu": ".cpu", "triton": ".kernels.operations"}
+BACKENDS = ("auto", *MODULES)
 OLDEST_TRITON = Version("3.6")
 MAX_GROUPS, MAX_HEAD_DIM, MAX_EVICTED = 16, 256, 64  # what the kernels handle
 
 
-def uses_kernels(backend: str, device: torch.device) -> bool:
-    """Whether an operation on tensors of this device runs the Triton kernels."""
-    return backend == "triton" or (backend == "auto" and device.type == "cuda")
+def resolve(backend: str, device: torch.device) -> str:
+    """The backend that runs for tensors of this device: "auto" is triton on an accelerator and cpu on a CPU.
+
+    Raises: FastKVError for an unknown backend.
+    """
+    if backend == "auto":
+        return "triton" if device.type == "cuda" else "cpu" if device.type == "cpu" else "reference"
+    if backend not in MODULES:
+        raise FastKVError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return backend
+
+
+@cache
+def implementation(name: str, backend: str, device: str) -> Callable[..., Any]:
+    """The function of that name in a backend; the reference's where it has none, on the same tensors.
+
+    Args: device: the type of the tensors' device. Modules are imported on first use, triton not before.
+    """
+    module = import_module(MODULES[resolve(backend, torch.device(device))], __package__)
+    return getattr(module, name, None) or getattr(import_module(MODULES["reference"], __package__), name)
 
 
 @cache
@@ -30,15 +51,19 @@ def why_no_triton() -> str | None:
     return None if found >= OLDEST_TRITON else f"triton {found} is older than {OLDEST_TRITON}"
 
 
-def check_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int, evict_every: int
-) -> None:
-    """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
-    if backend not in BACKENDS:
-        raise FastKVError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if not uses_kernels(backend, device):
-        return
-    instead = "use backend='reference'"
+def why_not(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 128,
+    groups: int = 1,
+    evict_every: int = 1,
+) -> str | None:
+    """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can."""
+    if backend == "cpu" and device.type != "cpu":
+        return f"the model is on {device.type}"
+    if backend != "triton":
+        return None
     problem = why_no_triton()
     if problem is None and device.type != "cuda":
         import triton
@@ -52,6 +77,17 @@ def check_backend(
     if problem is None and groups > MAX_GROUPS:
         problem = f"at most {MAX_GROUPS} query heads may share a KV head, got {groups}"
     if problem is None and evict_every > MAX_EVICTED:
-        problem, instead = f"evict_every may be at most {MAX_EVICTED}, got {evict_every}", "lower it"
+        problem = f"evict_every may be at most {MAX_EVICTED}, got {evict_every}"
+    return problem
+
+
+def check_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int, evict_every: int
+) -> None:
+    """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
+    chosen = resolve(backend, device)
+    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every)
     if problem is not None:
-        raise FastKVError(f"the Triton kernels cannot run: {problem}; {instead}")
+        what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
+        instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"
+        raise FastKVError(f"{what} cannot run: {problem}; {instead}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .errors import FastKVError
@@ -131,6 +131,10 @@ class Budget:
                 "for a share of the prompt use Budget(keep=0.25)"
             )
         return cls(tokens=value)
+
+    def resolved(self, keep: float | None) -> Budget:
+        """This budget, with the share of the prompt that a quality asked for once that is known."""
+        return self if keep is None else replace(self, quality=None, calibration=None, keep=keep)
 
     @property
     def follows_prompt(self) -> bool:

@@ -11,26 +11,23 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
-from .alone import NAME, check_alone, check_sizes, check_tokens
-from .backend import check_backend, uses_kernels
+from .backend import check_backend
 from .budget import Budget
-from .cache.decode import decode_token
-from .cache.prefill import absorb_block, attend_block, without_padding
-from .cache.workspace import Shared
+from .cache.layer import LayerCache
+from .cache.workspace import CacheWorkspace
 from .calibration.vector_map import VectorMap
-from .config import LayerPlan, Plan
-from .errors import FastKVError
-from .parallel import Parallel
+from .config import Config
+from .errors import FastKVError, check_groups, check_shape
 from .policies import Policy
-from .reference import Moments
+from .reference import LayerState, Moments
 from .rotary import Rotary
-from .state import LayerState, Layout
 
+NAME = "FastKVAttention"
 MODEL_TYPED = ("exact_keys", "exact_values", "approx_keys", "moments_slope")  # change with the module's dtype
 
 
 class FastKVAttention(Module):
-    """Causal attention over everything seen so far, in slots of a fixed number: the state and steps of a patched model.
+    """Causal attention over everything seen so far, in slots of a fixed number: the cache of one layer of a model.
 
     Stands where a decoder layer calls `scaled_dot_product_attention`: after the projections and the rotary embedding,
     before the output projection. It has no weights. It is for inference: no gradient passes through it. Its state is
@@ -70,25 +67,61 @@ class FastKVAttention(Module):
         vector: VectorMap | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(num_heads, num_kv_heads, head_dim, layer, num_layers)
+        _check_sizes(num_heads, num_kv_heads, head_dim, layer, num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.layer, self.num_layers = layer, num_layers
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
-        plan = Plan.make(policy, budget, prefill_block, evict_every, correction, backend, None)
-        self.plan = replace(plan, values=vector)
-        check_alone(self.plan, num_heads, num_kv_heads, head_dim, layer, num_layers, rotary, output)
+        config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None)
+        self.config = replace(config, values=vector)
+        self._check_alone(layer, num_layers, rotary, output)
         self.projection = [output]  # in a list, because it is a parameter of the model and not of this module
-        self.shared = Shared(rotary=rotary, evict_every=evict_every)
-        self.state: LayerState | None = None
-        self.rule: LayerPlan | None = None
+        workspace = CacheWorkspace(rotary=rotary, evict_every=evict_every)
+        self.cache = LayerCache(self.config, layer, layer if num_layers > 1 else 0, num_layers, workspace)
+        self.cache.static = self.cache.leads = True
         self.prompt = self.length = 0
-        self.started = False
+
+    def _check_alone(self, layer: int, num_layers: int, rotary: Rotary | None, output: Tensor | None) -> None:
+        """Raise FastKVError if the config asks for something that a layer on its own does not have or was not given."""
+        config, values = self.config, self.config.values
+        name = f"policy {config.policy.name!r}"
+        if config.deferred:
+            what = name if config.policy.rereads else "Budget(quality=...)"
+            raise FastKVError(
+                f"{NAME}: {what} reads the prompt with the whole model before it evicts, got one layer; use another "
+                "method or fastkv.patch"
+            )
+        config.budget.check_layers(num_layers)
+        config.policy.check([self.num_kv_heads] * num_layers)
+        if config.undoes_rotation and rotary is None:
+            what = "correction='vector'" if config.correction.key_only else name
+            raise FastKVError(
+                f"{NAME}: {what} needs keys as they were before the rotary embedding, got no embedding; pass "
+                "rotary=fastkv.rotary.Rotary(frequencies)"
+            )
+        if rotary is not None and 2 * rotary.frequencies.numel() != self.head_dim:
+            raise FastKVError(
+                f"{NAME}: the rotary embedding must turn all {self.head_dim} dimensions of a head, got "
+                f"{2 * rotary.frequencies.numel()}; pass head_dim / 2 frequencies"
+            )
+        if config.needs("output"):
+            if output is None:
+                raise FastKVError(
+                    f"{NAME}: {name} needs the layer's output projection, got none; pass output=proj.weight"
+                )
+            check_shape(NAME, "output", output, (None, self.num_heads * self.head_dim))
+        if config.correction.key_only != (values is not None):
+            given = "the first" if config.correction.key_only else "the second"
+            raise FastKVError(
+                f"{NAME}: correction='vector' and vector=VectorMap(...) need each other, got {given} only; pass both"
+            )
+        if values is not None:
+            values.usable(layer)
+            check_shape(NAME, "vector", values.weights[layer], (self.num_kv_heads, self.head_dim, self.head_dim))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of the new tokens to all tokens so far and, causally, to each other, [B, Hq, T, D].
 
         One token after others, without a mask, is a decode step; everything else is read like a prompt, in blocks if
-        there is a prefill_block. Evicted tokens take part through their moments.
+        there is a prefill_block. Evicted tokens take part through what is remembered of them.
 
         Args:
             q [B, Hq, T, D], k, v [B, Hkv, T, D]: with their rotary embedding, in the dtype of the buffers.
@@ -96,54 +129,79 @@ class FastKVAttention(Module):
         Raises: FastKVError if shapes, dtype or device do not fit the state.
         """
         q, k, v = q.detach(), k.detach(), v.detach()
-        check_tokens((self.num_heads, self.num_kv_heads, self.head_dim), self.state, q, k, v, mask)
-        if not self.started or q.shape[2] != 1 or mask is not None:
+        self._check_tokens(q, k, v, mask)
+        if not self.cache.started or q.shape[2] != 1 or mask is not None:
             return self._read(q, k, v, mask)
         if not torch.compiler.is_compiling():
-            return self._decode(q, k, v)
+            return self._step(q, k, v)
         # The length, counted for VECTOR, must be an input of the graph and not a reason for another one at every step.
         with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
-            return self._decode(q, k, v)
+            return self._step(q, k, v)
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _check_tokens(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        """Raise FastKVError unless new tokens fit each other and the state."""
+        check_shape(NAME, "q", q, (None, self.num_heads, None, self.head_dim))
+        batch, _, num, _ = q.shape
+        if not num:
+            raise FastKVError(f"{NAME} needs at least one new token, got none; leave the call out")
+        check_shape(NAME, "k", k, (batch, self.num_kv_heads, num, self.head_dim))
+        check_shape(NAME, "v", v, (batch, self.num_kv_heads, num, self.head_dim))
+        if mask is not None:
+            check_shape(NAME, "mask", mask, (batch, num))
+        if self.state is None:
+            return
+        keys = self.state.exact.keys
+        if len(keys) != batch:
+            raise FastKVError(
+                f"{NAME} holds {len(keys)} sequences, got {batch}; allocate({batch}) forgets those it has"
+            )
+        if any((one.dtype, one.device) != (keys.dtype, keys.device) for one in (q, k, v)):
+            raise FastKVError(
+                f"{NAME} has buffers of {keys.dtype} on {keys.device}, got tokens of {q.dtype} on {q.device}; move one "
+                "of them with .to(...)"
+            )
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One token."""
-        state, rule, shared, table = self.state, self.rule, self.shared, None
-        assert state is not None and rule is not None
-        shared.phase = shared.phase.next
-        if state.approx is not None:
+        if self.config.correction.key_only:
             self.length += 1  # the tables of cos and sin have to reach so far
-            table = shared.table(q.device, self.length)
-        return decode_token(state, q, k, v, rule, evicts=shared.phase.evicts, table=table)
+        return self.cache.step(q, k, v, self.length)
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """A prompt, in blocks."""
         num = q.shape[2]
         if self.state is None:
             self.allocate(len(q), q.device, q.dtype, prompt=num)
-        self._settle()  # the model may have loaded or moved its projection
-        state, rule, size = self.state, self.rule, self.plan.prefill_block or num
-        assert state is not None and rule is not None
+        self._configure()  # the model may have loaded or moved its projection
+        size = self.config.prefill_block or num
         real = torch.ones(len(q), num, dtype=torch.bool, device=q.device) if mask is None else mask.bool()
         outs = []
         for start in range(0, num, size):
             rows = slice(start, start + size)
-            queries, valid = q[:, :, rows], real[:, rows].clone()
-            keys, values = (without_padding(part[:, :, rows], valid) for part in (k, v))
-            block = queries, keys, values
-            if self.started or mask is not None or self.softcap is not None:
-                outs.append(attend_block(state, *block, valid, rule))
-            else:
-                outs.append(scaled_dot_product_attention(*block, is_causal=True, scale=self.scale, enable_gqa=True))
-            absorb_block(state, *block, valid, rule)
-            self.started = True
-        self.shared.phase = self.shared.first
+            block = q[:, :, rows], k[:, :, rows], v[:, :, rows]
+            plain = mask is None and self.softcap is None
+            outs.append(self.cache.read(*block, real[:, rows].clone(), self._stock(*block) if plain else None))
         self.length += num
-        if state.approx is not None:
-            self.shared.table(q.device, self.length + 1)  # made here, not in a step
-        self._settle()  # unequal heads may have traded slots
+        self.cache.settle()  # unequal heads may have traded slots
         return torch.cat(outs, 2)
 
+    def _stock(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        return lambda: scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+
+    def _configure(self) -> None:
+        """Tell the cache how this layer attends."""
+        output = self.projection[0]
+        if output is not None:
+            device = self._known().seen.device
+            output = output.detach().to(device).unflatten(1, (self.num_heads, self.head_dim))
+        self.cache.configure(self.scale, self.softcap, output)
+
     # The state.
+
+    @property
+    def state(self) -> LayerState | None:
+        """What the layer remembers; None until it is allocated."""
+        return self.cache.state
 
     def allocate(
         self,
@@ -159,69 +217,42 @@ class FastKVAttention(Module):
             which `Budget(keep=...)` is a share of.
         Raises: FastKVError if the budget needs the prompt, is too small, or the backend cannot run there.
         """
-        plan, budget = self.plan, self.plan.budget
-        if budget.follows_prompt and prompt is None:
+        config = self.config
+        if config.budget.follows_prompt and prompt is None:
             raise FastKVError(
                 f"{NAME}: Budget(keep=...) is a share of the first prompt, whose length is not known yet; pass "
                 "allocate(..., prompt=length) or let the first forward allocate"
             )
         like = torch.empty(batch_size, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
-        groups, kernels = self.num_heads // self.num_kv_heads, uses_kernels(plan.backend, like.device)
-        check_backend(plan.backend, like.device, like.dtype, self.head_dim, groups, plan.evict_every)
-
-        def layout(tokens: int) -> Layout:
-            return plan.layout(self.layer, self.num_kv_heads, tokens, budget.keep, kernels, Parallel())
-
-        cost = LayerState.cost(like, like, layout)
-        place = self.layer if self.num_layers > 1 else 0
-        tokens = budget.layer_tokens(place, self.num_layers, prompt or 0, cost)
+        groups = self.num_heads // self.num_kv_heads
+        check_backend(config.backend, like.device, like.dtype, self.head_dim, groups, config.evict_every)
         self._drop()
-        self.prompt = prompt or 0 if budget.follows_prompt else 0
-        self.state = LayerState.allocate(like, like, layout(tokens))
-        for name, tensor in self.state.named_tensors():
+        self.cache.allocate(self.num_heads, like, like, prompt or 0)
+        self.prompt = prompt or 0 if config.budget.follows_prompt else 0
+        for name, tensor in self._known().named_tensors():
             self.register_buffer(name.replace(".", "_"), tensor)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Make what follows from the state and where it lies: the rule, and scratch for decoding."""
-        state, plan, rotary = self._known(), self.plan, self.shared.rotary
-        keys, output = state.exact.keys, None
-        weight = None if plan.values is None else plan.values.weights[self.layer].to(keys.device)
-        if self.projection[0] is not None:
-            output = self.projection[0].detach().to(keys.device).unflatten(1, (self.num_heads, self.head_dim))
-        self.rule = LayerPlan(
-            plan=plan,
-            layer=self.layer,
-            layout=state.layout,
-            scale=self.scale,
-            softcap=self.softcap,
-            rotary=rotary and rotary.to(keys.device),
-            output=output,
-            weight=weight,
-        )
-        state.scratch = self.shared.workspace(self.num_heads, state, plan.backend)
-        for _, tensor in state.named_tensors():
-            torch._dynamo.mark_static_address(tensor, guard=False)  # graphs are captured over it, not over a copy
+        self._configure()
 
     def _drop(self) -> None:
         """Give the buffers back."""
         for name in list(self._buffers):
             delattr(self, name)
-        self.state = self.rule = None
-        self.prompt, self.length, self.started = 0, 0, False
+        self.cache.state = self.cache.rule = None
+        self.cache.started = False
+        self.prompt = self.length = 0
 
     def reset(self) -> None:
         """Forget the sequences in place: buffers keep their addresses, unless their number depends on the prompt."""
-        if self.plan.budget.follows_prompt:
+        if self.config.budget.follows_prompt:
             self._drop()
+        self.cache.reset()
         if self.state is not None:
-            self.state.zero_()
-            self._settle()
-        self.length, self.started, self.shared.phase = 0, False, self.shared.first
+            self.cache.settle()
+        self.length = 0
 
     def nbytes(self) -> int:
-        """Bytes of everything: slots, used or not, positions, scores, moments and working memory."""
-        return self.shared.nbytes() + (0 if self.state is None else self.state.nbytes())
+        """Bytes of everything: slots, used or not, positions, scores, what is remembered, and working memory."""
+        return self.cache.workspace.nbytes() + self.cache.nbytes()
 
     def stored(self) -> Tensor:
         """[B, Hkv] int32, tokens held in the slots of each head."""
@@ -240,11 +271,14 @@ class FastKVAttention(Module):
 
     def _bind(self) -> None:
         """Make the buffers the state's tensors again."""
-        state = self._known()
+        state, rule = self._known(), self.cache.rule
+        assert rule is not None
         for name, _ in list(state.named_tensors()):
-            owner, _, field = name.rpartition(".")
-            setattr(getattr(state, owner) if owner else state, field, self._buffers[name.replace(".", "_")])
-        self._settle()
+            buffer = self._buffers[name.replace(".", "_")]
+            assert buffer is not None
+            state.replace(name, buffer)
+        self.cache.adopt(state, rule.layout, self.num_heads)
+        self._configure()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastKVAttention:
         """`.to(...)` and its like: keys and values follow the model's dtype, statistics stay in float32."""
@@ -252,7 +286,7 @@ class FastKVAttention(Module):
             statistic = tensor.dtype == torch.float32 and name not in MODEL_TYPED
             # Seen as integers, they move to another device but no conversion of floats applies to them.
             self._buffers[name] = fn(tensor.view(torch.int32)).view(torch.float32) if statistic else fn(tensor)
-        self.shared = self.shared.twin()
+        self.cache.workspace = self.cache.workspace.twin()
         if self.state is not None:
             self._bind()
         return self
@@ -261,7 +295,7 @@ class FastKVAttention(Module):
         """What the host knows of the state, int64; empty if there is none."""
         if self.state is None:
             return torch.empty(0, dtype=torch.int64)
-        host = [self.prompt, self.length, self.shared.phase.steps, *_sizes(self.state.layout)]
+        host = [self.prompt, self.length, self.cache.workspace.clock.now.steps, *self._sizes()]
         tiers = self.state.tiers.values()
         return torch.tensor(host + [number for tier in tiers for number in (tier.filled, tier.limit)])
 
@@ -269,10 +303,10 @@ class FastKVAttention(Module):
         """Take over what `get_extra_state` returned; the buffers have been loaded."""
         state, numbers = self._known(), host.tolist()
         self.prompt, self.length = numbers[:2]
-        self.shared.move_to(numbers[2])
+        self.cache.workspace.clock.move_to(numbers[2])
         for tier, filled, limit in zip(state.tiers.values(), numbers[6::2], numbers[7::2]):
             tier.filled, tier.limit = filled, limit
-        self.started = self.length > 0
+        self.cache.started = self.length > 0
         self._bind()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -287,12 +321,25 @@ class FastKVAttention(Module):
         if self.state is None or (len(self.state.seen), self.prompt) != (batch, prompt):
             place = keys if self.state is None else self.state.exact.keys
             self.allocate(batch, place.device, place.dtype, prompt=prompt)
-        own, saved = _sizes(self._known().layout), host[3:6].tolist()
+        own, saved = self._sizes(), host[3:6].tolist()
         if own != saved:
             raise FastKVError(f"{NAME}: {saved} slots were saved, this module has {own}; give it the same settings")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def _sizes(self) -> list[int]:
+        """Tokens with value, tokens without and spare slots, each in all heads."""
+        rule = self.cache.rule
+        assert rule is not None
+        return [sum(rule.layout.tokens), sum(rule.layout.approx), rule.layout.spare]
 
-def _sizes(layout: Layout) -> list[int]:
-    """Tokens with value, tokens without and spare slots, each in all heads."""
-    return [sum(layout.tokens), sum(layout.approx), layout.spare]
+
+def _check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, layer: int, num_layers: int) -> None:
+    """Raise FastKVError unless these are the sizes of a model and the index of one of its layers."""
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise FastKVError(f"{NAME}: {name} must be a whole number of at least 1, got {value!r}; pass the model's")
+    check_groups(NAME, num_heads, num_kv_heads)
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 or 1 < num_layers <= layer:
+        below = f" below num_layers = {num_layers}" if num_layers > 1 else ""
+        raise FastKVError(f"{NAME}: layer must be a whole number from 0{below}, got {layer!r}; count from 0")

@@ -363,7 +363,7 @@ def test_triples_of_the_bundled_model(bundled):
         assert group[0].quality < group[1].quality
     random = make_triples(model, tokenizer, "random", **{**options, "keeps": (0.05,)})
     assert max(triple.quality for triple in random) < 0.2
-    assert not any("_fastkv_plan" in vars(module) for module in model.modules()), "the model is stock again"
+    assert not any("_fastkv_config" in vars(module) for module in model.modules()), "the model is stock again"
 
 
 @pytest.mark.parametrize("aware", [False, True], ids=["unknown", "known"])

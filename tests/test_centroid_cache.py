@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fastkv.state import LayerState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,9 +14,10 @@ from fastkv.parallel import Parallel
 from fastkv.policies import Signals, get
 from fastkv.reference import Moments
 from fastkv.reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
-from fastkv.state import LayerState
 
+from .conftest import examples
 from .models import build, generate, policy, prompt
+from .pairwise import named
 from .test_batches import distinct, roll, rows_of
 from .test_module import HQ, B, D, fresh, tokens
 from .test_policy_matrix import EVERY, small
@@ -267,16 +269,16 @@ def test_the_policy_adds_attention_to_distance():
     assert Plan.make("fastkv", 64, None, 16, "auto", "auto", None).correction == "centroids"
 
 
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@pytest.mark.parametrize("heads", [named("uniform", slow=True), "adaptive"])
 def test_kernels_agree(heads):
     ids, mask = prompt(2, 40, (0, 7))
     found = []
     for backend in ("reference", "triton"):
         model = build(num_hidden_layers=2)
         fastkv.patch(model, "fastkv", small(heads=heads), prefill_block=16, evict_every=2, backend=backend)
-        found.append(model(ids, attention_mask=mask).logits[:, -1])
         cache = FastKVCache(model)
         out = model(ids, attention_mask=mask, past_key_values=cache)
+        found.append(out.logits[:, -1])
         for _ in range(3):
             mask_now = torch.ones(2, cache.get_seq_length() + 1, dtype=torch.long)
             mask_now[:, :40] = mask
@@ -289,7 +291,7 @@ def test_kernels_agree(heads):
 # Bytes.
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     total=st.integers(3_000, 600_000),
     num_layers=st.integers(1, 5),

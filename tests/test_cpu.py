@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from fastkv import cpu, ops, reference
 from fastkv.reference import Centroids, Moments, unpack
 
+from .conftest import examples
+
 SCALE = 0.3
-CASES = settings(max_examples=150, deadline=None)
+CASES = settings(max_examples=examples(150), deadline=None)
 LIMIT = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the largest value: one rounding
 
 

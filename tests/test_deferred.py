@@ -114,7 +114,7 @@ def test_refusals(tmp_path):
         budget = fastkv.Budget(quality=0.9, **({"calibration": path} | given))
         with pytest.raises(FastKVError, match=match):
             fastkv.patch(model, policy, budget, **(options or {}))
-        assert "_fastkv_plan" not in model.__dict__
+        assert "_fastkv_config" not in model.__dict__
 
     refused(r"no context\.json where the model was loaded from", calibration=None)
     refused("needs the whole context", options={"prefill_block": 16})

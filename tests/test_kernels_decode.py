@@ -22,6 +22,9 @@ from fastkv.kernels._launch import Workspace, num_splits
 from fastkv.reference import Centroids, Moments
 from fastkv.reference.vector import vector_decode_attention
 
+from .conftest import examples
+from .pairwise import covering
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 SCALE = 0.17
@@ -225,18 +228,17 @@ SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_decode_attention_shapes(shape, dtype):
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+def test_decode_attention_shapes(name, dtype):
+    shape = SHAPES[name]
     batch, heads, groups, dim, slots, lengths, evicted = shape
     check(Case.make(batch, heads, groups, dim, slots, dtype, lengths, evicted))
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("append", [True, False], ids=["append", "stored"])
-@pytest.mark.parametrize("attention", [True, False], ids=["attention", "plain"])
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["nocap", "cap"])
-@pytest.mark.parametrize("order", [None, 0, 1])
+@pytest.mark.parametrize(
+    "order, softcap, attention, append, splits",
+    covering([None, 0, 1], [None, 3.0], [True, False], [True, False], [1, 4]),
+)
 def test_decode_attention_variants(split, order, softcap, attention, append, splits):
     split(splits)
     case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70))
@@ -327,7 +329,7 @@ small = dict(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**small, attention=st.booleans(), spread=st.sampled_from([0.0, 1.0, 30.0]))
 def test_decode_attention_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, attention, spread
@@ -382,15 +384,15 @@ def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
     assert_same_state(case, state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_vector_decode_shapes(shape, dtype):
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+def test_vector_decode_shapes(name, dtype):
+    shape = SHAPES[name]
     batch, heads, groups, dim, slots, lengths, evicted = shape
     case = Case.make(batch, heads, groups, dim, slots, dtype, lengths, evicted)
     check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**small, approx_lengths=st.lists(st.integers(0, 24), min_size=1, max_size=4))
 def test_vector_decode_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, approx_lengths

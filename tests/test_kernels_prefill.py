@@ -11,6 +11,9 @@ from fastkv.kernels import prefill_attention as module
 from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Moments
 
+from .conftest import examples
+from .pairwise import covering
+
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
 # place.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
@@ -97,8 +100,7 @@ def check(tensors, past, scale=0.125, softcap=None, order=1, slope=False):
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", ATOL, ids=str)
-@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], list(ATOL), together=1))
 def test_groups(groups, dtype):
     check(*case(groups=groups, dtype=dtype))
 
@@ -109,9 +111,7 @@ def test_head_dims(dim, value_dim, dtype):
     check(*case(batch=1, heads=2, dim=dim, value_dim=value_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("order", [1, 0, None])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("evicted", [0, 1, 200])
+@pytest.mark.parametrize("evicted, softcap, order", covering([0, 1, 200], [None, 5.0], [1, 0, None]))
 def test_orders_and_softcap(order, softcap, evicted):
     check(*case(evicted=evicted), softcap=softcap, order=order)
 
@@ -165,7 +165,7 @@ def test_order_of_slots_does_not_matter():
     torch.testing.assert_close(lse, other_lse)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 4, 7]),
     slots=st.integers(0, 9),

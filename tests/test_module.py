@@ -18,6 +18,7 @@ from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt
+from .pairwise import named
 from .test_refusals import sentence
 
 B, HQ, HKV, D = 2, 4, 2, 16
@@ -417,10 +418,10 @@ def test_compiled_decode_with_inductor():
     assert graphs == 2 and worst <= 1e-6
 
 
-COMPILED = [*KINDS, "keydiff", "tova", "random", "streaming", "knorm", "manifold"]
+COMPILED = ["keydiff", "tova", "random", "knorm", "manifold"]
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [*KINDS, "streaming", *(named(name, slow=True) for name in COMPILED)])
 def test_compiled_decode_of_every_kind(name):
     """One graph, and one for steps that evict; one more where the host counts the length (VECTOR)."""
     graphs, worst = compare(KINDS.get(name, lambda: fresh(name)), "aot_eager")

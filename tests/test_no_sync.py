@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import fastkv
 
 from .models import build, compressed_layers, policy, prompt
+from .pairwise import covering
 from .test_vector_cache import mapping
 
 EVERY = 3
@@ -47,8 +48,7 @@ def to_device_without_data(model, cache):
         cache.layers[layer].adopt(state)
 
 
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-@pytest.mark.parametrize("name", fastkv.policies.names())
+@pytest.mark.parametrize("name,heads", covering(fastkv.policies.names(), ["uniform", "adaptive"], together=1))
 @torch.no_grad()
 def test_a_step_neither_waits_nor_copies(name, heads, tmp_path):
     chosen = policy(name, tmp_path)

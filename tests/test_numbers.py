@@ -9,7 +9,8 @@ from fastkv.calibration import quality
 from fastkv.reference import Moments
 
 from .models import VOCAB, build, generate, prompt
-from .test_batches import NAMES, POLICIES, held, patch
+from .pairwise import covering
+from .test_batches import NAMES, POLICIES, go_together, held, patch
 from .test_deferred import curve
 from .test_module import one_layer, rotary
 
@@ -288,8 +289,7 @@ def clean_rows(model, ids, mask, bad):
     return logits[:, [0, 2]], out.past_key_values
 
 
-@pytest.mark.parametrize("mode", VALUES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,mode", covering(NAMES, list(VALUES), together=1, where=go_together))
 def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
     """Bit for bit. Where heads share slots, the width of a step is that of the batch's longest head, which a poisoned
     row may be: sums over other widths differ in the last bit, and what is kept does not.

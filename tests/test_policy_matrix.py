@@ -1,12 +1,16 @@
 """Every policy in every mode: one-shot, in blocks, while decoding, on a second turn; with every sharing of heads."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 import fastkv
 from fastkv.errors import FastKVError
+from fastkv.policies import Policy
 
 from .models import build, generate, policy, prompt
+from .pairwise import covering
 
 TOKENS, EVERY = 20, 7
 NAMES = fastkv.policies.names()
@@ -68,8 +72,9 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-@pytest.mark.parametrize("correction", ["none", "mean", "moments", "cosh", "centroids"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name,correction", covering(NAMES, ["none", "mean", "moments", "cosh", "centroids"], together=1)
+)
 def test_every_correction_conserves(name, correction, tmp_path):
     model = build()
     ids, mask = prompt()
@@ -81,11 +86,10 @@ def test_every_correction_conserves(name, correction, tmp_path):
     assert cache.moments(0).order == (1 if name == "momentkv" else order)
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", ADAPTIVE)
+@pytest.mark.parametrize(
+    "name,block", covering(ADAPTIVE, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS)
+)
 def test_adaptive_heads(name, block, tmp_path):
-    if block and name not in IN_BLOCKS:
-        return
     uniform = two_turns(build(), policy(name, tmp_path), small(), block)
     adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)
     # The state without the kernels' working memory; starts and nothing else come on top.
@@ -108,6 +112,28 @@ def test_adaptive_heads_are_unequal_and_share_the_total():
         starts = cache.layers[layer].state.exact.starts
         assert torch.equal(starts.diff(dim=-1), stored + EVERY), "a head owns what it uses and room to decode"
     assert unequal > 0
+
+
+@dataclass(frozen=True)
+class Unfair(Policy):
+    """The first head would win every token."""
+
+    name = "unfair"
+    adaptive = True
+
+    def score(self, signals):
+        return signals.positions + 1e6 * torch.tensor([1.0, 0.0])[:, None]
+
+
+@pytest.mark.parametrize("tokens,least", [(20, 4), (21, 5), (4, 1)])
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+def test_every_head_keeps_a_fifth_of_the_mean(block, tokens, least):
+    """Ada-KV's floor, rounded up, where neither sinks nor recent tokens ask for more."""
+    budget = fastkv.Budget(tokens=tokens, sinks=0, recent=0, heads="adaptive")
+    model = fastkv.patch(build(), Unfair(), budget, prefill_block=block, evict_every=EVERY)
+    cache = model(prompt(1, 50)[0]).past_key_values
+    assert all(cache.stored(layer).tolist() == [[2 * tokens - least, least]] for layer in range(4))
+    assert cache.layers[0].state.exact["positions"][0, 1, :least].sort().values.tolist() == [*range(50 - least, 50)]
 
 
 def test_adaptive_selection_is_one_competition():

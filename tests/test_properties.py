@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fastkv.state import LayerState, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +18,10 @@ from fastkv.config import LayerPlan, Plan
 from fastkv.parallel import Parallel
 from fastkv.policies import KeyDiff, Signals, get
 from fastkv.reference import Moments, Selection, compact, select
-from fastkv.state import LayerState, Layout
 
-CASES = settings(max_examples=500)
+from .conftest import examples
+
+CASES = settings(max_examples=examples(500))
 F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
 SCORES = [0.0, -0.0, 1.0, 1.0, 2.5, -3.0, 1e30, -1e30, NAN, INF, -INF]

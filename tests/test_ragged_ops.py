@@ -6,14 +6,17 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fastkv.ops.vector import vector_decode_attention, vector_decode_step, vector_workspace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import FastKVError, ops
 from fastkv.kernels import _launch, decode_attention, vector_decode
 from fastkv.kernels import evict as evict_kernel
-from fastkv.ops.vector import vector_decode_attention, vector_decode_step, vector_workspace
 from fastkv.reference import Moments
+
+from .conftest import examples
+from .pairwise import covering
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
 BACKENDS = ["reference", "triton"]
@@ -84,7 +87,7 @@ def held_in(owned, spare):
 
 @pytest.mark.parametrize("step", [True, False], ids=["step", "attention"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(**common)
 def test_decoding_equals_that_on_equal_slots(backend, step, owned, order, softcap, parts, seed):
     """Results bit for bit; every slot of the slab that is not the new token's is as before."""
@@ -176,7 +179,7 @@ def brute_moments(old, gone):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     owned=st.lists(st.lists(st.integers(1, 30), min_size=HEADS, max_size=HEADS), min_size=1, max_size=2),
     drop=st.integers(0, 20),
@@ -375,10 +378,8 @@ class Vector:
             assert torch.equal(got[same], starting[same])
 
 
-@pytest.mark.parametrize("approx_ragged", [True, False], ids=["approx ragged", "approx equal"])
-@pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "equal"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=12)
+@pytest.mark.parametrize("backend, ragged, approx_ragged", covering(BACKENDS, [True, False], [True, False], together=1))
+@settings(max_examples=examples(12))
 @given(**common, approx=st.lists(st.integers(0, 9), min_size=2 * HEADS, max_size=2 * HEADS))
 def test_vector_step(backend, ragged, approx_ragged, owned, order, softcap, parts, seed, approx):
     approx_owned = [approx[b * HEADS : (b + 1) * HEADS] for b in range(len(owned))]

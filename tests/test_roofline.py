@@ -44,7 +44,7 @@ def test_patch_asks_the_device(monkeypatch):
     ids, mask = prompt()
     budget = fastkv.Budget(tokens=20, sinks=2, recent=4)
     fastkv.patch(model, "keydiff", budget, prefill_block="auto")
-    assert model._fastkv_plan.prefill_block == 512
+    assert model._fastkv_config.prefill_block == 512
     monkeypatch.setattr(roofline, "block_tokens", lambda device, dtype: 13)
     fastkv.patch(model, "keydiff", budget, prefill_block="auto")
     found = generate(model, ids, mask)

@@ -21,6 +21,8 @@ from fastkv.evaluation.metrics import string_match_all, string_match_part
 from fastkv.evaluation.ruler_sample import Request, longest
 from fastkv.evaluation.ruler_words import _english
 
+from .conftest import examples
+
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
 ELEVEN = [*NIAH, "vt", "cwe", "fwe"]
 TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
@@ -155,7 +157,7 @@ def test_random_depths_are_those_of_forty_places_and_true():
     assert len(seen) > 20 and min(seen) < 6 and max(seen) > 33
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 12), st.lists(st.floats(0, 1), max_size=6))
 def test_scatter(units, depths):
     text = [f"u{i}" for i in range(units)]
@@ -258,7 +260,7 @@ def test_too_short_says_how_long(task):
         assert len(ruler.generate(task, len, least).context.split()) == 46
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=120, max_size=120), st.integers(0, 100), st.integers(1, 5))
 def test_longest_is_what_trying_every_length_finds(sizes, room, least):
     """Units of very different sizes; by brute force over all numbers of units."""

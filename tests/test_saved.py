@@ -21,7 +21,9 @@ from fastkv.demo.tasks import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
+from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
+from .pairwise import named
 from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
 from .test_vector_cache import mapping
 
@@ -149,7 +151,7 @@ def test_every_dtype(name, dtype, tmp_path):
     check_round_trip(model, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+@pytest.mark.parametrize("dtype", [named(HALF["fp16"], slow=True), HALF["bf16"]], ids=str)
 def test_kernels_and_reference_read_each_others_files(dtype, tmp_path):
     """Kernels keep a half-precision copy of cross / count: it is read where it was saved and made where it was not."""
     model = build().to(dtype)
@@ -306,7 +308,7 @@ def refused(path, model, sentence):
     assert "\n" not in message and len(message) < 600 and str(path) in message
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), early=st.booleans())
 def test_any_flipped_bit_is_noticed(place, bit, early, tmp_path_factory):
     model, content = saved_bytes()
@@ -318,7 +320,7 @@ def test_any_flipped_bit_is_noticed(place, bit, early, tmp_path_factory):
     refused(path, model, r"is damaged|cannot be read as a saved cache|without the header|has format")
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(share=st.floats(0, 1, exclude_max=True), more=st.sampled_from([b"", b"\0", b"more"]))
 def test_any_truncation_is_noticed(share, more, tmp_path_factory):
     model, content = saved_bytes()
@@ -532,7 +534,7 @@ cache.save(path)
 """
 
 
-@pytest.mark.parametrize("stage", ["fsync", "replace"])
+@pytest.mark.parametrize("stage", [named("fsync", slow=True), "replace"])
 def test_a_kill_in_the_middle_leaves_the_old_file(stage, tmp_path):
     """Killed with the new file written and not yet safe on disk, or safe and not yet in place."""
     path = tmp_path / "cache"

@@ -1,6 +1,7 @@
 """Selection and compaction against a plain Python model of them."""
 
 import torch
+from fastkv.state import Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,8 @@ from fastkv.cache.selection import keep_best
 from fastkv.config import LayerPlan, Plan
 from fastkv.policies import KeyDiff, Signals, Streaming
 from fastkv.reference import Moments, compact, evict, protected, select
-from fastkv.state import Layout
+
+from .conftest import examples
 
 
 def expected_set(scores, positions, valid, guard, tokens):
@@ -18,7 +20,7 @@ def expected_set(scores, positions, valid, guard, tokens):
     return set(order[:tokens])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), num=st.integers(1, 20), tokens=st.integers(1, 25))
 def test_select_equals_sorting(data, num, tokens):
     def draw(element):
@@ -53,7 +55,7 @@ def test_rows_do_not_depend_on_their_neighbours():
         assert torch.equal(alone.kept, together.kept[one])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data(), used=st.integers(0, 8), new=st.integers(0, 8), tokens=st.integers(1, 10))
 def test_compact_keeps_the_chosen_and_remembers_the_rest(data, used, new, tokens):
     slots = 12

@@ -10,62 +10,53 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..config import LayerPlan
 from ..policies import Signals
-from ..reference import Selection, merge_partials, pack
-from ..state import LayerState, Slots
+from ..reference import LayerState, Moments, Selection, Slots, Spec, in_order, merge_partials, pack
+from .layout import LayerConfig
 from .selection import keep_values
 
 
-def estimate(keys: Tensor, positions: Tensor, rule: LayerPlan) -> Tensor:
+def estimated(keys: Tensor, positions: Tensor, rule: LayerConfig) -> Tensor:
     """What the map makes of post-RoPE keys [B, Hkv, N, Dk] at `positions`: [B, Hkv, N, Dv] fp32."""
     assert rule.rotary is not None and rule.weight is not None
     return rule.rotary.unrotate(keys.float(), positions) @ rule.weight
 
 
-def recovered(approx: Slots, exact: Slots, rule: LayerPlan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def recovered(approx: Slots, exact: Slots, rule: LayerConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, estimated values, positions and validity of the tokens that have no value."""
     keys, positions = approx["keys"], approx["positions"]
     assert exact.values is not None
-    return keys, estimate(keys, positions, rule).to(exact.values.dtype), positions, approx.valid
+    return keys, estimated(keys, positions, rule).to(exact.values.dtype), positions, approx.valid
 
 
-def attend_keys(approx: Slots, q: Tensor, out: Tensor, lse: Tensor, rule: LayerPlan) -> Tensor:
+def attend(q: Tensor, out: Tensor, lse: Tensor, state: LayerState, rule: LayerConfig) -> Tensor:
     """Add the tokens without values to the attention `out` [B, Hq, T, Dv] with log-sum-exp `lse` [B, Hq, T]."""
+    approx = state.approx
+    assert approx is not None
     if not approx.filled:
         return out
     # All slots where they lie, a copy only where heads are unequal.
     equal = approx.starts is None
     keys, positions = (approx.keys, approx.positions) if equal else (approx["keys"], approx["positions"])
-    values = estimate(keys, positions, rule).to(out.dtype)
-    batch, heads, _, dim = keys.shape
-    num = q.shape[2]
-    more, more_lse = ops.prefill_attention(
-        q,
-        keys,
-        values,
-        approx.lengths,
-        keys.new_zeros(batch, heads, num, dim),
-        values.new_zeros(batch, heads, num, values.shape[-1]),
-        torch.zeros(batch, num, dtype=torch.bool, device=q.device),  # no block here
-        None,
-        rule.scale,
-        rule.softcap,
-        order=None,
-        backend=rule.plan.backend,
-    )
+    assert positions is not None
+    values = estimated(keys, positions, rule).to(out.dtype)
+    only = LayerState(Slots(keys, values, approx.lengths), state.seen, Moments(state.moments.count))
+    k, v = (rows.new_zeros(*rows.shape[:2], q.shape[2], rows.shape[-1]) for rows in (keys, values))
+    none = torch.zeros(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    spec = Spec(rule.spec.scale, rule.spec.softcap, backend=rule.spec.backend)
+    more, more_lse = ops.prefill_attention(q, k, v, none, only, spec)
     return merge_partials(out, lse, more, more_lse)[0].to(out.dtype)
 
 
-def store(state: LayerState, signals: Signals, selection: Selection, rule: LayerPlan, *, full: bool) -> None:
+def store(state: LayerState, signals: Signals, selection: Selection, rule: LayerConfig, *, full: bool) -> None:
     """Sort the selected candidates into tokens with and without values and merge the others into the moments."""
-    assert state.approx is not None
-    exact, approx, spare = state.exact, state.approx, state.layout.spare
+    exact, approx, spare = state.exact, state.approx, rule.layout.spare
+    assert approx is not None
     index = torch.arange(signals.keys.shape[2], device=signals.keys.device)
     without = (index >= exact.filled) & (index < exact.filled + approx.filled)
     with_value = selection.kept & ~without
     if full:
-        errors = (signals.values.float() - estimate(signals.keys, signals.positions, rule)).square().sum(-1)
+        errors = (signals.values.float() - estimated(signals.keys, signals.positions, rule)).square().sum(-1)
         with_value = keep_values(signals, selection.kept, torch.where(without, -1.0, errors), state.seen, rule)
     gone = signals.valid & ~selection.kept
     state.moments.copy_(state.moments.add(signals.keys, signals.values, gone))
@@ -76,8 +67,7 @@ def store(state: LayerState, signals: Signals, selection: Selection, rule: Layer
 
 def place(slots: Slots, signals: Signals, chosen: Tensor, width: int) -> None:
     """Put the chosen candidates, at most `width` of a head, into the slots in order of position."""
-    last = torch.iinfo(torch.int32).max
-    index = torch.where(chosen, signals.positions, last).argsort(dim=-1, stable=True)[..., :width]
+    index = in_order(signals.positions, chosen)[..., :width]
     for name in ("keys", "values", "positions", "memory"):
         slab, rows = getattr(slots, name), getattr(signals, name)
         if slab is None:

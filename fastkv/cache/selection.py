@@ -9,33 +9,19 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..config import LayerPlan
 from ..policies import Signals
-from ..reference import Selection
+from ..reference import LayerState, Selection, select_each
+from .layout import LayerConfig
 
 FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, arXiv:2407.11550)
 
 
-def recent_tokens(rule: LayerPlan) -> int:
-    """How many of the latest tokens are protected: the budget's, or the policy's larger share; sinks always fit."""
-    budget, policy = rule.plan.budget, rule.plan.policy
-    return min(max(budget.recent, math.ceil(policy.recent_share * rule.total)), rule.least - budget.sinks)
-
-
-def protected(signals: Signals, seen: Tensor, rule: LayerPlan) -> Tensor:
+def protected(signals: Signals, seen: Tensor, rule: LayerConfig) -> Tensor:
     """[B, Hkv, N] bool, candidates that no policy may evict; seen [B]: true tokens absorbed, candidates included."""
-    return ops.protected(signals.positions, seen, rule.plan.budget.sinks, recent_tokens(rule))
+    return ops.protected(signals.positions, seen, rule.spec.sinks, rule.spec.recent)
 
 
-def score(signals: Signals, rule: LayerPlan) -> tuple[Signals, Tensor]:
-    """The policy's scores [B, Hkv, N], and the signals with what it wants remembered of each candidate."""
-    policy = rule.plan.policy
-    if policy.remembers:
-        signals = replace(signals, memory=policy.remember(signals))
-    return signals, policy.score(signals)
-
-
-def keep_best(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerPlan) -> Selection:
+def keep_best(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig) -> Selection:
     """Of the N candidates, those that stay: as many of each head as the layer's layout says.
 
     Args: scores [B, Hkv, N]; seen [B]: true tokens absorbed, the candidates included.
@@ -48,7 +34,19 @@ def keep_best(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerPlan) -
     return _each(signals, scores, guard, [pairs + extra for pairs, extra in zip(layout.tokens, keys)])
 
 
-def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, rule: LayerPlan) -> Tensor:
+def keep_slots(signals: Signals, scores: Tensor, state: LayerState, rule: LayerConfig) -> Selection:
+    """Of the slots of a layer, those that `ops.evict` is going to keep: each head shrinks by what its slots have spare
+
+    Args: scores [B, Hkv, N] of all slots.
+    """
+    guard, starts = protected(signals, state.seen, rule), state.exact.starts
+    choice = (scores, signals.positions, signals.valid, guard)
+    if starts is None:
+        return ops.select(*choice, rule.layout.least, backend=signals.backend)
+    return select_each(*choice, starts.diff(dim=-1) - rule.layout.spare)
+
+
+def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, rule: LayerConfig) -> Tensor:
     """Of the `kept` [B, Hkv, N] candidates, those that keep their value too: where the map from keys errs most.
 
     Args: errors [B, Hkv, N] >= 0, squared distance of each value from what the map makes of its key; negative for
@@ -76,14 +74,14 @@ def _each(signals: Signals, scores: Tensor, guard: Tensor, tokens: list[int]) ->
     return Selection(kept, kept.sum(-1))
 
 
-def _adaptive(signals: Signals, scores: Tensor, guard: Tensor, rule: LayerPlan) -> Selection:
+def _adaptive(signals: Signals, scores: Tensor, guard: Tensor, rule: LayerConfig) -> Selection:
     """Heads * tokens candidates of the layer: the floor of each head first, the rest to the best scores of all heads.
 
     Equal scores go to the lower position, then to the lower head. Under tensor parallelism the heads of all processes
     compete, as they would on one device.
     """
-    backend, tokens = signals.backend, rule.total
-    floor = max(math.ceil(FLOOR * tokens), rule.plan.budget.sinks + recent_tokens(rule))
+    backend, tokens = signals.backend, rule.layout.total
+    floor = max(math.ceil(FLOOR * tokens), rule.spec.sinks + rule.spec.recent)
     first = ops.select(scores, signals.positions, signals.valid, guard, floor, backend=backend).kept
     gather = rule.parallel.gather
     scores, positions, valid, first = gather(scores), gather(signals.positions), gather(signals.valid), gather(first)

@@ -1,7 +1,9 @@
-"""Shared: what the layers of a cache have in common."""
+"""What the layers of a cache have in common: their clock, the kernels' scratch, tables of the rotary embedding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,46 +11,21 @@ from torch import Tensor
 
 from .. import ops
 from ..parallel import Parallel
+from ..reference import LayerState, Spec
 from ..rotary import Rotary
-from ..state import LayerState
+from .clock import EvictionClock
 
 FIRST_TABLE = 4096  # positions of the first table of cos and sin
 
 
-class Phase:
-    """How many tokens were decoded since the last prompt or eviction, as a link of a ring.
-
-    A compiled step can follow a link. A number that it counted up would be part of its graph and make it another one.
-
-    Attributes:
-        steps: that many.  evicts: whether the step that leads here evicts.  next: after one more.
-    """
-
-    def __init__(self, steps: int, evicts: bool) -> None:
-        self.steps, self.evicts, self.next = steps, evicts, self
-
-    @classmethod
-    def ring(cls, length: int) -> tuple[Phase, Phase]:
-        """The first link, of no steps, to which every `length`-th step leads, and the last before it."""
-        first = last = cls(0, True)
-        for steps in range(1, length):
-            last.next = cls(steps, False)
-            last = last.next
-        last.next = first
-        return first, last
-
-
-class Shared:
+class CacheWorkspace:
     """What the layers of a cache have in common.
 
     Args and attributes:
         parallel: processes that share the heads.
         rotary: the model's rotary embedding, None unless something undoes it.
-        evict_every: decode steps between evictions.
+        evict_every: decode steps between evictions, the period of `clock`.
         positions: for how many of them the tables are made at once.
-        groups: query heads per KV head of each layer.
-        phase: where between two evictions the layers are; evictions come whether or not the room is needed, so that a
-            row does not depend on others.
     """
 
     def __init__(
@@ -57,40 +34,33 @@ class Shared:
         rotary: Rotary | None = None,
         evict_every: int = 1,
         positions: int = FIRST_TABLE,
-        groups: dict[int, int] | None = None,
     ) -> None:
-        self.parallel, self.rotary = parallel or Parallel(), rotary
-        self.evict_every, self.positions, self.groups = evict_every, positions, groups or {}
-        self.first, self.last = Phase.ring(evict_every)
-        self.phase = self.first
+        self.parallel, self.rotary, self.positions = parallel or Parallel(), rotary, positions
+        self.clock, self.reading = EvictionClock(evict_every), False
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def twin(self) -> Shared:
+    @contextmanager
+    def reading_prompt(self) -> Iterator[None]:
+        """While this is open, a block of one token is read like any other block: it may be padding."""
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
+
+    def twin(self) -> CacheWorkspace:
         """For a copy of the layers, which is as far as they are."""
-        made = Shared(self.parallel, self.rotary, self.evict_every, self.positions, self.groups)
-        made.move_to(self.phase.steps)
+        made = CacheWorkspace(self.parallel, self.rotary, self.clock.period, self.positions)
+        made.clock.move_to(self.clock.now.steps)
         return made
 
-    def move_to(self, steps: int) -> None:
-        """As if so many tokens had been decoded since the last prompt or eviction."""
-        self.phase = self.first
-        for _ in range(steps):
-            self.phase = self.phase.next
-
-    def workspace(self, num_heads: int, state: LayerState, backend: str) -> list[Tensor]:
+    def scratch_of(self, num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
         """Working memory of the decode kernels for so many query heads; one for all layers of the same shape."""
-        q = state.exact.keys.new_empty(len(state.seen), num_heads, 0, state.exact.keys.shape[-1])
-        exact, approx, collects = state.exact, state.approx, state.exact.attention is not None
-        sizes = [(one.keys.shape, one.starts is not None, one.limit) for one in (exact, approx) if one is not None]
-        shape = (q.device, q.shape[1], *sizes, collects)
+        tiers = [(slots.keys.shape, slots.starts is not None, slots.limit) for slots in state.tiers.values()]
+        shape = (state.exact.keys.device, num_heads, *tiers, state.exact.attention is not None)
         if shape not in self.scratch:
-            options: dict[str, Any] = {"attention": collects, "starts": exact.starts, "width": exact.width}
-            if approx is None:
-                self.scratch[shape] = ops.workspace(q, exact.keys, **options, backend=backend)
-            else:
-                options |= {"approx_starts": approx.starts, "approx_width": approx.width}
-                self.scratch[shape] = ops.vector_workspace(q, exact.keys, approx.keys, **options, backend=backend)
+            self.scratch[shape] = ops.workspace(num_heads, state, spec)
         return self.scratch[shape]
 
     def table(self, device: torch.device, length: int) -> tuple[Tensor, Tensor]:

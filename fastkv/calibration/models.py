@@ -32,7 +32,7 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def check_stock(what: str, model: Module) -> None:
     """Raise FastKVError, in the name of `what`, if the model is patched or in training."""
     kind = type(model).__name__
-    if any("_fastkv_plan" in vars(module) for module in model.modules()):
+    if any("_fastkv_config" in vars(module) for module in model.modules()):
         raise FastKVError(
             f"{what} needs the stock model, got a patched {kind} whose cache is compressed; call fastkv.unpatch(model) "
             "first"

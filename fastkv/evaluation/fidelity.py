@@ -109,7 +109,7 @@ def read_full(model: PreTrainedModel, tokens: Tensor, steps: int) -> Full:
 
     Raises: FastKVError if the model is patched, or unless 2 <= steps < N.
     """
-    if "_fastkv_plan" in vars(model):
+    if "_fastkv_config" in vars(model):
         raise FastKVError("read_full needs the stock model, got a patched one; call fastkv.unpatch(model) first")
     check_steps(tokens, steps)
     cache = model(tokens[:, :-steps], use_cache=True, logits_to_keep=1).past_key_values

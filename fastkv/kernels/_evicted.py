@@ -9,10 +9,15 @@ Sigma is a multiple of the identity if SPREAD, else zero (Jensen's mass).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..reference import Centroids, Evicted, Moments
 from ._attention import LN2, LOG2E, _dot, _dot32, _rows_mask, _softmax_update, _tanh
+from ._launch import check_centroids
 
 CENTROIDS = tl.constexpr(2)  # in place of the order of the moments
 
@@ -193,3 +198,31 @@ def _evicted_partial(
             q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, SPREAD, HAS_CAP, INTERP,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the kernels read of the evicted tokens: ORDER and the tensors that go with them.
+
+    Attributes: order: of the moments, CENTROIDS, or None for nothing.  num: of centroids.
+    """
+
+    order: int | None = None
+    key_mean: Tensor | None = None
+    value_mean: Tensor | None = None
+    matrix: Tensor | None = None
+    spread: Tensor | None = None
+    sizes: Tensor | None = None
+    num: int = 0
+
+    @classmethod
+    def of(cls, op: str, evicted: Evicted | None, dim: int) -> Terms:
+        """Of what is remembered of [B, Hkv] heads. Raises FastKVError unless its shapes and dtypes suit the kernels."""
+        if isinstance(evicted, Moments):
+            m = evicted
+            return cls(m.order, m.key_mean, m.value_mean, m.cross if m.slope is None else m.slope, m.spread)
+        if isinstance(evicted, Centroids):
+            c = evicted
+            check_centroids(op, c, tuple(c.count.shape), dim, c.values.shape[-1])
+            return cls(CENTROIDS.value, c.keys, c.values, None, c.spread, c.count, c.num)
+        return cls()

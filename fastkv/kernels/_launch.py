@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from ..reference import Centroids
+from ..reference import Centroids, LayerState
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
@@ -146,15 +146,10 @@ def check_decode(op: str, q: Tensor, keys: Tensor, values: Tensor, *same_dtype: 
     return groups
 
 
-def decode_outputs(
-    q: Tensor, out: Tensor | None, lse_retained: Tensor | None, lse_evicted: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The given outputs of a decode kernel, made where None: out like q, the rest [B, Hq] fp32."""
-    return (
-        torch.empty_like(q) if out is None else out,
-        q.new_empty(q.shape[:2], dtype=torch.float32) if lse_retained is None else lse_retained,
-        q.new_empty(q.shape[:2], dtype=torch.float32) if lse_evicted is None else lse_evicted,
-    )
+def decode_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the results of a decode kernel: out like q, and two log-sum-exps [B, Hq] fp32."""
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return torch.empty_like(q), lse, torch.empty_like(lse)
 
 
 @dataclass(frozen=True)
@@ -172,6 +167,29 @@ class Workspace:
     totals: Tensor
     logits: Tensor | None
     tickets: Tensor
+
+    @classmethod
+    def of(cls, scratch: list[Tensor]) -> Workspace | None:
+        """The workspace that `tensors` made a list of; None if there is none."""
+        if not scratch:
+            return None
+        accs, tops, totals, tickets, *logits = scratch
+        return cls(accs, tops, totals, logits[0] if logits else None, tickets)
+
+    def tensors(self) -> list[Tensor]:
+        """As `LayerState.scratch` holds them."""
+        return [t for t in (self.accs, self.tops, self.totals, self.tickets, self.logits) if t is not None]
+
+    @classmethod
+    def for_state(cls, num_heads: int, state: LayerState) -> Workspace:
+        """Room for the decode steps of so many query heads over the slots of a layer."""
+        exact, tiers, heads = state.exact, state.tiers.values(), state.heads
+        dim = exact.keys.shape[-1]
+        return cls.allocate(
+            len(state.seen), heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
+            attention=exact.attention is not None, sets=len(tiers),
+            pool=sum(slots.keys.numel() // dim for slots in tiers),
+        )  # fmt: skip
 
     @classmethod
     def allocate(

@@ -53,7 +53,7 @@ def _centroid_kernel(
 
 
 def centroid_attention(
-    *, q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None
+    q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of many queries over the centroids of their KV head.
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ..reference import Moments
+from ..reference import LayerState, Moments, Selection, Spec
 from ._attention import _dot32
 from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, variant
 from ._slots import _store_spread
@@ -315,15 +315,16 @@ def row_splits(candidates: int) -> int:
     return min(MAX_SPLITS, max(1, candidates // ROWS_PER_SPLIT))
 
 
-def merge_rows(
-    *, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
-    used: int, moments: Moments, slope: Tensor | None,
+def _merge(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
+    used: int, moments: Moments,
 ) -> None:  # fmt: skip
-    """Add the listed candidates to the moments, in place, for `compact`, which checks shapes and makes the lists.
+    """Add the listed candidates to the moments, in place.
 
     Args: listed [B, Hkv, N] int32, rows to merge; tally [B, Hkv, 3] int64: how many, (moves), count before; means
-        [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means before; slope [B, Hkv, Dk, Dv] bf16 or None.
+        [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means before.
     """
+    slope = moments.slope
     batch, heads, slots, dk = keys.shape
     dv = values.shape[-1]
     splits = means.shape[2] - 1
@@ -347,37 +348,27 @@ def merge_rows(
 
 
 def compact(
-    *,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    moments: Moments,
-    new_keys: Tensor,
-    new_values: Tensor,
-    new_positions: Tensor,
-    valid: Tensor,
-    kept: Tensor,
-    slope: Tensor | None = None,
+    valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
 ) -> None:
-    """Merge the valid candidates that are not kept into the moments, then close the gaps, in place.
+    """Three launches (four from 4096 candidates), no host sync; shapes as in `reference.compact`.
 
-    Args: keys, values [B, Hkv, C, D], positions [B, Hkv, C] int32, lengths [B, Hkv] int32, moments and slope
-        ([B, Hkv, Dk, Dv], cross / count, optional): mutated; new_keys, new_values [B, Hkv, T, D] and new_positions
-        [B, Hkv, T], any strides with unit stride along D; valid, kept [B, Hkv, N] bool over the N - T first slots and
-        then the block.
-    Cost: three launches (four from 4096 candidates), no host sync.
+    k, v and positions of the block have any strides, with unit stride along D. `moments.slope`, if there is one, is
+    set to cross / count.
     """
-    batch, heads, slots, dk = keys.shape
+    op, slots, moments, kept = "compact", state.exact, state.moments, selection.kept
+    keys, values, positions, lengths = slots.keys, slots.values, slots.positions, slots.lengths
+    assert values is not None and positions is not None
+    batch, heads, capacity, dk = keys.shape
     num, dv = valid.shape[-1], values.shape[-1]
-    used = num - new_keys.shape[2]
-    check_shape("compact", "kept", kept, (batch, heads, num))
-    check_shape("compact", "new_keys", new_keys, (batch, heads, None, dk))
-    check_shape("compact", "new_values", new_values, (batch, heads, new_keys.shape[2], dv))
-    check_head_dim("compact", max(dk, dv))
-    check_contiguous("compact", keys=keys, values=values, positions=positions, lengths=lengths, slope=slope)
-    check_contiguous("compact", valid=valid, kept=kept, cross=moments.cross)
-    assert 0 <= used <= slots and new_keys.stride(-1) == new_values.stride(-1) == 1
+    k, v, new_positions = (keys[:, :, :0], values[:, :, :0], positions[:, :, :0]) if block is None else block
+    used = num - k.shape[2]
+    check_shape(op, "kept", kept, (batch, heads, num))
+    check_shape(op, "k", k, (batch, heads, None, dk))
+    check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
+    check_head_dim(op, max(dk, dv))
+    check_contiguous(op, keys=keys, values=values, positions=positions, lengths=lengths, slope=moments.slope)
+    check_contiguous(op, valid=valid, kept=kept, cross=moments.cross)
+    assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:
         lengths.zero_()
         return
@@ -393,14 +384,11 @@ def compact(
         means, num, used, **shape, SPLITS=splits, HAS_MEANS=has_means, BLOCK=min(PLAN, pow2(num, 128)),
     )  # fmt: skip
     if has_means:
-        merge_rows(
-            keys=keys, values=values, new_keys=new_keys, new_values=new_values, listed=lists[0], tally=tally,
-            means=means, used=used, moments=moments, slope=slope,
-        )  # fmt: skip
-    strides = (*new_keys.stride()[:3], *new_values.stride()[:3], *new_positions.stride())
-    movers = min(triton.cdiv(min(num, slots), ROWS), MAX_MOVERS)
+        _merge(keys, values, k, v, lists[0], tally, means, used, moments)
+    strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
+    movers = min(triton.cdiv(min(num, capacity), ROWS), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
-        keys, values, positions, new_keys, new_values, new_positions, lists, tally, num, slots, used, *strides,
+        keys, values, positions, k, v, new_positions, lists, tally, num, capacity, used, *strides,
         HEADS=heads, **shape, ROWS=ROWS,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import Centroids
+from ..reference import LayerState, Spec
 from ._attention import (
     _add_attention,
     _append_token,
@@ -33,7 +33,7 @@ from ._attention import (
     _store_lse,
     _store_partial,
 )
-from ._evicted import CENTROIDS, _evicted_partial
+from ._evicted import CENTROIDS, Terms, _evicted_partial
 from ._launch import (
     DTYPES,
     HIP_ARCHES,
@@ -42,7 +42,6 @@ from ._launch import (
     VENDORS,
     Workspace,
     addressed,
-    check_centroids,
     check_contiguous,
     check_decode,
     decode_outputs,
@@ -197,79 +196,46 @@ def _constants(
     return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
 
 
-def decode_attention(
-    *,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    count: Tensor,
-    key_mean: Tensor | None,
-    value_mean: Tensor | None,
-    matrix: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    order: int | None = 1,
-    spread: Tensor | None = None,
-    centroids: Centroids | None = None,
-    attention: Tensor | None = None,
-    out: Tensor | None = None,
-    lse_retained: Tensor | None = None,
-    lse_evicted: Tensor | None = None,
-    workspace: Workspace | None = None,
-    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    starts: Tensor | None = None,
-    width: int | None = None,
+def decode_step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one query per sequence, in one launch; everything contiguous, nothing copied, no host sync.
+    """One launch: everything contiguous, nothing copied, no host sync; shapes as in `reference.decode_step`.
 
-    Args:
-        q: [B, Hq, D].  keys, values: [B, Hkv, C, D], same dtype.  lengths: [B, Hkv] int32.
-        count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
-        matrix: [B, Hkv, D, D], the cross moment in fp32 or cross / count in half precision; for order 1 only.
-        spread: [B, Hkv, 1] fp32 as in `Moments`, for the cosh mass; None for Jensen's.
-        centroids: of the evicted tokens, fp32, in place of the moments (all but count), with the cosh mass.
-        attention: [B, Hkv, C] fp32, to which the group mean of the weights of the slots in use is added.
-        out, lse_retained, lse_evicted: where to write the results.  workspace: see `Workspace.allocate`; made if None.
-        append: (k, v [B, Hkv, 1, D], positions [B, Hkv, C] int32, seen [B] int64): first store this token in slot
-            `lengths`, at position lengths + count; lengths and seen grow by one. Every head must have a free slot.
-        starts: [B, Hkv + 1] int32 if heads share slots unequally; then keys and values are slabs [B, S, D], positions
-            and attention [B, S].  width: upper bound of the lengths, decides how far to split; all slots if None.
+    Keys and values have the dtype of q, statistics are fp32, the matrix of the moments cross in fp32 or cross / count
+    in half precision; `state.scratch` is a `Workspace`, made if it is empty.
+
     Returns: out [B, Hq, D] in the dtype of q, lse_retained and lse_evicted [B, Hq] fp32, natural log (-inf if empty).
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
-    op = "decode_attention"
+    op, slots, starts, moments = "decode_step", state.exact, state.exact.starts, state.moments
+    keys, values, attention = slots.keys, slots.values, slots.attention
+    assert values is not None
     groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts))
-    batch, heads, slots, dim = addressed(op, keys, starts).shape
-    k, v, positions, seen = append if append is not None else (None, None, None, None)
-    key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
-    matrix, spread, sizes = matrix if order == 1 else None, None if order is None else spread, None
-    if centroids is not None:
-        check_centroids(op, centroids, (batch, heads, centroids.num), dim, dim)
-        order, key_mean, value_mean, matrix = CENTROIDS.value, centroids.keys, centroids.values, None
-        sizes, spread = centroids.count, centroids.spread
+    batch, heads, capacity, dim = addressed(op, keys, starts).shape
+    known = Terms.of(op, spec.evicted(state), dim)
     check_contiguous(
-        op, q=q, keys=keys, values=values, lengths=lengths, count=count, key_mean=key_mean, value_mean=value_mean,
-        matrix=matrix, spread=spread, sizes=sizes, attention=attention, k=k, v=v, positions=positions, seen=seen,
-        starts=starts,
+        op, q=q, keys=keys, values=values, lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
+        value_mean=known.value_mean, matrix=known.matrix, spread=known.spread, sizes=known.sizes, attention=attention,
+        k=k, v=v, positions=slots.positions, seen=state.seen, starts=starts,
     )  # fmt: skip
-    pairs, pool, width = batch * heads, keys.numel() // dim, slots if width is None else width
-    splits = num_splits(pairs, width)
-    if workspace is None and (splits > 1 or attention is not None):
-        collects = attention is not None
-        workspace = Workspace.allocate(batch, heads, groups, width, dim, q.device, attention=collects, pool=pool)
-    out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
+    pairs, pool, collects = batch * heads, keys.numel() // dim, attention is not None
+    splits = num_splits(pairs, slots.limit)
+    room = Workspace.of(state.scratch)
+    if room is None and (splits > 1 or collects):
+        room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)
+    out, lse_retained, lse_evicted = decode_outputs(q)
     constants, num_warps, num_stages = _constants(
-        q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, splits, order,
-        spread is not None, softcap is not None, on_hip(),
+        q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, splits, known.order,
+        known.spread is not None, spec.softcap is not None, on_hip(),
     )  # fmt: skip
-    scratch = workspace if splits > 1 else None
-    _decode_attention_kernel[pairs, splits if splits == 1 or order is None else splits + 1](
-        q, keys, values, lengths, count, key_mean, value_mean, matrix, spread, sizes, k, v, positions, seen, attention,
-        out, lse_retained, lse_evicted,
-        scratch and scratch.accs, scratch and scratch.tops, scratch and scratch.totals,
-        workspace.logits if workspace is not None and attention is not None else None, scratch and scratch.tickets,
-        starts, slots, pool, 0 if centroids is None else centroids.num, scale, softcap or 1.0,
+    parts = room if splits > 1 else None
+    positions, seen = (slots.positions, state.seen) if k is not None else (None, None)
+    _decode_attention_kernel[pairs, splits if splits == 1 or known.order is None else splits + 1](
+        q, keys, values, slots.lengths, moments.count, known.key_mean, known.value_mean, known.matrix, known.spread,
+        known.sizes, k, v, positions, seen, attention, out, lse_retained, lse_evicted,
+        parts and parts.accs, parts and parts.tops, parts and parts.totals,
+        room.logits if room is not None and collects else None, parts and parts.tickets,
+        starts, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted

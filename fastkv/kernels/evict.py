@@ -22,8 +22,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_shape
+from ..reference import LayerState, Spec
 from ._attention import _dot32
-from ._launch import HIP_ARCHES, INTERPRET, VENDORS, addressed, check_contiguous, check_head_dim, on_hip, pow2, variant
+from ._launch import (
+    HIP_ARCHES,
+    INTERPRET,
+    VENDORS,
+    Workspace,
+    addressed,
+    check_contiguous,
+    check_head_dim,
+    on_hip,
+    pow2,
+    variant,
+)
 from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch
 
 MAX_DROP = 64
@@ -178,73 +190,48 @@ def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, h
     return constants, chunks, 8 if padded == 256 and not hip else 4
 
 
-def evict(
-    *,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    seen: Tensor,
-    count: Tensor,
-    key_mean: Tensor | None,
-    value_mean: Tensor | None,
-    cross: Tensor | None,
-    slope: Tensor | None,
-    spread: Tensor | None = None,
-    scores: Tensor,
-    tokens: int,
-    sinks: int,
-    recent: int,
-    order: int | None,
-    tickets: Tensor | None = None,
-    starts: Tensor | None = None,
-    drop: int | None = None,
-) -> None:
-    """Evict the lowest-scoring tokens of each head that holds more than `tokens`; everything is changed in place.
+def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
+    """Two launches, one for short slots; everything is changed in place, shapes as in `reference.evict`.
 
-    Args:
-        keys, values: [B, Hkv, C, D].  positions: [B, Hkv, C] int32.  lengths: [B, Hkv] int32.  seen: [B] int64.
-        count: [B, Hkv] int64.  key_mean, value_mean: [B, Hkv, D] fp32, unused for order None.
-        cross: [B, Hkv, D, D] fp32 and slope: None or [B, Hkv, D, D] in half precision, set to cross / count; order 1.
-        spread: None or [B, Hkv, 1] fp32 as in `Moments`, unused for order None.
-        scores: [B, Hkv, C] fp32, larger = keep.  tokens: how many stay; at most 64 below C.
-        sinks, recent: positions below `sinks` and from seen - recent on are protected: they go last.
-        tickets: [B * Hkv] int32 zeros, left zero (`Workspace.tickets` will do); made if None.
-        starts: [B, Hkv + 1] int32 if heads share slots unequally; then keys and values are slabs [B, S, D], positions
-            [B, S], scores [B, Hkv, W >= lengths], and a head keeps `drop` less than its slots, whatever `tokens` is.
-    Raises: FastKVError if more than 64 tokens could go, or for shapes or strides that are not as above.
+    Statistics are fp32; `moments.slope`, if there is one, is set to cross / count. Tokens that are `kept` score above
+    those that are not, so that the kernel's own selection finds them again. The tickets are those of the workspace in
+    `state.scratch`, made if it is empty.
+
+    Raises: FastKVError if more than 64 tokens of a head could go, or for shapes or strides that do not fit.
     """
-    batch, heads, slots, dim = addressed("evict", keys, starts).shape
-    check_head_dim("evict", dim)
-    check_shape("evict", "values", values, keys.shape)
-    check_shape("evict", "scores", scores, (batch, heads, slots if starts is None else None))
-    width, drop = scores.shape[-1], slots - tokens if starts is None else drop
-    if drop is None or not 0 <= drop <= MAX_DROP:
-        raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; pass drop with starts")
-    key_mean, value_mean, spread = (None, None, None) if order is None else (key_mean, value_mean, spread)
-    cross, slope = (cross, slope) if order == 1 else (None, None)
+    op, exact, moments, starts = "evict", state.exact, state.moments, state.exact.starts
+    keys, values = exact.keys, exact.values
+    assert values is not None
+    batch, heads, slots, dim = addressed(op, keys, starts).shape
+    check_head_dim(op, dim)
+    check_shape(op, "values", values, keys.shape)
+    check_shape(op, "scores", scores, (batch, heads, slots if starts is None else None))
+    width, drop = scores.shape[-1], slots - spec.tokens if starts is None else spec.spare
+    if not 0 <= drop <= MAX_DROP:
+        raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; evict more often")
+    scores = scores if kept is None else kept.float()
     check_contiguous(
-        "evict", keys=keys, values=values, positions=positions, lengths=lengths, seen=seen, count=count,
-        key_mean=key_mean, value_mean=value_mean, cross=cross, slope=slope, spread=spread, scores=scores,
-        starts=starts,
+        op, keys=keys, values=values, positions=exact.positions, lengths=exact.lengths, seen=state.seen,
+        count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross,
+        slope=moments.slope, spread=moments.spread, scores=scores, starts=starts,
     )  # fmt: skip
     pairs = batch * heads
-    constants, chunks, num_warps = _constants(heads, width, drop, dim, spread is not None, on_hip())
+    constants, chunks, num_warps = _constants(heads, width, drop, dim, moments.spread is not None, on_hip())
     candidates = chunks * constants["R"]
     found = found_slots = None
     if chunks:
         found = torch.empty(pairs, candidates, dtype=torch.int64, device=keys.device)
         found_slots = torch.empty(pairs, candidates, dtype=torch.int32, device=keys.device)
         _candidates_kernel[pairs, chunks](
-            scores, positions, lengths, seen, starts, found, found_slots, slots, width, sinks, recent,
-            HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
+            scores, exact.positions, exact.lengths, state.seen, starts, found, found_slots, slots, width, spec.sinks,
+            spec.recent, HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
         )  # fmt: skip
-    if tickets is None:
-        tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device)
+    room = Workspace.of(state.scratch)
+    tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
     _evict_kernel[pairs, triton.cdiv(dim, BLOCK_V)](
-        keys, values, positions, lengths, seen, count, key_mean, value_mean, cross, slope, spread, scores,
-        starts, found, found_slots, tickets, slots, width, drop, sinks, recent, candidates,
-        **constants, INTERP=INTERPRET, num_warps=num_warps,
+        keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
+        moments.cross, moments.slope, moments.spread, scores, starts, found, found_slots, tickets, slots, width, drop,
+        spec.sinks, spec.recent, candidates, **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from ..reference import Moments
+from ..reference import LayerState, Moments, Spec
 from ._attention import LN2, _dot, _logits2, _normalise, _softmax_update
-from ._evicted import _seed
+from ._evicted import Terms, _seed
 from ._launch import CUDA_ARCHES, HIP_ARCHES, INTERPRET, check_contiguous, check_head_dim, pow2, stages, variant
 
 # padded head_dim: (rows, keys per tile, warps, stages)
@@ -98,70 +98,54 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    *,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    new_keys: Tensor,
-    new_values: Tensor,
-    new_valid: Tensor,
-    moments: Moments | None,
-    scale: float,
-    softcap: float | None = None,
-    order: int | None = 1,
-    slope: Tensor | None = None,
-    spread: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """A block of T queries over the retained slots, the moments and, causally, the block.
+    """One launch, no host sync; shapes as in `reference.prefill_attention`, whose centroids are merged afterwards.
 
-    Args:
-        q: [B, Hq, T, D], new_keys, new_values: [B, Hkv, T, D]: any strides, unit stride along D; new_valid [B, T] bool.
-        keys, values: [B, Hkv, C, D], contiguous or the first C slots of a contiguous cache; lengths [B, Hkv] int.
-        moments, order: 1, 0 (means only) or None; slope: [B, Hkv, D, Dv], cross / count, read in place of cross.
-        spread: [B, Hkv, 1] fp32 as in `Moments`, for the cosh mass; None for Jensen's.
-    Returns: out [B, Hq, T, Dv] in the dtype of q, lse [B, Hq, T] fp32 over all three sources (-inf, and zeros in out,
-        for a query that sees nothing).
-    Cost: one launch, no host sync.
+    q, k, v have any strides, with unit stride along D. Returns: out [B, Hq, T, Dv] in the dtype of q and lse
+    [B, Hq, T] fp32 (-inf, and zeros in out, for a query that sees nothing).
     """
+    op = "prefill_attention"
+    keys, values, lengths, softcap = state.exact["keys"], state.exact["values"], state.exact.lengths, spec.softcap
     batch, num_heads, num, dim = q.shape
     heads, num_slots, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
-    groups = check_groups("prefill_attention", num_heads, heads)
-    check_shape("prefill_attention", "values", values, (batch, heads, num_slots, None))
-    check_shape("prefill_attention", "new_keys", new_keys, (batch, heads, num, dim))
-    check_shape("prefill_attention", "new_values", new_values, (batch, heads, num, value_dim))
-    check_shape("prefill_attention", "new_valid", new_valid, (batch, num))
-    check_head_dim("prefill_attention", max(dim, value_dim))
-    check_contiguous("prefill_attention", lengths=lengths, new_valid=new_valid, slope=slope, spread=spread)
+    groups = check_groups(op, num_heads, heads)
+    check_shape(op, "values", values, (batch, heads, num_slots, None))
+    check_shape(op, "k", k, (batch, heads, num, dim))
+    check_shape(op, "v", v, (batch, heads, num, value_dim))
+    check_shape(op, "valid", valid, (batch, num))
+    check_head_dim(op, max(dim, value_dim))
+    evicted = spec.evicted(state)
+    moments = evicted if isinstance(evicted, Moments) else None
+    known = Terms.of(op, moments, dim)
+    check_contiguous(op, lengths=lengths, valid=valid, matrix=known.matrix, spread=known.spread)
     slots = keys.stride(1) // dim
     for name, tensor in (("keys", keys), ("values", values)):
         row = tensor.shape[-1]
         if num_slots and tensor.stride()[batch == 1 :] != (heads * slots * row, slots * row, row, 1)[batch == 1 :]:
-            raise FastKVError(f"prefill_attention: {name} must be leading slots of a contiguous cache, got strides "
+            raise FastKVError(f"{op}: {name} must be leading slots of a contiguous cache, got strides "
                               f"{tensor.stride()} for shape {list(tensor.shape)}; slice only the slots")  # fmt: skip
-    assert q.stride(-1) == new_keys.stride(-1) == new_values.stride(-1) == 1
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
     rows, tile, warps, depth = BLOCKS[max(width, value_width)]
     tile = CAP_TILE_HIP if softcap is not None and torch.version.hip is not None else tile
-    order = -1 if order is None or moments is None or moments.order is None else min(order, moments.order)
-    cross = None if moments is None else moments.cross
-    if order == 1 and slope is None and value_width == 256 and q.element_size() == 2:
-        assert moments is not None and cross is not None
-        slope = (cross / moments.count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
-    state: tuple[Tensor | None, ...] = (lse,) * 4
-    if moments is not None and order >= 0:
-        source = moments.key_mean if order == 0 else cross if slope is None else slope
-        state = (moments.count, moments.key_mean, moments.value_mean, source)
-    valid = new_valid.view(torch.uint8)
-    sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "BLOCK_M": rows, "BLOCK_N": tile}
-    launch = {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(depth)}
+    sources: tuple[Tensor | None, ...] = (lse,) * 4
+    order, has_slope = -1, False
+    if moments is not None and known.order is not None:
+        order, has_slope, matrix = known.order, moments.slope is not None, known.matrix
+        if order == 1 and not has_slope and value_width == 256 and q.element_size() == 2:
+            assert matrix is not None
+            matrix = (matrix / moments.count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
+            has_slope = True
+        sources = (moments.count, known.key_mean, known.value_mean, known.key_mean if order == 0 else matrix)
     _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
-        q, keys, values, lengths, new_keys, new_values, valid, *state, spread, out, lse, scale, softcap or 1.0, num,
-        slots, *q.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3], **sizes, **launch,
-        DV=value_dim, BV=value_width, SEED=SEED[value_width], ORDER=order, HAS_SLOPE=slope is not None,
-        SPREAD=spread is not None,
+        q, keys, values, lengths, k, v, valid.view(torch.uint8), *sources, known.spread, out, lse, spec.scale,
+        softcap or 1.0, num, slots, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=rows, BLOCK_N=tile,
+        SEED=SEED[value_width], ORDER=order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
+        HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=warps, num_stages=stages(depth),
     )  # fmt: skip
     return out, lse
 

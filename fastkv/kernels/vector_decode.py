@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
+from ..reference import LayerState, Spec
 from ._attention import (
     _add_attention,
     _append_token,
@@ -35,7 +36,7 @@ from ._attention import (
     _store_lse,
     _store_partial,
 )
-from ._evicted import _moment_partial
+from ._evicted import Terms, _moment_partial
 from ._launch import (
     DTYPES,
     HIP_ARCHES,
@@ -268,64 +269,52 @@ def _constants(
     return constants, 8 if exact and padded == 256 else 4, num_stages
 
 
-def vector_decode_attention(
-    *, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, approx_keys: Tensor, approx_positions: Tensor,
-    approx_lengths: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, count: Tensor, key_mean: Tensor | None,
-    value_mean: Tensor | None, matrix: Tensor | None, scale: float, softcap: float | None = None,
-    order: int | None = 1, out: Tensor | None = None, lse_retained: Tensor | None = None,
-    lse_evicted: Tensor | None = None, workspace: Workspace | None = None,
-    append: tuple[Tensor, Tensor, Tensor, Tensor] | None = None, attention: Tensor | None = None,
-    approx_attention: Tensor | None = None, starts: Tensor | None = None, width: int | None = None,
-    approx_starts: Tensor | None = None, approx_width: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`decode_attention` with further slots that hold a key but no value; arguments not listed are as there.
+def vector_decode_step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`decode_step` with tokens that have a key but no value, in one launch; shapes as in `reference.decode_step`.
 
-    Args:
-        approx_keys: [B, Hkv, A, D] post-RoPE.  approx_positions: [B, Hkv, A] int32.  approx_lengths: [B, Hkv] int32.
-        weight: [Hkv, D, D], value = k~ @ weight in the dtype of q.  cos, sin: [P, D/2] fp32, rotate_half pairing.
-        workspace: `Workspace.allocate(..., slots=max(C, A) or the larger width, sets=2, pool=slots of both kinds)`;
-            made if None.
-        append: as there; the position of the token is lengths + approx_lengths + count.
-        approx_attention: [B, Hkv, A] fp32, as `attention` for the slots without values.
-        approx_starts, approx_width: as `starts` and `width` for the slots without values; either kind can be ragged.
-    Returns: out [B, Hq, D] in the dtype of q, lse_retained over both kinds of slots, lse_evicted [B, Hq] fp32.
+    `state.recovery`: weight in the dtype of q or fp32, cos and sin fp32, rotate_half pairing. `state.scratch`:
+    `Workspace.allocate(..., sets=2)` for the larger tier and the slots of both, made if it is empty. The position of
+    the token is lengths + approx.lengths + count.
+
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
     """
-    op = "vector_decode_attention"
-    groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts), approx_keys)
+    op, exact, approx, moments, recovery = "decode_step", state.exact, state.approx, state.moments, state.recovery
+    keys, values, starts = exact.keys, exact.values, exact.starts
+    assert approx is not None and recovery is not None and values is not None
+    groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts), approx.keys)
     batch, heads, slots, dim = addressed(op, keys, starts).shape
-    check_shape(op, "approx_keys", addressed(op, approx_keys, approx_starts), (batch, heads, None, dim))
-    check_shape(op, "weight", weight, (heads, dim, dim))
-    check_shape(op, "cos", cos, (None, dim // 2))
-    k, v, positions, seen = append if append is not None else (None, None, None, None)
-    key_mean, value_mean = (None, None) if order is None else (key_mean, value_mean)
-    matrix = matrix if order == 1 else None
+    check_shape(op, "approx.keys", addressed(op, approx.keys, approx.starts), (batch, heads, None, dim))
+    check_shape(op, "weight", recovery.weight, (heads, dim, dim))
+    check_shape(op, "cos", recovery.cos, (None, dim // 2))
+    known = Terms.of(op, spec.evicted(state), dim)
     check_contiguous(
-        op, q=q, keys=keys, values=values, lengths=lengths, approx_keys=approx_keys, approx_positions=approx_positions,
-        approx_lengths=approx_lengths, weight=weight, cos=cos, sin=sin, count=count, key_mean=key_mean,
-        value_mean=value_mean, matrix=matrix, k=k, v=v, positions=positions, seen=seen, attention=attention,
-        approx_attention=approx_attention, starts=starts, approx_starts=approx_starts,
+        op, q=q, keys=keys, values=values, lengths=exact.lengths, approx_keys=approx.keys,
+        approx_positions=approx.positions, approx_lengths=approx.lengths, weight=recovery.weight, cos=recovery.cos,
+        sin=recovery.sin, count=moments.count, key_mean=known.key_mean, value_mean=known.value_mean,
+        matrix=known.matrix, k=k, v=v, positions=exact.positions, seen=state.seen, attention=exact.attention,
+        approx_attention=approx.attention, starts=starts, approx_starts=approx.starts,
     )  # fmt: skip
-    pairs, approx_slots, approx_pool = batch * heads, approx_keys.shape[-2], approx_keys.numel() // dim
-    width, approx_width = slots if width is None else width, approx_slots if approx_width is None else approx_width
-    splits, approx = num_splits(2 * pairs, width), num_splits(2 * pairs, approx_width)
-    pool, collects = keys.numel() // dim + approx_pool, attention is not None or approx_attention is not None
-    if workspace is None:
-        most = max(width, approx_width)
-        workspace = Workspace.allocate(
-            batch, heads, groups, most, dim, q.device, attention=collects, sets=2, pool=pool
-        )  # fmt: skip
-    out, lse_retained, lse_evicted = decode_outputs(q, out, lse_retained, lse_evicted)
+    pairs, approx_slots, approx_pool = batch * heads, approx.keys.shape[-2], approx.keys.numel() // dim
+    splits, parts = num_splits(2 * pairs, exact.limit), num_splits(2 * pairs, approx.limit)
+    pool, collects = keys.numel() // dim + approx_pool, exact.attention is not None or approx.attention is not None
+    room = Workspace.of(state.scratch)
+    if room is None:
+        most = max(exact.limit, approx.limit)
+        room = Workspace.allocate(batch, heads, groups, most, dim, q.device, attention=collects, sets=2, pool=pool)
+    out, lse_retained, lse_evicted = decode_outputs(q)
     constants, num_warps, num_stages = _constants(
-        heads, groups, dim, splits, approx, order, softcap is not None, q.dtype,
-        None if matrix is None else matrix.dtype, on_hip(),
+        heads, groups, dim, splits, parts, known.order, spec.softcap is not None, q.dtype,
+        None if known.matrix is None else known.matrix.dtype, on_hip(),
     )  # fmt: skip
-    _vector_decode_kernel[pairs, splits + approx + (order is not None)](
-        q, keys, values, lengths, approx_keys, approx_positions, approx_lengths, weight, cos, sin,
-        count, key_mean, value_mean, matrix, k, v, positions, seen, out, lse_retained, lse_evicted,
-        attention, approx_attention, workspace.accs, workspace.tops, workspace.totals,
-        workspace.logits if collects else None, workspace.tickets, starts, approx_starts, slots, approx_slots, pool,
-        approx_pool, scale, softcap or 1.0,
+    positions, seen = (exact.positions, state.seen) if k is not None else (None, None)
+    _vector_decode_kernel[pairs, splits + parts + (known.order is not None)](
+        q, keys, values, exact.lengths, approx.keys, approx.positions, approx.lengths, recovery.weight, recovery.cos,
+        recovery.sin, moments.count, known.key_mean, known.value_mean, known.matrix, k, v, positions, seen, out,
+        lse_retained, lse_evicted, exact.attention, approx.attention, room.accs, room.tops, room.totals,
+        room.logits if collects else None, room.tickets, starts, approx.starts, slots, approx_slots, pool,
+        approx_pool, spec.scale, spec.softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted

@@ -1,9 +1,9 @@
-"""The operations of the flow: names and signatures of `fastkv.reference`, plus a backend; every caller comes here.
+"""The operations of the flow; every caller comes here.
 
-Each operation that has a kernel is one opaque torch operator (`torch.ops.fastkv.*`) with declared mutation and a fake
-implementation, so it compiles, graph-captures and passes `opcheck`. Its body chooses: Triton kernels (imported on first
-use) on an accelerator; on a CPU `fastkv.cpu` where it can, else the reference. `backend="triton"` on a CPU runs the
-kernels in Triton's interpreter, for tests. Functions without a kernel are the reference itself, on any device.
+Each operation that has a kernel is one opaque torch operator (`torch.ops.fastkv.*`, see `operator`). Its body is a
+backend's: Triton kernels (imported on first use) on an accelerator, `fastkv.cpu` on a CPU, or the reference.
+`backend="triton"` on a CPU runs the kernels in Triton's interpreter, for tests. Functions without a kernel are the
+reference itself, on any device.
 """
 
 from ..reference import (
@@ -16,29 +16,36 @@ from ..reference import (
     random_scores,
     streaming_scores,
 )
-from .centroids import centroid_attention, centroids_add
-from .decode import decode_attention, decode_step, workspace
-from .evict import evict
-from .prefill import compact, prefill_attention, select
+from .layer import (
+    compact,
+    decode_attention,
+    decode_step,
+    evict,
+    evicted_mass,
+    prefill_attention,
+    remember,
+    workspace,
+)
 from .scores import (
     keydiff_scores,
     leverage_scores,
     manifold_scores,
     moment_scores,
     noncausal_attention_mass,
+    select,
+    sketch,
+    sketched_leverage,
     window_attention,
     window_scores,
 )
-from .vector import vector_decode_attention, vector_decode_step, vector_workspace
 
 __all__ = [
-    "centroid_attention",
-    "centroids_add",
     "chunk_mean",
     "compact",
     "decode_attention",
     "decode_step",
     "evict",
+    "evicted_mass",
     "keydiff_scores",
     "leverage_scores",
     "manifold_scores",
@@ -51,11 +58,11 @@ __all__ = [
     "prefill_attention",
     "protected",
     "random_scores",
+    "remember",
     "select",
+    "sketch",
+    "sketched_leverage",
     "streaming_scores",
-    "vector_decode_attention",
-    "vector_decode_step",
-    "vector_workspace",
     "window_attention",
     "window_scores",
     "workspace",

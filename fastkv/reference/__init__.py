@@ -2,23 +2,27 @@
 
 Read in this order:
 
-- `moments`: what is remembered of evicted tokens, and what it says about a new query (MomentKV).
+- `evicted`: what anything that is remembered of evicted tokens can do.
+- `moments`: their first and second moments, and what they say about a new query (MomentKV).
 - `centroids`: the same with a few weighted pairs instead of a matrix.
+- `state`: what one layer remembers, and how it attends.
 - `attention`: attention over retained tokens, mixed with one of these estimates.
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
-- `selection`: which tokens stay, and how the others are merged into the moments.
+- `selection`: which tokens stay, and how the others are remembered.
 - `ragged`: slots that heads share unequally.  `gather`: whole rows by index.
 - `output`: what a token's value does to the layer's output (CriticalKV).
 - `kvzip`: attention of tokens that are read a second time (KVzip).
-- `vector`: decoding where some tokens keep their key but no value (VECTOR).
+- `vector`: values recovered from keys (VECTOR).
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
 Computation is in float32, or in float64 if the inputs are float64.
 """
 
-from .attention import append, decode_attention, decode_step, merge_partials, prefill_attention
+from .attention import append, collect, decode_attention, decode_step, merge_partials, prefill_attention
 from .centroids import Centroids, centroid_estimate
+from .evicted import Evicted, compute_dtype
+from .gather import flat_index, rows_at
 from .geometry import (
     check_leverage,
     check_metric,
@@ -29,7 +33,7 @@ from .geometry import (
     sketched_leverage,
 )
 from .kvzip import most_attended
-from .moments import Moments, moment_estimate, moment_residual
+from .moments import Moments, moment_estimate, moment_residual, moment_scores
 from .output import output_norms
 from .ragged import pack, unpack
 from .scores import (
@@ -39,21 +43,41 @@ from .scores import (
     keydiff_scores,
     knorm_scores,
     neighbour_mean,
+    observed_attention,
     pool_scores,
     position_order,
     random_scores,
     streaming_scores,
+    visible_keys,
     window_attention,
     window_scores,
     z_scores,
 )
-from .selection import Selection, compact, evict, joined, protected, select, select_each
-from .vector import vector_decode_attention, vector_decode_step
+from .selection import (
+    Selection,
+    compact,
+    evict,
+    evicted_mass,
+    in_order,
+    joined,
+    places,
+    protected,
+    remember,
+    select,
+    select_each,
+    select_slots,
+)
+from .state import LayerState, Recovery, Slots, Spec
 
 __all__ = [
     "Centroids",
+    "Evicted",
+    "LayerState",
     "Moments",
+    "Recovery",
     "Selection",
+    "Slots",
+    "Spec",
     "append",
     "centroid_estimate",
     "check_keydiff",
@@ -61,10 +85,15 @@ __all__ = [
     "check_metric",
     "check_pool",
     "chunk_mean",
+    "collect",
     "compact",
+    "compute_dtype",
     "decode_attention",
     "decode_step",
     "evict",
+    "evicted_mass",
+    "flat_index",
+    "in_order",
     "joined",
     "keydiff_scores",
     "knorm_scores",
@@ -74,23 +103,28 @@ __all__ = [
     "merge_partials",
     "moment_estimate",
     "moment_residual",
+    "moment_scores",
     "most_attended",
     "neighbour_mean",
     "noncausal_attention_mass",
+    "observed_attention",
     "output_norms",
     "pack",
+    "places",
     "pool_scores",
     "position_order",
     "prefill_attention",
     "protected",
     "random_scores",
+    "remember",
+    "rows_at",
     "select",
     "select_each",
+    "select_slots",
     "sketched_leverage",
     "streaming_scores",
     "unpack",
-    "vector_decode_attention",
-    "vector_decode_step",
+    "visible_keys",
     "window_attention",
     "window_scores",
     "z_scores",

@@ -1,4 +1,4 @@
-"""Attention over the retained tokens, mixed with an estimate of the evicted ones, by their moments or their centroids.
+"""Attention over the retained tokens, mixed with an estimate of the evicted ones, by whatever is remembered of them.
 
 The evicted set enters as one more partial of a split softmax (m, l, acc) = (log Z_E, 1, f_E), so mixing (MomentKV
 Eq. 12) is the merge that split-KV attention does anyway: w = sigmoid(log Z_R - log Z_E), out = w f_R + (1 - w) f_E.
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from .centroids import Centroids, centroid_estimate
-from .moments import Moments, compute_dtype, moment_estimate
-from .ragged import unpack
+from .evicted import Evicted, compute_dtype
+from .moments import Moments
+from .ragged import add_to_slab
+from .state import LayerState, Slots, Spec
+from .vector import recovered_values
 
 QUERY_CHUNK = 256  # queries per logits tile: bounds prefill scratch at [B, Hq, QUERY_CHUNK, N] without changing results
 
@@ -62,26 +64,12 @@ def _attend(
 
 
 def _mix(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    moments: Moments | None,
-    scale: float,
-    softcap: float | None,
-    order: int | None,
-    mass: str = "jensen",
-    centroids: Centroids | None = None,
+    out: Tensor, lse: Tensor, q: Tensor, evicted: Evicted | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix out [B, Hq, T, Dv], lse [B, Hq, T] with what is known of the evicted set: its centroids, else its moments.
-
-    Returns: out, lse_evicted, lse_all.
-    """
-    if centroids is not None:
-        value, log_mass = centroid_estimate(q, centroids, scale, softcap)
-    elif moments is None or order is None or moments.order is None:
+    """out [B, Hq, T, Dv] and lse [B, Hq, T] with the evicted set. Returns: out, lse_evicted, lse_all."""
+    if evicted is None:
         return out, torch.full_like(lse, float("-inf")), lse
-    else:
-        value, log_mass = moment_estimate(q, moments, scale, softcap, order, mass)
+    value, log_mass = evicted.estimate(q, scale, softcap)
     mixed, total = merge_partials(out, lse, value.to(out.dtype), log_mass.to(out.dtype))
     return mixed, log_mass.to(lse.dtype), total
 
@@ -91,92 +79,70 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    moments: Moments | None,
+    moments: Evicted | None,
     scale: float,
     softcap: float | None = None,
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
-    starts: Tensor | None = None,
-    width: int | None = None,
-    finite_slots: bool = False,
-    mass: str = "jensen",
-    centroids: Centroids | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One query per sequence over the first `lengths` slots and the moments of what was evicted (MomentKV Eq. 12).
+    """One query per sequence over the first `lengths` slots and what is known of the evicted tokens (MomentKV Eq. 12).
 
     Args:
         q: [B, Hq, D] post-RoPE.  keys: [B, Hkv, C, D].  values: [B, Hkv, C, Dv].  lengths: [B, Hkv] int, valid slots.
-        moments: of the evicted tokens, or None.  order: 1, 0 (means only) or None (no correction).
+        moments: of the evicted tokens, or their centroids, or None.  order: of moments: 1, 0 (means only) or None (no
+            correction).
         attention: optional [B, Hkv, C] fp32, to which the group mean of the attention weights is added in place.
-        starts: [B, Hkv + 1] int32 if heads share slots unequally; then keys, values and attention are slabs [B, S, ...]
-            (see `ragged`).  width: at least every length; S if None.
-        finite_slots: promise that slots past `lengths` hold finite numbers; saves a copy of the values.
-        mass: "jensen" or "cosh", of the moments (`moment_estimate`).
-        centroids: of the evicted tokens, used instead of the moments; their mass is always "cosh".
     Returns: out [B, Hq, Dv] in the dtype of q, lse_retained and lse_evicted [B, Hq] (-inf where empty). A head with
         nothing retained and nothing evicted returns zeros.
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
     """
-    if starts is not None:
-        width = keys.shape[1] if width is None else width
-        stored = (unpack(keys, starts, width), unpack(values, starts, width), lengths)
-        received = None if attention is None else attention.new_zeros(*lengths.shape, width)
-        results = decode_attention(
-            *(q, *stored, moments, scale, softcap),
-            order=order,
-            attention=received,
-            finite_slots=finite_slots,
-            mass=mass,
-            centroids=centroids,
-        )
-        if attention is not None and received is not None:
-            add_to_slab(attention, starts, received)
-        return results
     batch, num_heads, dim = q.shape
     heads, slots = keys.shape[1:3]
-    groups = check_groups("decode_attention", num_heads, heads)
+    check_groups("decode_attention", num_heads, heads)
     check_shape("decode_attention", "keys", keys, (batch, heads, slots, dim))
     check_shape("decode_attention", "values", values, (batch, heads, slots, None))
     check_shape("decode_attention", "lengths", lengths, (batch, heads))
-    dtype = compute_dtype(q)
     held = torch.arange(slots, device=q.device) < lengths[..., None]
-    grouped = q.to(dtype).reshape(batch, heads, groups, 1, dim)
-    values = values.to(dtype) if finite_slots else torch.where(held[..., None], values.to(dtype), 0)
-    out, lse, probs = _attend(grouped, keys.to(dtype), values, held[:, :, None, None], scale, softcap)
-    lse = lse.reshape(batch, num_heads, 1)
-    out = out.reshape(batch, num_heads, 1, -1)
-    out, lse_evicted, lse_all = _mix(out, lse, q.unsqueeze(2), moments, scale, softcap, order, mass, centroids)
+    evicted = moments.upto(order) if isinstance(moments, Moments) else moments
+    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, evicted, scale, softcap)
     if attention is not None:
-        share = torch.exp(lse - lse_all).nan_to_num(0.0).reshape(batch, heads, groups, 1)
-        attention.add_((probs[:, :, :, 0] * share).mean(2).to(attention.dtype))
-    return out[:, :, 0].to(q.dtype), lse[..., 0], lse_evicted[..., 0]
+        attention.add_(received)
+    return out, lse, lse_evicted
 
 
-def add_to_slab(slab: Tensor, starts: Tensor, rows: Tensor) -> None:
-    """Add rows [B, Hkv, N] to the first N slots of every head's stretch of the slab [B, S], in place.
-
-    Rows beyond what a head owns must be zero.
-    """
-    index = starts[:, :-1, None].long() + torch.arange(rows.shape[-1], device=rows.device)
-    slab.scatter_add_(1, index.clamp(max=slab.shape[1] - 1).flatten(1), rows.flatten(1))
-
-
-def append(
+def attend_rows(
+    q: Tensor,
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    starts: Tensor | None = None,
-) -> None:
-    """Store one token per head in the first free slot, in place. Every head must have one.
+    held: Tensor,
+    evicted: Evicted | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`decode_attention` over the rows that are `held` [B, Hkv, C]; those that are not may hold anything.
 
-    Args: keys, values [B, Hkv, C, D]; positions [B, Hkv, C]; lengths [B, Hkv]; k, v [B, Hkv, 1, D]; position [B] or
-        [B, Hkv]; starts [B, Hkv + 1] if the first three are slabs [B, S, ...]: then a full head stores nothing.
+    Returns: out, lse_retained and lse_evicted as there, and what each row receives: [B, Hkv, C], mean over the group.
     """
+    (batch, num_heads, dim), heads, dtype = q.shape, keys.shape[1], compute_dtype(q)
+    grouped = q.to(dtype).reshape(batch, heads, -1, 1, dim)
+    values = torch.where(held[..., None], values.to(dtype), 0)
+    out, lse, probs = _attend(grouped, keys.to(dtype), values, held[:, :, None, None], scale, softcap)
+    out, lse = out.reshape(batch, num_heads, 1, -1), lse.reshape(batch, num_heads, 1)
+    out, lse_evicted, lse_all = _mix(out, lse, q[:, :, None], evicted, scale, softcap)
+    share = torch.exp(lse - lse_all).nan_to_num(0.0).reshape(batch, heads, -1, 1)
+    received = (probs[:, :, :, 0] * share).mean(2)
+    return out[:, :, 0].to(q.dtype), lse[..., 0], lse_evicted[..., 0], received
+
+
+def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
+    """Store one token per head in the first free slot, in place. Every head must have one; of a slab, a head that has
+    none stores nothing.
+
+    Args: k, v [B, Hkv, 1, D]; position [B] or [B, Hkv].
+    """
+    keys, values, positions, lengths, starts = slots.keys, slots.values, slots.positions, slots.lengths, slots.starts
+    assert values is not None and positions is not None
     position = position.to(positions.dtype).reshape(len(position), -1, 1).expand(*lengths.shape, 1)
     if starts is None:
         slot = lengths.long()[..., None]
@@ -193,84 +159,65 @@ def append(
     lengths.add_(free)
 
 
-def decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    seen: Tensor,
-    moments: Moments | None,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    order: int | None = 1,
-    attention: Tensor | None = None,
-    starts: Tensor | None = None,
-    width: int | None = None,
-    mass: str = "jensen",
-    centroids: Centroids | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Append one token and attend to everything including it: `append`, then `decode_attention`.
+def collect(slots: Slots, received: Tensor) -> None:
+    """Add what the first slots of every head received, [B, Hkv, N], zero beyond what a head owns, if that is kept."""
+    if slots.attention is None:
+        return
+    received = received.to(slots.attention.dtype)
+    if slots.starts is None:
+        slots.attention[..., : received.shape[-1]].add_(received)
+    else:
+        add_to_slab(slots.attention, slots.starts, received)
 
-    Slots past `lengths` must hold finite numbers, as those of a `LayerState` do.
-    Mutates keys, values, positions, lengths, seen (by one) and, if given, attention. Arguments and results as there;
-    q [B, Hq, D], k, v [B, Hkv, 1, D], seen [B] int64: true tokens absorbed so far, the position of the new one;
-    width: at least every length after the append.
+
+def decode_step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append one token and attend to everything including it: one step of a layer.
+
+    Tokens without a value attend with the value that is recovered from their key (VECTOR, see `vector`).
+    Mutates slots, lengths, seen (by one) and, where it is kept, the attention that slots receive.
+
+    Args: q [B, Hq, D] post-RoPE; k, v [B, Hkv, 1, D], both None to append nothing.
+    Returns: out [B, Hq, Dv] in the dtype of q, lse_retained and lse_evicted [B, Hq] (-inf where empty).
     """
-    append(keys, values, positions, lengths, k, v, seen, starts)
-    seen.add_(1)
-    return decode_attention(
-        *(q, keys, values, lengths, moments, scale, softcap),
-        order=order,
-        attention=attention,
-        starts=starts,
-        width=width,
-        finite_slots=True,
-        mass=mass,
-        centroids=centroids,
-    )
+    exact, approx = state.exact, state.approx
+    if k is not None and v is not None:
+        append(exact, k, v, state.seen)
+        state.seen.add_(1)
+    keys, values, held = exact["keys"], exact["values"], exact.valid
+    if approx is not None:
+        more, recovered = recovered_values(state, compute_dtype(q))
+        keys, values = torch.cat([keys.to(more.dtype), more], 2), torch.cat([values.to(more.dtype), recovered], 2)
+        held = torch.cat([held, approx.valid], 2)
+    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, spec.evicted(state), spec.scale, spec.softcap)
+    collect(exact, received[..., : exact.filled])
+    if approx is not None:
+        collect(approx, received[..., exact.filled :])
+    return out, lse, lse_evicted
 
 
 def prefill_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    new_keys: Tensor,
-    new_values: Tensor,
-    new_valid: Tensor,
-    moments: Moments | None,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    order: int | None = 1,
-    mass: str = "jensen",
-    centroids: Centroids | None = None,
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """A block of T queries over the retained slots, the moments (or the centroids) and, causally, the block itself.
+    """A block of T queries over the retained tokens with value, the evicted ones and, causally, the block itself.
 
     Everything retained or evicted is older than the block, so only the block needs a causal mask.
 
-    Args:
-        q: [B, Hq, T, D].  keys, values: [B, Hkv, C, D] with `lengths` [B, Hkv] valid slots.
-        new_keys, new_values: [B, Hkv, T, D].  new_valid: [B, T] bool, false for padding.
-        mass, centroids: as in `decode_attention`.
-    Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over retained, block and moments together (-inf,
-        and zeros in out, for a query that sees nothing).
+    Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding.
+    Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over all of them (-inf, and zeros in out, for a
+        query that sees nothing).
     """
+    keys, values, held = state.exact["keys"], state.exact["values"], state.exact.valid
     batch, num_heads, num, dim = q.shape
     heads, slots = keys.shape[1:3]
     groups = check_groups("prefill_attention", num_heads, heads)
-    check_shape("prefill_attention", "new_keys", new_keys, (batch, heads, num, dim))
-    check_shape("prefill_attention", "new_valid", new_valid, (batch, num))
-    dtype = compute_dtype(q)
-    held = torch.arange(slots, device=q.device) < lengths[..., None]
-    usable = torch.cat([held, new_valid[:, None].expand(batch, heads, num)], 2)
-    all_keys = torch.cat([keys, new_keys], 2).to(dtype)
-    all_values = torch.where(usable[..., None], torch.cat([values, new_values], 2).to(dtype), 0)
+    check_shape("prefill_attention", "k", k, (batch, heads, num, dim))
+    check_shape("prefill_attention", "valid", valid, (batch, num))
+    dtype, evicted = compute_dtype(q), spec.evicted(state)
+    usable = torch.cat([held, valid[:, None].expand(batch, heads, num)], 2)
+    all_keys = torch.cat([keys, k], 2).to(dtype)
+    all_values = torch.where(usable[..., None], torch.cat([values, v], 2).to(dtype), 0)
     index = torch.arange(slots + num, device=q.device)
     outs, lses = [], []
     for start in range(0, num, QUERY_CHUNK):
@@ -281,9 +228,9 @@ def prefill_attention(
         causal = index[:end] <= index[slots + start : end, None]
         visible = (usable[:, :, None, :end] & causal)[:, :, None]
         grouped = part.to(dtype).reshape(batch, heads, groups, size, dim)
-        out, lse, _ = _attend(grouped, all_keys[:, :, :end], all_values[:, :, :end], visible, scale, softcap)
+        out, lse, _ = _attend(grouped, all_keys[:, :, :end], all_values[:, :, :end], visible, spec.scale, spec.softcap)
         out, lse = out.reshape(batch, num_heads, size, -1), lse.reshape(batch, num_heads, size)
-        out, _, lse = _mix(out, lse, part, moments, scale, softcap, order, mass, centroids)
+        out, _, lse = _mix(out, lse, part, evicted, spec.scale, spec.softcap)
         outs.append(out.to(q.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
+from .evicted import Evicted, compute_dtype
 from .gather import added_at, rows_at
-from .moments import MASSES, compute_dtype
+from .moments import MASSES
 
 VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
@@ -39,7 +40,7 @@ ROUND_SHARE = 4  # at most one centroid in so many disappears in a round: more r
 
 
 @dataclass
-class Centroids:
+class Centroids(Evicted):
     """At most M weighted pairs per sequence and KV head that stand for a set of tokens, oldest first.
 
     Attributes:
@@ -79,10 +80,7 @@ class Centroids:
         return self.count.shape[-1]
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Centroids:
-        """Centroids, as many as there are, of this set and the given pairs together; the order of pairs matters.
-
-        Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, true for pairs to add (default all).
-        """
+        """Centroids, as many as there are, of this set and the given pairs together; the order of pairs matters."""
         batch, heads, num = self.count.shape
         check_shape("Centroids.add", "keys", keys, (batch, heads, None, self.keys.shape[-1]))
         check_shape("Centroids.add", "values", values, (batch, heads, keys.shape[2], self.values.shape[-1]))
@@ -135,14 +133,9 @@ class Centroids:
         order = (self.count == 0).to(torch.uint8).argsort(dim=-1, stable=True)[..., :num]
         return Centroids(*(rows_at(rows, order) for rows in self.tensors()))
 
-    def copy_(self, other: Centroids) -> None:
-        """Overwrite in place, so that addresses stay what a captured graph has seen."""
-        for mine, theirs in zip(self.tensors(), other.tensors()):
-            mine.copy_(theirs)
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """count, keys, values and spread."""
-        return self.count, self.keys, self.values, self.spread
+    def estimate(self, q: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+        """`centroid_estimate` with the cosh mass."""
+        return centroid_estimate(q, self, scale, softcap)
 
     def costs(self, half: int) -> Tensor:
         """[B, Hkv, movers, partners], what a merge adds to the weighted sum of squares within parts; inf if unused.

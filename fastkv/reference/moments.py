@@ -36,18 +36,14 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
+from .evicted import Evicted, compute_dtype
 
 MASSES = ("jensen", "cosh")
 CHUNK = 4096  # pairs centred at once: bounds the float32 copies that a long prompt needs
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, else float32: half-precision inputs are never summed in half precision."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 @dataclass
-class Moments:
+class Moments(Evicted):
     """Moments of a set of (key, value) pairs per sequence and KV head.
 
     `order` says how much is remembered: 1 everything, 0 the means only, None the count only (a plain eviction
@@ -131,11 +127,16 @@ class Moments:
         """1 with the cross moment, 0 with the means only, None with the count only."""
         return None if self.key_mean is None else 0 if self.cross is None else 1
 
-    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Moments:
-        """Moments of this set and the given pairs together, in one pass over the pairs.
+    def upto(self, order: int | None) -> Moments | None:
+        """The part of the statistics that an estimate of this order reads; None for order None."""
+        if order is None or self.key_mean is None:
+            return None
+        if order >= 1 or self.cross is None:
+            return self
+        return Moments(self.count, self.key_mean, self.value_mean, spread=self.spread)
 
-        Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, true for pairs to add (default all).
-        """
+    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Moments:
+        """Moments of this set and the given pairs together, in one pass over the pairs; arguments as in `Evicted`."""
         batch, heads = self.count.shape
         check_shape("Moments.add", "keys", keys, (batch, heads, None, None))
         check_shape("Moments.add", "values", values, (batch, heads, keys.shape[2], None))
@@ -184,6 +185,16 @@ class Moments:
     def tensors(self) -> list[Tensor]:
         """The statistics that are present, in field order; `slope` follows from them and is not among them."""
         return [t for t in (self.count, self.key_mean, self.value_mean, self.cross, self.spread) if t is not None]
+
+    def estimate(self, q: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+        """`moment_estimate` of as high an order as there is, with the tighter mass where the spread is known."""
+        assert self.order is not None
+        return moment_estimate(q, self, scale, softcap, self.order, "jensen" if self.spread is None else "cosh")
+
+    def log_mass(self, q: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+        """The mass of `estimate`, which needs the means only."""
+        means = Moments(self.count, self.key_mean, self.value_mean, spread=self.spread)
+        return means.estimate(q, scale, softcap)[1]
 
 
 def moment_estimate(
@@ -250,3 +261,12 @@ def moment_residual(keys: Tensor, values: Tensor, moments: Moments, scale: float
         rows = (part.flatten(0, 1) for part in (residual, keys.to(dtype), slope))
         residual = torch.baddbmm(*rows, alpha=-1).view_as(residual)  # residual - keys @ slope, in one pass
     return residual.norm(dim=-1)
+
+
+def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
+    """`attention * moment_residual(...)`, or the residual alone (MomentKV Eq. 10).
+
+    Args: attention [B, Hkv, N] or None; keys, values [B, Hkv, N, D].  Returns: [B, Hkv, N].
+    """
+    residual = moment_residual(keys, values, moments, scale)
+    return residual if attention is None else attention * residual

@@ -31,3 +31,12 @@ def pack(slab: Tensor, starts: Tensor, rows: Tensor) -> None:
     place = (slot - starts.gather(1, head)).clamp(max=num - 1)
     source = (torch.arange(batch, device=slab.device)[:, None] * heads + head) * num + place
     slab.copy_(rows.flatten(0, 2).index_select(0, source.flatten()).view(slab.shape))
+
+
+def add_to_slab(slab: Tensor, starts: Tensor, rows: Tensor) -> None:
+    """Add rows [B, Hkv, N] to the first N slots of every head's stretch of the slab [B, S], in place.
+
+    Rows beyond what a head owns must be zero.
+    """
+    index = starts[:, :-1, None].long() + torch.arange(rows.shape[-1], device=rows.device)
+    slab.scatter_add_(1, index.clamp(max=slab.shape[1] - 1).flatten(1), rows.flatten(1))

@@ -127,6 +127,37 @@ def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7) -> Tenso
     return pool_scores(window_attention(q, keys, scale), pool)
 
 
+def observed_attention(
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    valid: Tensor | None = None,
+    query_valid: Tensor | None = None,
+    log_mass: Tensor | None = None,
+    pool: int = 1,
+) -> Tensor:
+    """`window_attention` where a query sees the valid keys up to its own position, then `pool_scores`.
+
+    Args: positions, valid [B, Hkv, N]; query_positions, query_valid [B, W]; log_mass [B, Hq, W]; all may be None.
+    """
+    visible = visible_keys(positions, query_positions, valid)
+    scores = window_attention(q, keys, scale, softcap, visible=visible, query_valid=query_valid, log_mass=log_mass)
+    return pool_scores(scores, pool, positions, valid)
+
+
+def visible_keys(positions: Tensor | None, query_positions: Tensor | None, valid: Tensor | None) -> Tensor | None:
+    """[B, Hkv, W or 1, N] bool, which keys a query sees, from what `observed_attention` is given; None for all."""
+    visible = None if valid is None else valid[:, :, None]
+    if positions is None or query_positions is None:
+        return visible
+    past = positions[:, :, None] <= query_positions[:, None, :, None]
+    return past if visible is None else visible & past
+
+
 def position_order(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Order of the tokens by position, invalid ones last, and its inverse; both [B, Hkv, N]."""
     last = torch.iinfo(positions.dtype).max

@@ -1,4 +1,4 @@
-"""Which tokens stay, and how those that leave are merged into the moments."""
+"""Which tokens stay, and how those that leave are remembered."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import FastKVError, check_shape
+from ..errors import check_shape
 from .gather import rows_at
-from .moments import Moments
 from .ragged import pack, unpack
+from .state import LayerState, Slots, Spec
 
 
 class Selection(NamedTuple):
@@ -77,98 +77,89 @@ def joined(*parts: Tensor) -> Tensor:
 
 
 def compact(
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    moments: Moments,
-    new_keys: Tensor,
-    new_values: Tensor,
-    new_positions: Tensor,
-    valid: Tensor,
-    selection: Selection,
+    valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
 ) -> None:
     """Merge the candidates that were not selected into the moments and move the selected ones to the front, in place.
 
-    The selected ones end up in order of position, so that slots are positional after a prompt.
+    The selected ones end up in order of position, so that slots are positional after a prompt. Heads must have equally
+    many slots.
 
-    The candidates are the first slots of the state followed by the new block: N = S + T, and `valid` [B, Hkv, N] says
-    which are real tokens. `selection` was made over them.
-
-    Args: keys, values [B, Hkv, C, D], positions [B, Hkv, C], lengths [B, Hkv], moments: mutated; new_keys, new_values
-        [B, Hkv, T, D], new_positions [B, Hkv, T].
+    Args: valid [B, Hkv, N] bool, N = S + T: which of the first S slots and of the block are tokens; selection: made
+        over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none.
     """
-    used = valid.shape[-1] - new_keys.shape[2]
+    slots, moments = state.exact, state.moments
+    assert slots.values is not None and slots.positions is not None
+    parts = [slots.keys, slots.values, slots.positions]
+    used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
-    gone = moments.add(keys[:, :, :used], values[:, :, :used], evicted[..., :used])
-    moments.copy_(gone.add(new_keys, new_values, evicted[..., used:]))
-    everything = joined(positions[:, :, :used], new_positions)
-    last = torch.iinfo(everything.dtype).max
-    index = torch.where(selection.kept, everything, last).argsort(dim=-1, stable=True)[..., : keys.shape[2]]
+    gone = moments.add(slots.keys[:, :, :used], slots.values[:, :, :used], evicted[..., :used])
+    every = [rows[:, :, :used] for rows in parts]
+    if block is not None:
+        gone = gone.add(*block[:2], evicted[..., used:])
+        every = [joined(old, new) for old, new in zip(every, block)]
+    moments.copy_(gone)
+    index = in_order(every[2], selection.kept)[..., : slots.keys.shape[2]]
     size = index.shape[-1]
-    keys[:, :, :size] = rows_at(joined(keys[:, :, :used], new_keys), index)
-    values[:, :, :size] = rows_at(joined(values[:, :, :used], new_values), index)
-    positions[:, :, :size] = everything.gather(2, index)
-    lengths.copy_(selection.counts)
+    for rows, candidates in zip(parts, every):
+        rows[:, :, :size] = rows_at(candidates, index)
+    slots.lengths.copy_(selection.counts)
 
 
-def evict(
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    seen: Tensor,
-    moments: Moments,
-    scores: Tensor,
-    tokens: int,
-    sinks: int,
-    recent: int,
-    *,
-    starts: Tensor | None = None,
-    drop: int | None = None,
-) -> None:
-    """Shrink every head to `tokens` stored tokens: the lowest scores leave and are merged into the moments, in place.
+def in_order(positions: Tensor, chosen: Tensor) -> Tensor:
+    """Indices of the chosen candidates [B, Hkv, N] in order of position, then of the others."""
+    return torch.where(chosen, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
 
-    A head that stores fewer loses none. Which tokens stay is `select`'s rule; in which slots is not specified.
 
-    Args: keys, values [B, Hkv, C, D], positions [B, Hkv, C], lengths [B, Hkv], moments: mutated; seen [B]; scores
-        [B, Hkv, C]; sinks, recent: what is protected; starts [B, Hkv + 1] if heads share slots unequally: then keys,
-        values and positions are slabs [B, S, ...], scores [B, Hkv, W] reach beyond every length, and a head keeps
-        `drop` less than its slots in place of `tokens`.
-    Raises: FastKVError for starts without drop.
+def select_slots(scores: Tensor, state: LayerState, spec: Spec) -> Selection:
+    """Which tokens stay where a layer is shrunk to its budget; heads that hold fewer lose none.
+
+    Args: scores [B, Hkv, N] of the first N slots of every head, all of those in use among them.
     """
-    if starts is not None:
-        _evict_from_slabs((keys, values, positions), lengths, seen, moments, scores, starts, drop, sinks, recent)
+    slots, num = state.exact, scores.shape[-1]
+    assert slots.positions is not None
+    positions = slots.positions if slots.starts is None else unpack(slots.positions, slots.starts, num)
+    valid = torch.arange(num, device=positions.device) < slots.lengths[..., None]
+    guard = protected(positions, state.seen, spec.sinks, spec.recent)
+    if slots.starts is None:
+        return select(scores, positions, valid, guard, spec.tokens)
+    return select_each(scores, positions, valid, guard, (slots.starts.diff() - spec.spare).clamp(min=0))
+
+
+def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
+    """Shrink every head to its budget: what leaves is merged into the moments, in place.
+
+    Heads of equally many slots keep `spec.tokens`, those of a slab `spec.spare` less than their slots. Which tokens
+    stay is the rule of `select_slots`; in which slots is not specified.
+
+    Args: scores [B, Hkv, N] as there, with N the slots of a head; kept: what it chose, None if
+        that is still to be found.
+    """
+    slots, num = state.exact, scores.shape[-1]
+    valid = torch.arange(num, device=scores.device) < slots.lengths[..., None]
+    chosen = select_slots(scores, state, spec) if kept is None else Selection(kept, kept.sum(-1))
+    if slots.starts is None:
+        compact(valid, chosen, None, state, spec)
         return
-    valid = torch.arange(positions.shape[-1], device=positions.device) < lengths[..., None]
-    guard = protected(positions, seen, sinks, recent)
-    chosen = select(scores, positions, valid, guard, tokens)
-    none = slice(0, 0)
-    block = keys[:, :, none], values[:, :, none], positions[:, :, none]
-    compact(keys, values, positions, lengths, moments, *block, valid, chosen)
+    names = ("keys", "values", "positions")
+    rows = {name: unpack(getattr(slots, name), slots.starts, num) for name in names}
+    equal = LayerState(Slots(rows["keys"], rows["values"], slots.lengths, rows["positions"]), state.seen, state.moments)
+    compact(valid, chosen, None, equal, spec)
+    for name in names:
+        pack(getattr(slots, name), slots.starts, rows[name])
 
 
-def _evict_from_slabs(
-    slabs: tuple[Tensor, Tensor, Tensor],
-    lengths: Tensor,
-    seen: Tensor,
-    moments: Moments,
-    scores: Tensor,
-    starts: Tensor,
-    drop: int | None,
-    sinks: int,
-    recent: int,
-) -> None:
-    """`evict` where heads share slots unequally."""
-    if drop is None:
-        raise FastKVError("evict needs drop, how far below its slots a head shrinks, with starts, got None; pass both")
-    width = scores.shape[-1]
-    keys, values, positions = (unpack(slab, starts, width) for slab in slabs)
-    valid = torch.arange(width, device=lengths.device) < lengths[..., None]
-    guard = protected(positions, seen, sinks, recent)
-    selection = select_each(scores, positions, valid, guard, (starts.diff() - drop).clamp(min=0))
-    none = slice(0, 0)
-    block = keys[:, :, none], values[:, :, none], positions[:, :, none]
-    compact(keys, values, positions, lengths, moments, *block, valid, selection)
-    for slab, rows in zip(slabs, (keys, values, positions)):
-        pack(slab, starts, rows)
+def remember(keys: Tensor, values: Tensor, mask: Tensor, state: LayerState, spec: Spec) -> None:
+    """Let evicted pairs join what the layer's correction remembers besides the moments, in place.
+
+    Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, true for pairs that leave.
+    """
+    assert state.parts is not None
+    state.parts.copy_(state.parts.add(keys, values, mask))
+
+
+def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
+    """Log of the mass that the evicted tokens have in the attention of q [B, Hq, T, D]: [B, Hq, T], -inf for none."""
+    evicted = spec.evicted(state)
+    if evicted is None:
+        return torch.full(q.shape[:3], float("-inf"), device=q.device)
+    return evicted.log_mass(q, spec.scale, spec.softcap)

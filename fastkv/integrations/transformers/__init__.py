@@ -1,11 +1,6 @@
-"""How fastkv plugs into transformers. `base` attaches and detaches; each family is a few lines of data."""
+"""How fastkv plugs into transformers: `attach` puts a config on a model, `families` says what is known of which."""
 
-from .attach import Family, attach, check, detach
-from .gemma import GEMMA2, GEMMA3
-from .llama import LLAMA
-from .mistral import MISTRAL
-from .qwen import QWEN
-
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN, GEMMA2, GEMMA3)
+from .attach import attach, check, detach
+from .families import FAMILIES, Family
 
 __all__ = ["FAMILIES", "Family", "attach", "check", "detach"]

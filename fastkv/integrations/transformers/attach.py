@@ -1,9 +1,9 @@
-"""Attach a plan to one transformers model and take it off again, bit for bit.
+"""Attach a config to one transformers model and take it off again, bit for bit.
 
 What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
 `base_model.forward`, one pre-hook of the model, and the entry points of `generate` that create caches and masks. The
-model's own config, weights, masks and sliding-window layers stay stock. Adding a family is one small file that
-registers a `Family`.
+model's own config, weights, masks and sliding-window layers stay stock. A family is an entry in
+`families`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,14 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...backend import check_backend
-from ...config import Plan
+from ...cache.workspace import CacheWorkspace
+from ...config import Config
 from ...errors import FastKVError
 from ...rotary import Rotary
 from . import attention, generate
-from .cache import FastKVLayer, Shared, build_layers, is_static
-
-BASES = ("eager", "sdpa", "flash_attention_2")
-
-
-@dataclass(frozen=True)
-class Family:
-    """What fastkv must know of a model family.
-
-    Attributes:
-        name: for messages.
-        model_types: `config.model_type` of the text models that belong to it.
-        bases: attention implementations that compute what the model means.
-        softcap: name of the config field of the logit soft-cap that the family passes to attention, if any.
-        example: a checkpoint of the family that a user would recognise.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    bases: tuple[str, ...] = BASES
-    softcap: str | None = None
-    example: str = ""
+from .cache import build_layers, is_static
+from .families import FAMILIES
+from .layer import FastKVLayer
 
 
 @dataclass
@@ -62,10 +44,10 @@ def _override(module: Module, name: str, value: Any) -> None:
     object.__setattr__(module, name, bound)
 
 
-def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Module]:
+def check(model: Module, config: Config) -> list[Module]:
     """The attention modules to compress. Raises FastKVError, having changed nothing, if the model cannot be patched."""
-    config = getattr(model, "config", None)
-    if not isinstance(model, Module) or config is None or not hasattr(config, "get_text_config"):
+    model_config = getattr(model, "config", None)
+    if not isinstance(model, Module) or model_config is None or not hasattr(model_config, "get_text_config"):
         raise FastKVError(
             f"patch needs a transformers model, got {type(model).__name__}; load one with AutoModelForCausalLM"
         )
@@ -81,12 +63,12 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise FastKVError("patch needs a model with weights, got one on the meta device; load or materialise it first")
-    text = config.get_text_config(decoder=True)
-    family = next((f for f in families if text.model_type in f.model_types), None)
+    text = model_config.get_text_config(decoder=True)
+    family = next((f for f in FAMILIES if text.model_type in f.model_types), None)
     if family is None:
-        known = ", ".join(sorted(t for f in families for t in f.model_types))
+        known = ", ".join(sorted(t for f in FAMILIES for t in f.model_types))
         raise FastKVError(f"unknown model type {text.model_type!r}; fastkv knows {known}")
-    base = config._attn_implementation or "eager"
+    base = model_config._attn_implementation or "eager"
     softcapped = family.softcap is not None and getattr(text, family.softcap, None) is not None
     allowed = tuple(b for b in family.bases if not (softcapped and b == "sdpa"))
     if base not in allowed:
@@ -95,19 +77,19 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
             f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load "
             f"the model with attn_implementation={allowed[0]!r}"
         )
-    layers = build_layers(config, plan, Shared())
+    layers = build_layers(model_config, config, CacheWorkspace())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
         raise FastKVError(
             f"{type(model).__name__} has no full-attention layer to compress, all {len(layers)} use a sliding window; "
             "its cache is bounded already"
         )
-    is_static(model, plan.static)
-    plan.budget.check_layers(len(full))
-    plan.policy.check([text.num_key_value_heads] * text.num_hidden_layers)
-    if plan.undoes_rotation:
+    is_static(model, config.static)
+    config.budget.check_layers(len(full))
+    config.policy.check([text.num_key_value_heads] * text.num_hidden_layers)
+    if config.undoes_rotation:
         Rotary.of(_decoder(model))
-    if plan.budget.quality is not None and _head(model) is None:
+    if config.budget.quality is not None and _head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
@@ -122,7 +104,7 @@ def check(model: Module, families: tuple[Family, ...], plan: Plan) -> list[Modul
     attentions: list[Any] = modules
     for module in attentions:
         device, dtype = module.k_proj.weight.device, module.k_proj.weight.dtype
-        check_backend(plan.backend, device, dtype, module.head_dim, module.num_key_value_groups, plan.evict_every)
+        check_backend(config.backend, device, dtype, module.head_dim, module.num_key_value_groups, config.evict_every)
     return modules
 
 
@@ -138,8 +120,8 @@ def _head(model: Module) -> Module | None:
     return get() if get is not None else None
 
 
-def attach(model: Module, modules: list[Module], plan: Plan) -> None:
-    """Put the plan on a model that `check` accepted."""
+def attach(model: Module, modules: list[Module], config: Config) -> None:
+    """Put the config on a model that `check` accepted."""
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
     for module in modules:
         own = copy.copy(module.config)
@@ -149,16 +131,17 @@ def attach(model: Module, modules: list[Module], plan: Plan) -> None:
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
     base: Module = model.base_model  # type: ignore[assignment]
-    _override(base, "_fastkv_plan", plan)
+    _override(base, "_fastkv_config", config)
     _override(base, "_fastkv_head", _head(model))
     _override(base, "_fastkv_stock_forward", base.forward)
     _override(base, "forward", functools.wraps(base.forward)(generate.forward_in_blocks))
     if base is not model:
-        _override(model, "_fastkv_plan", plan)
+        _override(model, "_fastkv_config", config)
         model.register_forward_pre_hook(generate.announce_logits, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         _override(model, "_prepare_cache_for_generation", generate.prepare_cache)
         _override(model, "create_masks_for_generate", generate.masks_for_generate)
+        _override(model, "_update_model_kwargs_for_generation", generate.update_kwargs)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, generate.refuse_continuous_batching)

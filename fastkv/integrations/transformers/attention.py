@@ -11,7 +11,8 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import FastKVError
-from .cache import FastKVCache, FastKVLayer
+from .cache import FastKVCache
+from .layer import FastKVLayer
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
 
@@ -100,9 +101,9 @@ def fastkv_attention(
 
     if fastkv_layer is None:
         return stock()
-    output = output_projection(module, value.shape[-1]) if fastkv_layer.plan.needs("output") else None
+    output = output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
     if fastkv_layer.decodes(query.shape[2]):
-        out = fastkv_layer.decode(query, key, value, scale, softcap, output)
+        out = fastkv_layer.step(query, key, value, scale, softcap, output)
     else:
         valid = valid_tokens(attention_mask, key.shape[0], key.shape[2], key.device)
         out = fastkv_layer.attend(query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2), output)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ...cache.workspace import FIRST_TABLE, Shared
-from ...config import Plan
+from ...cache.layer import LayerCache
+from ...cache.workspace import FIRST_TABLE, CacheWorkspace
+from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
-from ...reference import Moments
+from ...reference import LayerState, Moments
 from ...rotary import Rotary
-from ...state import LayerState
 from . import serialization
 from .layer import FastKVLayer
 from .sliding_window import Ring, WindowLayer
@@ -40,27 +42,27 @@ class FastKVCache(Cache):
     layers: list[Any]
 
     def __init__(self, model: Module, static: bool | None = None) -> None:
-        plan = model.__dict__.get("_fastkv_plan")
-        if plan is None:
+        config = model.__dict__.get("_fastkv_config")
+        if config is None:
             raise FastKVError(
                 f"FastKVCache needs a patched model, got {type(model).__name__}; call fastkv.patch(model) first"
             )
-        rotary = Rotary.of(model) if plan.undoes_rotation else None
-        config: Any = model.config
-        positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or FIRST_TABLE
-        attention: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
-        groups = {module.layer_idx: module.num_key_value_groups for module in attention}
-        static = is_static(model, plan.static if static is None else static)
-        self.shared = Shared(Parallel.of(model), rotary, plan.evict_every, positions if static else FIRST_TABLE, groups)
-        super().__init__(layers=build_layers(config, plan, self.shared, static))
-        self.plan: Plan = plan
-        self.config = config
+        rotary = Rotary.of(model) if config.undoes_rotation else None
+        model_config: Any = model.config
+        positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None) or FIRST_TABLE
+        static = is_static(model, config.static if static is None else static)
+        positions = positions if static else FIRST_TABLE
+        self.workspace = CacheWorkspace(Parallel.of(model), rotary, config.evict_every, positions)
+        super().__init__(layers=build_layers(model_config, config, self.workspace, static))
+        self.config: Config = config
+        self.real_from = sys.maxsize  # columns of the mask from here on are known to be real
+        self.model_config = model_config
 
     def _state(self, layer: int) -> LayerState:
         compressed = [i for i, one in enumerate(self.layers) if isinstance(one, FastKVLayer)]
         if layer not in compressed:
             raise FastKVError(f"layer {layer} is not compressed; the compressed layers are {compressed}")
-        state = self.layers[layer].state
+        state: LayerState | None = self.layers[layer].state
         if state is None:
             raise FastKVError(f"layer {layer} is empty; run the model with this cache first")
         return state
@@ -72,7 +74,22 @@ class FastKVCache(Cache):
 
     def decodes(self, num: int) -> bool:
         """Whether the next `num` tokens are one decode step."""
-        return next(layer for layer in self.layers if isinstance(layer, FastKVLayer)).decodes(num)
+        return self.compressed[0].decodes(num)
+
+    def __repr__(self) -> str:
+        """What a person wants to know: settings, tokens seen and kept, bytes."""
+        budget = self.config.budget
+        unit = next(name for name in ("tokens", "keep", "bytes", "quality") if getattr(budget, name) is not None)
+        settings = f"policy={self.config.policy.name!r}, correction={self.config.correction.name!r}"
+        settings += f", budget={unit} {getattr(budget, unit)}"
+        first = self.compressed[0].state
+        if first is None:
+            return f"FastKVCache({settings}, empty)"
+        kept = sum(int(layer.state.stored.max()) for layer in self.compressed if layer.state is not None)
+        return (
+            f"FastKVCache({settings}, {len(first.seen)} sequences, {int(first.seen.max())} tokens seen, "
+            f"{kept / len(self.compressed):.0f} kept per head, {self.nbytes() / 2**20:.1f} MiB)"
+        )
 
     # Layers with a sliding window, of a static cache.
 
@@ -113,6 +130,7 @@ class FastKVCache(Cache):
     def reset(self) -> None:
         """Forget the sequences, not where they are stored."""
         self.unroll()
+        self.real_from = sys.maxsize
         super().reset()
         for layer in self.layers:  # before transformers 5.23 a layer that was reset keeps its tokens, zeroed
             if not isinstance(layer, FastKVLayer):
@@ -144,10 +162,10 @@ class FastKVCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of everything: slots, used or not, positions, scores, moments, stock sliding-window layers, scratch."""
-        total = self.shared.nbytes()
+        total = self.workspace.nbytes()
         for layer in self.layers:
             if isinstance(layer, FastKVLayer):
-                total += layer.state.nbytes() if layer.state is not None else 0
+                total += layer.cache.nbytes()
             else:
                 total += sum(t.nbytes for t in (layer.keys, layer.values) if t is not None)
         return total
@@ -174,7 +192,7 @@ class FastKVCache(Cache):
         if self.windows:  # the file holds what transformers expects; this cache goes on with its rings
             source = self.clone()
             source.unroll()
-        serialization.write(path, self.config, self.plan, source.layers)
+        serialization.write(path, self.model_config, self.config, source.layers)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
@@ -184,16 +202,14 @@ class FastKVCache(Cache):
         Raises: FastKVError if it is not, if its shape or dtype is another, or if the file is damaged or something else.
         """
         cache = cls(model)
-        attention: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
-        devices = {module.layer_idx: module.k_proj.weight.device for module in attention}
-        serialization.read(path, cache.config, cache.plan, cache.layers, devices, model.dtype)  # type: ignore[arg-type]
+        serialization.read(path, cache.model_config, cache.config, cache.layers, attention_sizes(model), model.dtype)  # type: ignore[arg-type]
         return cache
 
     def clone(self) -> FastKVCache:
         """An independent copy: what happens to one does not touch the other."""
         twin = copy.copy(self)
-        twin.shared = self.shared.twin()
-        twin.layers = [_copied(layer, twin.shared) for layer in self.layers]
+        twin.workspace = self.workspace.twin()
+        twin.layers = [_copied(layer, twin.workspace) for layer in self.layers]
         if self.windows:
             ring = copy.deepcopy(self.windows[0].ring)
             for layer in twin.windows:
@@ -213,18 +229,21 @@ class FastKVCache(Cache):
         return twin
 
 
-def _copied(layer: Any, shared: Shared) -> Any:
+def _copied(layer: Any, workspace: CacheWorkspace) -> Any:
     """A copy of a layer that shares no tensor which is ever written."""
+    if isinstance(layer, FastKVLayer):
+        return layer.copied(workspace)
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, Tensor):
             setattr(twin, name, value.detach().clone())
-    if isinstance(layer, FastKVLayer):
-        twin.shared = shared
-        if layer.state is not None:  # the kernels' scratch belongs to the cache it came from
-            twin.state = copy.deepcopy(layer.state, {id(layer.state.scratch): []})
-            twin.settle_in()
     return twin
+
+
+def attention_sizes(model: Module) -> dict[int, tuple[torch.device, int]]:
+    """Of each layer of the model, the device of its attention and how many query heads share a KV head."""
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
+    return {module.layer_idx: (module.k_proj.weight.device, module.num_key_value_groups) for module in modules}
 
 
 def is_static(model: Module, wanted: bool | None) -> bool:
@@ -247,16 +266,17 @@ def is_static(model: Module, wanted: bool | None) -> bool:
     return possible and len(devices) == 1 and devices.pop().type == "cuda"
 
 
-def build_layers(config: Any, plan: Plan, shared: Shared, static: bool = False) -> list[Any]:
-    """The stock layer structure for this config, with every plain full-attention layer replaced by a FastKVLayer."""
-    stock: list[Any] = DynamicCache(config=config.get_text_config(decoder=True)).layers
+def build_layers(model_config: Any, config: Config, workspace: CacheWorkspace, static: bool = False) -> list[Any]:
+    """The stock layer structure for this model, with every plain full-attention layer replaced by a FastKVLayer."""
+    stock: list[Any] = DynamicCache(config=model_config.get_text_config(decoder=True)).layers
     full = [index for index, layer in enumerate(stock) if type(layer) is DynamicLayer]
     windows = {layer.sliding_window for layer in stock if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
     made: list[Any] = []
     for index, layer in enumerate(stock):
         if index in full:
-            made.append(FastKVLayer(plan, index, full.index(index), len(full), shared, static))
+            cache = LayerCache(config, index, full.index(index), len(full), workspace, static)
+            made.append(FastKVLayer(cache))
         else:
             made.append(WindowLayer(rings[layer.sliding_window]) if rings else layer)
     return made

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ...cache.workspace import Phase
+from ...cache.clock import Tick
 from ...errors import FastKVError
 from .cache import FastKVCache
 
@@ -34,15 +34,15 @@ def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> Decode
             "capture_decode needs a cache that stays where it is, got one that does not; patch with static=True or "
             "make a FastKVCache(model, static=True)"
         )
-    plan, first = cache.plan, cache.compressed[0]
-    if first.started and first.batch_size != batch_size:
+    config, first = cache.config, cache.compressed[0]
+    if first.cache.started and first.batch_size != batch_size:
         raise FastKVError(f"the cache holds {first.batch_size} sequences, got batch_size={batch_size}; they must agree")
-    if first.started and not cache.rolled:
+    if first.cache.started and not cache.rolled:
         raise FastKVError(
             "the sliding windows of a loaded cache do not know its padding, got no step since; run the model for one "
             "token with its attention_mask first"
         )
-    if not first.started and (plan.budget.follows_prompt or plan.deferred):
+    if not first.cache.started and (config.budget.follows_prompt or config.deferred):
         raise FastKVError("the size of this cache depends on its prompt, got an empty cache; read the prompt first")
     return DecodeStep(model, cache, batch_size)
 
@@ -59,14 +59,14 @@ class DecodeStep:
         self.model, self.cache = model, cache
         device = next(model.parameters()).device
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        empty = not cache.compressed[0].started
+        empty = not cache.compressed[0].cache.started
         if empty:
             model(self.tokens.expand(-1, 2), past_key_values=cache)
-        shared = cache.shared
+        clock = cache.workspace.clock
         changed = [tensor for layer in cache.layers for tensor in layer.changed()]
-        self.start, self.saved = shared.phase, [(tensor, tensor.clone()) for tensor in changed]
+        self.start, self.saved = clock.now, [(tensor, tensor.clone()) for tensor in changed]
         self.replay: dict[bool, Callable[[], Tensor]] = {}
-        for link in (shared.first, shared.last):
+        for link in (clock.first, clock.last):
             self.replay[link.next.evicts] = self._captured(link) if device.type == "cuda" else self._run
         self._restore()
         del self.saved
@@ -81,7 +81,7 @@ class DecodeStep:
                 f"this step takes tokens {list(self.tokens.shape)}, got {list(tokens.shape)}; capture one for every "
                 "batch size"
             )
-        if not self.cache.compressed[0].started:
+        if not self.cache.compressed[0].cache.started:
             raise FastKVError("a decode step needs a past, got an empty cache; read a prompt first")
         if self._place() != self.place:
             raise FastKVError(
@@ -89,10 +89,10 @@ class DecodeStep:
                 "fastkv.capture_decode again"
             )
         self.tokens.copy_(tokens)
-        shared = self.cache.shared
-        following = shared.phase.next
+        clock = self.cache.workspace.clock
+        following = clock.now.next
         logits = self.replay[following.evicts]()
-        shared.phase = following
+        clock.now = following
         for layer in self.cache.compressed:
             assert layer.state is not None
             layer.state.fill()
@@ -107,19 +107,19 @@ class DecodeStep:
         out: Any = self.model(input_ids=self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True)
         return out.logits[:, -1]
 
-    def _captured(self, link: Phase) -> Callable[[], Tensor]:
+    def _captured(self, link: Tick) -> Callable[[], Tensor]:
         """The graph of the step after `link`."""
-        shared, graph = self.cache.shared, torch.cuda.CUDAGraph()
+        clock, graph = self.cache.workspace.clock, torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
                 self._restore()
-                shared.phase = link
+                clock.now = link
                 self._run()
             self._restore()
         torch.cuda.current_stream().wait_stream(side)
-        shared.phase = link
+        clock.now = link
         with torch.cuda.graph(graph):
             logits = self._run()
 
@@ -133,7 +133,7 @@ class DecodeStep:
         """As before the first step."""
         for tensor, was in self.saved:
             tensor.copy_(was)
-        self.cache.shared.phase = self.start
+        self.cache.workspace.clock.now = self.start
 
     def _place(self) -> list[tuple[int, int]]:
         """Where the slots are, and how many a head may have: what the graphs were captured with."""

@@ -46,7 +46,7 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     assisted = "assisted" in str(mode).lower()
     cache = FastKVCache(self, static=False if assisted else None)  # the host has to count what is rolled back
     if assisted:
-        if cache.plan.deferred:
+        if cache.config.deferred:
             raise FastKVError(
                 "assisted decoding may take back part of the prompt, which KVzip and Budget(quality=...) compress at "
                 "once; use another policy and budget or decode without an assistant"
@@ -68,11 +68,33 @@ def masks_for_generate(self: Any, **given: Any) -> Any:
     cache = given["past_key_values"]
     if not isinstance(cache, FastKVCache):
         return getattr(type(self), "create_masks_for_generate", create_masks_for_generate)(**given)
-    if not cache.decodes(given["inputs_embeds"].shape[1]):
+    if not is_step(cache, given["inputs_embeds"].shape[1], given["attention_mask"]):
         return given["attention_mask"]
     if not cache.rolled:
         cache.roll(given["attention_mask"])
     return None
+
+
+def update_kwargs(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """`generate` prepares its next step here: from now on its own mask says that new tokens are real."""
+    model_kwargs = type(self)._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    if isinstance(cache, FastKVCache) and isinstance(mask, Tensor):
+        cache.real_from = mask.shape[1] - 1
+    return model_kwargs
+
+
+def is_step(cache: FastKVCache, total: int, mask: Any) -> bool:
+    """Whether the next `total` tokens are one decode step: one for every row, none of them padding.
+
+    The last column of a 2-D mask says so; where `generate` has made it, nobody has to look, which an accelerator would
+    have to be waited for. A compiled step takes no padding.
+    """
+    if not cache.decodes(total):
+        return False
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.ndim != 2:
+        return True
+    return mask.shape[1] > cache.real_from or bool((mask[:, -1] != 0).all())
 
 
 def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -113,17 +135,23 @@ def forward_in_blocks(
         return self._fastkv_stock_forward(**given, past_key_values=past_key_values, **kwargs)
     if kwargs.get("output_attentions"):
         warnings.warn("layers with a compressed cache return no attention weights", stacklevel=2)
+    if not tokens.shape[0] or not tokens.shape[1]:
+        raise FastKVError(
+            f"a patched model needs at least one sequence of one token, got an input of shape {list(tokens.shape)}; "
+            "leave the call out"
+        )
     cache, total, padding = past_key_values, tokens.shape[1], None
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         padding = attention_mask
-    if cache.plan.undoes_rotation and position_ids is None and padding is not None:
+    if cache.config.undoes_rotation and position_ids is None and padding is not None:
         # What is stored are positions among real tokens; the rotary embedding has to use the same.
         given["position_ids"] = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
-    if cache.decodes(total):
+    if is_step(cache, total, padding):
         given["attention_mask"] = step_mask(self, cache, tokens, attention_mask, padding)
         return self._fastkv_stock_forward(**given, past_key_values=cache, **kwargs)
     cache.unroll()
-    out = read_prompt(self, cache, given, total, fastkv_rows, kwargs)
+    with cache.workspace.reading_prompt():
+        out = read_prompt(self, cache, given, total, fastkv_rows, kwargs)
     if cache.is_compileable:
         cache.roll(padding)
     return out
@@ -147,13 +175,13 @@ def read_prompt(
     base: Any, cache: FastKVCache, given: dict[str, Any], total: int, rows: int | None, kwargs: dict[str, Any]
 ) -> Any:
     """Forward of the base model over `total` tokens, in blocks if the plan says so; arguments as in its callers."""
-    plan, compressed = cache.plan, cache.compressed
+    config, compressed = cache.config, cache.compressed
     for layer in compressed:
         layer.expected = total
-    if plan.deferred and not compressed[0].started:
+    if config.deferred and not compressed[0].cache.started:
         return read_in_full(base, cache, given, kwargs)
     call = functools.partial(base._fastkv_stock_forward, past_key_values=cache)
-    block, mask = plan.prefill_block, given["attention_mask"]
+    block, mask = config.prefill_block, given["attention_mask"]
     if total == 1 or block is None or total <= block or kwargs.get("pixel_values") is not None:
         return call(**given, **kwargs)
     if isinstance(mask, dict) or (mask is not None and mask.ndim != 2):
@@ -167,8 +195,9 @@ def read_prompt(
     for start, end in zip(edges[:-1], edges[1:]):
         if recording:
             for layer in compressed:
-                layer.settle(0)
-                layer.recording = end == total
+                layer.commit_block()
+                if end == total:
+                    layer.activate_past_recording()
         if token_types is not None:
             past = token_types.shape[1] - total
             kwargs["token_type_ids"] = token_types[:, start:end] if past == 0 else token_types[:, : past + end]

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cache.held_prompt import HeldPrompt
 from ...calibration.nll import context_nll
-from ...config import Plan
+from ...config import Config
 from ...errors import FastKVError
-from .cache import FastKVCache, FastKVLayer
+from .cache import FastKVCache
+from .layer import FastKVLayer
 
 
 def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Tensor | None], kwargs: dict[str, Any]) -> Any:
@@ -21,27 +23,25 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Tensor | None],
         base: the patched base model.  cache: empty.
         given: input_ids, attention_mask, position_ids, inputs_embeds.  kwargs: further arguments of the forward.
     """
-    plan = cache.plan
-    layers = cache.compressed
-    for layer in layers:
-        layer.deferring = True
+    config, layers = cache.config, cache.compressed
     ids, mask = given["input_ids"], given["attention_mask"]
     if ids is None:
         raise FastKVError("KVzip and Budget(quality=...) read the prompt's tokens; pass input_ids, not inputs_embeds")
     if mask is not None and mask.ndim != 2:
         raise FastKVError("KVzip and Budget(quality=...) need a 2-D padding mask, got a prepared one; pass the 2-D one")
+    held = [layer.hold() for layer in layers]
     out = base._fastkv_stock_forward(**given, past_key_values=cache, **kwargs)
-    if plan.policy.rereads:
-        read_again(base, cache, layers, ids, torch.ones_like(ids) if mask is None else mask)
-    keep = None if plan.budget.quality is None else share_to_keep(base, plan, out.last_hidden_state, ids, mask)
+    if config.policy.rereads:
+        read_again(base, cache, held, ids, torch.ones_like(ids) if mask is None else mask)
+    keep = None if config.budget.quality is None else share_to_keep(base, config, out.last_hidden_state, ids, mask)
     for layer in layers:
         layer.commit(keep)
     return out
 
 
-def read_again(base: Any, cache: FastKVCache, layers: list[FastKVLayer], ids: Tensor, mask: Tensor) -> None:
+def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], ids: Tensor, mask: Tensor) -> None:
     """Feed the prompt [B, N] once more, in chunks, and let each layer collect what attention its tokens receive."""
-    policy: Any = getattr(cache.plan.policy, "scorer", cache.plan.policy)
+    policy: Any = getattr(cache.config.policy, "scorer", cache.config.policy)
     batch, num = ids.shape
     length = mask.sum(-1, keepdim=True)
     # Chunks count real tokens, so that a row does not depend on how far it is padded.
@@ -49,10 +49,8 @@ def read_again(base: Any, cache: FastKVCache, layers: list[FastKVLayer], ids: Te
     packed, packed_mask = ids.gather(1, order), mask.gather(1, order)
     request = ids.new_tensor(policy.prompt, dtype=ids.dtype).expand(batch, -1)
     stock = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, FastKVLayer)}
-    for layer in layers:
-        assert layer.pending is not None
-        keys = layer.pending[1]
-        layer.received = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+    for prompt in held:
+        prompt.expect_again()
     for start in range(0, num, policy.chunk):
         part = slice(start, start + policy.chunk)
         fed = torch.cat([request, packed[:, part]], 1)
@@ -71,14 +69,14 @@ def read_again(base: Any, cache: FastKVCache, layers: list[FastKVLayer], ids: Te
         cache.layers[index] = layer
 
 
-def share_to_keep(base: Any, plan: Plan, hidden: Tensor, ids: Tensor, mask: Tensor | None) -> float:
+def share_to_keep(base: Any, config: Config, hidden: Tensor, ids: Tensor, mask: Tensor | None) -> float:
     """The share of the prompt to keep for the budget's quality; of a batch, what its most demanding row needs."""
-    assert plan.curve is not None and plan.budget.quality is not None
-    config = base.config.get_text_config(decoder=True)
+    assert config.curve is not None and config.budget.quality is not None
+    text = base.config.get_text_config(decoder=True)
     if ids.shape[1] < 2:
         return 1.0
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = getattr(text, "final_logit_softcapping", None)
     nll = context_nll(hidden, ids, base._fastkv_head, softcap, mask)
-    shares = plan.curve.keep(plan.budget.quality, nll)
+    shares = config.curve.keep(config.budget.quality, nll)
     known = shares[~shares.isnan()]  # a row that is not a number asks for nothing
     return float(known.max()) if len(known) else 1.0

@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from ...backend import uses_kernels
+from ...cache.layout import Layout
 from ...calibration.files import replace_file
 from ...calibration.fingerprint import describe, fingerprint
-from ...config import Plan
+from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy
-from ...state import LayerState, Layout
+from ...reference import LayerState
 from .layer import FastKVLayer
 
 HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
@@ -35,10 +35,10 @@ VERSION = 1
 STOCK_NUMBERS = ("cumulative_length", "record_past")  # of transformers' sliding-window layers, those that have them
 
 
-def write(path: str | os.PathLike[str], config: Any, plan: Plan, layers: Sequence[Any]) -> None:
+def write(path: str | os.PathLike[str], model_config: Any, config: Config, layers: Sequence[Any]) -> None:
     """Save the layers of a cache; whoever reads `path` sees the old file or the whole new one.
 
-    Args: config: of the model.  plan: it was patched with.  layers: FastKVLayer or stock, one per layer of the model.
+    Args: config: the model was patched with.  layers: FastKVLayer or stock, one per layer of the model.
     Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
     """
     from ... import __version__  # the package imports this file first
@@ -56,9 +56,9 @@ def write(path: str | os.PathLike[str], config: Any, plan: Plan, layers: Sequenc
         tensors |= {f"{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in held}
     header = {
         "version": VERSION,
-        "fingerprint": fingerprint(config),
-        "model": describe(config),
-        "settings": {"dtype": str(layers[0].dtype), **described(plan)},
+        "fingerprint": fingerprint(model_config),
+        "model": describe(model_config),
+        "settings": {"dtype": str(layers[0].dtype), **described(config)},
         "layers": entries,
         "versions": {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -68,7 +68,7 @@ def write(path: str | os.PathLike[str], config: Any, plan: Plan, layers: Sequenc
 
 def _check_alone(layers: Sequence[Any]) -> None:
     """Raise FastKVError if several processes share the heads: each would hold a part only."""
-    size = max(layer.shared.parallel.size for layer in layers if isinstance(layer, FastKVLayer))
+    size = max(layer.cache.workspace.parallel.size for layer in layers if isinstance(layer, FastKVLayer))
     if size > 1:
         raise FastKVError(
             f"caches are saved and loaded by one process, but {size} share this model's heads; load it without tp_plan"
@@ -77,30 +77,32 @@ def _check_alone(layers: Sequence[Any]) -> None:
 
 def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
     """What the host knows of a compressed layer."""
-    if layer.pending is not None:
+    if layer.pending:
         raise FastKVError(
             "the last tokens of this cache may still be rolled back, so there is no state to save yet; accept them "
             "with cache.crop(0) first"
         )
-    entry = {"seen": int(layer.seen), "steps": layer.shared.phase.steps, "recording": int(layer.recording)}
-    for name, numbers in (("tokens", state.layout.tokens), ("approx", state.layout.approx)):
+    cache = layer.cache
+    assert cache.rule is not None
+    entry = {"seen": int(layer.seen), "steps": cache.workspace.clock.now.steps, "recording": int(layer.recording)}
+    for name, numbers in (("tokens", cache.rule.layout.tokens), ("approx", cache.rule.layout.approx)):
         entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
     for name, slots in state.tiers.items():
         entry |= {f"{name}.filled": slots.filled, f"{name}.limit": slots.limit}
     return entry
 
 
-def described(plan: Plan) -> dict[str, Any]:
+def described(config: Config) -> dict[str, Any]:
     """What the contents of a cache depend on, as JSON: `policy`, `policy.window`, `budget.tokens`, `correction`, ..."""
     flat: dict[str, Any] = {
-        "policy": plan.policy.name,
-        "correction": plan.correction,
-        "evict_every": plan.evict_every,
+        "policy": config.policy.name,
+        "correction": config.correction.name,
+        "evict_every": config.evict_every,
         "vector": None,
     }
-    flat |= _settings("policy", plan.policy) | _settings("budget", plan.budget)
-    if plan.values is not None:
-        flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in plan.values.weights.items()})
+    flat |= _settings("policy", config.policy) | _settings("budget", config.budget)
+    if config.values is not None:
+        flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in config.values.weights.items()})
     return json.loads(json.dumps(flat, default=str))
 
 
@@ -127,26 +129,27 @@ def _digest(words: str, tensors: Mapping[str, Tensor]) -> str:
 
 def read(
     path: str | os.PathLike[str],
-    config: Any,
-    plan: Plan,
+    model_config: Any,
+    config: Config,
     layers: Sequence[Any],
-    devices: Mapping[int, torch.device],
+    sizes: Mapping[int, tuple[torch.device, int]],
     dtype: torch.dtype,
 ) -> None:
     """Fill the empty layers of a new cache with what `write` saved.
 
-    Args: devices: of each layer of the model.  dtype: that it computes in.  The others as in `write`.
+    Args: sizes: of each layer of the model, its device and how many query heads share a KV head.  dtype: that the model
+        computes in.  The others as in `write`.
     Raises: FastKVError if the file cannot be read, is damaged or of something else, was written by a newer fastkv, or
         if the model or how it is patched differs; layers may then be half filled.
     """
     _check_alone(layers)
     file = _File.open(path)
-    if file.header.get("fingerprint") != fingerprint(config):
+    if file.header.get("fingerprint") != fingerprint(model_config):
         raise FastKVError(
-            f"{path} holds a cache of another model ({file.header.get('model')}), got {describe(config)}; load it with "
-            "the model it was saved from"
+            f"{path} holds a cache of another model ({file.header.get('model')}), got {describe(model_config)}; load "
+            "it with the model it was saved from"
         )
-    file.check_settings({"dtype": str(dtype), **described(plan)})
+    file.check_settings({"dtype": str(dtype), **described(config)})
     entries: Any = file.header.get("layers")
     file.need(isinstance(entries, list) and len(entries) == len(layers))
     for index, (layer, entry) in enumerate(zip(layers, entries)):
@@ -154,16 +157,18 @@ def read(
         start = f"{index}."
         saved = {name.removeprefix(start): each for name, each in file.tensors.items() if name.startswith(start)}
         if isinstance(layer, FastKVLayer):
-            _fill(file, layer, entry, saved, devices[index])
+            _fill(file, layer, entry, saved, *sizes[index])
         else:
             names = [name for name in STOCK_NUMBERS if name in entry]
             numbers = dict(zip(names, file.counts(entry, *names)))
             file.need(saved.keys() == {"keys", "values"} and all(each.ndim == 4 for each in saved.values()))
-            layer.update(*(saved[name].to(devices[index], copy=True) for name in ("keys", "values")))
+            layer.update(*(saved[name].to(sizes[index][0], copy=True) for name in ("keys", "values")))
             vars(layer).update(numbers)  # update has counted only the tokens that were left
 
 
-def _fill(file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[str, Tensor], device: Any) -> None:
+def _fill(
+    file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[str, Tensor], device: torch.device, groups: int
+) -> None:
     """Put the saved tensors and numbers of a compressed layer into it."""
     file.need(all(name in saved and saved[name].ndim > 1 for name in ("exact.keys", "exact.values", "exact.lengths")))
     batch, heads = saved["exact.lengths"].shape[:2]
@@ -173,34 +178,36 @@ def _fill(file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[st
     layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
     sizes = [(batch, heads, 0, saved[name].shape[-1]) for name in ("exact.keys", "exact.values")]
     keys, values = (torch.empty(size, dtype=saved["exact.keys"].dtype, device="meta") for size in sizes)
-    state = LayerState.allocate(keys, values, layout)
+    state = layout.allocate(keys, values)
     for name, like in list(state.named_tensors()):
         if name == "moments.slope" and name not in saved:
             continue
         file.need(name in saved and saved[name].shape == like.shape and saved[name].dtype == like.dtype)
-        owner, _, attribute = name.rpartition(".")
-        setattr(getattr(state, owner) if owner else state, attribute, saved[name].to(device, copy=True))
+        state.replace(name, saved[name].to(device, copy=True))
     if state.moments.slope is not None and state.moments.slope.is_meta:  # saved where no kernel needed it
         state.moments.slope = torch.empty_like(state.moments.slope, device=device)
         state.moments.copy_(state.moments)
-    layer.seen, steps, recording = file.counts(entry, "seen", "steps", "recording")
-    layer.recording, layer.started = recording > 0, layer.seen > 0
-    file.need(steps < layer.shared.evict_every)
-    layer.shared.move_to(steps)
+    seen, steps, recording = file.counts(entry, "seen", "steps", "recording")
+    clock = layer.cache.workspace.clock
+    file.need(steps < clock.period)
+    clock.move_to(steps)
     for name, slots in state.tiers.items():
         slots.filled, slots.limit = file.counts(entry, f"{name}.filled", f"{name}.limit")
-    file.need(_sound(state, layer.seen))
-    layer.adopt(state)
+    file.need(_sound(state, seen))
+    layer.cache.adopt(state, layout, heads * groups)
+    layer.adopted(seen, recording > 0)
 
 
-def _layout(file: _File, layer: FastKVLayer, tokens: tuple[int, ...], approx: tuple[int, ...], device: Any) -> Layout:
-    """The layout that the plan gives a layer with so many tokens; FastKVError if it deals them out differently."""
-    plan, heads, kernels = layer.plan, len(tokens), uses_kernels(layer.plan.backend, device)
-    made = plan.layout(layer.layer, heads, sum(tokens) // heads, None, kernels, layer.shared.parallel)
-    if not plan.vector and (made.tokens, made.approx) != (tokens, approx):
+def _layout(
+    file: _File, layer: FastKVLayer, tokens: tuple[int, ...], approx: tuple[int, ...], device: torch.device
+) -> Layout:
+    """The layout that the config gives a layer with so many tokens; FastKVError if it deals them out differently."""
+    cache, heads = layer.cache, len(tokens)
+    made = cache.layout(heads, sum(tokens) // heads, None, device)
+    if not cache.config.correction.key_only and (made.tokens, made.approx) != (tokens, approx):
         raise FastKVError(
-            f"{file.path} was saved with heads of {list(tokens)} tokens in layer {layer.layer}, but policy "
-            f"{plan.policy.name!r} now gives them {list(made.tokens)}; patch the model as it was then"
+            f"{file.path} was saved with heads of {list(tokens)} tokens in layer {cache.layer}, but policy "
+            f"{cache.config.policy.name!r} now gives them {list(made.tokens)}; patch the model as it was then"
         )
     return replace(made, tokens=tokens, approx=approx)
 
@@ -209,11 +216,11 @@ def _sound(state: LayerState, seen: int) -> bool:
     """Whether the numbers of a state can be: nothing outside its slots, every token either stored or evicted."""
     if (state.stored + state.moments.count != state.seen[:, None]).any() or state.seen.max() > seen:
         return False
-    parts = None if state.centroids is None else state.centroids.count
+    parts = None if state.parts is None else state.parts.count
     if parts is not None and ((parts < 0).any() or (parts.sum(-1) != state.moments.count).any()):
         return False
     for slots in state.tiers.values():
-        lengths, starts, size = slots.lengths, slots.starts, slots.positions.shape[-1]
+        lengths, starts, size = slots.lengths, slots.starts, slots.keys.shape[-2]
         if starts is not None and ((starts[:, 0] != 0) | (starts[:, -1] > size)).any():
             return False
         rooms = torch.full_like(lengths, size) if starts is None else starts.diff(dim=-1)
@@ -277,7 +284,11 @@ class _File:
 
     def check_settings(self, here: dict[str, Any]) -> None:
         """Raise FastKVError unless these are the settings that were saved."""
-        saved = self.header.get("settings") or {}
+        saved = dict(self.header.get("settings") or {})
+        called = str(saved.get("correction"))
+        if saved.get("vector") is not None and not called.startswith("vector"):
+            # fastkv 0.1 left that part of the name out.
+            saved["correction"] = "vector" if called == "none" else f"vector+{called}"
         names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]
         if "policy" in names:  # another policy has other hyper-parameters
             names = [name for name in names if not name.startswith("policy.")]

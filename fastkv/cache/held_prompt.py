@@ -1,0 +1,56 @@
+"""A first prompt that is held in full until all layers have read it: KVzip reads it twice, quality budgets grade it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layer import LayerCache, Stock
+from .prefill import attend_held, without_padding
+
+
+class HeldPrompt:
+    """A layer's cache while its first prompt is read: `read`, perhaps `read_again`, then `commit`.
+
+    Attributes: received: [B, Hkv, N] fp32, the most attention that re-fed tokens gave to each token of the prompt; None
+        unless `rereads`, between the two readings.
+    """
+
+    def __init__(self, cache: LayerCache) -> None:
+        self.cache = cache
+        self.held: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self.attends: tuple[float, float | None, Tensor | None] = (1.0, None, None)
+        self.received: Tensor | None = None
+
+    def configure(self, scale: float, softcap: float | None, output: Tensor | None = None) -> None:
+        """As `LayerCache.configure`."""
+        self.attends = scale, softcap, output
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
+        """Hold the prompt, or attend to it where it is read again; arguments as in `LayerCache.read`."""
+        if self.received is not None:
+            return self.read_again(q, k, v, valid)
+        self.held = (q, without_padding(k, valid), without_padding(v, valid), valid)
+        return stock()
+
+    def expect_again(self) -> None:
+        """From now on the prompt is read a second time."""
+        assert self.held is not None
+        keys = self.held[1]
+        self.received = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+
+    def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+        """Attention of re-fed tokens over the held prompt and themselves. Nothing is stored."""
+        assert self.held is not None and self.received is not None
+        out, most = attend_held(q, k, v, valid, self.held[1:], *self.attends[:2])
+        self.received = self.received.maximum(most)
+        return out
+
+    def commit(self, keep: float | None) -> None:
+        """Compress the held prompt, to the share `keep` of its tokens if the budget left that open."""
+        assert self.held is not None
+        q, k, v, valid = self.held
+        self.cache.allocate(q.shape[1], k, v, k.shape[2], keep)
+        self.cache.configure(*self.attends)
+        self.cache.absorb(q, k, v, valid, self.received)
+        self.cache.started = True

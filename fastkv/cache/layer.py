@@ -1,0 +1,199 @@
+"""LayerCache: everything one layer does with a prompt block, a token, a batch change, a reset; it knows no engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..backend import resolve
+from ..config import Config
+from ..errors import FastKVError
+from ..reference import LayerState, Recovery
+from .eviction import evict
+from .layout import LayerConfig, Layout, cost, layout_of, spec_of
+from .prefill import absorb_block, attend_block, without_padding
+from .workspace import CacheWorkspace
+
+Stock = Callable[[], Tensor]
+
+
+class LayerCache:
+    """One layer's tokens, and what it remembers of those it evicted, for a batch of sequences.
+
+    `read` takes a block of a prompt and `step` a token; both return attention over everything so far. Sequence b lives
+    in row b of every tensor of the state. All rows follow one clock; an engine whose rows decode out of step brings a
+    clock for each and says itself whether a step evicts.
+
+    Attributes:
+        state: None until `allocate` or the first tokens.  rule: what the layer needs of the config, None until then.
+        leads: whether its steps advance the clock of the workspace: one layer's do.
+        started: whether there is a past.
+        static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
+    """
+
+    def __init__(
+        self, config: Config, layer: int, place: int, num_layers: int, workspace: CacheWorkspace, static: bool = False
+    ) -> None:
+        """Args: layer: index in the model.  place: among the `num_layers` that share the budget.  workspace: theirs."""
+        self.config, self.layer, self.place, self.num_layers = config, layer, place, num_layers
+        self.workspace, self.static, self.started = workspace, static, False
+        self.num_heads, self.leads = 0, place == 0
+        self.state: LayerState | None = None
+        self.rule: LayerConfig | None = None
+
+    # Allocation.
+
+    def layout(self, heads: int, tokens: int, keep: float | None, device: torch.device) -> Layout:
+        """The layout for so many KV heads and tokens per head, see `layout_of`."""
+        slope = resolve(self.config.backend, device) == "triton"
+        return layout_of(self.config, self.layer, heads, tokens, keep, slope, self.workspace.parallel)
+
+    def allocate(self, num_heads: int, keys: Tensor, values: Tensor, context: int, keep: float | None = None) -> None:
+        """Make the slots for `num_heads` query heads and the shapes, dtype and device of keys, values [B, Hkv, T, D].
+
+        Args: context: length of the prompt to be read, tokens; keep: share of it that stays, where the budget left that
+            open.
+        Raises: FastKVError if the budget is too small.
+        """
+        budget = self.config.budget.resolved(keep)
+
+        def layout(tokens: int) -> Layout:
+            return self.layout(keys.shape[1], tokens, budget.keep, keys.device)
+
+        tokens = budget.layer_tokens(self.place, self.num_layers, context, cost(keys, values, layout))
+        made = layout(tokens)
+        self.adopt(made.allocate(keys, values), made, num_heads)
+
+    def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
+        """Go on from a state that was laid out for this layer: a new one or a saved one."""
+        device, shared = state.seen.device, self.workspace
+        rotary = None if shared.rotary is None else shared.rotary.to(device)
+        weight = None
+        if self.config.values is not None:
+            weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
+        spec = spec_of(self.config, layout, scale=1.0)
+        self.rule = LayerConfig(self.config, self.layer, layout, spec, shared.parallel, rotary, weight=weight)
+        self.state, self.num_heads = state, num_heads
+        self.settle()
+
+    def settle(self) -> None:
+        """Make what follows from where the state lies: scratch, tables and, if static, the promise that it stays."""
+        state, rule = self._held()
+        state.scratch = self.workspace.scratch_of(self.num_heads, state, rule.spec)
+        self._recover(0)
+        if self.static:
+            recovery = [] if state.recovery is None else [state.recovery.weight]
+            for _, tensor in state.named_tensors():
+                torch._dynamo.mark_static_address(tensor, guard=False)  # captured graphs read and write in place
+            for tensor in (*state.scratch, *recovery):
+                torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def _recover(self, length: int) -> None:
+        """Tables of cos and sin for so many positions, for tokens without values."""
+        state, rule = self._held()
+        if state.approx is not None:
+            assert rule.weight is not None
+            state.recovery = Recovery(rule.weight, *self.workspace.table(state.seen.device, length))
+
+    def _held(self) -> tuple[LayerState, LayerConfig]:
+        if self.state is None or self.rule is None:
+            raise FastKVError(f"layer {self.layer} is empty; run the model with this cache first")
+        return self.state, self.rule
+
+    def configure(self, scale: float, softcap: float | None, output: Tensor | None = None) -> LayerConfig:
+        """How the layer attends from now on.
+
+        Args: scale: logit multiplier.  softcap: bends logits, or None.  output: [hidden, Hq, Dv], the layer's output
+            projection, for policies that need it.
+        """
+        _, rule = self._held()
+        spec = rule.spec
+        if spec.scale != scale or spec.softcap != softcap or rule.output is not output:
+            self.rule = rule = rule.attending(scale, softcap, output)
+        return rule
+
+    # Tokens.
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None) -> Tensor:
+        """Attention output for a block of a prompt, [B, Hq, T, Dv]; the state afterwards includes it.
+
+        Args:
+            q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
+            stock: attention over the new tokens alone; used where they have no past: exact and fast.
+        """
+        k, v = without_padding(k, valid), without_padding(v, valid)
+        out = self.attend(q, k, v, valid, stock)
+        self.absorb(q, k, v, valid)
+        return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None) -> Tensor:
+        """The attention of `read`, for k and v `without_padding`; the state does not include the block yet."""
+        state, rule = self._held()
+        first, self.started = not self.started, True
+        return stock() if first and stock is not None else attend_block(state, q, k, v, valid, rule)
+
+    def absorb(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, received: Tensor | None = None) -> None:
+        """Make tokens of a prompt part of the state; shapes as in `attend`, received as in `absorb_block`."""
+        state, rule = self._held()
+        absorb_block(state, q, k, v, valid, rule, received)
+        self.workspace.clock.restart()
+        if state.exact.starts is not None:
+            self.settle()  # the longest head may have changed
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, length: int = 0) -> Tensor:
+        """Attention output for one new token of every row, none of them padding, [B, Hq, 1, Dv].
+
+        All lengths stay on the device, and the host counts nothing: a captured graph of the step can be replayed.
+
+        Args: q [B, Hq, 1, D]; k, v [B, Hkv, 1, D]; length: true tokens so far, for tokens without values: their tables
+            have to reach so far (0 where they do).
+        """
+        state, rule = self.state, self.rule
+        assert state is not None and rule is not None
+        clock = self.workspace.clock
+        if self.leads:
+            clock.advance()
+        if state.approx is not None:
+            self._recover(length)
+        state.fill()
+        out, _, _ = ops.decode_step(q[:, :, 0], k, v, state, rule.spec)
+        if clock.now.evicts:
+            evict(state, rule)
+        return out[:, :, None]
+
+    # The batch, and the end.
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the batch axis to every tensor."""
+        if self.state is not None:
+            batch = len(self.state.seen)
+            self.state.map_batch_(change)
+            if len(self.state.seen) != batch:
+                self.settle()
+
+    def reset(self) -> None:
+        """Forget the sequences but keep the slots, unless their number depends on the prompt."""
+        self.started = False
+        self.workspace.clock.restart()
+        if self.config.budget.follows_prompt or self.config.deferred:
+            self.state = self.rule = None
+        if self.state is not None and self.rule is not None:
+            self.rule.layout.clear(self.state)
+
+    def copied(self, workspace: CacheWorkspace) -> LayerCache:
+        """An independent copy, one of the layers of that workspace."""
+        twin = copy.copy(self)
+        twin.workspace = workspace
+        if self.state is not None:
+            kept = (self.state.scratch, self.state.recovery)  # the cache's, not the layer's
+            twin.state = copy.deepcopy(self.state, {id(part): part for part in kept if part is not None})
+            twin.settle()
+        return twin
+
+    def nbytes(self) -> int:
+        """Bytes of the state; the workspace counts its own."""
+        return 0 if self.state is None else self.state.nbytes()

@@ -1,0 +1,215 @@
+"""What of a config one layer needs: what its state consists of and costs, how it attends and evicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..budget import LayerCost
+from ..config import Config
+from ..corrections import Correction, Shape
+from ..errors import FastKVError
+from ..parallel import Parallel
+from ..reference import LayerState, Moments, Slots, Spec
+from ..rotary import Rotary
+
+SAMPLE = 1024  # tokens per head at which the cost of a layout is measured; even, so that no rounding shows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a layer keeps.
+
+    Attributes:
+        tokens: (key, value) pairs that each KV head keeps; where `adaptive`, what they keep before the first selection.
+        correction: says what is remembered of evicted tokens.
+        mean: tokens per KV head, mean over the heads of all processes; 0 for nothing remembered besides moments.
+        spare: further slots per head, filled between evictions.
+        adaptive: whether heads trade slots with each other when tokens are selected.
+        approx: tokens of which each KV head keeps the key only (VECTOR); empty without.
+        order: of the moments, None for the count only.
+        slope: whether to keep a half-precision copy of the cross moment for the kernels (half-precision keys only).
+        attention: whether to add up the attention that slots receive.
+        memory: whether the policy stores a number with each token.
+    """
+
+    tokens: tuple[int, ...]
+    correction: Correction
+    mean: int = 0
+    spare: int = 0
+    adaptive: bool = False
+    approx: tuple[int, ...] = ()
+    order: int | None = None
+    slope: bool = False
+    attention: bool = False
+    memory: bool = False
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads own stretches of a slab instead of equally many slots."""
+        return self.adaptive or len(set(self.tokens)) > 1
+
+    @property
+    def least(self) -> int:
+        """Tokens that every head keeps, whatever the others do: below it nothing is selected."""
+        return min(self.tokens)
+
+    @property
+    def total(self) -> int:
+        """Tokens per KV head that stay, with or without their value; their mean where heads differ."""
+        return (sum(self.tokens) + sum(self.approx)) // len(self.tokens)
+
+    def capacities(self, tier: str) -> list[int]:
+        """Slots that each head has in a tier before any are traded."""
+        return [tokens + self.spare for tokens in self.tokens] if tier == "exact" else list(self.approx)
+
+    def allocate(self, like_keys: Tensor, like_values: Tensor) -> LayerState:
+        """An empty state for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D]."""
+        batch, heads, _, key_dim = like_keys.shape
+        value_dim, device, itemsize = like_values.shape[-1], like_keys.device, like_keys.element_size()
+        spread = self.correction.spread
+        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=self.order, spread=spread)
+        if self.slope and moments.cross is not None and itemsize == 2:
+            moments.slope = torch.zeros(batch, heads, key_dim, value_dim, dtype=like_keys.dtype, device=device)
+        shape = Shape(heads, key_dim, value_dim, itemsize)
+        return LayerState(
+            exact=self._slots("exact", like_keys, like_values),
+            seen=torch.zeros(batch, dtype=torch.int64, device=device),
+            moments=moments,
+            approx=self._slots("approx", like_keys, None) if self.approx else None,
+            parts=self.correction.empty(batch, shape, self.mean, device) if self.mean else None,
+        )
+
+    def _slots(self, tier: str, like_keys: Tensor, like_values: Tensor | None) -> Slots:
+        """Empty slots of a tier, zero: attention may read them."""
+        batch, heads, _, dim = like_keys.shape
+        capacities = self.capacities(tier)
+        ragged = self.ragged if tier == "exact" else len(set(capacities)) > 1
+        place = (batch, sum(capacities)) if ragged else (batch, heads, capacities[0])
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=like_keys.device)
+
+        made = Slots(
+            keys=zeros(*place, dim, dtype=like_keys.dtype),
+            values=None if like_values is None else zeros(*place, like_values.shape[-1], dtype=like_values.dtype),
+            lengths=zeros(batch, heads, dtype=torch.int32),
+            positions=zeros(*place, dtype=torch.int32),
+            starts=zeros(batch, heads + 1, dtype=torch.int32) if ragged else None,
+            attention=zeros(*place) if self.attention else None,
+            memory=zeros(*place) if self.memory else None,
+        )
+        made.deal(capacities)
+        return made
+
+    def clear(self, state: LayerState) -> None:
+        """Forget everything, in place: addresses stay."""
+        for _, tensor in state.named_tensors():
+            tensor.zero_()
+        for tier, slots in state.tiers.items():
+            slots.deal(self.capacities(tier))
+
+
+def cost(like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout]) -> LayerCost:
+    """Bytes per sequence that `Layout.allocate` spends for [B, Hkv, T, D]: for each token per KV head, and apart.
+
+    Args: layout: makes one for a number of tokens per KV head.
+    """
+    meta = [t[:1].to("meta") for t in (like_keys, like_values)]
+
+    def spent(tokens: int) -> int:
+        return replace(layout(tokens), mean=0).allocate(meta[0], meta[1]).nbytes()
+
+    each = (spent(2 * SAMPLE) - spent(SAMPLE)) / SAMPLE
+    shape = Shape(like_keys.shape[1], like_keys.shape[-1], like_values.shape[-1], like_keys.element_size())
+    pairs = LayerCost(each, spent(SAMPLE) - round(SAMPLE * each))
+    return layout(SAMPLE).correction.cost(shape, pairs)
+
+
+def layout_of(
+    config: Config, layer: int, heads: int, tokens: int, keep: float | None, slope: bool, parallel: Parallel
+) -> Layout:
+    """The layout of a layer's state.
+
+    Args:
+        layer: index in the model.  heads: KV heads of this process.  tokens: kept per KV head, mean.
+        keep: share of the prompt that stays, where the budget says so.
+        slope: whether kernels want a half-precision copy of the cross moment.
+        parallel: processes that share the layer's heads.
+    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps.
+    """
+    policy, correction, reserved = config.policy, config.correction, config.budget.reserved
+    own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
+    pairs = policy.head_tokens(layer, heads * parallel.size, tokens, reserved)
+    approx: tuple[int, ...] = ()
+    if pairs is None:
+        usable = [True] * heads if config.values is None else config.values.usable(layer)[own]
+        pairs, approx = correction.split(tokens, reserved, keep, usable)
+    elif correction.key_only:
+        raise FastKVError(
+            f"correction='vector' and policy {policy.name!r} both fix how many tokens each head keeps; use one of them"
+        )
+    else:
+        pairs = pairs[own]
+    orders = [order for order in (correction.order, policy.moment_order) if order is not None]
+    return Layout(
+        tokens=pairs,
+        correction=correction,
+        mean=tokens,
+        spare=config.evict_every,
+        adaptive=config.budget.heads == "adaptive" and heads * parallel.size > 1,
+        approx=approx,
+        order=max(orders, default=None),
+        slope=slope,
+        attention=config.needs("attention"),
+        memory=policy.remembers,
+    )
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """A config with what only the layer knows.
+
+    Attributes:
+        layer: index in the model.  layout: of its state.  spec: how it attends and evicts.
+        parallel: processes that share the layer's heads.  rotary: the model's rotary embedding, if anything undoes it.
+        output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
+        weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value.
+    """
+
+    config: Config
+    layer: int
+    layout: Layout
+    spec: Spec
+    parallel: Parallel = field(default_factory=Parallel)
+    rotary: Rotary | None = None
+    output: Tensor | None = None
+    weight: Tensor | None = None
+
+    def attending(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerConfig:
+        """The same for a layer that attends so."""
+        spec = replace(self.spec, scale=scale, softcap=softcap)
+        return replace(self, spec=spec, output=output)
+
+
+def spec_of(config: Config, layout: Layout, scale: float, softcap: float | None = None) -> Spec:
+    """How a layer of that layout attends and evicts.
+
+    The budget's recent tokens are protected, or the policy's larger share; sinks always fit.
+    """
+    budget = config.budget
+    recent = max(budget.recent, math.ceil(config.policy.recent_share * layout.total))
+    return Spec(
+        scale=scale,
+        softcap=softcap,
+        correction=config.correction,
+        backend=config.backend,
+        tokens=layout.least,
+        spare=layout.spare,
+        sinks=budget.sinks,
+        recent=min(recent, layout.least - budget.sinks),
+    )

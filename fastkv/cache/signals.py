@@ -1,0 +1,114 @@
+"""What a layer chooses from, and what the policy is told about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..policies import Signals
+from ..reference import LayerState, joined
+from . import key_only
+from .layout import LayerConfig
+
+Block = tuple[Tensor, Tensor, Tensor, Tensor]
+QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
+
+
+def candidates(state: LayerState, block: Block | None, rule: LayerConfig) -> Signals:
+    """The tokens in the slots, then those of a block: k, v [B, Hkv, T, D], positions [B, Hkv, T] and valid [B, T]."""
+    exact, spec = state.exact, rule.spec
+    parts = [(exact["keys"], exact["values"], exact["positions"], exact.valid)]
+    if state.approx is not None:
+        parts.append(key_only.recovered(state.approx, exact, rule))
+    if block is not None:
+        k, v, positions, valid = block
+        parts.append((k, v, positions, valid[:, None].repeat(1, k.shape[1], 1)))
+    keys, values, positions, valid = (joined(*same) for same in zip(*parts))
+    memory = None
+    if rule.layout.memory:
+        known = [slots["memory"] for slots in state.tiers.values()]
+        num = 0 if block is None else block[0].shape[2]
+        memory = joined(*known, exact.lengths.new_zeros(*exact.lengths.shape, num, dtype=torch.float32))
+    return Signals(
+        keys=keys,
+        values=values,
+        positions=positions,
+        valid=valid,
+        moments=state.moments,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        layer=rule.layer,
+        tokens=rule.layout.total,
+        decoding=block is None,
+        output=rule.output,
+        memory=memory,
+        rotary=rule.rotary,
+        parallel=rule.parallel,
+        backend=spec.backend,
+    )
+
+
+def of_block(
+    signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig, received: Tensor | None
+) -> Signals:
+    """Add what the policy asks of a prompt block: the attention that candidates get, and the block's queries.
+
+    Args: q [B, Hq, T, D]; valid [B, T]; received [B, Hkv, T]: what the block's tokens receive, where that is known
+        already (KVzip).
+    """
+    if received is not None:
+        signals = replace(signals, attention=received, queried=torch.ones_like(state.seen)[:, None, None])
+    elif rule.config.needs("attention"):
+        signals = observe(signals, q, valid, state, rule)
+    return replace(signals, queries=q) if rule.config.needs("queries") else signals
+
+
+def of_steps(signals: Signals, state: LayerState, rule: LayerConfig) -> Signals:
+    """Add the attention that slots received since the last eviction, if the policy asks for it."""
+    if not rule.layout.attention:
+        return signals
+    received = joined(*(slots["attention"] for slots in state.tiers.values()))
+    # A token that arrived after the last eviction was seen by fewer queries: mean over those that saw it.
+    queries = (state.seen[:, None, None] - signals.positions).clamp(1, rule.layout.spare)
+    return replace(signals, attention=received / queries, queried=queries)
+
+
+def score(signals: Signals, rule: LayerConfig) -> tuple[Signals, Tensor]:
+    """The policy's scores [B, Hkv, N], and the signals with what it wants remembered of each candidate."""
+    policy = rule.config.policy
+    if policy.remembers:
+        signals = replace(signals, memory=policy.remember(signals))
+    return signals, policy.score(signals)
+
+
+def observe(signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig) -> Signals:
+    """Add the attention that the last queries of the block give to every candidate, and how many they were."""
+    num, observed, spec = q.shape[2], rule.config.policy.observation, rule.spec
+    if observed is not None and observed < num:  # each row's own last queries, on whichever side it is padded
+        last = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -observed:]
+        q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        valid, num = valid.gather(1, last), observed
+    received = queried = signals.keys.new_zeros((), dtype=torch.float32)
+    for start in range(0, num, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, num)
+        part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
+        later = valid[:, stop:].sum(-1, keepdim=True)
+        query_positions = state.seen[:, None] - later - query_valid.flip(-1).cumsum(-1).flip(-1)
+        mean = ops.window_attention(
+            part,
+            signals.keys,
+            spec.scale,
+            spec.softcap,
+            positions=signals.positions,
+            query_positions=query_positions,
+            valid=signals.valid,
+            query_valid=query_valid,
+            log_mass=None if spec.evicted(state) is None else ops.evicted_mass(part, state, spec),
+            backend=spec.backend,
+        )
+        asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)
+        received, queried = received + mean * asked, queried + asked
+    return replace(signals, attention=received / queried.clamp(min=1), queried=queried)

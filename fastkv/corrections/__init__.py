@@ -1,0 +1,42 @@
+"""What a layer remembers of the tokens it evicted, and what that adds to attention: one kind a file."""
+
+from __future__ import annotations
+
+from ..errors import FastKVError
+from ..reference import LayerState
+from .base import Correction, Shape
+from .centroids import CENTROIDS
+from .moments import COSH, MEAN, MOMENTS
+from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
+
+NONE = Correction()
+ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
+
+__all__ = ["ALL", "NONE", "Correction", "Shape", "get", "names", "reading"]
+
+
+def names() -> list[str]:
+    """What `fastkv.patch(..., correction=...)` accepts besides "auto", which is what the policy brings."""
+    return [correction.name for correction in ALL]
+
+
+def get(name: str | bool | None) -> Correction:
+    """The correction called `name`; True is "moments", False and None are "none".
+
+    Raises: FastKVError for an unknown name.
+    """
+    if name is None or isinstance(name, bool):
+        name = "moments" if name else "none"
+    found = next((correction for correction in ALL if correction.name == name), None)
+    if found is None:
+        raise FastKVError(f"correction must be one of auto, {', '.join(names())}, got {name!r}")
+    return found
+
+
+def reading(state: LayerState, order: int | None) -> Correction:
+    """The correction that mixes in what a state knows of evicted tokens, of moments no more than this order."""
+    if state.parts is not None:
+        return next(one for one in ALL if one.kind == state.parts.kind)
+    known = state.moments.order
+    wanted = None if order is None or known is None else min(order, known)
+    return next(one for one in ALL if (one.order, one.kind) == (wanted, None))

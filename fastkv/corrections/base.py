@@ -1,0 +1,79 @@
+"""What a correction is: what a layer remembers of the tokens it evicted, and what that adds to attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..budget import LayerCost
+from ..reference import Evicted, LayerState
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer's keys and values, per sequence.
+
+    Attributes: heads: KV heads of this process.  key_dim, value_dim: numbers of a key and a value.  itemsize: bytes of
+        one of them.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def pair(self) -> int:
+        """Bytes of a key and its value."""
+        return (self.key_dim + self.value_dim) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Nothing is remembered but how many tokens were evicted, and nothing is added; base of all corrections.
+
+    Attributes:
+        name: what `fastkv.patch(..., correction=name)` calls it.
+        order: of the moments that it reads: 1, 0 (means only) or None.
+        spread: whether these moments know how far keys are from their mean.
+        kind: of what `empty` makes, as `Evicted.kinds` calls it; None for nothing.
+    """
+
+    name: str = "none"
+    order: int | None = None
+    spread: bool = False
+    kind: str | None = None
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """What of the state is mixed into attention for the evicted tokens; None for nothing."""
+        return None
+
+    def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
+        """What is remembered besides moments, of no tokens yet; None for nothing.
+
+        Args: tokens: that the layer keeps per KV head.
+        """
+        return None
+
+    def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
+        """Bytes of a layer's state, from those without what `empty` makes."""
+        return pairs
+
+    # Corrections that let some tokens keep their key only (VECTOR).
+
+    @property
+    def key_only(self) -> bool:
+        """Whether some tokens keep their key only and need `recovery` of their values."""
+        return False
+
+    def split(
+        self, tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens that each KV head keeps with value, and without; the latter empty where none does.
+
+        Args: tokens: pairs that there is room for per head.  reserved: of them always stay pairs.  keep: share of the
+            prompt that stays, where that is known.  usable: of each head, whether values can be recovered.
+        """
+        return (tokens,) * len(usable), ()

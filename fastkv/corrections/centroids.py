@@ -1,0 +1,44 @@
+"""A few weighted pairs that stand for all evicted tokens, in a sixteenth of the bytes of those that stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..budget import LayerCost
+from ..reference import Centroids, Evicted, LayerState
+from .base import Correction, Shape
+
+SHARE = 16  # centroids take one byte where pairs take so many
+LEAST = 4  # centroids of a head
+
+
+@dataclass(frozen=True)
+class CentroidCorrection(Correction):
+    """Mixes in what the centroids say (`reference.centroid_estimate`); as many of them as the bytes allow."""
+
+    name: str = "centroids"
+    kind: str | None = "centroids"
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """The centroids."""
+        return state.parts
+
+    def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
+        """Unused centroids, equally many for all heads."""
+        num = max(tokens * shape.pair // (SHARE * nbytes(shape)), LEAST)
+        return Centroids.empty(batch, shape.heads, num, shape.key_dim, shape.value_dim, device)
+
+    def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
+        """With the centroids, which come whole."""
+        part = shape.heads * nbytes(shape)
+        return replace(pairs, sketch=shape.heads * shape.pair / SHARE, part=part, least=LEAST * part)
+
+
+def nbytes(shape: Shape) -> int:
+    """Bytes of a centroid: mean key, mean value, count and spread in float32."""
+    return 4 * (shape.key_dim + shape.value_dim + 2)
+
+
+CENTROIDS = CentroidCorrection()

@@ -1,0 +1,55 @@
+"""VECTOR: two tokens may keep their key only, in the room of one pair; a linear map recovers their values.
+
+Source: VECTOR, arXiv:2605.23258, Sec. 4. What attention adds for evicted tokens is another correction's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..reference import Evicted, LayerState
+from .base import Correction
+from .moments import MEAN, MOMENTS
+
+
+@dataclass(frozen=True)
+class VectorCorrection(Correction):
+    """Tokens without value, and for evicted tokens what `inner` adds."""
+
+    inner: Correction = field(default_factory=Correction)
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """What `inner` mixes in."""
+        return self.inner.evicted(state)
+
+    @property
+    def key_only(self) -> bool:
+        """True."""
+        return True
+
+    def split(
+        self, tokens: int, reserved: int, keep: float | None, usable: Sequence[bool]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Two keys in the place of each pair that gives its value up, in heads whose values can be recovered."""
+        keys = key_only(tokens, reserved, keep)
+        approx = tuple(keys if one else 0 for one in usable)
+        return tuple(tokens - extra // 2 for extra in approx), approx if any(approx) else ()
+
+
+def key_only(tokens: int, reserved: int, keep: float | None) -> int:
+    """How many tokens keep only their key where `tokens` pairs fit; two of them take the room of one pair.
+
+    With removal ratio p_c = 1 - keep, p_a = min(p_c / 2, (1 - p_c) / 2) pairs of every prompt token become 2 p_a keys
+    (VECTOR, Sec. 4.3). Without a share, the prompt is taken to be long. Protected tokens stay pairs.
+    """
+    pairs = tokens // 2
+    if keep is not None:
+        pairs = min(pairs, math.floor(tokens * (1 - keep) / (2 * keep)))
+    return 2 * max(min(pairs, tokens - max(reserved, 1)), 0)
+
+
+VECTOR = VectorCorrection("vector")
+VECTOR_MEAN = VectorCorrection("vector+mean", order=0, inner=MEAN)
+VECTOR_MOMENTS = VectorCorrection("vector+moments", order=1, inner=MOMENTS)

@@ -1,0 +1,310 @@
+"""How a CPU does it fast: torch's fused attention, estimates of the evicted in few operators, evictions that touch only
+the tokens that leave.
+
+Each function has the arguments and results of the one of that name in `reference`, which says what they mean and does
+what cannot be done here. A CPU's tensors may be looked at without waiting for a device, so shapes here may follow their
+contents.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .reference import Centroids, Evicted, LayerState, Moments, Slots, Spec, merge_partials
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
+Estimate = tuple[Tensor, Tensor]
+
+
+def serves(q: Tensor, values: Tensor | None, softcap: float | None) -> bool:
+    """Whether attention of q [..., D] to values [..., Dv] can run here; the reference does what cannot."""
+    plain = softcap is None and q.dtype in DTYPES and values is not None and q.shape[-1] == values.shape[-1]
+    return plain and fused_as_expected()
+
+
+@cache
+def fused_as_expected() -> bool:
+    """Whether this torch's kernel takes a mask beside causality and lets several query heads read the same keys.
+
+    Neither is documented of an operator that is torch's own, so it is asked once, with an example.
+    """
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    q = torch.linspace(-3, 2, 96, **plain).cos().view(1, 4, 3, 8)
+    room = torch.linspace(-1, 5, 192, **plain).sin().view(2, 1, 4, 3, 8)
+    keys, values = room[:, :, :2]  # where further heads would be read, there is memory
+    mask = torch.tensor([float("-inf"), 0.0, 0.0], **plain)
+    try:
+        out, lse = attend(q, keys, values, 0.7, mask[None, None, None], causal=True)
+    except RuntimeError:
+        return False
+    keys, values = (part.repeat_interleave(2, 1) for part in (keys, values))
+    logits = 0.7 * q @ keys.transpose(-1, -2) + mask + torch.full((3, 3), float("-inf"), **plain).triu(1)
+    logits[:, :, 0] = 0.0  # the first query sees nothing
+    pairs = (out, (logits.softmax(-1) @ values)), (lse, logits.logsumexp(-1))
+    return all(torch.allclose(found[:, :, 1:], want[:, :, 1:], atol=1e-5) for found, want in pairs)
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mask: Tensor,
+    causal: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Hq, T, D] to keys and values [B, Hkv, N, D].
+
+    Args: mask: 0 or -inf, broadcasts to [B, Hq, T, N]; causal: query i sees keys 0 ... i, as far as the mask lets it;
+        dtype: of the factors of all products, whatever comes in; sums are in fp32.
+    Returns: out [B, Hq, T, D] and lse [B, Hq, T], fp32; both 0 where a query sees nothing.
+    """
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q, keys, values = (rows.to(dtype) for rows in (q, keys, values))
+    out, lse = fused(q, keys, values, is_causal=causal, attn_mask=mask, scale=scale)
+    return out.float(), lse
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it. Without, products of converted slots are faster."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return supported is not None and supported()
+
+
+def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend`, and the weights [B, Hkv, T, N], for as many heads of queries as of keys."""
+    shape, slots = q.shape, keys.shape[2]
+    q, keys, values = (rows.float().reshape(-1, *rows.shape[2:]) for rows in (q, keys, values))
+    logits = torch.baddbmm(mask.view(-1, 1, slots), q, keys.transpose(1, 2), alpha=scale)
+    weights = logits.softmax(-1)
+    lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
+    out = torch.bmm(weights, values)
+    return out.view(*shape[:3], -1), lse.view(shape[:3]), weights.view(*shape[:3], slots)
+
+
+def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tensor:
+    """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]; [1, 1, 1, slots] if all have one
+    `length` in common.
+    """
+    if length is not None:
+        return edge(slots)[slots - length : 2 * slots - length].view(1, 1, 1, slots)
+    return showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
+
+
+def showing(visible: Tensor) -> Tensor:
+    """The mask that hides what is not visible, 0 or -inf, fp32."""
+    return torch.full_like(visible, float("-inf"), dtype=torch.float32).masked_fill_(visible, 0.0)
+
+
+def common(lengths: Tensor) -> int | None:
+    """The length of every head, None if they differ. Looking costs a CPU less than one small operator."""
+    first, *others = lengths.flatten().tolist()
+    return first if others.count(first) == len(others) else None
+
+
+@cache
+def edge(slots: int) -> Tensor:
+    """0 so many times, then -inf: each mask for one common length is a stretch of it."""
+    return showing(torch.arange(2 * slots, device="cpu") < slots)
+
+
+def decode_step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.decode_step`: what it does not do here are a softcap, tokens without values and float64."""
+    slots = state.exact
+    if state.approx is not None or not serves(q, slots.values, spec.softcap):
+        return reference.decode_step(q, k, v, state, spec)
+    length = common(slots.lengths) if slots.starts is None else None
+    if k is not None and v is not None:
+        append(slots, k, v, state.seen, length)
+        state.seen.add_(1)
+        length = None if length is None else length + 1
+    keys, values, heads = slots["keys"], slots["values"], state.heads
+    (batch, num_heads, dim), num = q.shape, keys.shape[2]
+    groups, weights = num_heads // heads, None
+    # The kernel uses the processor's bfloat16 instructions for several rows only.
+    native = groups > 1 and q.dtype == torch.bfloat16 and multiplies_bfloat16()
+    apart = slots.attention is None and groups <= FEW and not native
+    rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
+    mask = unused(slots.lengths, num, groups if apart else 1, length)
+    if slots.attention is None:
+        out, lse = attend(rows, keys, values, spec.scale, mask, dtype=q.dtype if native else torch.float32)
+    else:
+        out, lse, weights = observed(rows, keys, values, spec.scale, mask)
+    known, total = spec.evicted(state), lse
+    if known is None:
+        evicted = torch.full_like(lse, float("-inf"))
+    else:
+        value, evicted = mixed_in(q[:, :, None], known, spec)
+        value, evicted = value.reshape(out.shape), evicted.reshape(lse.shape)
+        out, total = merge_partials(out, lse, value, evicted)
+    if weights is not None:
+        share = torch.exp(lse - total) / groups
+        reference.collect(slots, (share[:, :, None] @ weights)[:, :, 0])
+    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, num_heads), evicted.reshape(batch, num_heads)
+
+
+def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | None) -> None:
+    """`reference.append`, by whole rows where all heads have one `length`."""
+    if length is None:
+        reference.append(slots, k, v, position)
+        return
+    for rows, new in ((slots.keys, k), (slots.values, v), (slots.positions, position[:, None, None])):
+        assert rows is not None
+        rows.select(2, length).copy_(new.select(2, 0))
+    slots.lengths.add_(1)
+
+
+def window_attention(
+    q: Tensor, keys: Tensor, scale: float, visible: Tensor, query_valid: Tensor, log_mass: Tensor | None
+) -> Tensor:
+    """`reference.window_attention` without softcap, where every valid query sees something."""
+    (batch, num_heads, num, dim), (heads, slots) = q.shape, keys.shape[1:3]
+    groups = num_heads // heads
+    rows = q.float().reshape(batch * heads, groups * num, dim)
+    logits = torch.bmm(rows * scale, keys.float().reshape(batch * heads, slots, dim).transpose(1, 2))
+    # A number, not -inf, so that queries of padding, which may see nothing, get weights that can be left out.
+    hidden = torch.finfo(logits.dtype).min
+    logits.view(batch, heads, groups, num, slots).masked_fill_(~visible[:, :, None], hidden)
+    weights = logits.softmax(-1)
+    share = query_valid.float() / (groups * query_valid.sum(-1, keepdim=True).clamp(min=1))
+    share = share[:, None, None].expand(batch, heads, groups, num).reshape(batch * heads, 1, -1)
+    if log_mass is not None:
+        lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
+        share = share * torch.sigmoid(lse - log_mass.float().reshape(lse.shape))[:, None]
+    return torch.bmm(share, weights).view(batch, heads, slots)
+
+
+def observed_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
+    """`reference.observed_attention`."""
+    visible = reference.visible_keys(given["positions"], given["query_positions"], given["valid"])
+    if visible is None or given["query_valid"] is None or not serves(q, keys, softcap):
+        return reference.observed_attention(q, keys, scale, softcap, **given)
+    scores = window_attention(q, keys, scale, visible, given["query_valid"], given["log_mass"])
+    return reference.pool_scores(scores, given["pool"], given["positions"], given["valid"])
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """`reference.prefill_attention`: the block by itself, causally, merged with what came before it."""
+    if not serves(q, v, spec.softcap):
+        return reference.prefill_attention(q, k, v, valid, state, spec)
+    keys, values, lengths = state.exact["keys"], state.exact["values"], state.exact.lengths
+    groups = q.shape[1] // lengths.shape[1]
+    out, lse = attend(q, k, v, spec.scale, showing(valid)[:, None, None], causal=True)
+    lse = lse.masked_fill((valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
+    if keys.shape[2]:
+        past, past_lse = attend(q, keys, values, spec.scale, unused(lengths, keys.shape[2], groups, common(lengths)))
+        empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
+        out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
+    known = spec.evicted(state)
+    if known is not None:
+        out, lse = merge_partials(out, lse, *mixed_in(q, known, spec))
+    return out.to(q.dtype), lse
+
+
+def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
+    """`reference.evicted_mass`."""
+    known = spec.evicted(state)
+    return mixed_in(q, known, spec)[1] if isinstance(known, Centroids) else reference.evicted_mass(q, state, spec)
+
+
+def mixed_in(q: Tensor, known: Evicted, spec: Spec) -> Estimate:
+    """`Evicted.estimate` for q [B, Hq, T, D], in as few operators as its equations have terms: a decode step asks this
+    of every layer, and for so few numbers an operator costs its call.
+    """
+    if spec.softcap is None and q.dtype != torch.float64:
+        if isinstance(known, Centroids) and known.keys.dtype == torch.float32:
+            return centroid_estimate(q, known, spec.scale)
+        if isinstance(known, Moments) and known.spread is None:
+            assert known.key_mean is not None
+            if known.key_mean.dtype == torch.float32:
+                return jensen_estimate(q.float(), known, spec.scale)
+    return known.estimate(q, spec.scale, spec.softcap)
+
+
+def jensen_estimate(q: Tensor, moments: Moments, scale: float) -> Estimate:
+    """`reference.moment_estimate` with the mass "jensen"."""
+    assert moments.key_mean is not None and moments.value_mean is not None
+    batch, num_heads, num, dim = q.shape
+    rows = q.reshape(moments.count.numel(), -1, dim)
+    count = moments.count.reshape(-1, 1, 1).to(q.dtype)
+    log_mass = torch.baddbmm(count.log(), rows, moments.key_mean.reshape(-1, dim, 1), alpha=scale)  # -inf if none
+    value = moments.value_mean.reshape(len(rows), 1, -1)
+    if moments.cross is not None:
+        linear = torch.bmm(rows, moments.cross.reshape(len(rows), dim, -1))
+        value = torch.addcmul(value, linear, scale / count.clamp(min=1))
+    return value.expand(-1, rows.shape[1], -1).reshape(batch, num_heads, num, -1), log_mass.view(batch, num_heads, num)
+
+
+def centroid_estimate(q: Tensor, centroids: Centroids, scale: float) -> Estimate:
+    """`reference.centroid_estimate` with the mass "cosh"; log n + log cosh x = log(n / 2) + log(e^x + e^-x)."""
+    batch, num_heads, num, dim = q.shape
+    keys, values = centroids.keys.flatten(0, 1), centroids.values.flatten(0, 1)
+    count, spread = (part.reshape(len(keys), 1, -1) for part in (centroids.count, centroids.spread))
+    rows = q.float().reshape(len(keys), -1, dim)
+    logit = torch.baddbmm((count / 2).log(), rows, keys.transpose(1, 2), alpha=scale)  # -inf for an unused centroid
+    sigma = (spread / count.clamp(min=1)).sqrt()
+    deviation = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * (abs(scale) * sigma)
+    logit += torch.logaddexp(deviation, -deviation)
+    log_mass = logit.logsumexp(-1, keepdim=True)
+    weights = torch.exp(logit - log_mass.clamp(min=torch.finfo(logit.dtype).min))
+    value = torch.bmm(weights, values)
+    return value.view(batch, num_heads, num, -1), log_mass.view(batch, num_heads, num)
+
+
+def hiding(mask: Tensor | None) -> Tensor | None:
+    """The mask, or None if it lets everything through: the reference then copies nothing."""
+    return None if mask is None or bool(mask.all()) else mask
+
+
+def keydiff_scores(keys: Tensor, anchor: str, *, distance: str, mask: Tensor | None) -> Tensor:
+    """`reference.keydiff_scores`."""
+    return reference.keydiff_scores(keys, anchor, distance=distance, mask=hiding(mask))
+
+
+def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tensor | None) -> Tensor:
+    """`reference.manifold_scores`."""
+    return reference.manifold_scores(keys, window, metric, mask=hiding(mask))
+
+
+def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
+    """`reference.evict`: for heads of equally many slots, survivors among the last slots move into the holes."""
+    exact, moments, tokens = state.exact, state.moments, spec.tokens
+    keys, values, positions, lengths = exact.keys, exact.values, exact.positions, exact.lengths
+    assert values is not None and positions is not None
+    # Rows are addressed by their place in memory.
+    if exact.starts is not None or not all(part.is_contiguous() for part in (keys, values, positions, lengths)):
+        reference.evict(scores, kept, state, spec)
+        return
+    slots = positions.shape[-1]
+    if slots <= tokens:
+        return
+    used = torch.arange(slots, device="cpu") < lengths[..., None]
+    # The last of the order leave, unless they are no tokens, which come after all that are.
+    if kept is None:
+        guard = reference.protected(positions, state.seen, spec.sinks, spec.recent)
+        order = reference.places(scores, positions, used, guard)
+        leaving = order.topk(slots - tokens, dim=-1).indices.sort(-1).values
+    else:
+        leaving = kept.to(torch.uint8).argsort(dim=-1, stable=True)[..., : slots - tokens]
+    gone = hiding(used.gather(-1, leaving))
+    moments.copy_(moments.add(reference.rows_at(keys, leaving), reference.rows_at(values, leaving), gone))
+    # As many slots beyond `tokens` stay as there are holes before it. The holes come first in `target`, the slots that
+    # stay first in `source`; what follows in both are the slots beyond that leave, each onto itself.
+    stays = torch.ones_like(used, dtype=torch.uint8).scatter_(-1, leaving, 0)[..., tokens:]
+    source = reference.flat_index(stays.argsort(dim=-1, descending=True, stable=True) + tokens, slots)
+    target = reference.flat_index(leaving, slots)
+    for part in (keys, values, positions):
+        rows = part.flatten(0, 2)  # a view: the slots are contiguous
+        rows.index_copy_(0, target, rows.index_select(0, source))
+    lengths.clamp_(max=tokens)

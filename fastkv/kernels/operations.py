@@ -1,0 +1,120 @@
+"""The backend "triton": the functions that `fastkv.ops` calls, with arguments and results as in `fastkv.reference`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..reference import Centroids, LayerState, Moments, Selection, Spec
+from . import centroids, key_scores, leverage, noncausal_mass, window_scores
+from . import decode_attention as decode
+from . import moment_scores as residuals
+from . import prefill_attention as prefill
+from . import select as selection
+from . import vector_decode as vector
+from ._launch import Workspace
+from .compact import compact
+from .evict import evict
+
+__all__ = [
+    "compact",
+    "decode_step",
+    "evict",
+    "evicted_mass",
+    "keydiff_scores",
+    "manifold_scores",
+    "moment_scores",
+    "noncausal_attention_mass",
+    "observed_attention",
+    "prefill_attention",
+    "select",
+    "sketched_leverage",
+    "workspace",
+]
+
+
+def workspace(num_heads: int, state: LayerState) -> list[Tensor]:
+    """Scratch for the decode steps of a layer, see `ops.workspace`."""
+    return Workspace.for_state(num_heads, state).tensors()
+
+
+def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec) -> Any:
+    """`reference.decode_step`."""
+    step = decode.decode_step if state.approx is None else vector.vector_decode_step
+    return step(q, k, v, state, spec)
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """`reference.prefill_attention`."""
+    out, lse = prefill.prefill_attention(q, k, v, valid, state, spec)
+    known = spec.evicted(state)
+    if isinstance(known, Centroids):
+        more = centroids.centroid_attention(q, known, spec.scale, spec.softcap)
+        mixed, lse = reference.merge_partials(out, lse, *more)
+        out = mixed.to(q.dtype)
+    return out, lse
+
+
+def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
+    """`reference.evicted_mass`."""
+    known = spec.evicted(state)
+    if isinstance(known, Centroids):
+        return centroids.centroid_attention(q, known, spec.scale, spec.softcap)[1]
+    return reference.evicted_mass(q, state, spec)
+
+
+def keydiff_scores(keys: Tensor, anchor: str, *, distance: str, mask: Tensor | None) -> Tensor:
+    """`reference.keydiff_scores`."""
+    return key_scores.keydiff_scores(keys=keys, anchor=anchor, distance=distance, mask=mask)
+
+
+def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tensor | None) -> Tensor:
+    """`reference.manifold_scores`."""
+    return key_scores.manifold_scores(keys=keys, window=window, metric=metric, mask=mask)
+
+
+def sketched_leverage(keys: Tensor, sketch: Tensor, method: str, *, mask: Tensor | None, centre: bool) -> Tensor:
+    """`reference.sketched_leverage`."""
+    return leverage.leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
+
+
+def noncausal_attention_mass(
+    q: Tensor, keys: Tensor, scale: float, chunk: int, *, softcap: float | None, mask: Tensor | None
+) -> Tensor:
+    """`reference.noncausal_attention_mass`."""
+    return noncausal_mass.noncausal_attention_mass(q=q, keys=keys, scale=scale, chunk=chunk, softcap=softcap, mask=mask)
+
+
+def observed_attention(
+    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, **given: Any
+) -> Tensor:
+    """`reference.observed_attention`."""
+    scores = window_scores.window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **given)
+    return reference.pool_scores(scores, pool, given.get("positions"), given.get("valid"))
+
+
+def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
+    """`reference.moment_scores`."""
+    return residuals.moment_scores(
+        attention=attention,
+        keys=keys,
+        values=values,
+        lengths=torch.full(keys.shape[:2], keys.shape[2], dtype=torch.int32, device=keys.device),
+        value_mean=moments.value_mean,
+        matrix=moments.cross if moments.slope is None else moments.slope,
+        count=moments.count,
+        scale=scale,
+        out=torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device),
+    )
+
+
+def select(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int) -> Selection:
+    """`reference.select`."""
+    return Selection(
+        *selection.select(scores=scores, positions=positions, valid=valid, protected=protected, tokens=tokens)
+    )

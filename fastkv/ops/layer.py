@@ -1,0 +1,101 @@
+"""What one layer does with its state: attend to a block or a token, shrink, remember what leaves.
+
+Arguments are objects (`reference.LayerState`, `reference.Spec`); the function of the same name in `reference` says what
+they mean. Which backend runs is the spec's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import corrections
+from ..backend import implementation, resolve
+from ..reference import Evicted, LayerState, Moments, Selection, Slots, Spec, compute_dtype
+from .operator import Block, nothing, operator
+
+
+def _step_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
+    return torch.empty_like(q), lse, torch.empty_like(lse)
+
+
+@operator(_step_outputs, changes=("state",))
+def decode_step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.decode_step`. Kernel: one launch, append included; no allocation but the results."""
+    return implementation("decode_step", spec.backend, q.device.type)(q, k, v, state, spec)
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    moments: Evicted | None,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    order: int | None = 1,
+    attention: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.decode_attention`. Kernel: one launch."""
+    counted = moments if isinstance(moments, Moments) else Moments(torch.zeros_like(lengths, dtype=torch.int64))
+    parts = None if isinstance(moments, Moments) else moments
+    seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    state = LayerState(Slots(keys, values, lengths, attention=attention), seen, counted, parts=parts)
+    return decode_step(q, None, None, state, Spec(scale, softcap, corrections.reading(state, order), backend))
+
+
+def _block_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+
+
+@operator(_block_outputs)
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """`reference.prefill_attention`. Kernel: one launch, two with centroids."""
+    return implementation("prefill_attention", spec.backend, q.device.type)(q, k, v, valid, state, spec)
+
+
+def _masses(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+
+
+@operator(_masses)
+def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
+    """`reference.evicted_mass`. Kernel: for centroids, one launch; their logits stay in registers."""
+    return implementation("evicted_mass", spec.backend, q.device.type)(q, state, spec)
+
+
+@operator(nothing, changes=("state",))
+def remember(keys: Tensor, values: Tensor, mask: Tensor, state: LayerState, spec: Spec) -> None:
+    """`reference.remember`, on every backend: static shapes, no host sync."""
+    implementation("remember", spec.backend, keys.device.type)(keys, values, mask, state, spec)
+
+
+@operator(nothing, changes=("state",))
+def compact(valid: Tensor, selection: Selection, block: Block | None, state: LayerState, spec: Spec) -> None:
+    """`reference.compact`. Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`."""
+    implementation("compact", spec.backend, valid.device.type)(valid, selection, block, state, spec)
+
+
+@operator(nothing, changes=("state",))
+def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
+    """`reference.evict`. Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`."""
+    implementation("evict", spec.backend, scores.device.type)(scores, kept, state, spec)
+
+
+def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
+    """Scratch for the decode steps of `num_heads` query heads, for `LayerState.scratch`; empty without kernels.
+
+    Layers whose slots have the same sizes may share it.
+    """
+    if resolve(spec.backend, state.seen.device) != "triton":
+        return []
+    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state)

@@ -1,0 +1,210 @@
+"""How an operation becomes one opaque torch operator: objects are flattened here, once, from their own description.
+
+A function of tensors, a `LayerState` and a `Spec` is registered as `torch.ops.fastkv.<its name>` with a schema made of
+its annotations. A state travels as the list of its tensors, their names and the numbers the host knows of its slots, a
+spec as text. Declared mutation and a fake implementation make it compile, graph-capture and pass `opcheck`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from .. import corrections
+from ..reference import Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
+
+LIBRARY = torch.library.Library("fastkv", "DEF")
+Function = TypeVar("Function", bound=Callable[..., Any])
+Block = tuple[Tensor, Tensor, Tensor]
+
+PLAIN = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    int | None: "int?",
+    str: "str",
+    bool: "bool",
+}
+# One line a type that is flattened: its schema, where $ is the argument's name and @ its mutation.
+FLATTENED = {
+    LayerState: ("Tensor@[] $", "str $_names", "SymInt[] $_numbers"),
+    Moments: ("Tensor@[] $", "str $_names"),
+    Spec: ("str $",),
+    Selection: ("Tensor[] $",),
+    Block | None: ("Tensor[] $",),
+}
+RETURNS = {None: "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
+ATTRIBUTES = {
+    kind: tuple(one.name for one in fields(kind))
+    for kind in (Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
+}
+
+
+def flat_parts(prefix: str, owner: Any) -> tuple[list[Tensor], list[str]]:
+    """The tensors of a dataclass and their names."""
+    names = [name for name in ATTRIBUTES[type(owner)] if isinstance(getattr(owner, name), Tensor)]
+    return [getattr(owner, name) for name in names], [prefix + name for name in names]
+
+
+def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
+    """The three arguments that a state becomes."""
+    tensors, names = [state.seen], ["seen"]
+    owners: list[tuple[str, Any]] = [("exact.", state.exact), ("moments.", state.moments)]
+    numbers = [state.exact.filled, state.exact.limit]
+    if state.approx is not None:
+        owners.append(("approx.", state.approx))
+        numbers += [state.approx.filled, state.approx.limit]
+    if state.parts is not None:
+        owners.append((f"{state.parts.kind}.", state.parts))
+    if state.recovery is not None:
+        owners.append(("recovery.", state.recovery))
+    for prefix, owner in owners:
+        more, called = flat_parts(prefix, owner)
+        tensors += more
+        names += called
+    return tensors + state.scratch, " ".join(names), numbers
+
+
+def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerState:
+    """The inverse of `flat_state`; tensors without a name are scratch."""
+    found: dict[str, dict[str, Any]] = {}
+    called = names.split()
+    for name, tensor in zip(called, tensors):
+        owner, _, attribute = name.rpartition(".")
+        found.setdefault(owner, {})[attribute] = tensor
+    exact = Slots(**{"values": None, **found["exact"]}, filled=numbers[0], limit=numbers[1])
+    state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
+    if "approx" in found:
+        state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[2], limit=numbers[3])
+    if "recovery" in found:
+        state.recovery = Recovery(**found["recovery"])
+    for kind in found.keys() & Evicted.kinds.keys() - {"moments"}:
+        state.parts = Evicted.kinds[kind](**found[kind])
+    return state
+
+
+def spec_text(spec: Spec) -> str:
+    """The argument that a spec becomes."""
+    name = None if spec.correction is None else spec.correction.name
+    return f"{spec.scale} {spec.softcap} {name} {spec.backend} {spec.tokens} {spec.spare} {spec.sinks} {spec.recent}"
+
+
+@functools.lru_cache(maxsize=1024)
+def spec_of(text: str) -> Spec:
+    """The inverse of `spec_text`."""
+    scale, softcap, name, backend, *numbers = text.split()
+    return Spec(
+        float(scale),
+        None if softcap == "None" else float(softcap),
+        None if name == "None" else corrections.get(name),
+        backend,
+        *map(int, numbers),
+    )
+
+
+def flat(kind: Any, argument: Any) -> tuple[Any, ...]:
+    """What an argument of that annotation becomes."""
+    if kind is LayerState:
+        return flat_state(argument)
+    if kind is Spec:
+        return (spec_text(argument),)
+    if kind is Moments:
+        tensors, names = flat_parts("", argument)
+        return tensors, " ".join(names)
+    if kind in FLATTENED:
+        return ([] if argument is None else list(argument),)
+    return (argument,)
+
+
+def restored(kind: Any, parts: tuple[Any, ...]) -> Any:
+    """The inverse of `flat`."""
+    if kind is LayerState:
+        return state_of(*parts)
+    if kind is Spec:
+        return spec_of(parts[0])
+    if kind is Moments:
+        return Moments(**dict(zip(parts[1].split(), parts[0])))
+    if kind is Selection:
+        return Selection(*parts[0])
+    if kind in FLATTENED:
+        return tuple(parts[0]) or None
+    return parts[0]
+
+
+def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+    """Register the decorated function as an operator for every device; calls go through it.
+
+    Tensors on a CPU that no compiler or mode looks at go to the function itself: to pass some thirty arguments through
+    the dispatcher is a part of a small decode step that shows.
+
+    Args:
+        fake: makes empty results; arguments as those of the function.
+        changes: arguments whose tensors the function changes.
+    """
+
+    def register(function: Function) -> Function:
+        name, hints = function.__name__, typing.get_type_hints(function)
+        parameters = inspect.signature(function).parameters
+        kinds = tuple(hints[parameter] for parameter in parameters)
+        pieces = []
+        for number, (parameter, kind) in enumerate(zip(parameters, kinds)):
+            mark = f"({chr(97 + number)}!)" if parameter in changes else ""
+            for piece in FLATTENED.get(kind) or (f"{PLAIN[kind]} $",):
+                pieces.append(piece.replace("$", parameter).replace("@", mark))
+        returned = hints["return"]
+        kind_of_result = RETURNS.get(None if returned is type(None) else returned)
+        if kind_of_result is None:
+            kind_of_result = f"({', '.join(PLAIN[one] for one in typing.get_args(returned))})"
+        LIBRARY.define(f"{name}({', '.join(pieces)}) -> {kind_of_result}")
+        widths = tuple(len(FLATTENED.get(kind, (0,))) for kind in kinds)
+
+        def on_flat(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                given, start = [], 0
+                for kind, width in zip(kinds, widths):
+                    given.append(restored(kind, arguments[start : start + width]))
+                    start += width
+                return wrapped(*given)
+
+            return call
+
+        def positional(*arguments: Any) -> Any:
+            bare = dict(zip(parameters, arguments))
+            order = [p for p in parameters if parameters[p].kind is not inspect.Parameter.KEYWORD_ONLY]
+            return function(*(bare[p] for p in order), **{p: bare[p] for p in bare if p not in order})
+
+        LIBRARY.impl(name, on_flat(positional), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fastkv::{name}", on_flat(fake), lib=LIBRARY)
+        opaque = getattr(torch.ops.fastkv, name)
+        defaults = tuple((parameter, parameters[parameter].default) for parameter in parameters)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
+                first = next(a for a in arguments if isinstance(a, Tensor))
+                if type(first) is Tensor and first.device.type == "cpu":
+                    return function(*arguments, **options)
+            rest = tuple(options.get(parameter, default) for parameter, default in defaults[len(arguments) :])
+            given: list[Any] = []
+            for kind, argument in zip(kinds, arguments + rest):
+                given.extend(flat(kind, argument))
+            result = opaque(*given)
+            return Selection(*result) if returned is Selection else result
+
+        return call  # type: ignore[return-value]
+
+    return register
+
+
+def nothing(*arguments: Any) -> None:
+    """Fake of an operator that only changes its arguments."""

@@ -1,0 +1,216 @@
+"""What one layer remembers of a batch of sequences, and how it attends: the arguments of every operation on a layer.
+
+Storage only, no maths. The first axis of every tensor is the row of the state that a sequence lives in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .evicted import Evicted
+from .moments import Moments
+from .ragged import unpack
+
+
+@dataclass
+class Slots:
+    """Room for tokens. Slots [0, lengths) of a head are in use, in no particular order.
+
+    Equal heads: tensors are [B, Hkv, C, ...]. Unequal heads: they are slabs [B, S, ...], of which head h owns slots
+    [starts[h], starts[h + 1]).
+
+    Attributes:
+        keys: [..., Dk] post-RoPE and values: [..., Dv], in the model's dtype; values is None for a tier of keys only.
+        lengths: [B, Hkv] int32.
+        positions: int32, index of the token among the true (unpadded) tokens of its sequence; None where nothing asks.
+        starts: [B, Hkv + 1] int32, None for equal heads.
+        attention: fp32, attention received since it was last zero; None if no policy asks for it.
+        memory: fp32, what the policy stored with each token; None if it stores nothing.
+        limit: slots of the head that has most, -1 for all there are.
+        filled: upper bound of `lengths` that the host knows without a sync, -1 for `limit`.
+    """
+
+    keys: Tensor
+    values: Tensor | None
+    lengths: Tensor
+    positions: Tensor | None = None
+    starts: Tensor | None = None
+    attention: Tensor | None = None
+    memory: Tensor | None = None
+    limit: int = -1
+    filled: int = -1
+
+    def __post_init__(self) -> None:
+        self.limit = self.keys.shape[-2] if self.limit < 0 else self.limit
+        self.filled = self.limit if self.filled < 0 else self.filled
+
+    def deal(self, capacities: Sequence[int]) -> None:
+        """Give each head so many slots, all of them empty."""
+        self.limit, self.filled = max(capacities), 0
+        if self.starts is not None:
+            self.starts.zero_()
+            self.starts[:, 1:] = torch.tensor(capacities, device=self.starts.device).cumsum(0)
+
+    def trade(self, capacities: Tensor, everywhere: Tensor) -> None:
+        """Give each head so many slots, [B, Hkv]; `everywhere` [B, all heads] says what the heads of all processes get.
+
+        The one host sync of an adaptive layer, once per selection while a prompt is read. One process alone always
+        has room; of several that share the heads, one may need more than its part, and its slab then grows.
+        """
+        assert self.starts is not None
+        self.starts[:, 1:] = capacities.cumsum(-1)
+        self.limit, room = torch.stack([everywhere.max(), capacities.sum(-1).max()]).tolist()
+        missing = room - self.keys.shape[1]
+        if missing > 0:
+            for name in ("keys", "values", "positions", "attention", "memory"):
+                slab = getattr(self, name)
+                if slab is not None:
+                    setattr(self, name, torch.cat([slab, slab.new_zeros(len(slab), missing, *slab.shape[2:])], 1))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...]."""
+        rows: Tensor = getattr(self, name)
+        return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)
+
+    @property
+    def valid(self) -> Tensor:
+        """[B, Hkv, filled] bool, which of those slots are in use."""
+        return torch.arange(self.filled, device=self.lengths.device) < self.lengths[..., None]
+
+
+@dataclass
+class Recovery:
+    """What recovers the value of a token from its key (VECTOR): v ~ k~ @ weight, k~ the key before its rotation.
+
+    Attributes: weight [Hkv, Dk, Dv]; cos, sin [P, D/2], row p for position p, divided by the rotary scaling factor.
+    """
+
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass
+class LayerState:
+    """Retained tokens plus what is remembered of the evicted ones.
+
+    Three lengths, never confused: `seen`, the true tokens absorbed; `lengths`, how many of them are stored; the slots
+    there are. For every head, stored tokens + moments.count == seen.
+
+    Attributes:
+        exact: tokens with key and value.  approx: tokens of which only the key is stored, None unless VECTOR is used.
+        seen: [B] int64.
+        moments: of the evicted tokens, at least their number.
+        parts: what the layer's correction remembers of them besides, None for most.
+        recovery: of the values of `approx`; shared with other layers and not part of what the layer remembers.
+        scratch: of the kernels, shared by the layers of a cache; empty for other backends.
+    """
+
+    exact: Slots
+    seen: Tensor
+    moments: Moments
+    approx: Slots | None = None
+    parts: Evicted | None = None
+    recovery: Recovery | None = None
+    scratch: list[Tensor] = field(default_factory=list)
+
+    @property
+    def tiers(self) -> dict[str, Slots]:
+        """exact and, if there is one, approx."""
+        return {"exact": self.exact} if self.approx is None else {"exact": self.exact, "approx": self.approx}
+
+    @property
+    def slots(self) -> int:
+        """Slots per KV head, of all tiers, mean over heads."""
+        return sum(tier.keys[0, ..., 0].numel() for tier in self.tiers.values()) // self.heads
+
+    @property
+    def heads(self) -> int:
+        """Hkv."""
+        return self.exact.lengths.shape[1]
+
+    @property
+    def stored(self) -> Tensor:
+        """[B, Hkv] int32, tokens in the slots of each head."""
+        return self.exact.lengths if self.approx is None else self.exact.lengths + self.approx.lengths
+
+    def fill(self) -> None:
+        """Let the host count on no slot being free."""
+        for slots in self.tiers.values():
+            slots.filled = slots.limit
+
+    def owners(self) -> Iterator[tuple[str, object]]:
+        """The objects that have tensors of the state as attributes, with the prefix of their names."""
+        yield from (("", self), ("exact.", self.exact), ("moments.", self.moments))
+        if self.approx is not None:
+            yield "approx.", self.approx
+        if self.parts is not None:
+            yield f"{self.parts.kind}.", self.parts
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that belongs to the layer, with its name: seen, exact.keys, moments.count, ..."""
+        for prefix, owner in self.owners():
+            for one in fields(owner):  # type: ignore[arg-type]
+                value = getattr(owner, one.name)
+                if isinstance(value, Tensor):
+                    yield prefix + one.name, value
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Put another tensor in the place of the one that `named_tensors` calls so."""
+        prefix, _, attribute = name.rpartition(".")
+        setattr(dict(self.owners())[prefix and f"{prefix}."], attribute, tensor)
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors: slots, positions, scores and what is remembered of evicted tokens."""
+        return sum(tensor.nbytes for _, tensor in self.named_tensors())
+
+    def map_batch_(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the first axis to every tensor, in place where the shape stays."""
+        for name, tensor in list(self.named_tensors()):
+            new = change(tensor)
+            if new.shape == tensor.shape:
+                tensor.copy_(new)
+            else:
+                self.replace(name, new)
+
+
+class Corrects(Protocol):
+    """What attention asks of a correction (`fastkv.corrections`)."""
+
+    @property
+    def name(self) -> str:
+        """What `fastkv.patch` calls it."""
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """What is mixed into attention for the evicted tokens; None for nothing."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a layer attends and evicts: plain values, so that operators can pass it on as text.
+
+    Attributes:
+        scale: logit multiplier.  softcap: bends logits to c tanh(x / c), or None.
+        correction: says what is mixed in for the evicted tokens; None for nothing.
+        backend: "auto", "reference", "cpu" or "triton".
+        tokens: that a head keeps at an eviction.  spare: slots beyond, which are filled in between.
+        sinks, recent: first and last tokens that never leave.
+    """
+
+    scale: float
+    softcap: float | None = None
+    correction: Corrects | None = None
+    backend: str = "auto"
+    tokens: int = 0
+    spare: int = 0
+    sinks: int = 0
+    recent: int = 0
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """What is mixed into attention for the evicted tokens of a layer; None for nothing."""
+        return None if self.correction is None else self.correction.evicted(state)
