@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fastkv.state import LayerState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

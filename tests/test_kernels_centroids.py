@@ -16,6 +16,8 @@ from fastkv.kernels import compact as compact_module
 from fastkv.kernels.centroids import centroid_attention
 from fastkv.reference import Centroids, Moments
 
+from .conftest import examples
+from .pairwise import covering
 from .test_kernels_decode import DEVICE, NAN, SCALE, SLACK, Case, check, split
 from .test_ops import RAGGED
 
@@ -70,7 +72,7 @@ def test_centroids_are_slots_with_a_bias():
     torch.testing.assert_close(evicted[0, 0].double(), biased.logsumexp(0), atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
     groups=st.integers(1, 16),
@@ -98,8 +100,7 @@ def test_decode_with_any_estimate(
         check(case, softcap, order, append, attention)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim, dtype", covering([64, 128, 256], DTYPES, together=1))
 def test_decode_with_the_cosh_mass(dim, dtype):
     check(Case.make(1, 2, 4, dim, 24, dtype, (20, 3), (50, 0), cosh=True))
 

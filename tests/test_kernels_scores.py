@@ -10,6 +10,9 @@ from fastkv.errors import FastKVError
 from fastkv.kernels import key_scores, leverage, noncausal_mass, window_scores
 from fastkv.reference import geometry
 
+from .conftest import examples
+from .pairwise import covering
+
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODULES = (key_scores, leverage, noncausal_mass, window_scores)
@@ -97,17 +100,15 @@ def check_manifold(keys, window, metric, mask, tiny=3e-6):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("anchor", ["mean", "normalized_mean"])
-@pytest.mark.parametrize("distance", ["cosine", "dot", "euclidean"])
+@pytest.mark.parametrize(
+    "distance, anchor, dtype", covering(["cosine", "dot", "euclidean"], ["mean", "normalized_mean"], DTYPES)
+)
 def test_keydiff(anchor, distance, dtype):
     for kind in MASKS if dtype == torch.float32 else ("left",):
         check_keydiff(tokens(2, 2, 37, 64, dtype), anchor, distance, make_mask(kind, 2, 2, 37))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("metric", geometry.METRICS)
-@pytest.mark.parametrize("window", [None, 16, 30, 500])
+@pytest.mark.parametrize("window, metric, dtype", covering([None, 16, 30, 500], geometry.METRICS, DTYPES))
 def test_manifold(metric, window, dtype):
     for kind in MASKS if dtype == torch.float32 else ("left",):
         check_manifold(tokens(2, 1, 71, 64, dtype), window, metric, make_mask(kind, 2, 1, 71))
@@ -158,7 +159,7 @@ def test_other_anchors_are_refused():
         key_scores.manifold_scores(keys=tokens(1, 1, 4, 16), metric="l7")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 20),
     window=st.one_of(st.none(), st.integers(1, 22)),
@@ -218,8 +219,7 @@ def check_window(q, keys, positions, query_positions, valid, query_valid, log_ma
     return got
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
 def test_window_groups(groups, dtype):
     check_window(*window_case(groups=groups, dtype=dtype))
 
@@ -263,7 +263,7 @@ def test_window_with_everything_visible():
     torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 7]),
     window=st.integers(1, 5),
@@ -295,15 +295,12 @@ def check_mass(q, keys, chunk, mask, scale=0.125, softcap=None):
     return got
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
 def test_mass_groups(groups, dtype):
     check_mass(tokens(1, 2 * groups, 45, 64, dtype), tokens(1, 2, 45, 64, dtype, 1), 16, None)
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("chunk", [7, 64, 1000])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap, chunk, kind", covering([None, 3.0], [7, 64, 1000], MASKS, together=1))
 def test_mass_chunks_and_masks(chunk, kind, softcap):
     check_mass(tokens(2, 2, 75, 64), tokens(2, 1, 75, 64, seed=1), chunk, make_mask(kind, 2, 1, 75), softcap=softcap)
 
@@ -336,7 +333,7 @@ def test_ragged_tail_is_not_favoured():
     torch.testing.assert_close(mass, torch.ones_like(mass))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3]),
     num=st.integers(1, 14),
@@ -381,9 +378,7 @@ def test_leverage_of_equal_and_nearly_equal_keys(centre):
     check_leverage(tokens(1, 1, 200, 64, shift=1000.0), 16, None, centre=True, tiny=5e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("centre, kind, dtype", covering([False, True], MASKS, DTYPES))
 def test_leverage(kind, dtype, centre):
     check_leverage(tokens(2, 2, 90, 64, dtype, shift=1.0), 24, make_mask(kind, 2, 2, 90), centre=centre)
 
@@ -436,7 +431,7 @@ def test_leverage_refuses_a_wide_sketch():
         leverage.leverage_scores(keys=tokens(1, 1, 4, 256), sketch=torch.eye(256))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 40),
     size=st.integers(1, 16),

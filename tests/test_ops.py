@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from fastkv.ops._register import flat, flat_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastkv
 from fastkv import ops, reference
-from fastkv.ops._register import flat, flat_parts
 from fastkv.reference import Centroids, Moments
 
 from .conftest import examples

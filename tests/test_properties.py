@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fastkv.state import LayerState, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from fastkv.config import LayerPlan, Plan
 from fastkv.parallel import Parallel
 from fastkv.policies import KeyDiff, Signals, get
 from fastkv.reference import Moments, Selection, compact, select
-from fastkv.state import LayerState, Layout
 
 from .conftest import examples
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fastkv.ops.vector import vector_decode_attention, vector_decode_step, vector_workspace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import FastKVError, ops
 from fastkv.kernels import _launch, decode_attention, vector_decode
 from fastkv.kernels import evict as evict_kernel
-from fastkv.ops.vector import vector_decode_attention, vector_decode_step, vector_workspace
 from fastkv.reference import Moments
 
 from .conftest import examples

@@ -202,7 +202,7 @@ def _evicted_partial(
 
 @dataclass(frozen=True)
 class Terms:
-    """What the kernels read of the evicted tokens: ORDER and the tensors that go with it.
+    """What the kernels read of the evicted tokens: ORDER and the tensors that go with them.
 
     Attributes: order: of the moments, CENTROIDS, or None for nothing.  num: of centroids.
     """

@@ -186,16 +186,10 @@ class Workspace:
         exact, tiers, heads = state.exact, state.tiers.values(), state.heads
         dim = exact.keys.shape[-1]
         return cls.allocate(
-            len(state.seen),
-            heads,
-            num_heads // heads,
-            max(slots.limit for slots in tiers),
-            dim,
-            exact.keys.device,
-            attention=exact.attention is not None,
-            sets=len(tiers),
+            len(state.seen), heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
+            attention=exact.attention is not None, sets=len(tiers),
             pool=sum(slots.keys.numel() // dim for slots in tiers),
-        )
+        )  # fmt: skip
 
     @classmethod
     def allocate(

@@ -37,7 +37,6 @@ ROWS_PER_SPLIT = 2048
 MAX_SPLITS = 16
 WARPS = {64: 4, 128: 4, 256: 8}  # of the merge, by padded head_dim
 MAX_MOVERS = 32
-Block = tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
@@ -316,15 +315,16 @@ def row_splits(candidates: int) -> int:
     return min(MAX_SPLITS, max(1, candidates // ROWS_PER_SPLIT))
 
 
-def merge_rows(
-    *, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
-    used: int, moments: Moments, slope: Tensor | None,
+def _merge(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
+    used: int, moments: Moments,
 ) -> None:  # fmt: skip
-    """Add the listed candidates to the moments, in place, for `compact`, which checks shapes and makes the lists.
+    """Add the listed candidates to the moments, in place.
 
     Args: listed [B, Hkv, N] int32, rows to merge; tally [B, Hkv, 3] int64: how many, (moves), count before; means
-        [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means before; slope [B, Hkv, Dk, Dv] bf16 or None.
+        [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means before.
     """
+    slope = moments.slope
     batch, heads, slots, dk = keys.shape
     dv = values.shape[-1]
     splits = means.shape[2] - 1
@@ -347,7 +347,9 @@ def merge_rows(
         _merge_kernel[grid](tally, means, part, part_spread, *state, num_warps=warps, **shape)
 
 
-def compact(valid: Tensor, selection: Selection, block: Block | None, state: LayerState, spec: Spec) -> None:
+def compact(
+    valid: Tensor, selection: Selection, block: tuple[Tensor, Tensor, Tensor] | None, state: LayerState, spec: Spec
+) -> None:
     """Three launches (four from 4096 candidates), no host sync; shapes as in `reference.compact`.
 
     k, v and positions of the block have any strides, with unit stride along D. `moments.slope`, if there is one, is
@@ -382,10 +384,7 @@ def compact(valid: Tensor, selection: Selection, block: Block | None, state: Lay
         means, num, used, **shape, SPLITS=splits, HAS_MEANS=has_means, BLOCK=min(PLAN, pow2(num, 128)),
     )  # fmt: skip
     if has_means:
-        merge_rows(
-            keys=keys, values=values, new_keys=k, new_values=v, listed=lists[0], tally=tally, means=means, used=used,
-            moments=moments, slope=moments.slope,
-        )  # fmt: skip
+        _merge(keys, values, k, v, lists[0], tally, means, used, moments)
     strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
     movers = min(triton.cdiv(min(num, capacity), ROWS), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](

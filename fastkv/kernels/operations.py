@@ -91,11 +91,11 @@ def noncausal_attention_mass(
 
 
 def observed_attention(
-    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int, **given: Any
+    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, **given: Any
 ) -> Tensor:
     """`reference.observed_attention`."""
     scores = window_scores.window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **given)
-    return reference.pool_scores(scores, pool, given["positions"], given["valid"])
+    return reference.pool_scores(scores, pool, given.get("positions"), given.get("valid"))
 
 
 def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:
