@@ -24,7 +24,7 @@ import pytest
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("fastkv", "tests", "perf", "pyproject.toml", "README.md")
+COPIED = ("fastkv", "tests", "perf", "tools", "pyproject.toml", "README.md")
 SECONDS = 600
 # The first failing case is enough, nobody reads the smallest. This file is also the plugin that brings the profile.
 settings.register_profile("mutations", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

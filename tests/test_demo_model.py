@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.card import accuracy
+from fastkv.demo import MODEL_DIR, load, policy_of
 from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.demo.run import policy_of
 from fastkv.demo.tasks import TASKS, VOCABULARY, generate
+from tools.demo_model.card import accuracy
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,8 @@ from fastkv import Budget, FastKVError
 from fastkv.demo import MODEL_DIR
 from fastkv.demo.tasks import generate
 from fastkv.evaluation import FastKVLM, ruler
-from fastkv.evaluation.harness import load_tasks, metadata_of
-from fastkv.evaluation.lm_eval_model import to_budget
-from fastkv.evaluation.results import FULL, Row, Score, load, save, scores_of, table_of
-from fastkv.evaluation.run import add_arguments, run
+from fastkv.evaluation.common import FULL, to_budget
+from fastkv.evaluation.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
 
 from .test_ruler import toy_bpe
 
@@ -373,7 +371,7 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
 
 LAUNCHED = """
 import argparse
-from fastkv.evaluation.run import add_arguments, run
+from fastkv.evaluation.harness import add_arguments, run
 
 parser = argparse.ArgumentParser()
 add_arguments(parser)
@@ -684,7 +682,5 @@ def test_scores_and_rows_survive_a_file(tmp_path):
         "all": [Score("acc,none", 0.75, None, True)],
     }
     row = Row("keydiff", "keep=0.5", 1024, 1.5, scores)
-    save(row, {"seed": 0}, results, tmp_path)
-    assert load("keydiff", "keep=0.5", {"seed": 0}, tmp_path) == row
-    assert load("keydiff", "64", {"seed": 0}, tmp_path) is None
+    assert Row.of(json.loads(json.dumps(asdict(row)))) == row
     assert table_of([row]).row_count == 1

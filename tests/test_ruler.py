@@ -16,10 +16,9 @@ from fastkv.demo import load
 from fastkv.demo.tasks import TASKS as DEMO_TASKS
 from fastkv.demo.tasks import generate as demo_text
 from fastkv.evaluation import TASK_FILES, needles, ruler
-from fastkv.evaluation.haystack import NOISE, SENTENCES, Units, prose, scatter
-from fastkv.evaluation.metrics import string_match_all, string_match_part
-from fastkv.evaluation.ruler_sample import Request, longest
-from fastkv.evaluation.ruler_words import _english
+from fastkv.evaluation.ruler import string_match_all, string_match_part
+from fastkv.evaluation.ruler.text import NOISE, SENTENCES, Request, Units, longest, prose, scatter
+from fastkv.evaluation.ruler.words import _english
 
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
 ELEVEN = [*NIAH, "vt", "cwe", "fwe"]

@@ -10,28 +10,52 @@
     needles.write_plot(found, "keydiff.png", "KeyDiff, 512 tokens")
 
 The tasks are RULER's needles, and those of `fastkv.demo.tasks` for the bundled model, whose tokenizer knows only the
-words of those.
+words of those. The command keeps a JSON file and a heat map of each finished cache in `--out`; given again, it goes on
+where it was interrupted.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..demo import tasks as demo
+from ..demo.measure import cache_bytes
 from ..errors import FastKVError
-from . import ruler
-from .haystack import scatter
-from .ruler_niah import KINDS
-from .ruler_sample import Sample, Tokenizer, counter
+from . import looks, ruler
+from .common import (
+    CACHE,
+    DEMO,
+    add_caches,
+    add_model,
+    add_out,
+    caches_of,
+    check_known,
+    check_length,
+    finished,
+    fitted,
+    given,
+    listed,
+    load,
+    make_folder,
+    name_of,
+    write_json,
+)
+from .equal_bytes import assert_equal_bytes
+from .ruler.niah import KINDS
+from .ruler.text import Sample, Tokenizer, counter, scatter
 
 TASKS = (*KINDS, *demo.TASKS)
+DEMO_TASK, TASK = "facts", "niah_single_2"  # of the bundled model, and of others
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,7 @@ class Grid:
 
     def save(self, path: str | Path) -> None:
         """Write all of it as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_json(Path(path), asdict(self))
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Grid:
@@ -60,6 +84,16 @@ class Grid:
         accuracy = tuple(map(tuple, record["accuracy"]))
         ranges = {name: tuple(record[name]) for name in ("lengths", "depths")}
         return cls(**{**record, **ranges, "accuracy": accuracy})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache: its policy and budget as on the command line, the largest of a sequence in bytes, what it found."""
+
+    policy: str
+    budget: str
+    nbytes: int
+    found: Grid
 
 
 @torch.no_grad()
@@ -70,24 +104,23 @@ def grid(
     depths: Sequence[float],
     samples: int = 10,
     seed: int = 0,
-    task: str = "niah_single_2",
+    task: str = TASK,
     *,
     text: str | Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[], None] | None = None,
 ) -> Grid:
     """Ask the model, patched or not, for needles at every depth of texts of every length; greedy, one text at a time.
 
     All depths of a length have the same texts but for the place of the needle, and so have all models.
 
     Args:
-        task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called with the number of texts done and of all.
+        task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called after each text.
     Raises: FastKVError for an unknown task, a depth outside of 0 to 1, or no lengths, depths or samples.
     """
     if not lengths or not depths or samples < 1:
         raise FastKVError(
             f"a grid needs at least one length, depth and sample, got {lengths}, {depths} and {samples}; add some"
         )
-    total, done = len(lengths) * len(depths) * samples, 0
     accuracy = []
     for depth in depths:
         row = []
@@ -96,9 +129,8 @@ def grid(
             for index in range(samples):
                 sample = needle(task, tokenizer, length, depth, seed, index, text)
                 marks += ruler.score(sample, answer(model, tokenizer, sample))
-                done += 1
                 if progress is not None:
-                    progress(done, total)
+                    progress()
             row.append(marks / samples)
         accuracy.append(tuple(row))
     return Grid(task, tuple(lengths), tuple(depths), samples, seed, tuple(accuracy))
@@ -173,12 +205,8 @@ def placed(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int
 
 def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
     """Write the heat map as a PNG: lengths to the right, depths downwards, accuracy in every cell."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns, rows = len(found.lengths), len(found.depths)
-    figure = Figure(figsize=(2.6 + 0.8 * columns, 1.8 + 0.45 * rows), layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
+    figure = looks.figure(2.6 + 0.8 * columns, 1.8 + 0.45 * rows)
     axis = figure.subplots()
     image = axis.imshow(found.accuracy, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     for row, marks in enumerate(found.accuracy):
@@ -202,3 +230,130 @@ def _statements(question: str, reply: str) -> list[str]:
     """The sentences of the text that the answer repeats, in order; `pairs` leaves their first three words out."""
     said = f"{question.partition('answer : ')[2]} {reply}".removesuffix(" .").split(" and ")
     return [f"{one} ." if one.startswith("the ") else f"the code of {one} ." for one in said]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv needles`."""
+    add = parser.add_argument
+    add_model(parser)
+    add(
+        "--task",
+        choices=TASKS,
+        metavar="NAME",
+        help=f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, "
+        "which knows only the words of the last three)",
+    )
+    add_caches(parser)
+    add("--lengths", type=listed(int), default=(512, 1024, 2048), metavar="N,...", help="default: 512,1024,2048")
+    add(
+        "--depths",
+        type=listed(float),
+        default=(0.0, 0.25, 0.5, 0.75, 1.0),
+        metavar="X,...",
+        help="places of the needle, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
+    )
+    add("--samples", type=int, default=5, metavar="N", help="texts for each length and depth (default: 5)")
+    add("--seed", type=int, default=0, metavar="N", help="of the texts (default: 0)")
+    add(
+        "--haystack", metavar="DIR", help="file or folder of .txt and .md files to hide needles in (default: generated)"
+    )
+    add_out(parser, "fastkv-needles")
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
+    """Measure the full cache and every cache that has no file yet, and print the table.
+
+    Raises: FastKVError if the model, the task, a policy, a budget, a length, a depth or the directory cannot be used,
+        if the tokenizer does not know the words, or if the directory holds results of other settings.
+    """
+    console = console or looks.console_of()
+    task = options.task or (DEMO_TASK if options.model == DEMO else TASK)
+    caches = caches_of(options)
+    make_folder(options.out)
+    shared = ("model", *CACHE, "samples", "seed", "haystack", "lengths", "depths")
+    settings = {"task": task, **{name: getattr(options, name) for name in shared}}
+    files = [options.out / f"{name_of(*cache)}.json" for cache in caches]
+    done = [finished(file, settings) for file in files]
+    model, tokenizer = load(options.model)
+    check(model, tokenizer, task, options)
+    for cache in caches:
+        check_bytes(model, *cache, options)  # what cannot be used is refused before anything slow
+
+    rows = []
+    with looks.progress(console) as progress:
+        for cache, file, record in zip(caches, files, done):
+            total = len(options.lengths) * len(options.depths) * options.samples
+            bar = progress.add_task(name_of(*cache), total=total)
+            if record is None:
+                with fitted(model, *cache, options):
+                    row = measured(model, tokenizer, task, cache, options, partial(progress.advance, bar))
+                write_plot(row.found, file.with_name(f"{name_of(*cache)}.png"), f"{task}: {name_of(*cache)}")
+                write_json(file, {"settings": settings, **asdict(row)})
+            else:
+                row = Row(*cache, record["nbytes"], Grid.of(record["found"]))
+                progress.update(bar, completed=total)
+            rows.append(row)
+    console.print(table_of(rows))
+    console.print(
+        f"Share of {task} needles found, {options.samples} texts for each length and depth; KiB is the largest cache "
+        f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}",
+        highlight=False,
+    )
+    return rows
+
+
+def check(model: Any, tokenizer: Any, task: str, options: argparse.Namespace) -> None:
+    """Raise FastKVError for texts that cannot be written, or that this model cannot read."""
+    if not options.lengths or not options.depths or options.samples < 1:
+        raise FastKVError("needles need at least one length, one depth and one sample; add some")
+    check_length("lengths", max(options.lengths), model, options.model)
+    for length in options.lengths:
+        for depth in options.depths:
+            sample = needle(task, tokenizer, length, depth, options.seed, 0, options.haystack)
+    ids = tokenizer(sample.prompt, verbose=False).input_ids
+    advice = f"choose another model, or --task {DEMO_TASK} for the bundled one"
+    check_known(tokenizer, ids, options.model, task, advice)
+
+
+@torch.no_grad()
+def check_bytes(model: Any, policy: str, budget: str, options: argparse.Namespace) -> None:
+    """Raise FastKVError if the model cannot have the cache, or if that does not use the bytes of its budget."""
+    with fitted(model, policy, budget, options):
+        first = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True).past_key_values
+    bound = given(budget, options, model).bytes if budget else None
+    if bound is not None:
+        assert_equal_bytes({name_of(policy, budget): first}, bound)
+
+
+def measured(
+    model: Any,
+    tokenizer: Any,
+    task: str,
+    cache: tuple[str, str],
+    options: argparse.Namespace,
+    progress: Callable[[], None],
+) -> Row:
+    """The row of the cache that the model has."""
+    sizes = [0]
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        sizes.append(cache_bytes(output.past_key_values) // len(output.logits))
+
+    hook = model.register_forward_hook(note)
+    texts = options.lengths, options.depths, options.samples, options.seed, task
+    try:
+        found = grid(model, tokenizer, *texts, text=options.haystack, progress=progress)
+    finally:
+        hook.remove()
+    return Row(*cache, max(sizes), found)
+
+
+def table_of(rows: list[Row]) -> Table:
+    """The rows as a table: bytes, and accuracy over all depths, of all lengths and of each."""
+    lengths = rows[0].found.lengths
+    table = looks.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
+    for row in rows:
+        marks = [sum(column) / len(column) for column in zip(*row.found.accuracy)]
+        means = [sum(marks) / len(marks), *marks]
+        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", *(f"{mean:.0%}" for mean in means))
+    return table

@@ -1,17 +1,24 @@
-"""Text to hide things in: one line over and over, generated prose, or the user's own files; sentence by sentence."""
+"""What a RULER text is, what it hides things in, and how it gets its length: as many filler units as fit.
+
+Filler is one line over and over, generated prose, or the user's own files, sentence by sentence.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, cycle, islice
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
-from ..errors import FastKVError
+from transformers import PreTrainedTokenizerBase
+
+from ...demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
+from ...errors import FastKVError
+from ..common import documents
 
 T = TypeVar("T")
 
@@ -90,13 +97,95 @@ def scatter(units: Sequence[str], needles: Sequence[str], depths: Sequence[float
 
 @lru_cache(maxsize=4)
 def _sentences(source: str) -> tuple[str, ...]:
-    from ..calibration.corpus import documents
-
     found = []
-    for text in documents(source, length=1024):
+    for text in documents(source):
         for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
             words = sentence.split()
             found += [" ".join(words[at : at + LONGEST]) for at in range(0, len(words), LONGEST)]
     if not found:
         raise FastKVError(f"expected text in {source}, got files without words; choose others, or the generated text")
     return tuple(found)
+
+
+Tokenizer: TypeAlias = Callable[[str], int] | PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what its answer must contain.
+
+    Attributes:
+        task: its name.  prompt: what the model reads; ends with `question`.
+        context: the part of the prompt in which the answers are, without instructions and worked example.
+        question: the last part of the prompt, with the words that lead to the answer.
+        answers: reference strings.  tokens_to_generate: room that was left for the answer, in tokens.
+        metadata: what the text was made of: `units` of filler, and the `needles` and their `depths` (0 to 1), or the
+            `counts` of words.
+    """
+
+    task: str
+    prompt: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    tokens_to_generate: int
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The sample that is wanted: arguments of `ruler.generate`."""
+
+    task: str
+    length: int
+    seed: int
+    index: int
+    depth: float | None = None
+    text: str | Path | None = None
+    data: str | Path | None = None
+
+    def rng(self, purpose: str = "") -> random.Random:
+        """Random numbers that depend on task, length, seed, index and purpose only."""
+        return random.Random(f"{self.task}/{self.length}/{self.seed}/{self.index}/{purpose}")
+
+
+Draft: TypeAlias = Callable[[int], Sample]  # the sample with that many filler units
+
+
+def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """How many tokens a model reads for a text: start token and the like included."""
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return lambda text: len(tokenizer(text, verbose=False).input_ids)
+    return tokenizer
+
+
+def longest(draft: Draft, count: Callable[[str], int], length: int, least: int = 1) -> Sample:
+    """The sample with most filler whose prompt and answer fit in `length` tokens; one unit more would not fit.
+
+    Doubles the number of units, then closes in by linear interpolation: a handful of counts, because texts grow nearly
+    linearly.
+    Raises: FastKVError if not even `least` units fit, or if filler has no tokens.
+    """
+    low, best = least, draft(least)
+    room, low_tokens = length - best.tokens_to_generate, count(best.prompt)
+    if low_tokens > room:
+        raise FastKVError(
+            f"{best.task} needs at least {low_tokens + best.tokens_to_generate} tokens with this tokenizer, got length "
+            f"{length}; choose a longer one"
+        )
+    high = high_tokens = 0  # not yet known
+    while high - low != 1:
+        if not high:
+            middle = 2 * low
+        else:
+            share = (room - low_tokens) / (high_tokens - low_tokens)
+            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        sample = draft(middle)
+        tokens = count(sample.prompt)
+        if tokens > room:
+            high, high_tokens = middle, tokens
+        elif middle > room:
+            raise FastKVError(f"{middle} filler units must have as many tokens, got {tokens}; check the tokenizer")
+        else:
+            low, low_tokens, best = middle, tokens, sample
+    return best

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import argparse
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from .. import Budget, FastKVError, __version__, patched, policies
-from . import MODEL_DIR, load
+from .. import Budget, FastKVError, patched, policies
+from ..demo import MODEL_DIR, policy_of
+from ..demo.measure import Measured, Questions, make_questions, measure, relative_error
+from ..demo.tasks import TASKS
+from . import looks
+from .common import DEMO, SHORTEST, check_length, check_some, listed, load, make_folder, versions, write_json
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes
-from .heads import PATTERN
-from .measure import Measured, Questions, make_questions, measure, relative_error
-from .plot import write_plot
-from .tasks import TASKS
 
-MIN_CONTEXT = 96
 PREFILLS = ("whole", "context", "blocks")
+TITLES = {"whole": "prompt read whole", "context": "text compressed before the question"}
+QUICK = {"context": 512, "budgets": (64, 128), "policies": ("momentkv", "streaming"), "samples": 2}
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,13 @@ class Settings:
             "blocks": the prompt is read in blocks.  blocks: tokens of a block.
         sinks, recent: tokens that are never evicted, as in `Budget`.
         out: directory for demo.json and demo.png.
+    Raises: FastKVError if something cannot be compared.
     """
 
     context: int = 1024
     budgets: tuple[int, ...] = (128, 256)
     equal: str = "bytes"
-    policies: tuple[str, ...] = ()
+    policies: tuple[str, ...] = field(default_factory=lambda: tuple(policies.names()))
     tasks: tuple[str, ...] = TASKS
     samples: int = 6
     seed: int = 0
@@ -58,28 +55,78 @@ class Settings:
     recent: int = 16
     out: Path = Path("fastkv-demo")
 
-    @classmethod
-    def make(cls, *, quick: bool = False, **chosen: Any) -> Settings:
-        """The given settings; the defaults for the others, smaller ones if `quick`. Raises FastKVError for bad ones."""
-        small = {"context": 512, "budgets": (64, 128), "policies": ("momentkv", "streaming"), "samples": 2}
-        defaults: dict[str, Any] = {"policies": tuple(policies.names()), **(small if quick else {})}
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
-        settings = cls(**{**defaults, **given})
-        for name, least in (("context", MIN_CONTEXT), ("samples", 1), ("blocks", 1)):
-            if getattr(settings, name) < least:
-                raise FastKVError(f"{name} must be at least {least}, got {getattr(settings, name)}")
-        for name in ("budgets", "policies", "tasks", "prefill"):
-            if not getattr(settings, name):
-                raise FastKVError(f"{name} must name at least one, got none; leave it out to use the default")
-        for name, chosen_ones, known in (("task", settings.tasks, TASKS), ("prefill", settings.prefill, PREFILLS)):
-            unknown = [one for one in chosen_ones if one not in known]
+    def __post_init__(self) -> None:
+        for name, least in (("context", SHORTEST), ("samples", 1), ("blocks", 1)):
+            if getattr(self, name) < least:
+                raise FastKVError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_some(budgets=self.budgets, policies=self.policies, tasks=self.tasks, prefill=self.prefill)
+        for name, chosen, known in (("task", self.tasks, TASKS), ("prefill", self.prefill, PREFILLS)):
+            unknown = [one for one in chosen if one not in known]
             if unknown:
                 raise FastKVError(f"unknown {name} {unknown[0]!r}; choose from {', '.join(known)}")
-        for policy in settings.policies:
+        for policy in self.policies:
             policy_of(policy)
-        for tokens in settings.budgets:
-            Budget(tokens=tokens, sinks=settings.sinks, recent=settings.recent)
-        return settings
+        for tokens in self.budgets:
+            Budget(tokens=tokens, sinks=self.sinks, recent=self.recent)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv demo`."""
+    add = parser.add_argument
+    add("--context", type=int, metavar="N", help="tokens of a prompt and its answer")
+    add("--budgets", type=listed(int), metavar="N,...", help="sizes of the cache, tokens per KV head")
+    add(
+        "--equal",
+        choices=("bytes", "tokens"),
+        help="what the policies share: the bytes that so many tokens take, so that a policy that also stores moments "
+        "keeps fewer tokens (the default), or the tokens",
+    )
+    add("--policies", type=listed(), metavar="NAME,...", help="policies to compare (default: all)")
+    add("--tasks", type=listed(), metavar="NAME,...", help="kinds of questions (default: all)")
+    add(
+        "--prefill",
+        type=listed(),
+        metavar="MODE,...",
+        help="whole: the prompt at once; context: compressed before the question is known; blocks "
+        "(default: whole,blocks)",
+    )
+    add("--blocks", type=int, metavar="N", help="tokens of a block when the prompt is read in blocks")
+    add("--samples", type=int, metavar="N", help="texts for each task")
+    add("--seed", type=int, metavar="N", help="seed of the first text; the others follow it")
+    add("--out", type=Path, metavar="DIR", help="where the files go (default: fastkv-demo)")
+    add("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """Measure every cache, print the table and write demo.json and demo.png.
+
+    Raises: FastKVError if something cannot be compared, or if the directory cannot be written.
+    """
+    started, console = time.perf_counter(), looks.console_of()
+    chosen = {one.name: getattr(options, one.name, None) for one in fields(Settings)}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    settings = Settings(**{**(QUICK if options.quick else {}), **given})
+    if not (MODEL_DIR / "config.json").is_file():
+        raise FastKVError(f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again")
+    model, tokenizer = load(DEMO, device="cpu")
+    check_length("context", settings.context, model, "the bundled model")
+    make_folder(settings.out)
+    asked = [
+        make_questions(tokenizer, task, settings.context, settings.samples, settings.seed) for task in settings.tasks
+    ]
+    rows = list(compare(model, asked, settings, console))
+    console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
+    console.print(explain(settings), highlight=False)
+    record = {"versions": versions(), "threads": torch.get_num_threads(), "settings": asdict(settings)}
+    write_json(settings.out / "demo.json", {**record, "rows": [asdict(row) for row in rows]})
+    title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
+    write_plot(rows, settings.out / "demo.png", title)
+    console.print(
+        f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'} written; "
+        f"{time.perf_counter() - started:.0f} s in all",
+        highlight=False,
+    )
+    return rows
 
 
 @dataclass(frozen=True)
@@ -98,43 +145,6 @@ class Row:
     error: float
 
 
-def run(settings: Settings, console: Console | None = None) -> list[Row]:
-    """Measure every cache, print the table and write demo.json and demo.png into `settings.out`."""
-    started = time.perf_counter()
-    if console is None:
-        console = Console(width=None if sys.stdout.isatty() else 100)
-    if not (MODEL_DIR / "config.json").is_file():
-        raise FastKVError(
-            f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again or train it with "
-            "python -m fastkv.demo.train"
-        )
-    transformers.utils.logging.disable_progress_bar()  # loading takes no time
-    model, tokenizer = load()
-    transformers.utils.logging.enable_progress_bar()
-    longest = model.config.max_position_embeddings
-    if settings.context > longest:
-        raise FastKVError(f"context must be at most {longest} tokens for the bundled model, got {settings.context}")
-    try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FastKVError(f"cannot write to {settings.out} ({error.strerror}); choose another directory") from error
-    asked = [
-        make_questions(tokenizer, task, settings.context, settings.samples, settings.seed) for task in settings.tasks
-    ]
-    rows = list(compare(model, asked, settings, console))
-    console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
-    console.print(explain(settings), highlight=False)
-    write_json(rows, settings)
-    title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
-    write_plot(rows, settings.out / "demo.png", title)
-    console.print(
-        f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'} written; "
-        f"{time.perf_counter() - started:.0f} s in all",
-        highlight=False,
-    )
-    return rows
-
-
 def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, console: Console) -> Iterator[Row]:
     """The full cache first, then every policy at every budget in both prefill modes."""
     caches = [
@@ -144,8 +154,7 @@ def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, 
         for budget in settings.budgets
         if prefill != "blocks" or not policy_of(policy).rereads
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with looks.progress(console) as progress:
         bar = progress.add_task("full cache", total=1 + len(caches))
         full = [measure(model, questions, timed=place == 0) for place, questions in enumerate(asked)]
         yield summarise(("full", "whole", settings.context), asked, full, full)
@@ -166,11 +175,6 @@ def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, 
             yield summarise((policy, str(block or prefill), tokens), asked, measured, full)
             progress.advance(bar)
         progress.update(bar, description="done")
-
-
-def policy_of(name: str) -> policies.Policy:
-    """The policy with its defaults; DuoAttention with the pattern of the bundled model."""
-    return policies.get(name, **({"pattern": str(PATTERN)} if name == "duoattention" else {}))
 
 
 def budget_of(model: PreTrainedModel, tokens: int, settings: Settings) -> Budget:
@@ -202,13 +206,10 @@ def summarise(
     )
 
 
-def table_of(rows: list[Row], tasks: tuple[str, ...], *, roomy: bool = True) -> Table:
+def table_of(rows: list[Row], tasks: Sequence[str], *, roomy: bool = True) -> Table:
     """The rows as a table; accuracy over all tasks and for each. It is 80 columns wide unless `roomy`."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, int(roomy)), show_edge=False)
-    for name in ("policy", "prefill"):
-        table.add_column(name, no_wrap=True)
-    for name in ("budget", "kept", "right", *tasks, "KiB", "share", "tok/s", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("budget", "kept", "right", *tasks, "KiB", "share", "tok/s", "error")
+    table = looks.table(("policy", "prefill"), numbers, padding=(0, int(roomy)))
     for before, row in zip([rows[0], *rows], rows):
         if (row.policy == "full", row.prefill) != (before.policy == "full", before.prefill):
             table.add_section()
@@ -243,12 +244,28 @@ One question to each of {settings.samples} texts a task, {settings.context} toke
 """
 
 
-def write_json(rows: list[Row], settings: Settings) -> None:
-    """demo.json: versions, settings and rows."""
-    record = {
-        "versions": {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "threads": torch.get_num_threads(),
-        "settings": {**asdict(settings), "out": str(settings.out)},
-        "rows": [asdict(row) for row in rows],
-    }
-    (settings.out / "demo.json").write_text(json.dumps(record, indent=2) + "\n")
+def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Write a PNG: a column for each prefill mode, accuracy above, mean relative attention-output error below."""
+    full, compressed = rows[0], rows[1:]
+    modes = list(dict.fromkeys(row.prefill for row in compressed))
+    policies = list(dict.fromkeys(row.policy for row in compressed))
+    sizes = sorted({row.budget: row.nbytes / 2**10 for row in compressed if row.policy == policies[-1]}.values())
+    figure = looks.figure(4.6 * len(modes) + 0.8, 7.4)
+    axes = figure.subplots(2, len(modes), sharex=True, sharey="row", squeeze=False)
+    for (accuracy, error), mode in zip(axes.T, modes):
+        accuracy.set_title(TITLES.get(mode, f"prompt read in blocks of {mode} tokens"), fontsize=11)
+        accuracy.axhline(100 * full.accuracy, label="full cache", **looks.DASHED)
+        for index, policy in enumerate(policies):
+            line = sorted((r for r in compressed if (r.policy, r.prefill) == (policy, mode)), key=lambda r: r.nbytes)
+            style, x = looks.style(index), [row.nbytes / 2**10 for row in line]
+            accuracy.plot(x, [100 * row.accuracy for row in line], label=policy, **style)
+            error.plot(x, [row.error for row in line], **style)
+        looks.ticks(error, sizes)
+        error.set_xlabel(f"cache, KiB per sequence (full cache: {full.nbytes / 2**10:.0f})")
+        accuracy.set_ylim(-4, 104)
+        error.set_ylim(0, 1.06 * max(row.error for row in compressed))
+        looks.finish(accuracy)
+        looks.finish(error)
+    axes[0][0].set_ylabel("answers right, %")
+    axes[1][0].set_ylabel("attention output,\nmean relative error")
+    looks.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(modes))

@@ -11,9 +11,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import FastKVError
-from .haystack import Units
-from .ruler_sample import Draft, Request, Sample
+from ...errors import FastKVError
+from .text import Draft, Request, Sample, Units
 
 TOKENS = 32  # of the answer
 

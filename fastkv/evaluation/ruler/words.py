@@ -10,9 +10,8 @@ from functools import cache
 from itertools import chain, islice
 from string import ascii_lowercase
 
-from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
-from .haystack import Units
-from .ruler_sample import Draft, Request, Sample
+from ...demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
+from .text import Draft, Request, Sample, Units
 
 COMMON_TOKENS, FREQUENT_TOKENS = 120, 50  # of the answers
 COMMON = 10  # words that are asked for
