@@ -158,7 +158,7 @@ def test_held_out_r2_is_that_of_the_stored_pairs():
     model, ids = build("qwen3"), sequences()
     fitted = fit(model, ids.split(2), held_out=0.5)
     rotary = Rotary.of(model)
-    batches = [pre_rope_pairs(model, rotary, batch) for batch in ids.split(2)]
+    batches = [list(pre_rope_pairs(model, rotary, batch)) for batch in ids.split(2)]
     for layer, weight in fitted.weights.items():
         keys = torch.stack([batch[layer][1][0] for batch in batches]).double().transpose(0, 1).flatten(1, 2)
         values = torch.stack([batch[layer][2][0] for batch in batches]).double().transpose(0, 1).flatten(1, 2)
@@ -569,7 +569,7 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
 
 
 def test_the_command_refuses_a_model_that_is_not_there(tmp_path):
-    refused("cannot be loaded", calibrate, "--model", str(tmp_path), "--out", str(tmp_path / "v"))
+    refused("cannot load a model", calibrate, "--model", str(tmp_path), "--out", str(tmp_path / "v"))
 
 
 def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):

@@ -13,7 +13,7 @@ import fastkv
 from fastkv.cli import main
 from fastkv.demo import load, policy_of
 from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.evaluation.demo import EVICT_EVERY, Settings, budget_of
+from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 
 OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--quick")
 POLICIES = ("momentkv", "streaming")  # of --quick
@@ -149,7 +149,7 @@ def test_equal_bytes_are_equal(bundled, policy):
     asked = make_questions(tokenizer, "facts", 256, 2, seed=0)
     sizes = {}
     for name in ("streaming", policy):
-        budget = budget_of(model, 96, Settings())
+        budget = equal_bytes(model.config, 96, model.dtype, sinks=4, recent=16)
         with fastkv.patched(model, policy_of(name), budget, evict_every=EVICT_EVERY):
             sizes[name] = measure(model, asked).nbytes
     slot = sizes["streaming"] / (96 + EVICT_EVERY)

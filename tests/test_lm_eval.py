@@ -403,6 +403,7 @@ def test_processes_share_the_questions(tasks, tmp_path):
         assert row["nbytes"] == alone.nbytes
 
 
+@pytest.mark.slow
 def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
     """`accelerate launch -m fastkv.evaluation` on the CPU: --multi_gpu is what starts several processes."""
     model = f"pretrained={MODEL_DIR},policy=keydiff,budget=128,evict_every=4"

@@ -447,8 +447,8 @@ def test_grid_on_the_bundled_model(bundled, tmp_path):
     """The full cache finds every depth; 4 sinks and 60 recent tokens only what stands right before the question."""
     model, tokenizer = bundled
     lengths, depths, calls = (192, 384), (0.0, 0.5, 1.0), []
-    full = needles.grid(model, tokenizer, lengths, depths, 3, task="facts", progress=lambda *at: calls.append(at))
-    assert calls == [(done, 18) for done in range(1, 19)]
+    full = needles.grid(model, tokenizer, lengths, depths, 3, task="facts", progress=lambda: calls.append(1))
+    assert len(calls) == 18
     with fastkv.patched(model, "streaming", budget=64):
         streaming = needles.grid(model, tokenizer, lengths, depths, 3, task="facts")
     assert sum(map(sum, full.accuracy)) >= 6 - 1 / 3 - 1e-9

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,11 +22,15 @@ from ..budget import Budget
 from ..calibration.files import replace_file
 from ..demo.tasks import generate
 from ..errors import FastKVError
-from .equal_bytes import EVICT_EVERY, equal_bytes, is_full
+from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes, is_full
 
 DEMO = "demo"  # the bundled model, or texts in its language, on a command line
 FULL = "full"  # the stock cache, under the name of a policy
 POLICIES = ("momentkv", "keydiff", "snapkv")
+EQUAL = (
+    "what policies share at a budget in tokens: the bytes that so many tokens take, so that a policy that stores more "
+    "than keys and values keeps fewer (the default), or the tokens"
+)
 UNITS = {"tokens": int, "keep": float, "bytes": int, "quality": float}
 SHORTEST = 96  # tokens of a generated text
 FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
@@ -180,11 +185,13 @@ def listed(kind: Callable[[str], Any] = str) -> Callable[[str], tuple[Any, ...]]
     return parse
 
 
-def check_some(**lists: Sequence[Any]) -> None:
-    """Raise FastKVError for a list without entries."""
-    for name, entries in lists.items():
-        if not entries:
-            raise FastKVError(f"{name} must name at least one, got none; leave it out to use the default")
+def check_some(name: str, entries: Sequence[Any], known: Sequence[str] | None = None) -> None:
+    """Raise FastKVError for a list without entries, or with one that is not known."""
+    if not entries:
+        raise FastKVError(f"{name} must name at least one, got none; leave it out to use the default")
+    unknown = [entry for entry in entries if known is not None and entry not in known]
+    if unknown:
+        raise FastKVError(f"{name} must be of {', '.join(known or ())}, got {unknown[0]!r}")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -233,13 +240,7 @@ def add_caches(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="tokens per KV head, or keep=0.25, bytes=2000000, quality=0.95 (default: 128,256)",
     )
-    add(
-        "--equal",
-        choices=("bytes", "tokens"),
-        default="bytes",
-        help="what policies share at a budget in tokens: the bytes that so many tokens take, so that a policy that "
-        "stores more than keys and values keeps fewer (the default), or the tokens",
-    )
+    add("--equal", choices=("bytes", "tokens"), default="bytes", help=EQUAL)
     add("--sinks", type=int, default=4, metavar="N", help="first tokens that stay (default: 4)")
     add("--recent", type=int, default=32, metavar="N", help="last tokens that stay (default: 32)")
     add("--layers", default="uniform", metavar="SHARES", help="uniform, pyramid, or a weight for each, as 2,1,1,1")
@@ -254,7 +255,8 @@ CACHE = ("equal", "sinks", "recent", "layers", "heads", "prefill_block", "evict_
 
 def caches_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Policy and budget of every cache, the stock one first. Raises FastKVError if one of them is none."""
-    check_some(policies=options.policies, budgets=options.budgets)
+    check_some("policies", options.policies)
+    check_some("budgets", options.budgets)
     for policy in options.policies:
         demo.policy_of(policy)
     for budget in options.budgets:
@@ -303,26 +305,72 @@ def given(text: str, options: argparse.Namespace, model: Any) -> Budget:
     return equal_bytes(model.config, budget, model.dtype, evict_every=options.evict_every)
 
 
-def fitted(model: Any, policy: str, budget: str, options: argparse.Namespace) -> AbstractContextManager[Any]:
-    """The model with one cache of the options."""
-    if policy == FULL:
-        return nullcontext(model)
-    return patched(
-        model,
-        policy_for(options.model, policy),
-        given(budget, options, model),
-        prefill_block=options.prefill_block,
-        evict_every=options.evict_every,
-        correction=options.correction,
-    )
-
-
 # Results.
 
 
-def name_of(policy: str, budget: str) -> str:
-    """What a cache is called in file names and messages."""
-    return f"{policy}-{budget}" if budget else policy
+@dataclass(frozen=True)
+class Planned:
+    """A cache that is to be measured, or was.
+
+    Attributes: policy, budget: as on the command line; file: of the result; settings: what results must share to stand
+    in one table; record: what the file holds, None if there is none.
+    """
+
+    policy: str
+    budget: str
+    file: Path
+    settings: dict[str, Any]
+    record: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """What it is called in file names and messages."""
+        return self.file.stem
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Write the file, whole or not at all: an interrupted run leaves no half of one."""
+        write_json(self.file, {"settings": self.settings, **record})
+
+
+def planned(caches: Sequence[tuple[str, str]], options: argparse.Namespace, settings: dict[str, Any]) -> list[Planned]:
+    """What there is to do in the folder of --out, and what is done.
+
+    Raises: FastKVError if the folder cannot be written, or holds results of other settings.
+    """
+    make_folder(options.out)
+    shared = {**settings, **{name: getattr(options, name) for name in CACHE}}
+    shared = json.loads(json.dumps(shared, default=str))
+    plan = []
+    for policy, budget in caches:
+        file = options.out / f"{policy}{budget and '-'}{budget}.json"
+        record = json.loads(file.read_text()) if file.is_file() else None
+        before = shared if record is None else record["settings"]
+        for name, now in shared.items():
+            if before.get(name) != now:
+                raise FastKVError(
+                    f"{file} was written with {name} {before.get(name)}, this run has {now}; choose another --out or "
+                    "delete the file"
+                )
+        plan.append(Planned(policy, budget, file, shared, record))
+    return plan
+
+
+@contextmanager
+def fitted(model: Any, cache: Planned, options: argparse.Namespace) -> Iterator[Budget | None]:
+    """The model with one cache; its budget, None for the stock cache."""
+    if cache.policy == FULL:
+        yield None
+        return
+    budget = given(cache.budget, options, model)
+    settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction")}
+    with patched(model, policy_for(options.model, cache.policy), budget, **settings):
+        yield budget
+
+
+def check_bytes(name: str, cache: Any, budget: Budget | None) -> None:
+    """Raise FastKVError if a cache does not use the bytes of its budget, where that is in bytes."""
+    if budget is not None and budget.bytes is not None:
+        assert_equal_bytes({name: cache}, budget.bytes)
 
 
 def versions() -> dict[str, str]:
@@ -333,20 +381,6 @@ def versions() -> dict[str, str]:
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write the whole file or nothing: an interrupted run leaves no half of one."""
     replace_file(path, (json.dumps(record, indent=2, default=str) + "\n").encode())
-
-
-def finished(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What was written there before, or None. Raises FastKVError if that was with other settings."""
-    if not path.is_file():
-        return None
-    record: dict[str, Any] = json.loads(path.read_text())
-    for name, now in json.loads(json.dumps(settings, default=str)).items():
-        before = record.get("settings", {}).get(name)
-        if before != now:
-            raise FastKVError(
-                f"{path} was written with {name} {before}, this run has {now}; choose another --out or delete the file"
-            )
-    return record
 
 
 def first_line(error: BaseException) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,75 +18,39 @@ from .. import Budget, FastKVError, patched, policies
 from ..demo import MODEL_DIR, policy_of
 from ..demo.measure import Measured, Questions, make_questions, measure, relative_error
 from ..demo.tasks import TASKS
-from . import looks
-from .common import DEMO, SHORTEST, check_length, check_some, listed, load, make_folder, versions, write_json
+from . import common, looks
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes
 
 PREFILLS = ("whole", "context", "blocks")
 TITLES = {"whole": "prompt read whole", "context": "text compressed before the question"}
+DEFAULTS: dict[str, Any] = {
+    "context": 1024,
+    "budgets": (128, 256),
+    "equal": "bytes",
+    "policies": tuple(policies.names()),
+    "tasks": TASKS,
+    "samples": 6,
+    "seed": 0,
+    "prefill": ("whole", "blocks"),
+    "blocks": 256,
+    "sinks": 4,  # these and the most recent tokens are never evicted
+    "recent": 16,
+    "out": Path("fastkv-demo"),
+}
 QUICK = {"context": 512, "budgets": (64, 128), "policies": ("momentkv", "streaming"), "samples": 2}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is compared.
-
-    Attributes:
-        context: tokens of a prompt with its answer.
-        budgets: tokens per KV head that a cache without moments keeps.
-        equal: "bytes": every policy gets the bytes of such a cache; "tokens": every policy keeps that many tokens.
-        policies: names.  tasks: names.  samples: texts for each task.  seed: of the first text.
-        prefill: "whole": the prompt is read at once; "context": the text is read, and compressed, before the question;
-            "blocks": the prompt is read in blocks.  blocks: tokens of a block.
-        sinks, recent: tokens that are never evicted, as in `Budget`.
-        out: directory for demo.json and demo.png.
-    Raises: FastKVError if something cannot be compared.
-    """
-
-    context: int = 1024
-    budgets: tuple[int, ...] = (128, 256)
-    equal: str = "bytes"
-    policies: tuple[str, ...] = field(default_factory=lambda: tuple(policies.names()))
-    tasks: tuple[str, ...] = TASKS
-    samples: int = 6
-    seed: int = 0
-    prefill: tuple[str, ...] = ("whole", "blocks")
-    blocks: int = 256
-    sinks: int = 4
-    recent: int = 16
-    out: Path = Path("fastkv-demo")
-
-    def __post_init__(self) -> None:
-        for name, least in (("context", SHORTEST), ("samples", 1), ("blocks", 1)):
-            if getattr(self, name) < least:
-                raise FastKVError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        check_some(budgets=self.budgets, policies=self.policies, tasks=self.tasks, prefill=self.prefill)
-        for name, chosen, known in (("task", self.tasks, TASKS), ("prefill", self.prefill, PREFILLS)):
-            unknown = [one for one in chosen if one not in known]
-            if unknown:
-                raise FastKVError(f"unknown {name} {unknown[0]!r}; choose from {', '.join(known)}")
-        for policy in self.policies:
-            policy_of(policy)
-        for tokens in self.budgets:
-            Budget(tokens=tokens, sinks=self.sinks, recent=self.recent)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv demo`."""
+    """The options of `fastkv demo`; those that are not given are `QUICK` or `DEFAULTS`."""
     add = parser.add_argument
     add("--context", type=int, metavar="N", help="tokens of a prompt and its answer")
-    add("--budgets", type=listed(int), metavar="N,...", help="sizes of the cache, tokens per KV head")
-    add(
-        "--equal",
-        choices=("bytes", "tokens"),
-        help="what the policies share: the bytes that so many tokens take, so that a policy that also stores moments "
-        "keeps fewer tokens (the default), or the tokens",
-    )
-    add("--policies", type=listed(), metavar="NAME,...", help="policies to compare (default: all)")
-    add("--tasks", type=listed(), metavar="NAME,...", help="kinds of questions (default: all)")
+    add("--budgets", type=common.listed(int), metavar="N,...", help="sizes of the cache, tokens per KV head")
+    add("--equal", choices=("bytes", "tokens"), help=common.EQUAL)
+    add("--policies", type=common.listed(), metavar="NAME,...", help="policies to compare (default: all)")
+    add("--tasks", type=common.listed(), metavar="NAME,...", help="kinds of questions (default: all)")
     add(
         "--prefill",
-        type=listed(),
+        type=common.listed(),
         metavar="MODE,...",
         help="whole: the prompt at once; context: compressed before the question is known; blocks "
         "(default: whole,blocks)",
@@ -97,36 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
 
 
-def run(options: argparse.Namespace) -> list[Row]:
-    """Measure every cache, print the table and write demo.json and demo.png.
-
-    Raises: FastKVError if something cannot be compared, or if the directory cannot be written.
-    """
-    started, console = time.perf_counter(), looks.console_of()
-    chosen = {one.name: getattr(options, one.name, None) for one in fields(Settings)}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    settings = Settings(**{**(QUICK if options.quick else {}), **given})
-    if not (MODEL_DIR / "config.json").is_file():
-        raise FastKVError(f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again")
-    model, tokenizer = load(DEMO, device="cpu")
-    check_length("context", settings.context, model, "the bundled model")
-    make_folder(settings.out)
-    asked = [
-        make_questions(tokenizer, task, settings.context, settings.samples, settings.seed) for task in settings.tasks
-    ]
-    rows = list(compare(model, asked, settings, console))
-    console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
-    console.print(explain(settings), highlight=False)
-    record = {"versions": versions(), "threads": torch.get_num_threads(), "settings": asdict(settings)}
-    write_json(settings.out / "demo.json", {**record, "rows": [asdict(row) for row in rows]})
-    title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
-    write_plot(rows, settings.out / "demo.png", title)
-    console.print(
-        f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'} written; "
-        f"{time.perf_counter() - started:.0f} s in all",
-        highlight=False,
-    )
-    return rows
+def settings_of(options: argparse.Namespace) -> argparse.Namespace:
+    """The options with all defaults. Raises FastKVError if something cannot be compared."""
+    given = {name: value for name, value in vars(options).items() if name in DEFAULTS and value is not None}
+    chosen = argparse.Namespace(**{**DEFAULTS, **(QUICK if options.quick else {}), **given})
+    for name, least in (("context", common.SHORTEST), ("samples", 1), ("blocks", 1)):
+        if getattr(chosen, name) < least:
+            raise FastKVError(f"{name} must be at least {least}, got {getattr(chosen, name)}")
+    for name, known in (("budgets", None), ("policies", None), ("tasks", TASKS), ("prefill", PREFILLS)):
+        common.check_some(name, getattr(chosen, name), known)
+    for policy in chosen.policies:
+        policy_of(policy)
+    for tokens in chosen.budgets:
+        Budget(tokens=tokens, sinks=chosen.sinks, recent=chosen.recent)
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -145,7 +94,34 @@ class Row:
     error: float
 
 
-def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, console: Console) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> list[Row]:
+    """Measure every cache, print the table and write demo.json and demo.png.
+
+    Raises: FastKVError if something cannot be compared, or if the directory cannot be written.
+    """
+    started, console, settings = time.perf_counter(), looks.console_of(), settings_of(options)
+    if not (MODEL_DIR / "config.json").is_file():
+        raise FastKVError(f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again")
+    model, tokenizer = common.load(common.DEMO, device="cpu")
+    common.check_length("context", settings.context, model, "the bundled model")
+    common.make_folder(settings.out)
+    texts = settings.context, settings.samples, settings.seed
+    rows = list(compare(model, [make_questions(tokenizer, task, *texts) for task in settings.tasks], settings, console))
+    console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
+    console.print(explain(settings), highlight=False)
+    record = {"versions": common.versions(), "threads": torch.get_num_threads(), "settings": vars(settings)}
+    common.write_json(settings.out / "demo.json", {**record, "rows": [asdict(row) for row in rows]})
+    title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
+    write_plot(rows, settings.out / "demo.png", title)
+    seconds = time.perf_counter() - started
+    files = f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'}"
+    console.print(f"{files} written; {seconds:.0f} s in all", highlight=False)
+    return rows
+
+
+def compare(
+    model: PreTrainedModel, asked: list[Questions], settings: argparse.Namespace, console: Console
+) -> Iterator[Row]:
     """The full cache first, then every policy at every budget in both prefill modes."""
     caches = [
         (policy, prefill, budget)
@@ -162,7 +138,9 @@ def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, 
         for policy, prefill, tokens in caches:
             block = settings.blocks if prefill == "blocks" else None
             progress.update(bar, description=f"{policy}, {prefill}, {tokens}")
-            budget = budget_of(model, tokens, settings)
+            budget = Budget(tokens=tokens, sinks=settings.sinks, recent=settings.recent)
+            if settings.equal == "bytes":
+                budget = equal_bytes(model.config, budget, model.dtype)
             with patched(model, policy_of(policy), budget, prefill_block=block, evict_every=EVICT_EVERY):
                 if budget.bytes is not None:
                     with torch.no_grad():
@@ -175,12 +153,6 @@ def compare(model: PreTrainedModel, asked: list[Questions], settings: Settings, 
             yield summarise((policy, str(block or prefill), tokens), asked, measured, full)
             progress.advance(bar)
         progress.update(bar, description="done")
-
-
-def budget_of(model: PreTrainedModel, tokens: int, settings: Settings) -> Budget:
-    """`tokens` per KV head, or the bytes of a cache without moments that keeps so many."""
-    budget = Budget(tokens=tokens, sinks=settings.sinks, recent=settings.recent)
-    return budget if settings.equal == "tokens" else equal_bytes(model.config, budget, model.dtype)
 
 
 def summarise(
@@ -228,7 +200,7 @@ def table_of(rows: list[Row], tasks: Sequence[str], *, roomy: bool = True) -> Ta
     return table
 
 
-def explain(settings: Settings) -> str:
+def explain(settings: argparse.Namespace) -> str:
     """What the table shows."""
     share = "bytes" if settings.equal == "bytes" else "kept tokens"
     return f"""

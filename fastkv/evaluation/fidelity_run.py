@@ -17,22 +17,7 @@ from torch import Tensor
 from .. import Budget, FastKVError, patched, policies
 from ..config import CORRECTIONS
 from ..demo import policy_of
-from . import looks
-from .common import (
-    DEMO,
-    SHORTEST,
-    add_model,
-    add_out,
-    check_known,
-    check_length,
-    demo_text,
-    documents,
-    listed,
-    load,
-    make_folder,
-    versions,
-    write_json,
-)
+from . import common, looks
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes
 from .fidelity import Row, measure, read_full, summarise
 
@@ -60,20 +45,20 @@ PRESETS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv fidelity`."""
     add = parser.add_argument
-    add_model(parser)
+    common.add_model(parser)
     add(
         "--text",
-        default=DEMO,
+        default=common.DEMO,
         metavar="FILE",
         help="a text in UTF-8, - for standard input, or demo, generated ones that end with a question (the default)",
     )
     add("--context", type=int, default=1024, metavar="N", help="tokens of a text (default: 1024)")
     add("--steps", type=int, default=48, metavar="T", help="last tokens of it that are fed one at a time (default: 48)")
-    add("--policies", "--policy", type=listed(), metavar="NAME,...", help="policies to compare (default: all)")
+    add("--policies", "--policy", type=common.listed(), metavar="NAME,...", help="policies to compare (default: all)")
     add(
         "--budgets",
         "--budget",
-        type=listed(int),
+        type=common.listed(int),
         metavar="N,...",
         help="sizes of the cache, tokens per KV head (default: 128,256)",
     )
@@ -97,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure and draw what this figure of the MomentKV paper shows: 2, why eviction errs; 3, what the moments "
         "recover (the second policy against the first)",
     )
-    add_out(parser, "fastkv-fidelity")
+    common.add_out(parser, "fastkv-fidelity")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
@@ -112,17 +97,17 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     options.budgets = options.budgets or preset.budgets
     options.policies = options.policies or preset.policies or default_policies(options)
     check(options)
-    make_folder(options.out)
-    model, tokenizer = load(options.model)
-    check_length("context", options.context, model, options.model)
+    common.make_folder(options.out)
+    model, tokenizer = common.load(options.model)
+    common.check_length("context", options.context, model, options.model)
     contexts = [options.context // divisor for divisor in preset.shorter]
     texts = [texts_of(tokenizer, options, context).to(model.device) for context in contexts]
     rows = list(compare(model, texts, options, console))
     console.print(table_of(rows))
     console.print(explain(rows, options.steps), highlight=False)
     chosen = ("model", "text", "context", "steps", "policies", "budgets", "correction", "vector", "seeds", "figure")
-    record = {"versions": versions(), "options": {name: getattr(options, name) for name in chosen}}
-    write_json(options.out / "fidelity.json", {**record, "rows": [asdict(row) for row in rows]})
+    record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
+    common.write_json(options.out / "fidelity.json", {**record, "rows": [asdict(row) for row in rows]})
     picture = options.out / ("fidelity.png" if options.figure is None else f"figure{options.figure}.png")
     PICTURES[options.figure](rows, picture)
     console.print(f"{picture} and {options.out / 'fidelity.json'} written", highlight=False)
@@ -132,16 +117,16 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
 def default_policies(options: argparse.Namespace) -> tuple[str, ...]:
     """All policies; DuoAttention only where there is a pattern for it, with the bundled model, and without VECTOR."""
     without = VECTORLESS if options.correction.startswith("vector") else ()
-    known = [name for name in policies.names() if name != "duoattention" or options.model == DEMO]
+    known = [name for name in policies.names() if name != "duoattention" or options.model == common.DEMO]
     return tuple(name for name in known if name not in without)
 
 
 def check(options: argparse.Namespace) -> None:
     """Raise FastKVError for what is wrong already before a model is loaded."""
     shortest = options.context // max(PRESETS[options.figure].shorter)
-    if shortest < SHORTEST:
+    if shortest < common.SHORTEST:
         raise FastKVError(
-            f"context must be at least {SHORTEST * max(PRESETS[options.figure].shorter)} tokens, got "
+            f"context must be at least {common.SHORTEST * max(PRESETS[options.figure].shorter)} tokens, got "
             f"{options.context}; give a larger one"
         )
     if not 2 <= options.steps < shortest:
@@ -164,13 +149,13 @@ def check(options: argparse.Namespace) -> None:
 
 def texts_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Tensor:
     """Tokens [K, context]: generated texts with seeds 0, 1, ..., or consecutive stretches of the given text."""
-    if options.text == DEMO:
-        wholes = [demo_text("facts", context, seed) for seed in range(options.seeds)]
+    if options.text == common.DEMO:
+        wholes = [common.demo_text("facts", context, seed) for seed in range(options.seeds)]
         stretches = [tokenizer(whole).input_ids[:context] for whole in wholes]
     else:
         bos = tokenizer.bos_token_id
         start = [bos] if bos in tokenizer("").input_ids else []
-        ids = tokenizer("".join(documents(options.text)), add_special_tokens=False).input_ids
+        ids = tokenizer("".join(common.documents(options.text)), add_special_tokens=False).input_ids
         each = context - len(start)
         stretches = [start + ids[index * each :][:each] for index in range(options.seeds)]
     short = next((stretch for stretch in stretches if len(stretch) < context), None)
@@ -180,7 +165,7 @@ def texts_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Tenso
             f"{len(short)}; give a longer text, a smaller --context or fewer --seeds"
         )
     tokens = torch.tensor(stretches)
-    check_known(tokenizer, tokens, options.model, options.text, "give a text in its vocabulary")
+    common.check_known(tokenizer, tokens, options.model, options.text, "give a text in its vocabulary")
     return tokens
 
 
@@ -214,12 +199,7 @@ def compare(model: Any, texts: list[Tensor], options: argparse.Namespace, consol
 def fitted(model: Any, policy: str, budget: Budget, options: argparse.Namespace) -> Any:
     """The model patched for one cache, as a context manager."""
     return patched(
-        model,
-        policy_of(policy),
-        budget,
-        evict_every=EVICT_EVERY,
-        correction=options.correction,
-        vector=options.vector,
+        model, policy_of(policy), budget, evict_every=EVICT_EVERY, correction=options.correction, vector=options.vector
     )
 
 

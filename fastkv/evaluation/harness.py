@@ -25,27 +25,7 @@ from rich.table import Table
 from .. import demo
 from ..budget import Budget
 from ..errors import FastKVError
-from . import TASK_FILES, check_harness, looks
-from .common import (
-    CACHE,
-    DEMO,
-    FULL,
-    add_caches,
-    add_model,
-    add_out,
-    caches_of,
-    check_some,
-    finished,
-    first_line,
-    given,
-    listed,
-    make_folder,
-    name_of,
-    policy_for,
-    versions,
-    write_json,
-)
-from .equal_bytes import assert_equal_bytes
+from . import TASK_FILES, check_harness, common, looks
 
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config", "git_hash")
@@ -108,14 +88,14 @@ def scores_of(results: dict[str, Any]) -> dict[str, list[Score]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv eval`."""
     add = parser.add_argument
-    add_model(parser)
+    common.add_model(parser)
     add(
         "--tasks",
         required=True,
         metavar="NAME,...",
         help="tasks of lm-evaluation-harness, your own in --include-path, or their YAML files",
     )
-    add_caches(parser)
+    common.add_caches(parser)
     add(
         "--mode",
         choices=("auto", "stream", "prefix"),
@@ -142,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what tasks can be told, as max_seq_lengths=[4096,8192] num_samples=20, or a JSON object",
     )
     add("--include-path", metavar="DIR", help="folder with task YAML files of your own")
-    add_out(parser, "fastkv-eval")
+    common.add_out(parser, "fastkv-eval")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
@@ -152,14 +132,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         used, or if the directory holds results of other settings.
     """
     check_harness()
-    caches, tasks = caches_of(options), list(listed()(options.tasks))
-    check_some(tasks=tasks)
-    make_folder(options.out)
-    shared = ("model", "tasks", "mode", *CACHE, "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
-    settings = {name: getattr(options, name) for name in shared}
-    files = [options.out / f"{name_of(*cache)}.json" for cache in caches]
-    done = [finished(file, settings) for file in files]
-    pretrained = str(demo.MODEL_DIR) if options.model == DEMO else options.model
+    caches, tasks = common.caches_of(options), list(common.listed()(options.tasks))
+    common.check_some("tasks", tasks)
+    shared = ("model", "tasks", "mode", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
+    plan = common.planned(caches, options, {name: getattr(options, name) for name in shared})
+    pretrained = str(demo.MODEL_DIR) if options.model == common.DEMO else options.model
     metadata = {"pretrained": pretrained, "seed": options.seed, **metadata_of(options.metadata)}
     manager = load_tasks(tasks, options.include_path, metadata)
     lm = load_model(pretrained, options)
@@ -171,29 +148,27 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
             f"texts must have at most {lm.max_length} tokens for {options.model}, got max_seq_lengths {longest}, and "
             "longer ones would lose their beginning; give smaller ones or another model"
         )
-    for cache in caches:  # what cannot be used is refused before anything slow, bytes when the first token comes
-        budget = use(lm, *cache, options)
+    for one in plan:  # what cannot be used is refused before anything slow, bytes when the first token comes
+        budget = use(lm, one, options)
         with torch.no_grad():
             first = lm.patched(torch.tensor([[lm.prefix_token_id]], device=lm.device), use_cache=True)
-        if budget is not None and budget.bytes is not None:
-            assert_equal_bytes({name_of(*cache): first.past_key_values}, budget.bytes)
+        common.check_bytes(one.name, first.past_key_values, budget)
     rows = []
-    for place, (cache, file, record) in enumerate(zip(caches, files, done), 1):
-        said = f"{place}/{len(caches)} {name_of(*cache)}"
-        if record is None:
-            console.print(said, highlight=False)
-            use(lm, *cache, options)
-            row, harness = evaluate(lm, cache, tasks, manager, options)
+    for place, one in enumerate(plan, 1):
+        if one.record is None:
+            console.print(f"{place}/{len(plan)} {one.name}", highlight=False)
+            use(lm, one, options)
+            row, harness = evaluate(lm, one, tasks, manager, options)
             if row is not None:
-                write_json(file, {"settings": settings, "row": asdict(row), "harness": harness})
+                one.keep({"row": asdict(row), "harness": harness})
         else:
-            console.print(f"{said} is in {options.out} already", highlight=False)
-            row = Row.of(record["row"])
+            console.print(f"{place}/{len(plan)} {one.name} is in {options.out} already", highlight=False)
+            row = Row.of(one.record["row"])
         if row is not None:
             rows.append(row)
-    lm.set_cache(FULL)
+    lm.set_cache(common.FULL)
     if lm.rank == 0:
-        report(rows, settings, options, console)
+        report(rows, plan[0].settings, options, console)
     return rows
 
 
@@ -207,33 +182,33 @@ def load_model(pretrained: str, options: argparse.Namespace) -> Any:
     try:
         return FastKVLM(
             pretrained,
-            policy=FULL,
+            policy=common.FULL,
             batch_size=options.batch_size,
             device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
             **simple_parse_args_string(options.model_args),
         )
     except (OSError, TypeError, ValueError) as error:
         raise FastKVError(
-            f"cannot load a model from {options.model} ({first_line(error)}); name a folder or a model, and check "
-            "--model-args"
+            f"cannot load a model from {options.model} ({common.first_line(error)}); name a folder or a model, and "
+            "check --model-args"
         ) from error
     finally:
         transformers.utils.logging.enable_progress_bar()
 
 
-def use(lm: Any, policy: str, budget: str, options: argparse.Namespace) -> Budget | None:
+def use(lm: Any, cache: common.Planned, options: argparse.Namespace) -> Budget | None:
     """Give the model a cache. Returns: its budget, None for the stock cache."""
-    if policy == FULL:
-        lm.set_cache(FULL)
+    if cache.policy == common.FULL:
+        lm.set_cache(common.FULL)
         return None
-    share = given(budget, options, lm.patched)
+    budget = common.given(cache.budget, options, lm.patched)
     settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction", "mode")}
-    lm.set_cache(policy_for(options.model, policy), share, **settings)
-    return share
+    lm.set_cache(common.policy_for(options.model, cache.policy), budget, **settings)
+    return budget
 
 
 def evaluate(
-    lm: Any, cache: tuple[str, str], tasks: list[str], manager: Any, options: argparse.Namespace
+    lm: Any, cache: common.Planned, tasks: list[str], manager: Any, options: argparse.Namespace
 ) -> tuple[Row | None, dict[str, Any]]:
     """Run the tasks with the cache that the model has.
 
@@ -255,15 +230,16 @@ def evaluate(
     largest = lm.all_gather(torch.tensor([lm.cache_bytes], device=lm.device)).max()
     if results is None:
         return None, {}
-    row = Row(*cache, int(largest), time.perf_counter() - started, scores_of(results))
+    seconds = time.perf_counter() - started
+    row = Row(cache.policy, cache.budget, int(largest), seconds, scores_of(results))
     return row, {name: results[name] for name in KEPT if name in results}
 
 
 def report(rows: list[Row], settings: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
     """Print the table and write results.json and results.png."""
-    used = {**versions(), "lm_eval": importlib.metadata.version("lm_eval")}
+    used = {**common.versions(), "lm_eval": importlib.metadata.version("lm_eval")}
     record = {"versions": used, "settings": settings, "rows": [asdict(row) for row in rows]}
-    write_json(options.out / "results.json", record)
+    common.write_json(options.out / "results.json", record)
     write_plot(rows, options.out / "results.png", f"{options.model}: score over cache size")
     console.print(table_of(rows))
     console.print(
@@ -347,14 +323,16 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
                 "adds your own"
             ) from error
         except ImportError as error:
-            raise FastKVError(f"task {task} needs a package that is not installed: {first_line(error)}") from error
+            raise FastKVError(
+                f"task {task} needs a package that is not installed: {common.first_line(error)}"
+            ) from error
         except (OSError, ValueError) as error:  # what `datasets` raises without a connection, a file or a configuration
             name = culprit(manager, task)
             entry = manager.task_index.get(name)
             dataset = (entry.cfg if entry is not None else {}).get("dataset_path") or "its dataset"
             source = entry.yaml_path if entry is not None else name
             raise FastKVError(
-                f"task {name} cannot load {dataset} ({first_line(error)}); {advice(source, Path(name).stem)}"
+                f"task {name} cannot load {dataset} ({common.first_line(error)}); {advice(source, Path(name).stem)}"
             ) from error
     return manager
 
@@ -377,8 +355,8 @@ def members(entry: Any) -> list[str]:
         return []
     if entry.kind is Kind.TAG:
         return sorted(entry.tags)
-    listed = entry.cfg.get("task") or []
-    names = [one.get("group") or one.get("task") if isinstance(one, dict) else one for one in listed]
+    entries = entry.cfg.get("task") or []
+    names = [one.get("group") or one.get("task") if isinstance(one, dict) else one for one in entries]
     return [name for name in names if isinstance(name, str)]
 
 
@@ -401,7 +379,7 @@ def metadata_of(words: list[str]) -> dict[str, Any]:
             found |= parsed if isinstance(parsed, dict) else key_val_to_dict(word)
         except ValueError as error:
             raise FastKVError(
-                f"metadata must be K=V or a JSON object, got {word!r} ({first_line(error)}); for example "
+                f"metadata must be K=V or a JSON object, got {word!r} ({common.first_line(error)}); for example "
                 "max_seq_lengths=[4096,8192]"
             ) from error
     return found

@@ -20,22 +20,7 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..rotary import Rotary
-from . import geometry, looks
-from .common import (
-    DEMO,
-    add_model,
-    add_out,
-    check_known,
-    check_length,
-    demo_text,
-    documents,
-    load,
-    longest_text,
-    make_folder,
-    read_stock,
-    versions,
-    write_json,
-)
+from . import common, geometry, looks
 
 LEAST = geometry.SHORTEST  # tokens; fewer tell nothing about a cloud in 64 or more dimensions
 MOST = 4096  # tokens of a longer text that are read unless --context says otherwise
@@ -132,10 +117,10 @@ COLUMNS = {  # attribute: title and format
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv inspect`."""
-    add_model(parser)
+    common.add_model(parser)
     parser.add_argument(
         "--text",
-        default=DEMO,
+        default=common.DEMO,
         metavar="FILE",
         help="a text in UTF-8, - for standard input, or demo, a generated one (the default)",
     )
@@ -145,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens to read (default: {DEMO_CONTEXT} of demo, all of another text up to {MOST})",
     )
-    add_out(parser, "fastkv-inspect")
+    common.add_out(parser, "fastkv-inspect")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> Report:
@@ -156,18 +141,19 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
     console = console or looks.console_of()
     if options.context is not None and options.context < LEAST:
         raise FastKVError(f"context must be at least {LEAST} tokens, got {options.context}; give a larger one")
-    generated = options.text == DEMO
-    text = demo_text("facts", options.context or DEMO_CONTEXT, 0) if generated else "".join(documents(options.text))
-    make_folder(options.out)
-    model, tokenizer = load(options.model)
-    check_length("context", options.context or LEAST, model, options.model)
-    ids = tokens_of(text, tokenizer, longest_text(model), options)
+    generated = options.text == common.DEMO
+    words = options.context or DEMO_CONTEXT
+    text = common.demo_text("facts", words, 0) if generated else "".join(common.documents(options.text))
+    common.make_folder(options.out)
+    model, tokenizer = common.load(options.model)
+    common.check_length("context", options.context or LEAST, model, options.model)
+    ids = tokens_of(text, tokenizer, common.longest_text(model), options)
     report = measure(model, ids, options, console)
     console.print(table_of(report, roomy=console.width >= ROOMY))
     console.print(explain(report), highlight=False)
     console.print("\n".join(advice(report)), highlight=False)
-    record = {"versions": versions(), **asdict(report), "advice": advice(report)}
-    write_json(options.out / "inspect.json", record)
+    record = {"versions": common.versions(), **asdict(report), "advice": advice(report)}
+    common.write_json(options.out / "inspect.json", record)
     write_plot(report, options.out / "inspect.png")
     console.print(f"{options.out / 'inspect.png'} and {options.out / 'inspect.json'} written", highlight=False)
     return report
@@ -175,7 +161,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
 
 def tokens_of(text: str, tokenizer: Any, longest: int, options: argparse.Namespace) -> Tensor:
     """The first tokens of the text, [N]: `options.context` of them, or by default what the text and the model allow."""
-    most = options.context or min(longest, DEMO_CONTEXT if options.text == DEMO else MOST)
+    most = options.context or min(longest, DEMO_CONTEXT if options.text == common.DEMO else MOST)
     least = options.context or LEAST
     ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
     if len(ids) < least:
@@ -183,7 +169,7 @@ def tokens_of(text: str, tokenizer: Any, longest: int, options: argparse.Namespa
             f"the text {options.text} is too short, expected at least {least} tokens, got {len(ids)}; give a longer one"
             + (f" or a --context down to {LEAST}" if len(ids) >= LEAST else "")
         )
-    check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
+    common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
     return ids
 
 
@@ -210,7 +196,7 @@ def measure(model: Any, ids: Tensor, options: argparse.Namespace, console: Conso
 
 def read(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Index, keys and values [Hkv, N, D] of the full-attention layers of a stock model after tokens [N]."""
-    for index, keys, values in read_stock(model, ids[None]):
+    for index, keys, values in common.read_stock(model, ids[None]):
         if not (keys.isfinite().all() and values.isfinite().all()):
             raise FastKVError(
                 f"keys and values must be finite, got NaN or infinity in layer {index}; load the model in another dtype"

@@ -6,7 +6,6 @@
 
     with fastkv.patched(model, "keydiff", budget=512):
         found = needles.grid(model, tokenizer, lengths=(1024, 4096), depths=(0, 0.5, 1), samples=10)
-    found.save("keydiff.json")
     needles.write_plot(found, "keydiff.png", "KeyDiff, 512 tokens")
 
 The tasks are RULER's needles, and those of `fastkv.demo.tasks` for the bundled model, whose tokenizer knows only the
@@ -31,26 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..demo import tasks as demo
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
-from . import looks, ruler
-from .common import (
-    CACHE,
-    DEMO,
-    add_caches,
-    add_model,
-    add_out,
-    caches_of,
-    check_known,
-    check_length,
-    finished,
-    fitted,
-    given,
-    listed,
-    load,
-    make_folder,
-    name_of,
-    write_json,
-)
-from .equal_bytes import assert_equal_bytes
+from . import common, looks, ruler
 from .ruler.niah import KINDS
 from .ruler.text import Sample, Tokenizer, counter, scatter
 
@@ -73,10 +53,6 @@ class Grid:
     samples: int
     seed: int
     accuracy: tuple[tuple[float, ...], ...]
-
-    def save(self, path: str | Path) -> None:
-        """Write all of it as JSON."""
-        write_json(Path(path), asdict(self))
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Grid:
@@ -235,7 +211,7 @@ def _statements(question: str, reply: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv needles`."""
     add = parser.add_argument
-    add_model(parser)
+    common.add_model(parser)
     add(
         "--task",
         choices=TASKS,
@@ -243,11 +219,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, "
         "which knows only the words of the last three)",
     )
-    add_caches(parser)
-    add("--lengths", type=listed(int), default=(512, 1024, 2048), metavar="N,...", help="default: 512,1024,2048")
+    common.add_caches(parser)
+    add("--lengths", type=common.listed(int), default=(512, 1024, 2048), metavar="N,...", help="default: 512,1024,2048")
     add(
         "--depths",
-        type=listed(float),
+        type=common.listed(float),
         default=(0.0, 0.25, 0.5, 0.75, 1.0),
         metavar="X,...",
         help="places of the needle, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
@@ -257,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--haystack", metavar="DIR", help="file or folder of .txt and .md files to hide needles in (default: generated)"
     )
-    add_out(parser, "fastkv-needles")
+    common.add_out(parser, "fastkv-needles")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
@@ -267,30 +243,28 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         if the tokenizer does not know the words, or if the directory holds results of other settings.
     """
     console = console or looks.console_of()
-    task = options.task or (DEMO_TASK if options.model == DEMO else TASK)
-    caches = caches_of(options)
-    make_folder(options.out)
-    shared = ("model", *CACHE, "samples", "seed", "haystack", "lengths", "depths")
+    task = options.task or (DEMO_TASK if options.model == common.DEMO else TASK)
+    shared = ("model", "samples", "seed", "haystack", "lengths", "depths")
     settings = {"task": task, **{name: getattr(options, name) for name in shared}}
-    files = [options.out / f"{name_of(*cache)}.json" for cache in caches]
-    done = [finished(file, settings) for file in files]
-    model, tokenizer = load(options.model)
+    plan = common.planned(common.caches_of(options), options, settings)
+    model, tokenizer = common.load(options.model)
     check(model, tokenizer, task, options)
-    for cache in caches:
-        check_bytes(model, *cache, options)  # what cannot be used is refused before anything slow
-
-    rows = []
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    for one in plan:  # what cannot be used is refused before anything slow
+        with common.fitted(model, one, options) as budget, torch.no_grad():
+            common.check_bytes(one.name, model(start, use_cache=True).past_key_values, budget)
+    rows, total = [], len(options.lengths) * len(options.depths) * options.samples
     with looks.progress(console) as progress:
-        for cache, file, record in zip(caches, files, done):
-            total = len(options.lengths) * len(options.depths) * options.samples
-            bar = progress.add_task(name_of(*cache), total=total)
-            if record is None:
-                with fitted(model, *cache, options):
-                    row = measured(model, tokenizer, task, cache, options, partial(progress.advance, bar))
-                write_plot(row.found, file.with_name(f"{name_of(*cache)}.png"), f"{task}: {name_of(*cache)}")
-                write_json(file, {"settings": settings, **asdict(row)})
+        for one in plan:
+            bar = progress.add_task(one.name, total=total)
+            if one.record is None:
+                with common.fitted(model, one, options):
+                    nbytes, found = measured(model, tokenizer, task, options, partial(progress.advance, bar))
+                row = Row(one.policy, one.budget, nbytes, found)
+                write_plot(found, one.file.with_name(f"{one.name}.png"), f"{task}: {one.name}")
+                one.keep(asdict(row))
             else:
-                row = Row(*cache, record["nbytes"], Grid.of(record["found"]))
+                row = Row(one.policy, one.budget, one.record["nbytes"], Grid.of(one.record["found"]))
                 progress.update(bar, completed=total)
             rows.append(row)
     console.print(table_of(rows))
@@ -306,34 +280,19 @@ def check(model: Any, tokenizer: Any, task: str, options: argparse.Namespace) ->
     """Raise FastKVError for texts that cannot be written, or that this model cannot read."""
     if not options.lengths or not options.depths or options.samples < 1:
         raise FastKVError("needles need at least one length, one depth and one sample; add some")
-    check_length("lengths", max(options.lengths), model, options.model)
+    common.check_length("lengths", max(options.lengths), model, options.model)
     for length in options.lengths:
         for depth in options.depths:
             sample = needle(task, tokenizer, length, depth, options.seed, 0, options.haystack)
     ids = tokenizer(sample.prompt, verbose=False).input_ids
     advice = f"choose another model, or --task {DEMO_TASK} for the bundled one"
-    check_known(tokenizer, ids, options.model, task, advice)
-
-
-@torch.no_grad()
-def check_bytes(model: Any, policy: str, budget: str, options: argparse.Namespace) -> None:
-    """Raise FastKVError if the model cannot have the cache, or if that does not use the bytes of its budget."""
-    with fitted(model, policy, budget, options):
-        first = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True).past_key_values
-    bound = given(budget, options, model).bytes if budget else None
-    if bound is not None:
-        assert_equal_bytes({name_of(policy, budget): first}, bound)
+    common.check_known(tokenizer, ids, options.model, task, advice)
 
 
 def measured(
-    model: Any,
-    tokenizer: Any,
-    task: str,
-    cache: tuple[str, str],
-    options: argparse.Namespace,
-    progress: Callable[[], None],
-) -> Row:
-    """The row of the cache that the model has."""
+    model: Any, tokenizer: Any, task: str, options: argparse.Namespace, progress: Callable[[], None]
+) -> tuple[int, Grid]:
+    """Bytes of the largest cache of a sequence, and what was found, with the cache that the model has."""
     sizes = [0]
 
     def note(module: Any, args: Any, output: Any) -> None:
@@ -345,7 +304,7 @@ def measured(
         found = grid(model, tokenizer, *texts, text=options.haystack, progress=progress)
     finally:
         hook.remove()
-    return Row(*cache, max(sizes), found)
+    return max(sizes), found
 
 
 def table_of(rows: list[Row]) -> Table:

@@ -21,19 +21,7 @@ from ...api import patched
 from ...budget import Budget
 from ...demo.tasks import Sample
 from ...errors import FastKVError
-from ...evaluation import looks
-from ...evaluation.common import (
-    DEMO,
-    SHORTEST,
-    add_model,
-    add_policies,
-    check_some,
-    check_stock,
-    listed,
-    load,
-    longest_text,
-    make_folder,
-)
+from ...evaluation import common, looks
 from ..fingerprint import describe, fingerprint
 from ..nll import context_nll
 from ..quality import QualityCurve, retained, save
@@ -102,14 +90,16 @@ def make_triples(
 
     Raises: FastKVError for a patched model, an unknown text, or numbers that cannot be used.
     """
-    check_stock("context calibration", model)
+    common.check_stock("context calibration", model)
     if text not in TEXTS:
         raise FastKVError(f"text must be one of {', '.join(TEXTS)}, got {text!r}")
     if not keeps or not all(0 < keep <= 1 for keep in keeps):
         raise FastKVError(f"keeps must list shares in (0, 1], got {list(keeps)}; for example 0.1, 0.25, 0.5")
-    longest = longest_text(model)
-    if not lengths or not all(SHORTEST <= length <= longest for length in lengths):
-        raise FastKVError(f"lengths must list numbers of tokens from {SHORTEST} to {longest}, got {list(lengths)}")
+    longest = common.longest_text(model)
+    if not lengths or not all(common.SHORTEST <= length <= longest for length in lengths):
+        raise FastKVError(
+            f"lengths must list numbers of tokens from {common.SHORTEST} to {longest}, got {list(lengths)}"
+        )
     if samples < 1:
         raise FastKVError(f"samples must be at least 1, got {samples}; more of them make a steadier fit")
     triples = []
@@ -227,11 +217,17 @@ def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate context`."""
-    add_model(parser)
-    add_policies(parser)
+    common.add_model(parser)
+    common.add_policies(parser)
     add = parser.add_argument
     add("--samples", type=int, default=12, metavar="N", help="texts of each length (default: 12)")
-    add("--lengths", type=listed(int), default=LENGTHS, metavar="N,...", help="tokens of them (default: 256,512,1024)")
+    add(
+        "--lengths",
+        type=common.listed(int),
+        default=LENGTHS,
+        metavar="N,...",
+        help="tokens of them (default: 256,512,1024)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="seed of the first text (default: 0)")
     add(
         "--penalty",
@@ -252,11 +248,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure and fit every policy, print alpha, beta and residual, and write context.json and context.png."""
     console = looks.console_of()
-    check_some(policies=options.policies)
+    common.check_some("policies", options.policies)
     for name in options.policies:
         policies.get(name)
-    make_folder(options.out)
-    model, tokenizer = load(options.model)
+    common.make_folder(options.out)
+    model, tokenizer = common.load(options.model)
     measured: dict[str, list[Triple]] = {}
     with looks.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
@@ -269,7 +265,7 @@ def run(options: argparse.Namespace) -> None:
                 lengths=options.lengths,
                 samples=options.samples,
                 seed=options.seed,
-                text="demo" if options.model == DEMO else "english",
+                text="demo" if options.model == common.DEMO else "english",
                 query_aware=options.query_aware,
                 progress=partial(progress.advance, bar),
             )

@@ -62,11 +62,7 @@ class RulerTask(ConfigurableTask):
                     for name in ("score", *(f"score_{length}" for length in self.lengths if len(self.lengths) > 1))
                 ],
                 "process_results": self.marks,
-                "generation_kwargs": {
-                    "until": [],
-                    "do_sample": False,
-                    "temperature": 0.0,
-                },
+                "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0},
             }
         )
 
