@@ -166,40 +166,26 @@ def devices() -> list[tuple[str, str]]:
 
 def backends() -> list[tuple[str, str]]:
     """What can compute fastkv's operations here, and why the rest cannot."""
-    return [("reference", "available (plain torch, any device)"), ("triton", _state(_why_not_triton()))]
-
-
-def attention_implementations() -> list[tuple[str, str]]:
-    """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
-    return [
-        ("eager", "available"),
-        ("sdpa", "available (not for Gemma 2, whose logit soft-cap it ignores)"),
-        ("flash_attention_2", _state(_why_not_flash())),
-    ]
-
-
-def _state(why_not: str | None) -> str:
-    return "available" if why_not is None else f"not available: {why_not}"
-
-
-def _why_not_triton() -> str | None:
     import torch
 
     from .backend import why_no_triton
 
-    return why_no_triton() or (None if torch.cuda.is_available() else "torch sees no CUDA device")
+    why_not = why_no_triton() or (None if torch.cuda.is_available() else "torch sees no CUDA device")
+    triton = f"not available: {why_not}" if why_not else "available"
+    return [("reference", "available (plain torch, any device)"), ("triton", triton)]
 
 
-def _why_not_flash() -> str | None:
+def attention_implementations() -> list[tuple[str, str]]:
+    """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
     import importlib.util
 
     import torch
 
+    flash = "available" if torch.cuda.is_available() else "not available: torch sees no CUDA device"
     if importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed (pip install fastkv[flash])"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    return None
+        flash = "not available: flash-attn is not installed (pip install fastkv[flash])"
+    sdpa = "available (not for Gemma 2, whose logit soft-cap it ignores)"
+    return [("eager", "available"), ("sdpa", sdpa), ("flash_attention_2", flash)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -252,7 +252,7 @@ def test_norms_and_anchor_similarity_are_what_they_say():
     for head, keys in enumerate(KEYS.tolist()):
         sizes = [math.hypot(*key) for key in keys]
         mean = math.fsum(sizes) / len(sizes)
-        assert got.mean[head].item() == pytest.approx(mean, rel=1e-12)
+        assert got.norm[head].item() == pytest.approx(mean, rel=1e-12)
         assert got.spread[head].item() == pytest.approx(variation(sizes), rel=1e-12)
         assert got.peak[head].item() == pytest.approx(max(sizes) / mean, rel=1e-12)
         units = [[x / size for x in key] for key, size in zip(keys, sizes)]

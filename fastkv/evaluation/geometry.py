@@ -30,7 +30,7 @@ TOP = 0.1  # share of the tokens whose leverage is added up
 class Norms:
     """Of the rows of each head, all [Hkv]: mean norm, standard deviation over mean, largest over mean."""
 
-    mean: Tensor
+    norm: Tensor
     spread: Tensor
     peak: Tensor
 

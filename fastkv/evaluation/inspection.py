@@ -184,7 +184,11 @@ def measure(model: Any, ids: Tensor, options: argparse.Namespace, console: Conso
                 f"{options.model} has no full-attention layer, all its layers have a bounded cache; there is nothing "
                 "to compress in it"
             )
-        rotary, why = rotary_of(model)
+        rotary = why = None
+        try:
+            rotary = Rotary.of(model).to(model.device)
+        except FastKVError as error:
+            why = str(error)
         progress.update(bar, description="measuring", total=len(cached))
         layers = []
         for index, keys, values in cached:
@@ -204,46 +208,24 @@ def read(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield index, keys[0], values[0]
 
 
-def rotary_of(model: Any) -> tuple[Rotary | None, str | None]:
-    """The rotary embedding, or why its keys cannot be un-rotated."""
-    try:
-        return Rotary.of(model).to(model.device), None
-    except FastKVError as error:
-        return None, str(error)
-
-
 def measure_layer(
     index: int, keys: Tensor, values: Tensor, lengths: list[int], window: int, rotary: Rotary | None
 ) -> Layer:
     """All measurements of one layer from its keys [Hkv, N, D] at positions 0 to N - 1 and its values [Hkv, N, Dv]."""
     clouds = [geometry.dimensions(head) for head in keys]
-    of_keys, of_values = geometry.norms(keys), geometry.norms(values)
-    whole, windowed = geometry.dilution(keys, lengths), geometry.dilution(keys, lengths, window)
-    rank = leverage = None
+    numbers: dict[str, Any] = {name: [getattr(cloud, name) for cloud in clouds] for name in ("pca", "two_nn", "mle")}
+    for kind, rows in (("key", keys), ("value", values)):
+        numbers |= {f"{kind}_{name}": number for name, number in vars(geometry.norms(rows)).items()}
+    numbers["anchor"] = geometry.anchor_similarity(keys)
+    numbers["unit_anchor"] = geometry.anchor_similarity(keys, "normalized_mean")
+    numbers |= vars(geometry.dilution(keys, lengths))
+    numbers |= {f"window_{name}": number for name, number in vars(geometry.dilution(keys, lengths, window)).items()}
+    numbers |= {"rank": None, "leverage": None}
     if rotary is not None:
         positions = torch.arange(keys.shape[1], device=keys.device).expand(1, *keys.shape[:2])
         before = rotary.unrotate(keys.float()[None], positions)[0]
-        rank, leverage = geometry.effective_rank(before).tolist(), geometry.leverage_share(before).tolist()
-    return Layer(
-        layer=index,
-        pca=[cloud.pca for cloud in clouds],
-        two_nn=[cloud.two_nn for cloud in clouds],
-        mle=[cloud.mle for cloud in clouds],
-        key_norm=of_keys.mean.tolist(),
-        key_spread=of_keys.spread.tolist(),
-        key_peak=of_keys.peak.tolist(),
-        value_norm=of_values.mean.tolist(),
-        value_spread=of_values.spread.tolist(),
-        value_peak=of_values.peak.tolist(),
-        anchor=geometry.anchor_similarity(keys).tolist(),
-        unit_anchor=geometry.anchor_similarity(keys, "normalized_mean").tolist(),
-        pull=whole.pull.tolist(),
-        spread=whole.spread.tolist(),
-        window_pull=windowed.pull.tolist(),
-        window_spread=windowed.spread.tolist(),
-        rank=rank,
-        leverage=leverage,
-    )
+        numbers |= {"rank": geometry.effective_rank(before), "leverage": geometry.leverage_share(before)}
+    return Layer(index, **{name: n.tolist() if isinstance(n, Tensor) else n for name, n in numbers.items()})
 
 
 def table_of(report: Report, *, roomy: bool = True) -> Table:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from string import ascii_uppercase
+from typing import Any
 
 from ...demo.tasks import ADJECTIVES, KEY_FIRST, KEY_SECOND, NOUNS
 from ...errors import FastKVError
-from .text import NOISE, Draft, Request, Sample, Units, from_files, prose, scatter
+from .text import NOISE, Draft, Request, Units, drafted, from_files, prose, scatter
 
 TOKENS, TRACKED_TOKENS = 128, 30  # of the answers
 DEPTHS = 40  # places a needle may have, evenly from the start of the text to its end
@@ -91,19 +92,11 @@ def niah(request: Request) -> Draft:
         f"the {kind.values}, because a question about them follows."
     )
 
-    def draft(units: int) -> Sample:
+    def write(units: int) -> tuple[str, dict[str, Any]]:
         context = between.join(scatter(filler.take(units), needles, depths))
-        return Sample(
-            task=request.task,
-            prompt=f"{task}\n\n{context}\n\n{question}",
-            context=context,
-            question=question,
-            answers=answers,
-            tokens_to_generate=TOKENS,
-            metadata={"units": units, "needles": tuple(needles), "depths": tuple(depths)},
-        )
+        return context, {"needles": tuple(needles), "depths": tuple(depths)}
 
-    return draft
+    return drafted(request, write, before=task, question=question, answers=answers, tokens=TOKENS)
 
 
 def tracking(request: Request) -> Draft:
@@ -117,19 +110,12 @@ def tracking(request: Request) -> Draft:
     example = "\n".join([TRACKING, "", *shown_text, "", f"{_question(shown_value)} {', '.join(shown)}."])
     statements, depths, question = _statements(asked, value), _depths(rng), _question(value)
 
-    def draft(units: int) -> Sample:
+    def write(units: int) -> tuple[str, dict[str, Any]]:
         context = "\n".join(scatter(filler.take(units), statements, depths))
-        return Sample(
-            task=request.task,
-            prompt=f"{example}\n\n{TRACKING}\n\n{context}\n\n{question}",
-            context=context,
-            question=question,
-            answers=tuple(asked),
-            tokens_to_generate=TRACKED_TOKENS,
-            metadata={"units": units, "needles": tuple(statements), "depths": tuple(depths)},
-        )
+        return context, {"needles": tuple(statements), "depths": tuple(depths)}
 
-    return draft
+    before, answers = f"{example}\n\n{TRACKING}", tuple(asked)
+    return drafted(request, write, before=before, question=question, answers=answers, tokens=TRACKED_TOKENS)
 
 
 def _needle(kind: Kind, key: str, value: str) -> str:

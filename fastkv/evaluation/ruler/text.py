@@ -152,6 +152,29 @@ class Request:
 Draft: TypeAlias = Callable[[int], Sample]  # the sample with that many filler units
 
 
+def drafted(
+    request: Request,
+    write: Callable[[int], tuple[str, dict[str, Any]]],
+    *,
+    before: str,
+    question: str,
+    answers: tuple[str, ...],
+    tokens: int,
+    between: str = "",
+) -> Draft:
+    """How to make the sample from what `write` makes of a number of units: the context and its metadata.
+
+    Args: before, between: what stands before the context, and between it and the question.  tokens: of the answer.
+    """
+
+    def draft(units: int) -> Sample:
+        context, metadata = write(units)
+        prompt = f"{before}\n\n{context}\n\n{between}{question}"
+        return Sample(request.task, prompt, context, question, answers, tokens, {"units": units, **metadata})
+
+    return draft
+
+
 def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     """How many tokens a model reads for a text: start token and the like included."""
     if isinstance(tokenizer, PreTrainedTokenizerBase):
