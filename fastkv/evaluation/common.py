@@ -194,30 +194,33 @@ def check_some(name: str, entries: Sequence[Any], known: Sequence[str] | None = 
         raise FastKVError(f"{name} must be of {', '.join(known or ())}, got {unknown[0]!r}")
 
 
+def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str, metavar: str = "N") -> None:
+    """An option whose kind is that of its default, which the help names; names: one or several."""
+    several = default if isinstance(default, tuple) else (default,)
+    kind: Any = Path if isinstance(default, Path) else type(several[0])
+    shown = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in several)
+    parser.add_argument(
+        *names.split(),
+        type=listed(kind) if isinstance(default, tuple) else kind,
+        default=default,
+        metavar=f"{metavar},..." if isinstance(default, tuple) else metavar,
+        help=f"{help} (default: {shown})",
+    )
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """--model."""
-    parser.add_argument(
-        "--model", default=DEMO, metavar="PATH", help="folder or name of the model (default: demo, the bundled one)"
-    )
+    option(parser, "--model", DEMO, "folder or name of the model; demo is the bundled one", "PATH")
 
 
 def add_policies(parser: argparse.ArgumentParser) -> None:
     """--policies."""
-    parser.add_argument(
-        "--policies",
-        "--policy",
-        type=listed(),
-        default=POLICIES,
-        metavar="NAME,...",
-        help=f"policies (default: {','.join(POLICIES)})",
-    )
+    option(parser, "--policies --policy", POLICIES, "policies", "NAME")
 
 
 def add_out(parser: argparse.ArgumentParser, default: str) -> None:
     """--out."""
-    parser.add_argument(
-        "--out", type=Path, default=Path(default), metavar="DIR", help=f"where the files go (default: {default})"
-    )
+    option(parser, "--out", Path(default), "where the files go", "DIR")
 
 
 def make_folder(path: Path) -> None:
@@ -232,22 +235,15 @@ def add_caches(parser: argparse.ArgumentParser) -> None:
     """The options that say which caches are compared: policies, how much they keep, and when they evict."""
     add_policies(parser)
     add = parser.add_argument
-    add(
-        "--budgets",
-        "--budget",
-        type=listed(),
-        default=("128", "256"),
-        metavar="N,...",
-        help="tokens per KV head, or keep=0.25, bytes=2000000, quality=0.95 (default: 128,256)",
-    )
+    option(parser, "--budgets --budget", ("128", "256"), "tokens per KV head, or keep=X, bytes=N, quality=X")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=EQUAL)
-    add("--sinks", type=int, default=4, metavar="N", help="first tokens that stay (default: 4)")
-    add("--recent", type=int, default=32, metavar="N", help="last tokens that stay (default: 32)")
-    add("--layers", default="uniform", metavar="SHARES", help="uniform, pyramid, or a weight for each, as 2,1,1,1")
+    option(parser, "--sinks", 4, "first tokens that stay")
+    option(parser, "--recent", 32, "last tokens that stay")
+    option(parser, "--layers", "uniform", "uniform, pyramid, or a weight for each layer, as 2,1,1,1", "SHARES")
     add("--heads", choices=("uniform", "adaptive"), default="uniform", help="as in fastkv.Budget (default: uniform)")
     add("--prefill-block", type=int, metavar="N", help="tokens of a block (default: prompts are read whole)")
-    add("--evict-every", type=int, default=EVICT_EVERY, metavar="N", help="decode steps between evictions")
-    add("--correction", default="auto", metavar="NAME", help="as in fastkv.patch (default: auto)")
+    option(parser, "--evict-every", EVICT_EVERY, "decode steps between evictions")
+    option(parser, "--correction", "auto", "as in fastkv.patch", "NAME")
 
 
 CACHE = ("equal", "sinks", "recent", "layers", "heads", "prefill_block", "evict_every", "correction")

@@ -113,7 +113,7 @@ def read_full(model: PreTrainedModel, tokens: Tensor, steps: int) -> Full:
     Raises: FastKVError if the model is patched or in training, or unless 2 <= steps < N.
     """
     check_stock("read_full", model)
-    check_steps(tokens, steps)
+    check_steps(tokens.shape[1], steps)
     cache = model(tokens[:, :-steps], use_cache=True, logits_to_keep=1).past_key_values
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
     return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
@@ -126,7 +126,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     Args: tokens, steps: as `read_full` got them, without padding; full: what it returned.
     Raises: FastKVError if the model is not patched, or unless 2 <= steps < N.
     """
-    check_steps(tokens, steps)
+    check_steps(tokens.shape[1], steps)
     cache = FastKVCache(model)
     witnesses = {index: Witness(layer) for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
     model(tokens[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -280,12 +280,12 @@ def distance(o: Tensor, full: Tensor) -> Tensor:
     return (o - full).norm(dim=-1) / full.norm(dim=-1)
 
 
-def check_steps(tokens: Tensor, steps: int) -> None:
-    """Raise FastKVError unless some of tokens [B, N] are read before at least two are fed."""
-    if not 2 <= steps < tokens.shape[1]:
+def check_steps(tokens: int, steps: int) -> None:
+    """Raise FastKVError unless some of the tokens of a text are read before at least two are fed."""
+    if not 2 <= steps < tokens:
         raise FastKVError(
-            f"steps must be at least 2 and fewer than the {tokens.shape[1]} tokens of the text, got {steps}; give "
-            "fewer steps or a longer context"
+            f"steps must be at least 2 and fewer than the {tokens} tokens of the text, got {steps}; give fewer steps "
+            "or a longer context"
         )
 
 

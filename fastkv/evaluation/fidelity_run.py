@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .. import Budget, FastKVError, patched, policies
+from .. import FastKVError, patched, policies
 from ..config import CORRECTIONS
 from ..demo import policy_of
 from . import common, looks
-from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes
-from .fidelity import Row, measure, read_full, summarise
+from .equal_bytes import EVICT_EVERY, equal_bytes
+from .fidelity import Row, check_steps, measure, read_full, summarise
 
 VECTORLESS = frozenset({"duoattention"})  # fixes what each head keeps, and so does VECTOR
 SINKS, RECENT = 4, 16  # never evicted, as in `fastkv demo`
@@ -44,44 +45,24 @@ PRESETS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv fidelity`."""
-    add = parser.add_argument
+    add, option = parser.add_argument, partial(common.option, parser)
     common.add_model(parser)
-    add(
-        "--text",
-        default=common.DEMO,
-        metavar="FILE",
-        help="a text in UTF-8, - for standard input, or demo, generated ones that end with a question (the default)",
-    )
-    add("--context", type=int, default=1024, metavar="N", help="tokens of a text (default: 1024)")
-    add("--steps", type=int, default=48, metavar="T", help="last tokens of it that are fed one at a time (default: 48)")
+    option("--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, generated ones", "FILE")
+    option("--context", 1024, "tokens of a text")
+    option("--steps", 48, "last tokens of it that are fed one at a time", "T")
     add("--policies", "--policy", type=common.listed(), metavar="NAME,...", help="policies to compare (default: all)")
-    add(
-        "--budgets",
-        "--budget",
-        type=common.listed(int),
-        metavar="N,...",
-        help="sizes of the cache, tokens per KV head (default: 128,256)",
+    sizes = "sizes of the cache, tokens per KV head (default: 128,256)"
+    add("--budgets", "--budget", type=common.listed(int), metavar="N,...", help=sizes)
+    auto = "of all policies; auto is what the policy's paper does (the default); vector... keeps some keys only"
+    add("--correction", choices=tuple(CORRECTIONS), help=auto)
+    beside = "what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)"
+    add("--vector", type=Path, metavar="FILE", help=beside)
+    option("--seeds", 5, "texts, or stretches of the text", "K")
+    figure = (
+        "measure and draw what this figure of the MomentKV paper shows: 2, why eviction errs; 3, what the moments "
+        "recover (the second policy against the first)"
     )
-    add(
-        "--correction",
-        choices=tuple(CORRECTIONS),
-        help="of all policies; auto is what the policy's paper does (the default); vector... lets some tokens keep "
-        "their key only",
-    )
-    add(
-        "--vector",
-        type=Path,
-        metavar="FILE",
-        help="what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)",
-    )
-    add("--seeds", type=int, default=5, metavar="K", help="texts, or stretches of the text (default: 5)")
-    add(
-        "--figure",
-        type=int,
-        choices=(2, 3),
-        help="measure and draw what this figure of the MomentKV paper shows: 2, why eviction errs; 3, what the moments "
-        "recover (the second policy against the first)",
-    )
+    add("--figure", type=int, choices=(2, 3), help=figure)
     common.add_out(parser, "fastkv-fidelity")
 
 
@@ -125,15 +106,9 @@ def check(options: argparse.Namespace) -> None:
     """Raise FastKVError for what is wrong already before a model is loaded."""
     shortest = options.context // max(PRESETS[options.figure].shorter)
     if shortest < common.SHORTEST:
-        raise FastKVError(
-            f"context must be at least {common.SHORTEST * max(PRESETS[options.figure].shorter)} tokens, got "
-            f"{options.context}; give a larger one"
-        )
-    if not 2 <= options.steps < shortest:
-        raise FastKVError(
-            f"steps must be at least 2 and fewer than the {shortest} tokens of the shortest text, got {options.steps}; "
-            "give another number or a larger --context"
-        )
+        least = common.SHORTEST * max(PRESETS[options.figure].shorter)
+        raise FastKVError(f"context must be at least {least} tokens, got {options.context}; give a larger one")
+    check_steps(shortest, options.steps)
     if options.seeds < 1:
         raise FastKVError(f"seeds must be at least 1, got {options.seeds}; give the number of texts")
     if options.figure == 2 and len(options.policies) != 1:
@@ -175,8 +150,9 @@ def compare(model: Any, texts: list[Tensor], options: argparse.Namespace, consol
         tokens: equal_bytes(model.config, tokens, model.dtype, sinks=SINKS, recent=RECENT) for tokens in options.budgets
     }
     caches = [(policy, tokens) for tokens in options.budgets for policy in options.policies]
+    settings = {"evict_every": EVICT_EVERY, "correction": options.correction, "vector": options.vector}
     for policy, tokens in caches:
-        with fitted(model, policy, budgets[tokens], options):
+        with patched(model, policy_of(policy), budgets[tokens], **settings):
             model(texts[0][:1, :1])  # a budget that is too small is refused now and not after minutes
     with looks.progress(console) as progress:
         bar = progress.add_task("full cache", total=len(texts) * (1 + len(caches)))
@@ -186,21 +162,12 @@ def compare(model: Any, texts: list[Tensor], options: argparse.Namespace, consol
             progress.advance(bar)
             for policy, tokens in caches:
                 progress.update(bar, description=f"{text.shape[1]} tokens, {policy}, {tokens}")
-                with fitted(model, policy, budgets[tokens], options):
+                with patched(model, policy_of(policy), budgets[tokens], **settings):
                     measured = measure(model, text, options.steps, full)
-                bound = budgets[tokens].bytes
-                assert bound is not None
-                assert_equal_bytes({policy: measured.cache}, bound)
+                common.check_bytes(policy, measured.cache, budgets[tokens])
                 yield summarise((policy, text.shape[1], tokens), measured, full)
                 progress.advance(bar)
         progress.update(bar, description="done")
-
-
-def fitted(model: Any, policy: str, budget: Budget, options: argparse.Namespace) -> Any:
-    """The model patched for one cache, as a context manager."""
-    return patched(
-        model, policy_of(policy), budget, evict_every=EVICT_EVERY, correction=options.correction, vector=options.vector
-    )
 
 
 COLUMNS = {  # attribute: title and format

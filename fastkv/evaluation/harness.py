@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,40 +88,25 @@ def scores_of(results: dict[str, Any]) -> dict[str, list[Score]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv eval`."""
-    add = parser.add_argument
+    add, option = parser.add_argument, partial(common.option, parser)
     common.add_model(parser)
-    add(
-        "--tasks",
-        required=True,
-        metavar="NAME,...",
-        help="tasks of lm-evaluation-harness, your own in --include-path, or their YAML files",
-    )
+    tasks = "tasks of lm-evaluation-harness, your own in --include-path, or their YAML files"
+    add("--tasks", required=True, metavar="NAME,...", help=tasks)
     common.add_caches(parser)
-    add(
-        "--mode",
-        choices=("auto", "stream", "prefix"),
-        default="auto",
-        help="log-likelihoods: stream reads the whole text in blocks, prefix compresses the context before it scores "
-        "the continuation; auto (the default) is stream with --prefill-block, prefix without",
+    mode = (
+        "log-likelihoods: stream reads the whole text in blocks, prefix compresses the context before it scores the "
+        "continuation; auto (the default) is stream with --prefill-block, prefix without"
     )
+    add("--mode", choices=("auto", "stream", "prefix"), default="auto", help=mode)
     add("--limit", type=float, metavar="N", help="questions of each task, or the share of them below 1")
     add("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")
-    add("--batch-size", default="1", metavar="N", help="sequences in a batch, or auto (default: 1)")
-    add("--seed", type=int, default=0, metavar="N", help="of examples and sampling (default: 0)")
+    option("--batch-size", "1", "sequences in a batch, or auto")
+    option("--seed", 0, "of examples and sampling")
     add("--device", metavar="NAME", help="default: the GPU if there is one")
-    add(
-        "--model-args",
-        default="",
-        metavar="K=V,...",
-        help="more of what the harness's own model takes, as dtype=bfloat16",
-    )
-    add(
-        "--metadata",
-        nargs="+",
-        default=[],
-        metavar="K=V",
-        help="what tasks can be told, as max_seq_lengths=[4096,8192] num_samples=20, or a JSON object",
-    )
+    more = "more of what the harness's own model takes, as dtype=bfloat16"
+    add("--model-args", default="", metavar="K=V,...", help=more)
+    told = "what tasks can be told, as max_seq_lengths=[4096,8192] num_samples=20, or a JSON object"
+    add("--metadata", nargs="+", default=[], metavar="K=V", help=told)
     add("--include-path", metavar="DIR", help="folder with task YAML files of your own")
     common.add_out(parser, "fastkv-eval")
 

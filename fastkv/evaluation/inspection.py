@@ -118,18 +118,11 @@ COLUMNS = {  # attribute: title and format
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv inspect`."""
     common.add_model(parser)
-    parser.add_argument(
-        "--text",
-        default=common.DEMO,
-        metavar="FILE",
-        help="a text in UTF-8, - for standard input, or demo, a generated one (the default)",
+    common.option(
+        parser, "--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, a generated one", "FILE"
     )
-    parser.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help=f"tokens to read (default: {DEMO_CONTEXT} of demo, all of another text up to {MOST})",
-    )
+    most = f"tokens to read (default: {DEMO_CONTEXT} of demo, all of another text up to {MOST})"
+    parser.add_argument("--context", type=int, metavar="N", help=most)
     common.add_out(parser, "fastkv-inspect")
 
 

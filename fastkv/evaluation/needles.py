@@ -210,29 +210,20 @@ def _statements(question: str, reply: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv needles`."""
-    add = parser.add_argument
+    option = partial(common.option, parser)
     common.add_model(parser)
-    add(
-        "--task",
-        choices=TASKS,
-        metavar="NAME",
-        help=f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, "
-        "which knows only the words of the last three)",
+    task = (
+        f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, which "
+        "knows only the words of the last three)"
     )
+    parser.add_argument("--task", choices=TASKS, metavar="NAME", help=task)
     common.add_caches(parser)
-    add("--lengths", type=common.listed(int), default=(512, 1024, 2048), metavar="N,...", help="default: 512,1024,2048")
-    add(
-        "--depths",
-        type=common.listed(float),
-        default=(0.0, 0.25, 0.5, 0.75, 1.0),
-        metavar="X,...",
-        help="places of the needle, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
-    )
-    add("--samples", type=int, default=5, metavar="N", help="texts for each length and depth (default: 5)")
-    add("--seed", type=int, default=0, metavar="N", help="of the texts (default: 0)")
-    add(
-        "--haystack", metavar="DIR", help="file or folder of .txt and .md files to hide needles in (default: generated)"
-    )
+    option("--lengths", (512, 1024, 2048), "tokens of the texts")
+    option("--depths", (0.0, 0.25, 0.5, 0.75, 1.0), "places of the needle, 0 to 1", "X")
+    option("--samples", 5, "texts for each length and depth")
+    option("--seed", 0, "of the texts")
+    haystack = "file or folder of .txt and .md files to hide needles in (default: generated)"
+    parser.add_argument("--haystack", metavar="DIR", help=haystack)
     common.add_out(parser, "fastkv-needles")
 
 

@@ -217,32 +217,19 @@ def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate context`."""
+    option = partial(common.option, parser)
     common.add_model(parser)
     common.add_policies(parser)
-    add = parser.add_argument
-    add("--samples", type=int, default=12, metavar="N", help="texts of each length (default: 12)")
-    add(
-        "--lengths",
-        type=common.listed(int),
-        default=LENGTHS,
-        metavar="N,...",
-        help="tokens of them (default: 256,512,1024)",
+    option("--samples", 12, "texts of each length")
+    option("--lengths", LENGTHS, "tokens of the texts")
+    option("--seed", 0, "of the first text")
+    option("--penalty", PENALTY, "weight of promising too much against promising too little", "W")
+    aware = (
+        "compress each context together with its question; the default compresses it before any question is known, so "
+        "that the file holds for whatever is asked"
     )
-    add("--seed", type=int, default=0, metavar="N", help="seed of the first text (default: 0)")
-    add(
-        "--penalty",
-        type=float,
-        default=PENALTY,
-        metavar="W",
-        help="weight of promising too much against promising too little (default: 2)",
-    )
-    add(
-        "--query-aware",
-        action="store_true",
-        help="compress each context together with its question; the default compresses it before any question is "
-        "known, so that the file holds for whatever is asked",
-    )
-    add("--out", type=Path, default=Path("."), metavar="DIR", help="where the files go (default: here)")
+    parser.add_argument("--query-aware", action="store_true", help=aware)
+    common.add_out(parser, ".")
 
 
 def run(options: argparse.Namespace) -> None:

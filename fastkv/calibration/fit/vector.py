@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ...errors import FastKVError
-from ...evaluation.common import DEMO, add_model, check_stock, load, read_stock
+from ...evaluation import common
 from ...evaluation.equal_bytes import is_full
 from ...rotary import Rotary
 from ..fingerprint import describe, fingerprint
@@ -137,7 +138,7 @@ def fit(
 
 def _check(model: PreTrainedModel, held_out: float) -> None:
     """Raise FastKVError unless the model is stock and ready, and the share sensible."""
-    check_stock("fit", model)
+    common.check_stock("fit", model)
     if not 0 < held_out < 1:
         raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
     layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
@@ -153,7 +154,7 @@ def pre_rope_pairs(model: PreTrainedModel, rotary: Rotary, ids: Tensor) -> Itera
 
     Returns: (layer, keys [B, Hkv, T, Dk] fp32, values [B, Hkv, T, Dv]) for each.
     """
-    for layer, keys, values in read_stock(model, ids):
+    for layer, keys, values in common.read_stock(model, ids):
         positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         # The rotation is undone in fp32, as decoding does it.
         yield layer, rotary.to(keys.device).unrotate(keys.float(), positions), values
@@ -161,30 +162,20 @@ def pre_rope_pairs(model: PreTrainedModel, rotary: Rotary, ids: Tensor) -> Itera
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate vector`."""
-    add_model(parser)
-    parser.add_argument(
-        "--text",
-        default=DEMO,
-        metavar="PATH",
-        help="a text file, a folder of .txt and .md files, - for standard input, or demo for generated texts (default)",
-    )
-    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
-    parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="tokens in all (default: 200000)")
-    parser.add_argument(
-        "--boundary",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more "
-        "(default: 1)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("vector.safetensors"), metavar="FILE", help="file to write")
+    option = partial(common.option, parser)
+    common.add_model(parser)
+    option("--text", common.DEMO, "a file, a folder of .txt and .md files, - for standard input, or demo", "PATH")
+    option("--length", 2048, "tokens of a sequence")
+    option("--tokens", 200_000, "tokens in all")
+    edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
+    option("--boundary", 1.0, edge, "S")
+    option("--out", Path("vector.safetensors"), "file to write", "FILE")
 
 
 def run(options: argparse.Namespace) -> None:
     """Fit, print R^2 of every head, write the file and say how to use it."""
     console = Console()
-    model, tokenizer = load(options.model)
+    model, tokenizer = common.load(options.model)
     batches = sequences(options.text, tokenizer, options.length, options.tokens)
     columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,} tokens"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as shown:
