@@ -446,10 +446,7 @@ def test_command_refuses_before_it_evaluates(tasks, tmp_path, change, message):
     assert not list((tmp_path / "out").glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    "shares", [["--layers", "3,2,2,1"], ["--heads", "adaptive"], ["--sinks", "2", "--recent", "9"]]
-)
-def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch, shares):
+def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch):
     """What reaches the model is the user's budget, in bytes."""
     given, stock_set = [], FastKVLM.set_cache
 
@@ -459,16 +456,13 @@ def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch, shares)
 
     monkeypatch.setattr(FastKVLM, "set_cache", spy)
     limits = ["--limit", "1", "--policy", "keydiff", "--budget", "128", "--tasks", tasks.split(",")[1]]
+    shares = ["--layers", "3,2,2,1", "--heads", "adaptive", "--sinks", "2", "--recent", "9"]
     evaluated(*limits, *shares, "--out", str(tmp_path / "out"))
     last = [budget for budget in given if isinstance(budget, Budget) and budget.bytes]
-    wanted = {
-        "--layers": {"layers": (3.0, 2.0, 2.0, 1.0)},
-        "--heads": {"heads": "adaptive"},
-        "--sinks": {"sinks": 2, "recent": 9},
-    }[shares[0]]
+    wanted = {"layers": (3.0, 2.0, 2.0, 1.0), "heads": "adaptive", "sinks": 2, "recent": 9}
     assert len(last) == 2 and last[0] == last[1] == Budget(bytes=last[0].bytes, **wanted)
     record = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert record["settings"]["recent"] == wanted.get("recent", 32)
+    assert record["settings"]["recent"] == 9
 
 
 def test_bytes_that_are_not_equal_are_refused(tasks, tmp_path, monkeypatch):

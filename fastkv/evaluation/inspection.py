@@ -118,9 +118,7 @@ COLUMNS = {  # attribute: title and format
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv inspect`."""
     common.add_model(parser)
-    common.option(
-        parser, "--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, a generated one", "FILE"
-    )
+    common.option(parser, "--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, generated", "FILE")
     most = f"tokens to read (default: {DEMO_CONTEXT} of demo, all of another text up to {MOST})"
     parser.add_argument("--context", type=int, metavar="N", help=most)
     common.add_out(parser, "fastkv-inspect")
