@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -249,17 +250,6 @@ def add_caches(parser: argparse.ArgumentParser) -> None:
 CACHE = ("equal", "sinks", "recent", "layers", "heads", "prefill_block", "evict_every", "correction")
 
 
-def caches_of(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Policy and budget of every cache, the stock one first. Raises FastKVError if one of them is none."""
-    check_some("policies", options.policies)
-    check_some("budgets", options.budgets)
-    for policy in options.policies:
-        demo.policy_of(policy)
-    for budget in options.budgets:
-        wanted(budget, options)
-    return [(FULL, ""), *((policy, budget) for policy in options.policies for budget in options.budgets)]
-
-
 def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
     """A `Budget` from what fits into a command line: 512, "512", "keep=0.25", "bytes=2000000" or "quality=0.95".
 
@@ -328,16 +318,23 @@ class Planned:
         write_json(self.file, {"settings": self.settings, **record})
 
 
-def planned(caches: Sequence[tuple[str, str]], options: argparse.Namespace, settings: dict[str, Any]) -> list[Planned]:
-    """What there is to do in the folder of --out, and what is done.
+def planned(options: argparse.Namespace, settings: dict[str, Any]) -> list[Planned]:
+    """Every cache of the options, the stock one first, and what the folder of --out knows of it.
 
-    Raises: FastKVError if the folder cannot be written, or holds results of other settings.
+    Raises: FastKVError for a policy or a budget that is none, or if the folder cannot be written or holds results of
+        other settings.
     """
+    check_some("policies", options.policies)
+    check_some("budgets", options.budgets)
+    for policy in options.policies:
+        demo.policy_of(policy)
+    for budget in options.budgets:
+        wanted(budget, options)
     make_folder(options.out)
     shared = {**settings, **{name: getattr(options, name) for name in CACHE}}
     shared = json.loads(json.dumps(shared, default=str))
     plan = []
-    for policy, budget in caches:
+    for policy, budget in [(FULL, ""), *product(options.policies, options.budgets)]:
         file = options.out / f"{policy}{budget and '-'}{budget}.json"
         record = json.loads(file.read_text()) if file.is_file() else None
         before = shared if record is None else record["settings"]

@@ -118,10 +118,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         used, or if the directory holds results of other settings.
     """
     check_harness()
-    caches, tasks = common.caches_of(options), list(common.listed()(options.tasks))
+    tasks = list(common.listed()(options.tasks))
     common.check_some("tasks", tasks)
     shared = ("model", "tasks", "mode", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
-    plan = common.planned(caches, options, {name: getattr(options, name) for name in shared})
+    plan = common.planned(options, {name: getattr(options, name) for name in shared})
     pretrained = str(demo.MODEL_DIR) if options.model == common.DEMO else options.model
     metadata = {"pretrained": pretrained, "seed": options.seed, **metadata_of(options.metadata)}
     manager = load_tasks(tasks, options.include_path, metadata)

@@ -237,7 +237,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     task = options.task or (DEMO_TASK if options.model == common.DEMO else TASK)
     shared = ("model", "samples", "seed", "haystack", "lengths", "depths")
     settings = {"task": task, **{name: getattr(options, name) for name in shared}}
-    plan = common.planned(common.caches_of(options), options, settings)
+    plan = common.planned(options, settings)
     model, tokenizer = common.load(options.model)
     check(model, tokenizer, task, options)
     start = torch.zeros(1, 1, dtype=torch.long, device=model.device)
