@@ -45,14 +45,19 @@ ROOMS = [
     "module",
     "api",
     "demo",
-    "inspection",
     "evaluation",
+    "calibration.fit",  # the files of calibration are read by the core, and written by what measures with it
     "cli",
 ]
 
 
+def room_of(parts):
+    """The room of a module, its name without fastkv in parts."""
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in ROOMS else parts[0]
+
+
 def room(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room_of(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def imported_rooms(path):
@@ -72,7 +77,7 @@ def imported_rooms(path):
             continue
         for name in names:
             if name[0] == "fastkv" and len(name) > 1 and name[1] in ROOMS:
-                yield name[1]
+                yield room_of(name[1:])
 
 
 @each_file(lambda path: path != PACKAGE / "__init__.py")

@@ -9,7 +9,6 @@ import torch
 import fastkv.state
 from fastkv import FastKVError
 from perf.evaluation import verdict, verdict_synthetic
-from perf.evaluation.second_model import untrained
 from perf.evaluation.verdict_cases import (
     ALONE,
     BUNDLED,
@@ -28,6 +27,7 @@ from perf.evaluation.verdict_cases import (
 from perf.evaluation.verdict_judge import Results, at_most, compare, judged, load, not_lower, well_below
 from perf.evaluation.verdict_measure import check_held, sketch_share
 from perf.evaluation.verdict_report import report
+from tools.second_model import untrained
 
 FILE = verdict.OUT / "verdict.json"
 

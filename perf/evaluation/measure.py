@@ -17,13 +17,12 @@ from torch import Tensor
 import fastkv
 import fastkv.config
 from fastkv import Budget, FastKVError, patched, policies
-from fastkv.demo import MODEL_DIR, load
+from fastkv.demo import MODEL_DIR, load, policy_of
 from fastkv.demo.measure import Measured, make_questions, measure, relative_error
-from fastkv.demo.run import policy_of
 from fastkv.demo.tasks import TASKS, generate
 from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
-from fastkv.evaluation.fidelity_report import summarise
+from fastkv.evaluation.fidelity import summarise
 
 from .cases import CONTEXT, FIDELITY, FULL, Case
 

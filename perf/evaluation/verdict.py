@@ -24,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fastkv import FastKVError
 from fastkv.demo import MODEL_DIR
+from tools import second_model
 
-from . import second_model
 from .__main__ import save
 from .measure import versions
 from .verdict_cases import BUNDLED, TRAINED, Case, cases

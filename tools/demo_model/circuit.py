@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
-from .tasks import VOCABULARY, build_tokenizer
+from fastkv.demo.tasks import VOCABULARY, build_tokenizer
 
 HEAD_DIM = 64
 ROPE_THETA = 500_000.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
 from string import ascii_lowercase
+from typing import Any
 
-from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
-from .haystack import Units
-from .ruler_sample import Draft, Request, Sample
+from ...demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
+from .text import Draft, Request, Units, drafted
 
 COMMON_TOKENS, FREQUENT_TOKENS = 120, 50  # of the answers
 COMMON = 10  # words that are asked for
@@ -59,21 +59,13 @@ def common_words(request: Request) -> Draft:
     common = _placed(asked, often, rng)
     filler = Units((word, _placed([word], seldom, rng)) for word in words)
 
-    def draft(units: int) -> Sample:
+    def write(units: int) -> tuple[str, dict[str, Any]]:
         uncommon = dict(filler.take(units))
         context = _numbered(common + [one for placed in uncommon.values() for one in placed])
-        counts = {**dict.fromkeys(asked, often), **dict.fromkeys(uncommon, seldom)}
-        return Sample(
-            task=request.task,
-            prompt=f"{example}\n\n{COMMON_TASK}\n\n{context}\n\n{COMMON_QUESTION}",
-            context=context,
-            question=COMMON_QUESTION,
-            answers=tuple(asked),
-            tokens_to_generate=COMMON_TOKENS,
-            metadata={"units": units, "counts": counts},
-        )
+        return context, {"counts": {**dict.fromkeys(asked, often), **dict.fromkeys(uncommon, seldom)}}
 
-    return draft
+    before, answers = f"{example}\n\n{COMMON_TASK}", tuple(asked)
+    return drafted(request, write, before=before, question=COMMON_QUESTION, answers=answers, tokens=COMMON_TOKENS)
 
 
 def frequent_words(request: Request) -> Draft:
@@ -83,23 +75,17 @@ def frequent_words(request: Request) -> Draft:
     """
     rng = request.rng()
     words = [DOTS, *islice(_coded(rng), max(ASKED + 1, request.length // 50))]
-    ranks, order = Units(_zeta(len(words))), Units(_each(rng.random))
+    ranks, order = Units(_zeta(len(words))), Units(iter(rng.random, None))
 
-    def draft(units: int) -> Sample:
+    def write(units: int) -> tuple[str, dict[str, Any]]:
         drawn = [words[rank] for rank in ranks.take(units)]
-        counts = Counter(drawn)
         context = " ".join(word for _, word in sorted(zip(order.take(units), drawn)))
-        return Sample(
-            task=request.task,
-            prompt=f"{FREQUENT_TASK}\n\n{context}\n\n{FREQUENT_QUESTION}",
-            context=context,
-            question=FREQUENT_QUESTION,
-            answers=tuple(words[1 : ASKED + 1]),
-            tokens_to_generate=FREQUENT_TOKENS,
-            metadata={"units": units, "counts": dict(counts)},
-        )
+        return context, {"counts": dict(Counter(drawn))}
 
-    return draft
+    answers = tuple(words[1 : ASKED + 1])
+    return drafted(
+        request, write, before=FREQUENT_TASK, question=FREQUENT_QUESTION, answers=answers, tokens=FREQUENT_TOKENS
+    )
 
 
 def _placed(words: Sequence[str], times: int, rng: random.Random) -> list[tuple[float, str]]:
@@ -148,8 +134,3 @@ def _zeta(words: int) -> Iterator[int]:
         _, rank, times = due[0]
         yield rank
         heapq.heapreplace(due, ((times + 1) * (rank + 1) ** ALPHA, rank, times + 1))
-
-
-def _each(make: Callable[[], float]) -> Iterator[float]:
-    while True:
-        yield make()

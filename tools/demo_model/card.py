@@ -15,9 +15,10 @@ import transformers
 from rich.console import Console
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from fastkv.demo.tasks import TASKS, generate, max_questions
+
 from .circuit import HEAD_DIM, ROPE_THETA
-from .curriculum import ROUNDS, Record
-from .tasks import TASKS, generate, max_questions
+from .training import ROUNDS, Record
 
 EVAL_LENGTHS = (1024, 2048, 4096, 8192)
 
@@ -125,7 +126,7 @@ places and questions at the end; 24 facts per 1024 tokens, at most 48 (`hops`: 1
 `facts` asks for the three numbers of a two-word key, `pairs` for those of two keys, `hops` for a name and then for
 the three numbers of that name. A question ends with the first words of its answer.
 
-**Training.** `python -m fastkv.demo.train --seed {record.seed} --threads {record.threads}`:
+**Training.** `python -m tools.demo_model --seed {record.seed} --threads {record.threads}`:
 {record.steps:,} steps, {record.tokens:,} tokens, {record.seconds / 60:.1f} minutes for the steps on {record.threads}
 CPU threads{"" if record.rounds == len(ROUNDS) else " (stopped early)"};
 torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}.
@@ -144,8 +145,8 @@ counts if greedy decoding gives every word of it. Training saw texts of up to {l
 |---|{"---|" * len(EVAL_LENGTHS)}
 {newline.join(rows)}
 
-Measure again with `python -m fastkv.demo.train --evaluate`.
+Measure again with `python -m tools.demo_model --evaluate`.
 
 **Fitted to it.** `vector.safetensors` (`fastkv calibrate vector`), `context.json` (`fastkv calibrate context`) and
-`full_attention_heads.tsv` (`python -m fastkv.demo.heads`). Other weights need them again.
+`full_attention_heads.tsv` (`python -m tools.demo_model.heads`). Other weights need them again.
 """

@@ -12,19 +12,43 @@ policies with each other, not with published tables. The essays are generated pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import FastKVError
-from .metrics import string_match_all, string_match_part
-from .ruler_chain import tracking
-from .ruler_niah import KINDS, niah
-from .ruler_qa import SOURCES, documents
-from .ruler_sample import Draft, Request, Sample, Tokenizer, counter, longest
-from .ruler_words import FREQUENT_LEAST, common_words, frequent_words
+from ...errors import FastKVError
+from .niah import KINDS, niah, tracking
+from .qa import SOURCES, documents
+from .text import Draft, Request, Sample, Tokenizer, counter, longest
+from .words import FREQUENT_LEAST, common_words, frequent_words
 
 __all__ = ["TASKS", "Sample", "generate", "score"]
+
+CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def string_match_all(prediction: str, answers: Sequence[str]) -> float:
+    """Share of the reference strings that occur in the prediction, 0 to 1; of every task but question answering.
+
+    Case does not matter, and control characters separate words. Raises: FastKVError without a reference string.
+    """
+    found = _found(prediction, answers)
+    return sum(found) / len(found)
+
+
+def string_match_part(prediction: str, answers: Sequence[str]) -> float:
+    """1 if any of the reference strings, which say the same, occurs in the prediction, else 0; otherwise as above."""
+    return float(any(_found(prediction, answers)))
+
+
+def _found(prediction: str, answers: Sequence[str]) -> list[bool]:
+    if isinstance(answers, str) or not answers:
+        raise FastKVError(
+            f"a prediction is marked with a sequence of at least one answer, got {answers!r}; pass a tuple"
+        )
+    text = CONTROL.sub("\n", prediction).lower()
+    return [answer.lower() in text for answer in answers]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,32 @@
-"""RULER's needles in a haystack: eight ways to hide numbers and to ask for them (arXiv:2404.06654, section 3)."""
+"""RULER's retrieval (arXiv:2404.06654, section 3): eight ways to hide numbers, and variable tracking.
+
+Variable tracking hides the assignments that hand a value from variable to variable.
+"""
 
 from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from string import ascii_uppercase
+from typing import Any
 
-from ..demo.tasks import ADJECTIVES, KEY_FIRST, KEY_SECOND, NOUNS
-from ..errors import FastKVError
-from .haystack import NOISE, Units, from_files, prose, scatter
-from .ruler_sample import Draft, Request, Sample
+from ...demo.tasks import ADJECTIVES, KEY_FIRST, KEY_SECOND, NOUNS
+from ...errors import FastKVError
+from .text import NOISE, Draft, Request, Units, drafted, from_files, prose, scatter
 
-TOKENS = 128  # of the answer
+TOKENS, TRACKED_TOKENS = 128, 30  # of the answers
 DEPTHS = 40  # places a needle may have, evenly from the start of the text to its end
+HOPS = 4  # from variable to variable
+LETTERS = 5  # of a variable's name
+EXAMPLE_UNITS = 5  # lines of noise in the worked example
+
+TRACKING = (
+    "The text below sets variables, each to a number or to the value of another variable. Follow the assignments and "
+    "find every variable that ends up with the number asked for."
+)
 
 
 @dataclass(frozen=True)
@@ -80,19 +92,30 @@ def niah(request: Request) -> Draft:
         f"the {kind.values}, because a question about them follows."
     )
 
-    def draft(units: int) -> Sample:
+    def write(units: int) -> tuple[str, dict[str, Any]]:
         context = between.join(scatter(filler.take(units), needles, depths))
-        return Sample(
-            task=request.task,
-            prompt=f"{task}\n\n{context}\n\n{question}",
-            context=context,
-            question=question,
-            answers=answers,
-            tokens_to_generate=TOKENS,
-            metadata={"units": units, "needles": tuple(needles), "depths": tuple(depths)},
-        )
+        return context, {"needles": tuple(needles), "depths": tuple(depths)}
 
-    return draft
+    return drafted(request, write, before=task, question=question, answers=answers, tokens=TOKENS)
+
+
+def tracking(request: Request) -> Draft:
+    """One chain of `HOPS` hops in noise, its assignments in order at random depths, after a short worked example."""
+    rng = request.rng()
+    names = _different("variables", rng, 2 * (HOPS + 1))
+    shown, asked = names[: HOPS + 1], names[HOPS + 1 :]
+    shown_value, value = rng.sample(range(10_000, 100_000), 2)
+    filler = Units(repeat(NOISE))
+    shown_text = scatter(filler.take(EXAMPLE_UNITS), _statements(shown, shown_value), _depths(rng))
+    example = "\n".join([TRACKING, "", *shown_text, "", f"{_question(shown_value)} {', '.join(shown)}."])
+    statements, depths, question = _statements(asked, value), _depths(rng), _question(value)
+
+    def write(units: int) -> tuple[str, dict[str, Any]]:
+        context = "\n".join(scatter(filler.take(units), statements, depths))
+        return context, {"needles": tuple(statements), "depths": tuple(depths)}
+
+    before, answers = f"{example}\n\n{TRACKING}", tuple(asked)
+    return drafted(request, write, before=before, question=question, answers=answers, tokens=TRACKED_TOKENS)
 
 
 def _needle(kind: Kind, key: str, value: str) -> str:
@@ -117,7 +140,7 @@ def _distractors(kind: Kind, rng: random.Random, taken: set[str]) -> Iterator[st
 
 
 def _different(kind: str, rng: random.Random, number: int) -> list[str]:
-    """`number` different keys or values, in the order in which they were drawn."""
+    """`number` different keys, values or variables, in the order in which they were drawn."""
     drawn: dict[str, None] = {}
     while len(drawn) < number:
         drawn[MAKE[kind](rng)] = None
@@ -136,4 +159,24 @@ def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-MAKE = {"words": _words, "numbers": _number, "uuids": _uuid}
+def _variable(rng: random.Random) -> str:
+    return "".join(rng.choices(ascii_uppercase, k=LETTERS))
+
+
+MAKE = {"words": _words, "numbers": _number, "uuids": _uuid, "variables": _variable}
+
+
+def _statements(names: Sequence[str], value: int) -> list[str]:
+    """The first variable gets the value, every other one that of the variable before it."""
+    return [f"SET {name} = {given}" for name, given in zip(names, [value, *names])]
+
+
+def _depths(rng: random.Random) -> list[float]:
+    return sorted(rng.random() for _ in range(HOPS + 1))
+
+
+def _question(value: int) -> str:
+    return (
+        f"Question: which variables have the value {value} in the end?\n"
+        f"Answer: in the text above, {HOPS + 1} variables get the value {value}, namely"
+    )

@@ -1,4 +1,4 @@
-"""The tasks of `ruler.py` for lm-evaluation-harness: fastkv_ruler_niah_single_1 and so on, in `tasks/*.yaml`.
+"""The tasks of RULER for lm-evaluation-harness: fastkv_ruler_niah_single_1 and so on, in `../tasks/*.yaml`.
 
     fastkv eval --model PATH --tasks fastkv_ruler --metadata max_seq_lengths=[4096,8192] num_samples=20
     python -m fastkv.evaluation --model fastkv --model_args pretrained=PATH --tasks fastkv_ruler_vt --metadata ...
@@ -25,12 +25,12 @@ from lm_eval.api.task import ConfigurableTask
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..errors import FastKVError
-from ..inspection.run import FOREIGN
-from . import ruler
-from .ruler_niah import KINDS
-from .ruler_qa import SOURCES
-from .ruler_sample import Sample, Tokenizer, unknown_share
+from ...errors import FastKVError
+from .. import ruler
+from ..common import FOREIGN, first_line, unknown_share
+from .niah import KINDS
+from .qa import SOURCES
+from .text import Sample, Tokenizer
 
 PREFIX = "fastkv_ruler_"
 LENGTHS, SAMPLES = 4096, 100
@@ -62,11 +62,7 @@ class RulerTask(ConfigurableTask):
                     for name in ("score", *(f"score_{length}" for length in self.lengths if len(self.lengths) > 1))
                 ],
                 "process_results": self.marks,
-                "generation_kwargs": {
-                    "until": [],
-                    "do_sample": False,
-                    "temperature": 0.0,
-                },
+                "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0},
             }
         )
 
@@ -101,13 +97,14 @@ def written(
     """The texts of one length; a warning where the tokenizer does not know their words."""
     indices = tqdm(range(samples), desc=f"writing {kind}, {length} tokens", leave=False)
     found = tuple(ruler.generate(kind, tokenizer, length, seed, index, text=text, data=data) for index in indices)
-    unknown = unknown_share(tokenizer, found[0].prompt)
-    if unknown > FOREIGN:
-        warnings.warn(
-            f"the tokenizer does not know {unknown:.0%} of the words of {kind}, so that its score means nothing; the "
-            "bundled model reads the tasks of fastkv needles and fastkv demo",
-            stacklevel=2,
-        )
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        unknown = unknown_share(tokenizer, tokenizer(found[0].prompt, verbose=False).input_ids)
+        if unknown > FOREIGN:
+            warnings.warn(
+                f"the tokenizer does not know {unknown:.0%} of the words of {kind}, so that its score means nothing; "
+                "the bundled model reads the tasks of fastkv needles and fastkv demo",
+                stacklevel=2,
+            )
     return found
 
 
@@ -117,7 +114,7 @@ def _loaded(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise FastKVError(
-            f"cannot load a tokenizer from {name} ({error!r:.200}); name another with --metadata tokenizer=PATH"
+            f"cannot load a tokenizer from {name} ({first_line(error)}); name another with --metadata tokenizer=PATH"
         ) from error
 
 

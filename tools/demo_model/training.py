@@ -1,17 +1,29 @@
-"""What the bundled model is trained on: stages from short to long, and the batches of each."""
+"""What the demonstration models are trained on, stages from short to long, and how: the loss and the steps.
+
+The first stage repeats random words, so that attention learns to continue what it has seen; then come facts in filler.
+The loss counts the answers, and a little everything else. Many questions follow each text, so that one long text gives
+many gradients.
+"""
 
 from __future__ import annotations
 
+import math
 import random
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerFast
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .tasks import TASKS, VOCABULARY, generate, max_questions
+from fastkv.demo.tasks import TASKS, VOCABULARY, generate, max_questions
 
 HELD_OUT = 1_000_000  # text seeds below are for evaluation, those from here on for training
 IGNORE = -100
+REST_WEIGHT = 0.1  # loss weight of the words that are not an answer
+WARMUP_STEPS = 20
+FINAL_RATE = 0.05  # the cosine ends at this share of the learning rate
 
 
 @dataclass(frozen=True)
@@ -108,3 +120,74 @@ def text_batch(
     padded = [ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows]
     counted = [labels + [IGNORE] * (width - len(labels)) for _, labels in rows]
     return torch.tensor(padded), torch.tensor(counted)
+
+
+def loss_of(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Cross entropy of the labelled words plus `REST_WEIGHT` times that of the others; and the labelled part alone."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    target, labelled = ids[:, 1:], labels[:, 1:] != IGNORE
+    rest = ~labelled & (target != model.config.pad_token_id)
+    each = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+    main = each[labelled].mean()
+    return main + REST_WEIGHT * each[rest].mean(), main.item()
+
+
+def rate(step: int, total: int) -> float:
+    """Share of the learning rate: linear warm-up, then a cosine down to `FINAL_RATE`."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / total))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that was taken: the how-many-th of its stage, loss of the answers (a running mean), tokens, seconds."""
+
+    stage: Stage
+    number: int
+    loss: float
+    tokens: int
+    seconds: float
+
+    @property
+    def last(self) -> bool:
+        """Whether the stage ends with it."""
+        return self.number == self.stage.steps
+
+
+def steps(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    stages: Sequence[Stage],
+    learning_rate: float,
+    rng: random.Random,
+    text_seed: int,
+    *,
+    fused: bool,
+) -> Iterator[Step]:
+    """Train through all stages under one warm-up and cosine, a step whenever the next one is asked for.
+
+    Args: rng: of lengths and random words; text_seed: of the first text; fused: of AdamW, which decides the rounding.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=fused or None)
+    done, total = 0, sum(stage.steps for stage in stages)
+    for stage in stages:
+        recent = 0.0
+        for number in range(1, stage.steps + 1):
+            model.train()
+            began = time.monotonic()
+            length = rng.choice(stage.lengths)
+            if stage.tasks:
+                ids, labels = text_batch(stage, length, text_seed, tokenizer)
+                text_seed += stage.batch
+            else:
+                ids, labels = repeated_batch(stage, length, rng)
+            optimizer.param_groups[0]["lr"] = learning_rate * rate(done, total)
+            loss, answers = loss_of(model, ids, labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            recent = answers if number == 1 else 0.9 * recent + 0.1 * answers
+            done += 1
+            yield Step(stage, number, recent, ids.numel(), time.monotonic() - began)

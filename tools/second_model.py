@@ -1,6 +1,6 @@
 """A second trained model for the verdict: a small Qwen3 with normed queries and keys and heads of 32.
 
-    python -m perf.evaluation.second_model             # about 10 minutes of one core; `verdict` calls it when needed
+    python -m tools.second_model                      # about 10 minutes of one core; `verdict` calls it when needed
 
 The bundled model's texts, circuit and loss, with another architecture, width and head_dim. Queries and keys are normed,
 so weights of the norms stand for the sharpness that the circuit has in its projections. The weights are not part of the
@@ -17,15 +17,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from fastkv.demo.circuit import ROPE_THETA, initialise
-from fastkv.demo.curriculum import HELD_OUT, Stage, repeated_batch, text_batch
 from fastkv.demo.tasks import VOCABULARY, build_tokenizer
-from fastkv.demo.train import loss_of, rate
 
-FOLDER = Path(__file__).parent.parent.parent / "build" / "second_model"
+from .demo_model.circuit import ROPE_THETA, initialise
+from .demo_model.training import HELD_OUT, Stage, steps
+
+FOLDER = Path(__file__).parent.parent / "build" / "second_model"
 LEARNING_RATE = 2e-3
 STAGES = (
     Stage("repeats", 80, 16, (64, 96), tasks=()),
@@ -65,40 +64,20 @@ def untrained(seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def batch_of(
-    stage: Stage, text_seed: int, rng: random.Random, tokenizer: PreTrainedTokenizerFast
-) -> tuple[Tensor, ...]:
-    """Ids and labels [B, T]."""
-    length = rng.choice(stage.lengths)
-    return text_batch(stage, length, text_seed, tokenizer) if stage.tasks else repeated_batch(stage, length, rng)
-
-
 def train(out: Path, seed: int) -> None:
     """Run `STAGES` under one cosine and leave weights and tokenizer in `out`."""
     model, tokenizer, rng = untrained(seed), build_tokenizer(), random.Random(seed)
-    text_seed = HELD_OUT + seed * 10**9
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
-    total, done, started, console = sum(stage.steps for stage in STAGES), 0, time.monotonic(), Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=total)
-        for stage in STAGES:
-            recent = 0.0
-            for step in range(stage.steps):
-                ids, labels = batch_of(stage, text_seed, rng, tokenizer)
-                text_seed += stage.batch
-                optimizer.param_groups[0]["lr"] = LEARNING_RATE * rate(done, total)
-                loss, answers = loss_of(model, ids, labels)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                recent = answers if step == 0 else 0.9 * recent + 0.1 * answers
-                done += 1
-                progress.update(bar, advance=1, description=stage.name)
-                if (step + 1) % 25 == 0 or step + 1 == stage.steps:
-                    seconds = time.monotonic() - started
-                    console.print(f"{stage.name} {step + 1}/{stage.steps}: {recent:.3f} after {seconds:.0f} s")
+    text_seed = HELD_OUT + seed * 10**9 + STAGES[0].steps * STAGES[0].batch
+    started, console = time.monotonic(), Console()
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("", total=sum(stage.steps for stage in STAGES))
+        for step in steps(model, tokenizer, STAGES, LEARNING_RATE, rng, text_seed, fused=False):
+            progress.update(bar, advance=1, description=step.stage.name)
+            if step.number % 25 == 0 or step.last:
+                seconds = time.monotonic() - started
+                console.print(
+                    f"{step.stage.name} {step.number}/{step.stage.steps}: {step.loss:.3f} after {seconds:.0f} s"
+                )
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(out)
     model.eval().save_pretrained(out)
@@ -106,7 +85,11 @@ def train(out: Path, seed: int) -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Train it."""
-    parser = argparse.ArgumentParser(prog="python -m perf.evaluation.second_model", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.second_model",
+        description=__doc__.split("\n")[0],
+        epilog="example: python -m tools.second_model --out build/second_model",
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="default: build/second_model")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and texts (default: 0)")
     options = parser.parse_args(words)

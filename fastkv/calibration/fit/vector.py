@@ -13,7 +13,8 @@ which can only give more: a head that exceeds the threshold here does so there.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
-from ..errors import FastKVError
-from ..rotary import Rotary
-from .corpus import sequences
-from .fingerprint import describe, fingerprint
-from .models import DEMO, check_stock, load_model
-from .vector_map import VectorMap, required_r2
+from ...errors import FastKVError
+from ...evaluation import common
+from ...evaluation.equal_bytes import is_full
+from ...rotary import Rotary
+from ..fingerprint import describe, fingerprint
+from ..vector_map import VectorMap, required_r2
+from .texts import sequences
 
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
 CUTOFF = 1e-10
@@ -137,68 +138,44 @@ def fit(
 
 def _check(model: PreTrainedModel, held_out: float) -> None:
     """Raise FastKVError unless the model is stock and ready, and the share sensible."""
-    check_stock("fit", model)
+    common.check_stock("fit", model)
     if not 0 < held_out < 1:
         raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
     layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if not any(map(_is_full, layers)):
+    if not any(map(is_full, layers)):
         raise FastKVError(
             f"fit needs full-attention layers, got {type(model).__name__} with none in {len(layers)}; its cache is "
             "bounded already"
         )
 
 
-def _is_full(layer: Any) -> bool:
-    """Whether a layer of a stock cache keeps all tokens; those of a sliding window are subclasses."""
-    return type(layer) is DynamicLayer
-
-
-@torch.no_grad()
-def pre_rope_pairs(model: PreTrainedModel, rotary: Rotary, ids: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+def pre_rope_pairs(model: PreTrainedModel, rotary: Rotary, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """What every full-attention layer caches for token ids [B, T], with the rotation of the keys undone.
 
     Returns: (layer, keys [B, Hkv, T, Dk] fp32, values [B, Hkv, T, Dv]) for each.
     """
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)  # no lm_head, no logits
-    layers: list[Any] = cache.layers
-    pairs = []
-    for layer, entry in enumerate(layers):
-        if _is_full(entry):
-            keys = entry.keys.float()  # the rotation is undone in fp32, as decoding does it
-            positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-            pairs.append((layer, rotary.to(keys.device).unrotate(keys, positions), entry.values))
-    return pairs
+    for layer, keys, values in common.read_stock(model, ids):
+        positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        # The rotation is undone in fp32, as decoding does it.
+        yield layer, rotary.to(keys.device).unrotate(keys.float(), positions), values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate vector`."""
-    parser.add_argument(
-        "--model", default=DEMO, metavar="PATH", help="folder or name of the model (default: demo, the bundled one)"
-    )
-    parser.add_argument(
-        "--text",
-        default=DEMO,
-        metavar="PATH",
-        help="a text file, a folder of .txt and .md files, - for standard input, or demo for generated texts (default)",
-    )
-    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
-    parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="tokens in all (default: 200000)")
-    parser.add_argument(
-        "--boundary",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more "
-        "(default: 1)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("vector.safetensors"), metavar="FILE", help="file to write")
+    option = partial(common.option, parser)
+    common.add_model(parser)
+    option("--text", common.DEMO, "a file, a folder of .txt and .md files, - for standard input, or demo", "PATH")
+    option("--length", 2048, "tokens of a sequence")
+    option("--tokens", 200_000, "tokens in all")
+    edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
+    option("--boundary", 1.0, edge, "S")
+    option("--out", Path("vector.safetensors"), "file to write", "FILE")
 
 
 def run(options: argparse.Namespace) -> None:
     """Fit, print R^2 of every head, write the file and say how to use it."""
     console = Console()
-    model, tokenizer = load_model(options.model)
+    model, tokenizer = common.load(options.model)
     batches = sequences(options.text, tokenizer, options.length, options.tokens)
     columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,} tokens"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as shown:

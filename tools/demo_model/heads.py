@@ -1,6 +1,6 @@
 """Which heads of the bundled model retrieve: the pattern file that DuoAttention needs.
 
-    python -m fastkv.demo.heads --out fastkv/demo/model/full_attention_heads.tsv
+    python -m tools.demo_model.heads --out fastkv/demo/model/full_attention_heads.tsv
 
 DuoAttention learns a gate for each KV head. Here the number of a head is the attention that the words of a question and
 its answer pay to tokens that a streaming head would not hold, mean over the group, relative to the head with most.
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import MODEL_DIR, load
-from .measure import make_questions
-from .tasks import TASKS
+from fastkv.demo import PATTERN, load
+from fastkv.demo.measure import make_questions
+from fastkv.demo.tasks import TASKS
 
-PATTERN = MODEL_DIR / "full_attention_heads.tsv"
 SINKS, RECENT = 4, 64
 
 
@@ -42,7 +41,7 @@ def retrieval(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length
 
 def main() -> None:
     """Measure and write the file."""
-    parser = argparse.ArgumentParser(prog="python -m fastkv.demo.heads", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.heads", description=__doc__.partition("\n")[0])
     parser.add_argument("--length", type=int, default=512, help="tokens of a text (default: 512)")
     parser.add_argument("--samples", type=int, default=8, help="texts of each task (default: 8)")
     parser.add_argument("--out", type=Path, default=PATTERN, help="file to write (default: where the model is)")

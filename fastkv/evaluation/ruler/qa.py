@@ -11,9 +11,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import FastKVError
-from .haystack import Units
-from .ruler_sample import Draft, Request, Sample
+from ...errors import FastKVError
+from .text import Draft, Request, Units, drafted
 
 TOKENS = 32  # of the answer
 
@@ -64,25 +63,16 @@ def documents(request: Request) -> Draft:
     filler = Units(_others(paragraphs, asked, rng))
     question = f"Question: {asked.text}\nAnswer:"
 
-    def draft(units: int) -> Sample:
+    def write(units: int) -> tuple[str, dict[str, Any]]:
         placed = sorted(needed + filler.take(units))
         context = "\n\n".join(f"Document {number}:\n{text}" for number, (_, text) in enumerate(placed, 1))
-        at = [placed.index(one) for one in needed]
-        return Sample(
-            task=request.task,
-            prompt=f"{TASK}\n\n{context}\n\n{TASK}\n\n{question}",
-            context=context,
-            question=question,
-            answers=asked.answers,
-            tokens_to_generate=TOKENS,
-            metadata={
-                "units": units,
-                "needles": tuple(text for _, text in needed),
-                "depths": tuple(place / len(placed) for place in at),
-            },
-        )
+        depths = tuple(placed.index(one) / len(placed) for one in needed)
+        return context, {"needles": tuple(text for _, text in needed), "depths": depths}
 
-    return draft
+    between = f"{TASK}\n\n"
+    return drafted(
+        request, write, before=TASK, between=between, question=question, answers=asked.answers, tokens=TOKENS
+    )
 
 
 def _others(paragraphs: tuple[str, ...], asked: Question, rng: random.Random) -> Iterator[tuple[float, str]]:
