@@ -13,15 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-import fastkv
-from perf import report, speed_contenders, speed_models, speed_report, speed_run, speed_timings, speed_worker
 from perf.gpu_results import Deadline, Results
 from perf.speed_cases import PARTS, Case, in_turn, toy
 from perf.speed_contenders import FastKV, Full, KVPress
 from perf.speed_rows import FIRST, STEP, Speed, floor_ms
 from perf.speed_targets import SPEED_TARGETS, verdict
 from perf.speed_worker import Memory, decode, measure, spread
+
+import fastkv
+from perf import report, speed_contenders, speed_models, speed_report, speed_run, speed_timings, speed_worker
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

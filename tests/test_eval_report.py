@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from perf.evaluation.ablations import section
+from perf.evaluation.measure import Bench, Settings, approximated
+from perf.evaluation.papers import ABLATIONS
 
 import fastkv.config
 from fastkv import FastKVError, policies
 from perf.evaluation import __main__ as command
 from perf.evaluation import cases, page, report, results
-from perf.evaluation.ablations import section
-from perf.evaluation.measure import Bench, Settings, approximated
-from perf.evaluation.papers import ABLATIONS
 
 SMALL = Settings(seeds=2, texts=2, context=128, steps=24)
 TASKS = ("facts", "pairs", "hops")

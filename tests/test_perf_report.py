@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from perf import gpu_checks, gpu_run, report
 from perf.gpu_checks_state import Finding, Place, State, close, equal
 from perf.gpu_results import GEMMA, LLAMA, TOY, Deadline, Results, decode_bytes, red_ops, shapes
 from perf.gpu_timings_clock import Work, measure, num_sets, passes
 from perf.gpu_timings_ops import CHECKED, SECTIONS, cases
 from perf.report_targets import TARGETS, Table
 from perf.split_kv_baseline import choose_splits, split_kv_attention
+
+from perf import gpu_checks, gpu_run, report
 
 CPU = Place(torch.device("cpu"), toy=True)
 FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc", "source": "s0"}

@@ -5,11 +5,6 @@ import math
 
 import pytest
 import torch
-
-import fastkv.state
-from fastkv import FastKVError
-from perf.evaluation import verdict, verdict_synthetic
-from perf.evaluation.second_model import untrained
 from perf.evaluation.verdict_cases import (
     ALONE,
     BUNDLED,
@@ -28,6 +23,11 @@ from perf.evaluation.verdict_cases import (
 from perf.evaluation.verdict_judge import Results, at_most, compare, judged, load, not_lower, well_below
 from perf.evaluation.verdict_measure import check_held, sketch_share
 from perf.evaluation.verdict_report import report
+
+import fastkv.state
+from fastkv import FastKVError
+from perf.evaluation import verdict, verdict_synthetic
+from perf.evaluation.second_model import untrained
 
 FILE = verdict.OUT / "verdict.json"
 
