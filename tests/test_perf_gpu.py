@@ -2,18 +2,21 @@
 
 import json
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from perf.gpu_checks_state import Finding, Place, State, close, equal
-from perf.gpu_results import GEMMA, LLAMA, TOY, Deadline, Results, decode_bytes, red_ops, shapes
-from perf.gpu_timings_clock import Work, measure, num_sets, passes
-from perf.gpu_timings_ops import CHECKED, SECTIONS, cases
-from perf.report_targets import TARGETS, Table
-from perf.split_kv_baseline import choose_splits, split_kv_attention
 
-from perf import gpu_checks, gpu_run, report
+from perf import engine, report
+from perf.engine import RESULTS, Deadline, Results
+from perf.gpu import __main__ as command
+from perf.gpu import checks
+from perf.gpu.clock import Work, measure, num_sets, passes
+from perf.gpu.heads import GEMMA, LLAMA, TOY, decode_bytes, shapes
+from perf.gpu.split_kv import choose_splits, split_kv_attention
+from perf.gpu.state import Finding, Place, close, equal, in_order, ragged
+from perf.gpu.targets import TARGETS, Table
+from perf.gpu.timings import CHECKED, CODE, cases
 
 CPU = Place(torch.device("cpu"), toy=True)
 FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc", "source": "s0"}
@@ -23,46 +26,68 @@ def test_a_run_needs_a_gpu_and_a_dry_run_does_not_touch_the_results(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no CUDA device"):
-        gpu_run.main([])
+        command.main([])
     with pytest.raises(SystemExit, match="does not write into perf/results"):
-        gpu_run.main(["--dry-run", "--out", str(Path(gpu_run.__file__).parent / "results")])
+        command.main(["--dry-run", "--out", str(RESULTS)])
 
 
-def test_one_dry_check_and_one_dry_timing_end_to_end(tmp_path, monkeypatch):
-    """In this process: the interpreter is on (conftest), and one check is enough to open its section."""
-    monkeypatch.setattr("perf.gpu_checks_device.DEVICE_CHECKS", {})
-    monkeypatch.setattr("perf.gpu_checks_graphs.MODEL_CHECKS", {})
-    monkeypatch.setattr(gpu_checks, "CHECKS", {"prefill_attention": gpu_checks.CHECKS["prefill_attention"]})
-    results = Results.open(tmp_path / "gpu_checks.json", FACTS)
-    gpu_checks.run_checks(CPU, results, Deadline(5))
-    stored = json.loads(results.path.read_text())
-    assert stored["complete"] and [row["passed"] for row in stored["rows"]] == [True]
-    timed = Results.open(tmp_path / "gpu_prefill.json", FACTS)
-    assert gpu_run.time_section("prefill", CPU, timed, results, Deadline(5)) == gpu_run.COMPLETE
-    (row,) = timed.rows
-    assert row["dry_run"] and row["median_us"] is None and row["needed_bytes"] > 0
-    late = Results.open(tmp_path / "gpu_select.json", FACTS)
-    assert gpu_run.time_section("select", CPU, late, results, Deadline(5)) == gpu_run.FAILED and not late.rows
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs parts with these checks, in this process: the interpreter is on (conftest). Returns exit code and rows."""
+    monkeypatch.setattr("perf.gpu.checks_device.DEVICE_CHECKS", {})
+    monkeypatch.setattr("perf.gpu.checks_models.MODEL_CHECKS", {})
+
+    def main(*parts, **some):
+        monkeypatch.setattr(checks, "CHECKS", some)
+        code = command.main(["--dry-run", "--out", str(tmp_path), "--minutes", "5", "--parts", *parts])
+        files = {part: tmp_path / f"gpu_{part}.json" for part in parts}
+        return code, [json.loads(file.read_text()) if file.exists() else None for file in files.values()]
+
+    return main
 
 
-def test_a_crash_or_a_wrong_result_is_red_and_closes_its_section(tmp_path, monkeypatch):
+def test_one_dry_check_and_one_dry_timing_end_to_end(run):
+    one = {"prefill_attention": checks.CHECKS["prefill_attention"]}
+    code, (found, timed, closed) = run("checks", "prefill", "select", **one)
+    assert found["complete"] and [row["passed"] for row in found["rows"]] == [True]
+    (row,) = timed["rows"]
+    assert row["dry_run"] and row["median_us"] is None and row["needed_bytes"] > 0 and row["case"]["op"] == "prefill"
+    assert code == engine.FAILED and closed is None, "no check of select is green"
+
+
+def test_a_crash_or_a_wrong_result_is_red_and_closes_its_section(run):
     def crash(*arguments):
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr("perf.gpu_checks_device.DEVICE_CHECKS", {})
-    monkeypatch.setattr("perf.gpu_checks_graphs.MODEL_CHECKS", {})
     wrong = {
         "evict": crash,
         "compact": lambda *a: [Finding("kept", 1.0)],
         "decode_step": lambda *a: [Finding("out", 0.1, 0.2)],
     }
-    monkeypatch.setattr(gpu_checks, "CHECKS", wrong)
-    results = Results.open(tmp_path / "gpu_checks.json", FACTS)
-    gpu_checks.run_checks(CPU, results, Deadline(5))
-    assert [row["passed"] for row in results.rows] == [False, False, True]
-    assert "illegal memory access" in results.rows[0]["error"]
-    assert red_ops(results, CHECKED["evict"]) == ["evict", "moment_scores"]
-    assert red_ops(results, CHECKED["flex"]) == []
+    code, (found,) = run("checks", **wrong)
+    assert code == engine.FAILED and [row["passed"] for row in found["rows"]] == [False, False, True]
+    assert "illegal memory access" in found["rows"][0]["error"]
+    assert checks.red(found["rows"], CHECKED["evict"]) == ["evict", "moment_scores"]
+    assert checks.red(found["rows"], CHECKED["flex"]) == []
+
+
+def test_a_peer_that_cannot_run_leaves_its_reason(tmp_path):
+    def crash(case, place):
+        raise ImportError("flashinfer is not installed")
+
+    jobs = [
+        command.timing(replace(case, build=crash), CPU) for case in cases("decode", toy=True) if case.op != "fastkv"
+    ]
+    results = Results.open(tmp_path / "gpu_decode.json", FACTS, jobs)
+    assert engine.measure(jobs[-1:], results, Deadline(5)) == engine.LEFT
+    assert results.rows[0]["skipped"] == "ImportError: flashinfer is not installed" and results.rows[0]["case"]
+    assert engine.measure(jobs[:1], results, Deadline(5)) == engine.FAILED, "fastkv is no peer"
+
+
+def test_sections_name_code_that_exists():
+    assert CODE.keys() <= CHECKED.keys()
+    for modules in CODE.values():
+        assert engine.closure(*modules)
 
 
 def test_findings_do_not_pass_nan():
@@ -75,26 +100,15 @@ def test_findings_do_not_pass_nan():
 
 
 def test_states_account_for_every_token():
-    state = State.make(CPU, TOY, torch.float16)
+    state = ragged(CPU, TOY, torch.float16)
     assert torch.equal(state.lengths + state.moments.count, state.seen[:, None].expand_as(state.lengths))
-    positions, keys, _, lengths = state.in_order()
+    positions, keys, _, lengths = in_order(state)
     assert (lengths == 0).any() and (lengths == state.keys.shape[2] - 1).any()
     assert keys.isfinite().all() and (positions < state.seen[:, None, None]).all()
 
 
-def test_results_continue_only_what_the_same_sources_measured(tmp_path):
-    path = tmp_path / "gpu_decode.json"
-    first = Results.open(path, FACTS)
-    first.add({"id": "a", "median_us": 1.0, "error": math.inf})
-    assert Results.open(path, FACTS).has("a")
-    assert json.loads(path.read_text())["rows"][0]["error"] == "inf"
-    assert not Results.open(path, FACTS, fresh=True).rows
-    for change in ("source", "device", "torch"):
-        assert not Results.open(path, FACTS | {change: "other"}).rows
-
-
 def test_cases_are_named_once_and_start_with_the_important_ones():
-    for section in SECTIONS:
+    for section in CHECKED:
         names = [case.name for case in cases(section, toy=False)]
         assert len(names) == len(set(names)) > 0
     first = cases("decode", toy=False)[0]
@@ -111,7 +125,7 @@ def test_bytes_of_a_step():
 def test_a_dry_clock_runs_every_set_once_and_gives_no_time():
     seen = []
     work = Work(seen.append, 3, 100, reset=lambda: seen.append("reset"))
-    row = measure(work, CPU, lambda function, rounds, iterations: function())
+    row = measure(work, CPU)
     assert seen == ["reset", 0, 1, 2] and row["median_us"] is None
     assert passes(work) == 5 and passes(Work(print, 40, 1)) == 3 and passes(Work(print, 4, 1, once=True)) == 1
 
@@ -159,7 +173,7 @@ def test_the_clock_divides_by_launches_and_rotates_sets(monkeypatch):
     place = Place(torch.device("cpu"))
     assert num_sets(place, 100) == 20 and num_sets(place, 10_000) == 4 and num_sets(place, 40_000) == 2
     seen = []
-    row = measure(Work(seen.append, 20, 40_000), place, lambda f, rounds, **rest: [f() for _ in range(rounds)])
+    row = measure(Work(seen.append, 20, 40_000), place)
     assert seen == [0, 0, 0, *list(range(20)) * 5]
     assert row["launches"] == 100 and row["median_us"] == row["p20_us"] == 20.0 and row["gbps"] == 2.0
     assert row["samples"] == 100 and device.replays == 103
@@ -236,7 +250,7 @@ def test_a_report_puts_measurements_beside_promises(tmp_path):
 
 def test_a_dry_run_of_whole_steps():
     """Captured and eager steps of whole models; kinds of caches take the interpreter minutes and run by hand."""
-    from perf.gpu_checks_graphs import check_steps
+    from perf.gpu.checks_models import check_steps
 
     with torch.no_grad():
         findings = check_steps(CPU)

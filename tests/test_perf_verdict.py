@@ -1,11 +1,17 @@
-"""`python -m perf.evaluation.verdict`: what is committed is complete and of equal bytes, and sentences are judged."""
+"""`python -m perf.quality.verdict`: what is committed is complete and of equal bytes, and sentences are judged."""
 
 import json
 import math
 
 import pytest
 import torch
-from perf.evaluation.verdict_cases import (
+
+import fastkv.state
+from fastkv import FastKVError
+from perf.evaluation.second_model import untrained
+from perf.quality.verdict import __main__ as verdict
+from perf.quality.verdict import synthetic
+from perf.quality.verdict.cases import (
     ALONE,
     BUNDLED,
     CONTESTANTS,
@@ -20,14 +26,9 @@ from perf.evaluation.verdict_cases import (
     Case,
     cases,
 )
-from perf.evaluation.verdict_judge import Results, at_most, compare, judged, load, not_lower, well_below
-from perf.evaluation.verdict_measure import check_held, sketch_share
-from perf.evaluation.verdict_report import report
-
-import fastkv.state
-from fastkv import FastKVError
-from perf.evaluation import verdict, verdict_synthetic
-from perf.evaluation.second_model import untrained
+from perf.quality.verdict.judge import Results, at_most, compare, judged, load, not_lower, well_below
+from perf.quality.verdict.report import report
+from perf.quality.verdict.trained import check_held, sketch_share
 
 FILE = verdict.OUT / "verdict.json"
 
@@ -140,33 +141,37 @@ class TestCommand:
         assert verdict.main(["--report", "--out", str(tmp_path)]) == 2
         assert "is missing; measure it" in capsys.readouterr().err
 
-    def test_it_goes_on_where_it_stopped(self, tmp_path):
+    def test_it_goes_on_where_it_stopped(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(verdict, "write_report", lambda path: None)
+        monkeypatch.setattr(synthetic.SyntheticBench, "__init__", lambda self, *arguments: None)
+        monkeypatch.setattr(synthetic.SyntheticBench, "run", lambda self, case: {"error": {STEPS: [0.5, 0.5]}})
         (tmp_path / "model.safetensors").write_bytes(b"weights")
-        words = ["--out", str(tmp_path), "--second", str(tmp_path), "--seeds", "2", "--geometries", "RoPE"]
-        assert verdict.main([*words, "--minutes", "0.02"]) == 3
-        before = json.loads((tmp_path / "verdict.json").read_text())["rows"]
-        assert verdict.main([*words, "--minutes", "0.02"]) == 3
-        after = json.loads((tmp_path / "verdict.json").read_text())["rows"]
-        assert 0 < len(before) < len(after) and after[: len(before)] == before
+        words = ["--out", str(tmp_path), "--second", str(tmp_path), "--seeds", "2", "--parts", "RoPE"]
+        rows = lambda: json.loads((tmp_path / "verdict.json").read_text())["rows"]  # noqa: E731
+        assert verdict.main([*words, "--only", "| 32 |"]) == 3
+        before = rows()
+        assert verdict.main(words) == 3, "other geometries are left"
+        assert 0 < len(before) < len(rows()) and rows()[: len(before)] == before
+        assert verdict.main([*words, "--seeds", "3"]) == 2
         (tmp_path / "model.safetensors").write_bytes(b"other weights")
-        assert verdict.main(words) == 2
+        assert verdict.main([*words, "--only", "| 32 | fastkv"]) == 3 and len(rows()) == 1
 
 
 class TestMeasuring:
     def test_synthetic_keys(self):
-        q, k, v = verdict_synthetic.family("massive + RoPE", 3)
-        assert torch.equal(k, verdict_synthetic.family("massive + RoPE", 3)[1])
+        q, k, v = synthetic.family("massive + RoPE", 3)
+        assert torch.equal(k, synthetic.family("massive + RoPE", 3)[1])
         assert q.shape == (8, 1008, 64) and k.shape == v.shape == (4, 1008, 64)
-        plain = verdict_synthetic.family("massive channels", 3)[1]
+        plain = synthetic.family("massive channels", 3)[1]
         torch.testing.assert_close(k.norm(dim=-1), plain.norm(dim=-1))  # a rotation
         powers = plain.mean(1).abs()
         assert (powers.topk(2).indices.sort().values == torch.tensor([30, 61])).all()
         logits = 64**-0.5 * q[:, -48:] @ k.repeat_interleave(2, 0).mT
-        assert float(logits.std(-1).mean()) == pytest.approx(verdict_synthetic.SPREAD, rel=1e-4)
+        assert float(logits.std(-1).mean()) == pytest.approx(synthetic.SPREAD, rel=1e-4)
 
     def test_everything_kept_has_no_error(self, monkeypatch):
-        monkeypatch.setattr(verdict_synthetic, "PROMPT", 200)
-        bench = verdict_synthetic.SyntheticBench("isotropic", [1, 2])
+        monkeypatch.setattr(synthetic, "PROMPT", 200)
+        bench = synthetic.SyntheticBench("isotropic", [1, 2])
         row = bench.run(Case("isotropic", 260, FASTKV, "fastkv", "auto", None))
         assert max(row["error"][STEPS]) < 1e-5 and row["kept"] > 260
 

@@ -1,4 +1,4 @@
-"""`python -m perf.evaluation`: every policy measured, equal bytes, honest statistics, pages that equal the results."""
+"""`python -m perf.quality`: every policy measured, equal bytes, honest statistics, pages that equal the results."""
 
 import dataclasses
 import json
@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from perf.evaluation.ablations import section
-from perf.evaluation.measure import Bench, Settings, approximated
-from perf.evaluation.papers import ABLATIONS
 
 import fastkv.config
 from fastkv import FastKVError, policies
-from perf.evaluation import __main__ as command
-from perf.evaluation import cases, page, report, results
+from perf import engine
+from perf.engine import OtherSettings
+from perf.quality import __main__ as command
+from perf.quality import cases, page, report, results
+from perf.quality.ablations import section
+from perf.quality.measure import Bench, Settings, approximated
+from perf.quality.papers import ABLATIONS
+from perf.quality.parts import parts as all_parts
 
 SMALL = Settings(seeds=2, texts=2, context=128, steps=24)
 TASKS = ("facts", "pairs", "hops")
@@ -34,6 +37,10 @@ def bench():
     return Bench(SMALL)
 
 
+def save(file, path):
+    path.write_text(json.dumps(file))
+
+
 def written(folder, right, tokens=128, part="tasks_context", policy_names=None):
     """A file of made-up rows: name -> right answers by seed, the same for every task."""
     rows = []
@@ -44,13 +51,13 @@ def written(folder, right, tokens=128, part="tasks_context", policy_names=None):
         rows.append({"case": one.record(), "right": by_task, "error": by_task, "kept": tokens, "bytes": held})
     settings = {"seeds": len(seeds), "texts": 1, "context": 1024, "steps": 48}
     file = {"settings": settings, "versions": [{"model": "m"}], "planned": [row["case"] for row in rows], "rows": rows}
-    command.save(file, folder / f"{part}.json")
+    save(file, folder / f"{part}.json")
     return file
 
 
 class TestCases:
     def test_every_registered_policy_at_every_budget(self):
-        parts = cases.parts()
+        parts = all_parts()
         for part in ("tasks_context", "tasks_whole", "tasks_256", "fidelity"):
             expected = {
                 (name, tokens)
@@ -66,14 +73,14 @@ class TestCases:
             name: ClassVar[str] = "newcomer"
 
         monkeypatch.setattr(policies, "ALL", (*policies.ALL, Newcomer))
-        parts = cases.parts()
+        parts = all_parts()
         assert all(
             sum(one.policy == "newcomer" for one in parts[part]) == 3
             for part in ("tasks_context", "tasks_whole", "tasks_256", "fidelity")
         )
 
     def test_no_case_twice_and_every_policy_and_option_exists(self):
-        for part, some in cases.parts().items():
+        for part, some in all_parts().items():
             assert max(Counter(json.dumps(one.record()) for one in some).values()) == 1, part
             assert len({one.id for one in some}) == len(some)
             for one in some:
@@ -82,7 +89,7 @@ class TestCases:
 
     @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda one: f"{one.title}, {one.read}")
     def test_ablations_name_measured_cases_and_complete_rows(self, ablation):
-        measured = {one.name for one in cases.parts()[ablation.part] if ablation.read in (None, one.read)}
+        measured = {one.name for one in all_parts()[ablation.part] if ablation.read in (None, one.read)}
         assert set(ablation.rows) <= measured
         assert set(ablation.numbers) <= set(ablation.rows)
         assert ablation.method in ablation.rows
@@ -92,7 +99,7 @@ class TestCases:
     def test_every_ablation_case_stands_in_a_table(self):
         for part in {one.part for one in ABLATIONS}:
             shown = {name for one in ABLATIONS if one.part == part for name in one.rows}
-            assert {one.name for one in cases.parts()[part]} == shown
+            assert {one.name for one in all_parts()[part]} == shown
 
 
 class TestStatistics:
@@ -145,7 +152,7 @@ class TestEqualBytes:
     def test_others_are_refused(self, tmp_path, name, number):
         file = json.loads((self.rows(tmp_path) and tmp_path / "tasks_context.json").read_text())
         file["rows"][2]["bytes"][name] = number
-        command.save(file, tmp_path / "tasks_context.json")
+        save(file, tmp_path / "tasks_context.json")
         with pytest.raises(FastKVError, match="snapkv"):
             results.load(tmp_path)
 
@@ -203,25 +210,31 @@ class TestMeasuring:
             assert fastkv.config.key_only(24, 20, None) == 8, "protected tokens keep their values"
 
     def test_an_interrupted_command_goes_on(self, tmp_path, monkeypatch):
-        some = {"tasks_context": [case(), case("knorm")]}
-        started = []
-        real = Bench.run
-        monkeypatch.setattr(Bench, "run", lambda self, part, one: (started.append(one.name), real(self, part, one))[1])
-        assert command.measure_parts({"tasks_context": some["tasks_context"][:1]}, SMALL, tmp_path, 10) == 0
-        first = json.loads((tmp_path / "tasks_context.json").read_text())["rows"]
-        assert command.measure_parts(some, SMALL, tmp_path, 0) == 1, "the time was over"
-        assert command.measure_parts(some, SMALL, tmp_path, 10) == 0
-        file = json.loads((tmp_path / "tasks_context.json").read_text())
-        assert started == ["keydiff", "knorm"]
-        assert file["rows"][0] == first[0] and [row["case"]["name"] for row in file["rows"]] == ["keydiff", "knorm"]
-        with pytest.raises(FastKVError, match="other settings"):
-            command.measure_parts(some, dataclasses.replace(SMALL, texts=1), tmp_path, 10)
+        some, started = [case(), case("knorm")], []
 
-    def test_a_changed_case_is_measured_again(self, tmp_path):
-        old = {"tasks_context": [case()]}
-        command.measure_parts(old, SMALL, tmp_path, 10)
-        file = command.prepared(tmp_path / "tasks_context.json", [case(recent=8)], SMALL, False)
-        assert file["rows"] == [] and file["planned"] == [case(recent=8).record()]
+        def run(self, part, one):
+            started.append(one.name)
+            return {"right": {}, "bytes": {"total": 1}}
+
+        monkeypatch.setattr(Bench, "__init__", lambda self, settings: None)
+        monkeypatch.setattr(Bench, "run", run)
+
+        def measure(minutes, some=some, settings=SMALL):
+            options = command.arguments(["--minutes", str(minutes), "--out", str(tmp_path)])
+            return command.measure_parts({"tasks_context": some}, settings, options)
+
+        assert measure(10, some[:1]) == engine.COMPLETE
+        assert measure(0) == engine.LEFT, "the time was over"
+        assert measure(10) == measure(10) == engine.COMPLETE
+        file = json.loads((tmp_path / "tasks_context.json").read_text())
+        assert started == [row["case"]["name"] for row in file["rows"]] == ["keydiff", "knorm"]
+        with pytest.raises(OtherSettings, match="other settings"):
+            measure(10, settings=dataclasses.replace(SMALL, texts=1))
+        assert results.versions_of(file)[0].keys() == {"fastkv", "torch", "transformers", "model"}
+
+    def test_a_policy_does_not_restart_the_others(self):
+        files = {name: command.job("tasks_context", case(name), None).source for name in ("keydiff", "knorm", "fastkv")}
+        assert len(set(files.values())) == 3
 
 
 class TestReport:
@@ -250,9 +263,9 @@ class TestReport:
         file = json.loads((folder / "tasks_context.json").read_text())
         gone = file["rows"].pop(0)
         file["rows"][0] = {"case": file["rows"][0]["case"], "refused": "no room"}
-        command.save(file, folder / "tasks_context.json")
+        save(file, folder / "tasks_context.json")
         text = report.report(results.load(folder))
-        assert "- tasks_context: 2 of 3 caches; `python -m perf.evaluation --parts tasks_context`" in text
+        assert "- tasks_context: 2 of 3 caches; `python -m perf.quality --parts tasks_context`" in text
         assert "tova, 12.5 %, refused: no room" in text
         assert f"| {gone['case']['name']} |" not in text and "| tova |" not in text
         assert "Fidelity" not in text and "Ablations" not in text
@@ -265,7 +278,7 @@ class TestReport:
         self.loaded(tmp_path)
         file = json.loads((tmp_path / "tasks_context.json").read_text())
         file["rows"] = [row for row in file["rows"] if row["case"]["name"] != "tova"]
-        command.save(file, tmp_path / "tasks_context.json")
+        save(file, tmp_path / "tasks_context.json")
         loaded = results.load(tmp_path)
         assert not loaded.complete("tasks_context", 128)
         assert page.choices(loaded) == "" and "12.5" not in report.separation_table(loaded)

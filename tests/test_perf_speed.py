@@ -1,29 +1,30 @@
 """Benchmarks of whole models as code: cases, the worker on toy models, runs that stop and go on, their report."""
 
 import json
-import subprocess
 import sys
 import types
 import zlib
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from perf.gpu_results import Deadline, Results
-from perf.speed_cases import PARTS, Case, in_turn, toy
-from perf.speed_contenders import FastKV, Full, KVPress
-from perf.speed_rows import FIRST, STEP, Speed, floor_ms
-from perf.speed_targets import SPEED_TARGETS, verdict
-from perf.speed_worker import Memory, decode, measure, spread
 
 import fastkv
-from perf import report, speed_contenders, speed_models, speed_report, speed_run, speed_timings, speed_worker
+from perf import engine, report
+from perf.engine import RESULTS, ROOT, Unmeasured
+from perf.speed import __main__ as command
+from perf.speed import contenders, models, worker
+from perf.speed import report as speed_report
+from perf.speed.cases import Case, toy
+from perf.speed.contenders import FastKV, Full, KVPress
+from perf.speed.parts import PARTS, interleaved
+from perf.speed.results import FIRST, STEP, Speed, floor_ms
+from perf.speed.targets import SPEED_TARGETS, verdict
+from perf.speed.worker import Memory, decode, measure, spread
 
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 TOY = Case("llama-toy", "full", 100, 2, samples=2, period=4, new=12, threads=1)
 KEPT = replace(TOY, contender="fastkv", policy="keydiff", budget=40)
@@ -41,9 +42,9 @@ def test_cases_have_names_of_their_own_and_toys_too():
         for case in cases:
             assert case.device == ("cuda" if part.startswith("gpu") else "cpu")
             assert (case.contender == "full") == (case.policy == "") == (case.budget == 0)
-            assert case.contender != "kvpress" or (case.policy in speed_contenders.PRESSES and case.block is None)
+            assert case.contender != "kvpress" or (case.policy in contenders.PRESSES and case.block is None)
             assert case.contender != "full" or case.step != "captured"
-            assert case.model in speed_models.SHAPES and not toy(case).step != "eager"
+            assert case.model in models.SHAPES and not toy(case).step != "eager"
             assert toy(case).budget == 0 or toy(case).budget > 36  # sinks and recent have to fit
 
 
@@ -60,27 +61,27 @@ def test_every_kvpress_case_stands_beside_fastkv_with_the_same_policy_budget_and
 
 def test_weights_come_from_their_names_only():
     torch.manual_seed(1)
-    one = speed_models.build("llama-toy", CPU, torch.float32)
+    one = models.build("llama-toy", CPU, torch.float32)
     torch.manual_seed(2)
-    two = speed_models.build("llama-toy", CPU, torch.float32)
+    two = models.build("llama-toy", CPU, torch.float32)
     key = "model.layers.1.self_attn.k_proj.weight"
     weight = dict(one.named_parameters())[key]
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     assert torch.equal(weight, 0.02 * torch.randn(weight.shape, generator=generator))
-    assert speed_models.checksum(one, "llama-toy") == speed_models.checksum(two, "llama-toy")
+    assert models.checksum(one, "llama-toy") == models.checksum(two, "llama-toy")
     two.lm_head.weight.data[5, 5] += 1e-3
-    assert speed_models.checksum(one, "llama-toy") != speed_models.checksum(two, "llama-toy")
+    assert models.checksum(one, "llama-toy") != models.checksum(two, "llama-toy")
 
 
 @pytest.mark.parametrize("name,tables", [("llama-toy", 1), ("gemma-3-toy", 0)])
 def test_a_step_reads_all_weights_but_an_untied_embedding(name, tables):
-    model = speed_models.build(name, CPU, torch.float32)
+    model = models.build(name, CPU, torch.float32)
     numbers = sum(weight.numel() for weight in dict(model.named_parameters()).values())
-    assert speed_models.weight_bytes(model) == 4 * (numbers - tables * 97 * 32)
+    assert models.weight_bytes(model) == 4 * (numbers - tables * 97 * 32)
 
 
 def test_prompts_are_seeded():
-    one, two = (speed_models.prompt("llama-toy", 2, 30, CPU) for _ in range(2))
+    one, two = (models.prompt("llama-toy", 2, 30, CPU) for _ in range(2))
     assert torch.equal(one, two) and one.shape == (2, 30) and 3 <= one.min() and one.max() < 97
 
 
@@ -99,9 +100,9 @@ def threads():
 )
 @torch.no_grad()
 def test_stepping_and_generating_give_the_same_tokens(case):
-    model = speed_models.build(case.model, CPU, torch.float32)
-    contender = speed_contenders.CONTENDERS[case.contender](model, case)
-    ids = speed_models.prompt(case.model, case.batch, case.context, CPU)
+    model = models.build(case.model, CPU, torch.float32)
+    contender = contenders.CONTENDERS[case.contender](model, case)
+    ids = models.prompt(case.model, case.batch, case.context, CPU)
     want = contender.generate(ids, case.new)[:, case.context :]
     cache = contender.new_cache(case.context)
     token = contender.read(ids, cache)[:, -1:].argmax(-1)
@@ -114,8 +115,8 @@ def test_stepping_and_generating_give_the_same_tokens(case):
 
 @torch.no_grad()
 def test_a_static_cache_takes_the_same_steps():
-    model = speed_models.build("llama-toy", CPU, torch.float32)
-    ids = speed_models.prompt("llama-toy", 2, 100, CPU)
+    model = models.build("llama-toy", CPU, torch.float32)
+    ids = models.prompt("llama-toy", 2, 100, CPU)
     tokens = []
     for case in (TOY, replace(TOY, step="compiled", block=32)):
         contender = Full(model, case)
@@ -128,7 +129,7 @@ def test_a_static_cache_takes_the_same_steps():
 
 
 def test_rows_of_the_worker(threads, monkeypatch):
-    monkeypatch.setitem(speed_worker.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
     row = measure(TOY)
     assert row["kept"] == 100
     # Two layers of two heads of 16, keys and values in fp32: prompt, two samples, and what came before them.
@@ -145,7 +146,7 @@ def test_rows_of_the_worker(threads, monkeypatch):
 
 
 def test_profiles_are_shares_of_what_ran(threads, monkeypatch):
-    monkeypatch.setitem(speed_worker.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
     row = measure(replace(KEPT, block=16, what="profile"))
     found = row["profile"]
     assert 0 < row["steps"]["usual"] <= row["steps"]["slowest"]
@@ -157,16 +158,16 @@ def test_profiles_are_shares_of_what_ran(threads, monkeypatch):
 
 def test_shares_leave_out_what_is_called():
     events = [types.SimpleNamespace(key=f"op{i}", self_cpu_time_total=i, self_device_time_total=0) for i in range(10)]
-    assert speed_worker.shares(events, cuda=False)[:2] == [("op9", 0.2), ("op8", 8 / 45)]
-    assert speed_worker.shares(events, cuda=True)[0][1] == 0.0
+    assert worker.shares(events, cuda=False)[:2] == [("op9", 0.2), ("op8", 8 / 45)]
+    assert worker.shares(events, cuda=True)[0][1] == 0.0
 
 
 def test_fastkv_reports_its_own_bytes():
-    model = speed_models.build("llama-toy", CPU, torch.float32)
+    model = models.build("llama-toy", CPU, torch.float32)
     contender = FastKV(model, KEPT)
     cache = contender.new_cache(100)
     with torch.no_grad():
-        contender.read(speed_models.prompt("llama-toy", 2, 100, CPU), cache)
+        contender.read(models.prompt("llama-toy", 2, 100, CPU), cache)
     assert contender.cache_bytes(cache) == cache.nbytes() > 0
     assert cache.plan.evict_every == KEPT.period and isinstance(cache, fastkv.FastKVCache)
 
@@ -212,7 +213,7 @@ class FakePress:
 
 @pytest.fixture
 def kvpress(monkeypatch):
-    names = {name: FakePress for name, _ in speed_contenders.PRESSES.values()}
+    names = {name: FakePress for name, _ in contenders.PRESSES.values()}
     monkeypatch.setitem(sys.modules, "kvpress", types.SimpleNamespace(**names))
     FakePress.made = []
 
@@ -257,29 +258,13 @@ def test_kvpress_presses_the_prompt_and_not_the_steps(kvpress):
 
 
 def test_a_worker_in_its_own_process():
-    row = speed_timings.run_worker(TOY, sys.executable)
+    row = engine.in_process("perf.speed.worker", asdict(TOY))
     assert row["kept"] == 100 and row["first_s"] > 0
-    model = speed_models.build("llama-toy", CPU, torch.float32)
+    model = models.build("llama-toy", CPU, torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert row["checksum"] == speed_models.checksum(model, "llama-toy")
+    assert row["checksum"] == models.checksum(model, "llama-toy")
     torch.set_num_threads(before)
-
-
-def test_a_worker_that_fails_says_why(monkeypatch):
-    def ends(code, stderr=""):
-        result = types.SimpleNamespace(returncode=code, stderr=stderr, stdout='noise\n{"kept": 1}\n')
-        monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: result)
-        return speed_timings.run_worker(TOY, "python")
-
-    assert ends(0) == {"kept": 1}
-    assert ends(1, "Traceback\nModuleNotFoundError: No module named 'kvpress'\n") == {
-        "skipped": "ModuleNotFoundError: No module named 'kvpress'"
-    }
-    assert ends(-9) == {"out_of_memory": True}
-    monkeypatch.undo()
-    monkeypatch.setattr(speed_timings, "LIMIT", 0.01)
-    assert "not finished" in speed_timings.run_worker(TOY, sys.executable)["skipped"]
 
 
 @pytest.mark.parametrize("start", [1, 8, 64])
@@ -287,19 +272,22 @@ def test_a_worker_that_fails_says_why(monkeypatch):
 def test_the_largest_batch_is_found_by_doubling(start, capacity):
     asked = []
 
-    def worker(case):
+    def measured(case):
         asked.append(case.batch)
         return {"out_of_memory": True} if case.batch > capacity else {"ms": {"p50": case.batch}}
 
-    row = speed_timings.largest(replace(TOY, batch=start, what="largest"), worker)
+    row = command.largest(replace(TOY, batch=start, what="largest"), measured)
     want = max((b for b in (2**i for i in range(13)) if b <= capacity), default=None)
     assert row.get("batch") == want and row["tried"] == asked and len(set(asked)) == len(asked)
     assert row.get("out_of_memory", False) == (want is None) and (want is None or row["ms"]["p50"] == want)
 
 
-def test_a_largest_batch_that_fails_otherwise_is_skipped():
-    worker = lambda case: {"skipped": "broken"}  # noqa: E731
-    assert speed_timings.largest(TOY, worker)["skipped"] == "broken"
+def test_a_largest_batch_that_fails_otherwise_has_its_reason():
+    def broken(case):
+        raise Unmeasured("broken")
+
+    with pytest.raises(Unmeasured, match="broken"):
+        command.largest(TOY, broken)
 
 
 CASES = [TOY, KEPT, replace(KEPT, contender="kvpress")]
@@ -309,61 +297,56 @@ CASES = [TOY, KEPT, replace(KEPT, contender="kvpress")]
 def part(tmp_path, monkeypatch):
     """Runs a part of three cases with a made-up worker. Returns the exit code, what was measured, and the file."""
     monkeypatch.setitem(PARTS, "cpu_three", CASES)
-    monkeypatch.setattr(speed_run, "speed_environment", lambda: dict(FACTS))
+    monkeypatch.setattr(command, "environment", lambda *arguments: dict(FACTS))
 
     def run(*flags, checksums=None, fails=()):
         asked = []
 
-        def worker(case, python):
-            asked.append(case.contender)
-            if case.contender in fails:
-                return {"skipped": "broken"}
-            return {"checksum": (checksums or {}).get(case.contender, "same"), "ms": {"p50": 1.0}, "first_s": 1.0}
+        def measured(module, case, python):
+            asked.append(case["contender"])
+            assert python == ("elsewhere" if case["contender"] == "kvpress" else sys.executable)
+            if case["contender"] in fails:
+                raise Unmeasured("broken")
+            return {"checksum": (checksums or {}).get(case["contender"], "same"), "ms": {"p50": 1.0}, "first_s": 1.0}
 
-        monkeypatch.setattr(speed_timings, "run_worker", worker)
-        code = speed_run.main(["--parts", "cpu_three", "--out", str(tmp_path), *flags])
-        return code, asked, json.loads((tmp_path / "speed_cpu_three.json").read_text())
+        monkeypatch.setattr(engine, "in_process", measured)
+        code = command.main(["--parts", "cpu_three", "--out", str(tmp_path), *flags])
+        path = tmp_path / "speed_cpu_three.json"
+        return code, asked, json.loads(path.read_text()) if path.exists() else {}
 
     return run
 
 
 def test_a_run_goes_on_where_it_stopped(part):
-    code, asked, file = part("--minutes", "0")
-    assert (code, asked, file["complete"]) == (speed_run.LATE, [], False)
+    assert part("--minutes", "0") == (engine.LEFT, [], {})
     code, asked, file = part()
-    assert (code, asked, file["complete"]) == (speed_run.LATE, ["full", "fastkv"], False)  # no kvpress was given
+    assert (code, asked, file["complete"]) == (engine.LEFT, ["full", "fastkv"], False)  # no kvpress was given
     code, asked, file = part("--kvpress-python", "elsewhere")
-    assert (code, asked, file["complete"]) == (speed_run.COMPLETE, ["kvpress"], True)
+    assert (code, asked, file["complete"]) == (engine.COMPLETE, ["kvpress"], True)
     assert [row["id"] for row in file["rows"]] == [case.name for case in CASES]
-    assert part("--kvpress-python", "elsewhere")[:2] == (speed_run.COMPLETE, [])
-    assert part("--fresh", "--only=-full")[:2] == (speed_run.LATE, ["full"])
+    assert part("--kvpress-python", "elsewhere")[:2] == (engine.COMPLETE, [])
+    assert part("--fresh", "--only=-full")[:2] == (engine.LEFT, ["full"])
 
 
 def test_what_fails_is_named_and_can_be_tried_again(part):
     code, asked, file = part("--kvpress-python", "elsewhere", fails=("fastkv", "kvpress"))
-    assert code == speed_run.FAILED and [row.get("skipped") for row in file["rows"]] == [None, "broken", "broken"]
+    assert code == engine.FAILED and [row.get("skipped") for row in file["rows"]] == [None, "broken", "broken"]
     code, asked, file = part("--kvpress-python", "elsewhere", "--retry-skipped")
-    assert (code, asked) == (speed_run.COMPLETE, ["fastkv", "kvpress"]) and len(file["rows"]) == 3
+    assert (code, asked) == (engine.COMPLETE, ["fastkv", "kvpress"]) and len(file["rows"]) == 3
 
 
 def test_a_peer_with_other_logits_does_not_count(part):
     code, _, file = part("--kvpress-python", "elsewhere", checksums={"kvpress": "other"})
-    assert code == speed_run.COMPLETE and "computes other logits" in file["rows"][2]["skipped"]
+    assert code == engine.COMPLETE and "computes other logits" in file["rows"][2]["skipped"]
     assert "skipped" not in file["rows"][1]
 
 
 def test_dry_runs_leave_the_results_alone(monkeypatch):
     with pytest.raises(SystemExit, match="does not write into perf/results"):
-        speed_run.main(["--dry-run", "--out", str(ROOT / "perf" / "results")])
+        command.main(["--dry-run", "--out", str(RESULTS)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no CUDA device"):
-        speed_run.main(["--parts", "gpu_qwen3_4b_flat"])
-
-
-def test_a_session_asks_the_interpreter_of_each_contender(tmp_path):
-    results = Results.open(tmp_path / "speed_x.json", FACTS)
-    session = speed_timings.Session(CASES, results, Deadline(5), "elsewhere")
-    assert session.pythons == {"full": sys.executable, "fastkv": sys.executable, "kvpress": "elsewhere"}
+        command.main(["--parts", "gpu_qwen3_4b_flat"])
 
 
 # The report.
@@ -375,7 +358,7 @@ def row(part, case, step=None, first=1.0, **more):
     if step is not None:
         own |= {"ms": {"p20": step - 0.1, "p50": step, "p80": step + 0.1}, "tokens_per_s": case.batch / step * 1e3}
     versions = {"torch": "2.0", "transformers": "5.0", "kvpress": "0.5"}
-    return {"part": part, **case.as_row(), **own, "peak_bytes": 2**20, "versions": versions, **more}
+    return {"part": part, "id": case.name, **case.as_row(), **own, "peak_bytes": 2**20, "versions": versions, **more}
 
 
 def long(contender, context=16_384, **more):
@@ -417,7 +400,12 @@ MADE_UP = files(
         profile={"step": [["aten::mm", 0.625], ["aten::add", 0.1]]},
         steps={"usual": 1.25, "slowest": 3.5},
     ),
-    {"part": "cpu_long", **long("kvpress", 32_768).as_row(), "skipped": "Error: a | b"},
+    {
+        "part": "cpu_long",
+        "id": long("kvpress", 32_768).name,
+        **long("kvpress", 32_768).as_row(),
+        "skipped": "Error: a | b",
+    },
 )
 
 
@@ -426,7 +414,7 @@ def answers(content):
 
 
 def test_rounds_of_a_case_become_one_row_of_medians():
-    cases = in_turn([long("fastkv"), long("kvpress")])
+    cases = interleaved([long("fastkv"), long("kvpress")])
     assert [(case.contender, case.round) for case in cases] == [
         (w, n) for n in (1, 2, 3) for w in ("fastkv", "kvpress")
     ]
@@ -441,7 +429,7 @@ def test_rounds_of_a_case_become_one_row_of_medians():
     ]
     [pair] = speed.pairs("kvpress", what="decode")
     assert pair.ratio(STEP) == pytest.approx(5 / 7)
-    walks = in_turn([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
+    walks = interleaved([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
     points = [[{"seen": n, "ms": {"p50": ms * n}, "over_first": ms / n} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
     [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
     assert one["flat"] == points[2]
@@ -535,7 +523,7 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
         "| llama-small | full | 1.25 | 3.50 | 16 |",
         "| llama-small | fastkv keydiff | 131072 | 3.800 | -5.0% |",
         "| cpu_long | decode-llama-small-n32768-b4-kvpress-keydiff-512 | Error: a / b |",
-        "`python -m perf.speed_run --parts cpu_context --kvpress-python PATH`",
+        "`python -m perf.speed --parts cpu_context --kvpress-python PATH`",
     ):
         assert line in text, line
     for name in ("speed_cpu_context", "speed_cpu_context_memory", "speed_cpu_flat"):
@@ -566,9 +554,7 @@ def test_the_section_goes_between_its_markers_and_nowhere_else(tmp_path):
 
 def test_the_readme_says_what_was_measured():
     """`python -m perf.report --readme` has been run since the last measurement."""
-    assert speed_report.current((ROOT / "README.md").read_text()) == speed_report.section(
-        report.read(ROOT / "perf" / "results")
-    )
+    assert speed_report.current((ROOT / "README.md").read_text()) == speed_report.section(report.read(RESULTS))
 
 
 def test_rows_survive_json():
