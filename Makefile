@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
+demo test coverage mutations bench eval-report verdict: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt

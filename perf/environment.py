@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def environment(commit: str | None = None, dry_run: bool = False) -> dict[str, s
     return facts | ({"dry_run": 1} if dry_run else {})
 
 
+@cache
 def source(*modules: str, policy: str = "") -> str:
     """Digest of the code that a case runs: these modules, the library, and of its policies only the one named."""
     from fastkv import policies

@@ -179,7 +179,8 @@ class TestMeasuring:
         assert all(seed < 0.02 for task in row["error"].values() for seed in task)
 
     def test_bytes_are_those_of_the_budget(self, bench):
-        rows = [bench.run("tasks_context", one) for one in (case(tokens=64), case("momentkv", 64), case("h2o", 64))]
+        some = case(tokens=64), case("momentkv", 64), case("h2o", 64)
+        rows = [{"case": one.record(), **bench.run("tasks_context", one)} for one in some]
         results.check_bytes(rows)
         assert len({row["bytes"]["bound"] for row in rows}) == 1
         assert rows[1]["kept"] < rows[2]["kept"] < rows[0]["kept"] == 64
