@@ -10,7 +10,7 @@ import torch
 from perf.engine import ROOT
 from perf.micro import conftest, states
 
-SMALL = "(llama and 1024 and not 8-1024) or llama-3.1-8b-32 or keydiff"
+SMALL = "(llama and 1024 and not 8-1024) or llama-3.1-8b-32 or keydiff_scores or (policy and keydiff)"
 
 
 def test_operators_are_right_before_they_are_timed():
