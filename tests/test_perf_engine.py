@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from perf import engine
+from perf import engine, tables
 from perf.engine import Deadline, Job, OtherSettings, Results, Unmeasured, closure, digest
 
 FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc"}
@@ -89,6 +89,15 @@ def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
 def test_old_files_are_read_but_not_continued(tmp_path):
     (tmp_path / "some.json").write_text(json.dumps({"environment": FACTS, "complete": True, "rows": [{"id": "a"}]}))
     assert not opened(tmp_path / "some.json", job("a")).rows
+
+
+def test_reports_read_cases_beside_what_was_measured(path):
+    """New rows hold their case apart, those from before the engine did not."""
+    (path.parent / "old.json").write_text(json.dumps({"environment": FACTS, "rows": [{"id": "a", "of": "a", "ms": 1}]}))
+    (path.parent / "dry.json").write_text(json.dumps({"environment": FACTS | {"dry_run": 1}, "rows": []}))
+    files = tables.read(path.parent)
+    assert files.keys() == {"old", "some"}
+    assert [(row["id"], row["of"]) for name in files for row in files[name]["rows"]] == [("a", "a"), *zip("ab", "ab")]
 
 
 def test_deadlines_leave_room():

@@ -55,7 +55,7 @@ def test_one_dry_check_and_one_dry_timing_end_to_end(run):
     assert code == engine.FAILED and closed is None, "no check of select is green"
 
 
-def test_a_crash_or_a_wrong_result_is_red_and_closes_its_section(run):
+def test_a_crash_or_a_wrong_result_is_red_and_closes_its_part(run):
     def crash(*arguments):
         raise RuntimeError("illegal memory access")
 
@@ -84,7 +84,7 @@ def test_a_peer_that_cannot_run_leaves_its_reason(tmp_path):
     assert engine.measure(jobs[:1], results, Deadline(5)) == engine.FAILED, "fastkv is no peer"
 
 
-def test_sections_name_code_that_exists():
+def test_parts_name_code_that_exists():
     assert CODE.keys() <= CHECKED.keys()
     for modules in CODE.values():
         assert engine.closure(*modules)
@@ -108,8 +108,8 @@ def test_states_account_for_every_token():
 
 
 def test_cases_are_named_once_and_start_with_the_important_ones():
-    for section in CHECKED:
-        names = [case.name for case in cases(section, toy=False)]
+    for part in CHECKED:
+        names = [case.name for case in cases(part, toy=False)]
         assert len(names) == len(set(names)) > 0
     first = cases("decode", toy=False)[0]
     assert (first.op, first.heads, first.batch, first.length) == ("fastkv", LLAMA, 1, 1024)
@@ -245,7 +245,7 @@ def test_a_report_puts_measurements_beside_promises(tmp_path):
         assert line in text, line
     for name in ("decode_llama-3.1-8b_b1", "bandwidth_llama-3.1-8b", "correction_llama-3.1-8b"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-    assert Table([{"section": "decode", **row} for row in rows]).find("FlashInfer", LLAMA.name, 1, 1024) is None
+    assert Table([{"part": "decode", **row} for row in rows]).find("FlashInfer", LLAMA.name, 1, 1024) is None
 
 
 def test_a_dry_run_of_whole_steps():

@@ -68,7 +68,7 @@ def timing(case: Case, place: Place) -> Job:
 
     heads = case.heads
     row = {"op": case.op, "heads": heads.name, "batch": case.batch, "length": case.length, "head_dim": heads.head_dim}
-    code = digest(closure("perf.gpu.timings", rooms=("perf",)) | closure(*CODE.get(case.section, ())))
+    code = digest(closure("perf.gpu.timings", rooms=("perf",)) | closure(*CODE.get(case.part, ())))
     return Job(case.name, row, run, code, optional=case.peer)
 
 

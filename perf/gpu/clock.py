@@ -54,11 +54,11 @@ class Case:
     """One row of a table: what, on which heads, how many sequences, how many tokens each.
 
     Attributes:
-        section, op: for the tables; op names the peer or variant.  build: makes the work, or raises to say why not.
+        part, op: for the tables; op names the peer or variant.  build: makes the work, or raises to say why not.
         peer: whether it is somebody else's, who may be unable to run.
     """
 
-    section: str
+    part: str
     op: str
     heads: Heads
     batch: int
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique within the section."""
+        """Unique within the part."""
         return f"{self.op}[{self.heads.name}-B{self.batch}-L{self.length}]"
 
 

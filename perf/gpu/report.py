@@ -69,7 +69,7 @@ def others(timed: Table) -> str:
     rows = [
         (r["op"], r["heads"], str(r["batch"]), str(r["length"]), us(r, spread=True), f"{r['gbps']:.0f}", _percent(r))
         for r in timed.rows
-        if r["section"] not in ("decode", "flex", "checks") and r.get("median_us")
+        if r["part"] not in ("decode", "flex", "checks") and r.get("median_us")
     ]
     header = ("operation", "heads", "B", "L", "µs (p20-p80)", "GB/s of needed bytes", "of copy bandwidth")
     return table(header, rows) or f"Eviction, prompt blocks, scores, selection: {NONE}.\n"
@@ -117,7 +117,7 @@ def timed(files: dict[str, dict[str, Any]]) -> Table:
     """All timed rows."""
     return Table(
         [
-            {"section": name.removeprefix("gpu_"), **row}
+            {"part": name.removeprefix("gpu_"), **row}
             for name, file in files.items()
             if name.startswith("gpu_") and name != "gpu_checks"
             for row in file["rows"]

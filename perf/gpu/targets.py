@@ -24,7 +24,7 @@ SCORES = ("keydiff_scores", "manifold_scores", "window_scores", "leverage_scores
 
 @dataclass
 class Table:
-    """All timed rows by (section, op, heads, batch, length), and by (op, heads, batch, length) whatever the section."""
+    """All timed rows by (op, heads, batch, length)."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class Table:
 
     def ops(self) -> list[str]:
         """Names of everything timed for decode, fastkv first."""
-        names = {r["op"] for r in self.rows if r["section"] in ("decode", "flex")}
+        names = {r["op"] for r in self.rows if r["part"] in ("decode", "flex")}
         return [*(n for n in OWN[:3] if n in names), *sorted(names - set(OWN)), *(["copy"] if "copy" in names else [])]
 
 

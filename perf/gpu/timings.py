@@ -20,7 +20,7 @@ FREE = 16  # slots beyond L: what is appended between two evictions
 BLOCK = 128  # tokens of a prompt block
 LONG = 65_536  # keys that scoring reads
 ORDERS: dict[str, int | None] = {"fastkv": 1, "fastkv order 0": 0, "fastkv no correction": None}
-CHECKED: dict[str, tuple[str, ...]] = {  # which checks have to be green before a section is timed
+CHECKED: dict[str, tuple[str, ...]] = {  # which checks have to be green before a part is timed
     "copy": (),
     "decode": ("decode_step", "graph", "ticket", "split_kv_baseline"),
     "flex": ("decode_step",),
@@ -29,7 +29,7 @@ CHECKED: dict[str, tuple[str, ...]] = {  # which checks have to be green before 
     "select": ("compact",),
     "scores": ("keydiff_scores", "manifold_scores", "window_scores", "leverage_scores", "noncausal_attention_mass"),
 }
-CODE: dict[str, tuple[str, ...]] = {  # modules of the library that a section times
+CODE: dict[str, tuple[str, ...]] = {  # modules of the library that a part times
     "decode": ("fastkv.ops.decode",),
     "evict": ("fastkv.ops.evict", "fastkv.ops.scores"),
     "prefill": ("fastkv.ops.prefill",),
@@ -174,27 +174,27 @@ def copy(case: Case, place: Place) -> Work:
     return copy_work(place, 1024 if place.toy else COPY_BYTES, 2)
 
 
-def cases(section: str, toy: bool) -> list[Case]:
-    """All cases of a section, the most important first; peers are added to the decode section."""
+def cases(part: str, toy: bool) -> list[Case]:
+    """All cases of a part, the most important first; peers are added to the decode part."""
     from .peers import FLEX, PEERS
 
     models, long = ((TOY,), 32) if toy else ((LLAMA, GEMMA), LONG)
     grid = [(1, 40)] if toy else shapes()
-    if section == "copy":
-        return [Case(section, "copy", models[0], 1, 0, copy)]
-    if section == "scores":
-        return [Case(section, op, h, 1, long, scoring(op)) for h in models for op in CHECKED["scores"]]
-    if section == "flex":
+    if part == "copy":
+        return [Case(part, "copy", models[0], 1, 0, copy)]
+    if part == "scores":
+        return [Case(part, op, h, 1, long, scoring(op)) for h in models for op in CHECKED["scores"]]
+    if part == "flex":
         variants = list(FLEX.items())[:1] if toy else FLEX.items()
-        return [Case(section, n, h, b, c, f, peer=True) for h in models for b, c in grid[:9] for n, f in variants]
-    if section == "decode":
+        return [Case(part, n, h, b, c, f, peer=True) for h in models for b, c in grid[:9] for n, f in variants]
+    if part == "decode":
         timed = {name: decode(order) for name, order in ORDERS.items()} | PEERS
     else:
-        timed = {section: {"evict": evict, "prefill": prefill, "select": select_compact}[section]}
-        grid = grid if toy else [(b, n) for b, n in grid if n <= 4096 and (section != "prefill" or b <= 8)]
+        timed = {part: {"evict": evict, "prefill": prefill, "select": select_compact}[part]}
+        grid = grid if toy else [(b, n) for b, n in grid if n <= 4096 and (part != "prefill" or b <= 8)]
     # Both models' first shapes before the rest of either.
-    order = [(h, b, n) for part in (grid[:9], grid[9:]) for h in models for b, n in part]
-    return [Case(section, name, h, b, n, build, name in PEERS) for h, b, n in order for name, build in timed.items()]
+    order = [(h, b, n) for some in (grid[:9], grid[9:]) for h in models for b, n in some]
+    return [Case(part, name, h, b, n, build, name in PEERS) for h, b, n in order for name, build in timed.items()]
 
 
 SECTIONS = tuple(CHECKED)
