@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test coverage mutations bench eval-report verdict: export OMP_WAIT_POLICY ?= passive
+demo test coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
@@ -35,6 +35,7 @@ test-matrix: $(STAMP)dev ## integration tests on several versions of transformer
 mutations: $(STAMP)dev ## seeded bugs, each of which some test must notice
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
+bench: export OMP_WAIT_POLICY ?= passive
 bench: $(STAMP)perf ## every operator and whole layers under pytest-benchmark (ARGS=--benchmark-json=FILE)
 	$(BIN)/python -m pytest perf/micro $(ARGS)
 

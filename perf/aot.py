@@ -2,7 +2,7 @@
 
     python -m perf.aot --arch 90            one line per variant: registers, spills, shared memory, CTAs per SM, loads
     python -m perf.aot --arch all --kernel decode_attention
-    python -m perf.aot --sample             one variant of every kernel function, in a minute or two
+    python -m perf.aot --sample             one variant of every kernel function
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
 expected, needs more shared memory than the chip has, takes a ticket without a barrier before it, or has so few

@@ -24,8 +24,6 @@ LLAMA = Heads("llama-3.1-8b", 32, 8, 128)  # Qwen3-4B has the same heads
 GEMMA = Heads("gemma-3-12b", 16, 8, 256)
 TOY = Heads("toy", 4, 2, 32)
 SAME_HEADS = {"llama-3.1-8b": ("Llama-3.1-8B", "Qwen3-4B"), "gemma-3-12b": ("Gemma-3-12B",), "toy": ("toy",)}
-
-
 HALF = 2  # bytes of a half-precision element
 LENGTHS, BATCHES = (128, 256, 512, 1024, 4096, 16_384), (1, 8, 32, 128)
 FIRST = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (1, 512), (8, 4096), (128, 1024), (1, 128))
