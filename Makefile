@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test test-all check coverage test-matrix mutations aot perf perf-report eval-report verdict clean
+.PHONY: help demo test test-all check coverage test-matrix mutations aot bench perf perf-report eval-report verdict clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,8 +39,12 @@ test-matrix: $(STAMP)dev ## integration tests on several versions of transformer
 mutations: $(STAMP)dev ## seeded bugs, each of which some test must notice
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
+bench: export OMP_WAIT_POLICY ?= passive
+bench: $(STAMP)perf ## every operator and whole layers under pytest-benchmark (ARGS=--benchmark-json=FILE)
+	$(BIN)/python -m pytest perf/micro $(ARGS)
+
 perf: $(STAMP)perf ## speed of whole models on this machine, against the full cache and kvpress (ARGS=--help)
-	$(BIN)/python -m perf.speed_run $(ARGS)
+	$(BIN)/python -m perf.speed $(ARGS)
 
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
@@ -50,11 +54,11 @@ perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the 
 
 eval-report: export OMP_NUM_THREADS ?= 1
 eval-report: $(STAMP)perf ## quality of every policy and ablation on the bundled model: measures what is missing, writes tables
-	$(BIN)/python -m perf.evaluation $(ARGS)
+	$(BIN)/python -m perf.quality $(ARGS)
 
 verdict: export OMP_NUM_THREADS ?= 1
 verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
-	$(BIN)/python -m perf.evaluation.verdict $(ARGS)
+	$(BIN)/python -m perf.quality.verdict $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from fastkv.state import LayerState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv import Budget, FastKVCache, FastKVError
-from fastkv import corrections, ops
+from fastkv import Budget, FastKVCache, FastKVError, corrections, ops
 from fastkv.cache.layout import cost, layout_of
 from fastkv.config import Config
 from fastkv.parallel import Parallel

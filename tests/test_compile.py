@@ -233,7 +233,7 @@ def test_refusals():
         fastkv.patch(gemma, static=True)
 
 
-# Captured. On a CPU the same class runs the model; graphs themselves are checked on a GPU (perf/gpu_checks).
+# Captured. On a CPU the same class runs the model; graphs themselves are checked on a GPU (perf/gpu/checks).
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -2,7 +2,7 @@
 
 Checked without an accelerator: the step runs on tensors that have a device, meta, but no data. Whatever would wait for
 a value (item, nonzero, boolean indexing, a branch) has none to wait for and raises, and copies between host and device
-are seen as such. What the operators do inside is Triton on an accelerator and is checked there (perf/gpu_checks).
+are seen as such. What the operators do inside is Triton on an accelerator and is checked there (perf/gpu/checks).
 """
 
 import pytest
