@@ -273,7 +273,7 @@ def test_kernels_agree(heads):
     ids, mask = prompt(2, 40, (0, 7))
     found = []
     for backend in ("reference", "triton"):
-        model = build(num_hidden_layers=2)
+        model = build(num_hidden_layers=1)
         fastkv.patch(model, "fastkv", small(heads=heads), prefill_block=16, evict_every=2, backend=backend)
         cache = FastKVCache(model)
         out = model(ids, attention_mask=mask, past_key_values=cache)
