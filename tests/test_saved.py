@@ -63,7 +63,8 @@ def contents(cache):
             state = layer.state
             found |= {f"{index}.{name}": tensor.clone() for name, tensor in state.named_tensors()}
             slots = [state.exact] + ([] if state.approx is None else [state.approx])
-            found[f"{index}"] = (layer.seen, layer.cache.workspace.clock.now.steps, *((one.filled, one.limit) for one in slots))
+            steps = layer.cache.workspace.clock.now.steps
+            found[f"{index}"] = (layer.seen, steps, *((one.filled, one.limit) for one in slots))
         else:
             found |= {f"{index}.keys": layer.keys.clone(), f"{index}.values": layer.values.clone()}
             found[f"{index}"] = (layer.get_seq_length(),)

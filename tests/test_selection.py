@@ -1,7 +1,6 @@
 """Selection and compaction against a plain Python model of them."""
 
 import torch
-from fastkv.state import Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
