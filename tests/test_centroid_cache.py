@@ -206,7 +206,7 @@ def test_centroids_are_of_what_was_evicted(block, heads, tmp_path):
             model(ids[:, step : step + 1], attention_mask=mask, position_ids=positions, past_key_values=cache)
         states.append(cache.layers[0].state)  # whose keys do not depend on the correction
         mask = mask[:, :50]
-    moments, parts = states[0].moments, states[1].centroids
+    moments, parts = states[0].moments, states[1].parts
     assert (moments.count > 0).all() and torch.equal(states[1].moments.count, moments.count)
     assert torch.equal(parts.count.sum(-1), moments.count.float())
     for rows, mean in ((parts.keys, moments.key_mean), (parts.values, moments.value_mean)):

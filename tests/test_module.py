@@ -99,12 +99,12 @@ def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
         def record(self, q, k, v, *rest):
             out = method(self, q, k, v, *rest)
             valid = rest[0].clone() if torch.is_tensor(rest[0]) else None  # a decoded token is no padding
-            calls.append((self.layer, q.clone(), k.clone(), v.clone(), valid, out.clone()))
+            calls.append((self.cache.layer, q.clone(), k.clone(), v.clone(), valid, out.clone()))
             return out
 
         return record
 
-    for name in ("attend", "decode"):
+    for name in ("attend", "step"):
         monkeypatch.setattr(FastKVLayer, name, recorded(getattr(FastKVLayer, name)))
     ids, mask = prompt()
     cache = generate(model, ids, mask, new=14, return_dict_in_generate=True).past_key_values

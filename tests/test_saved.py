@@ -460,7 +460,7 @@ def test_other_models_and_settings(tmp_path):
         r"budget\.heads=uniform, got budget\.heads=adaptive;": ("snapkv", small(heads="adaptive"), options),
         "correction=moments, got correction=mean;": ("snapkv", small(), {**options, "correction": "mean"}),
         f"evict_every={EVERY}, got evict_every=8;": ("snapkv", small(), {**options, "evict_every": 8}),
-        "vector=None, got vector=": (
+        "correction=moments, vector=None, got correction=vector[+]moments, vector=": (
             "snapkv",
             small(),
             {**options, "correction": "vector+moments", "vector": mapping(model)},

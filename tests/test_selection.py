@@ -9,7 +9,7 @@ from fastkv.cache.layout import LayerConfig, Layout, spec_of
 from fastkv.cache.selection import keep_best
 from fastkv.config import Config
 from fastkv.policies import KeyDiff, Signals, Streaming
-from fastkv.reference import Moments, compact, evict, protected, select
+from fastkv.reference import LayerState, Moments, Slots, Spec, compact, evict, protected, select
 
 from .conftest import examples
 
@@ -74,7 +74,8 @@ def test_compact_keeps_the_chosen_and_remembers_the_rest(data, used, new, tokens
     before = Moments.empty(1, 2, 4, 4).add(*[torch.randn(1, 2, 3, 4, generator=generator) for _ in range(2)])
     moments = Moments(*[t.clone() for t in before.tensors()])
     lengths = torch.zeros(1, 2, dtype=torch.int32)
-    compact(keys, values, positions, lengths, moments, *block, block_positions, valid, chosen)
+    state = LayerState(Slots(keys, values, lengths, positions), torch.zeros(1, dtype=torch.int64), moments)
+    compact(valid, chosen, (*block, block_positions), state, Spec(1.0))
     for head in range(2):
         kept = [i for i in range(used + new) if chosen.kept[0, head, i]]
         kept.sort(key=lambda i: int(where[0, head, i]))
@@ -96,7 +97,8 @@ def test_evict_loses_only_what_is_too_much():
     moments = Moments.empty(2, 1, 4, 4)
     gone = keys[0, 0, [2, 6, 5]].clone()  # position 7 and 0 are protected; of the equal scores, 3 stays before 5
     before = keys.clone()
-    evict(keys, values, positions, lengths, seen, moments, scores, tokens=6, sinks=1, recent=1)
+    state = LayerState(Slots(keys, values, lengths, positions), seen, moments)
+    evict(scores, None, state, Spec(1.0, tokens=6, sinks=1, recent=1))
     assert lengths.tolist() == [[6], [3]] and moments.count.tolist() == [[2], [0]]
     assert sorted(positions[0, 0, :6].tolist()) == [0, 1, 3, 4, 6, 7]
     torch.testing.assert_close(moments.key_mean[0, 0], gone[:2].mean(0))
