@@ -6,7 +6,7 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVCache
 
-from .models import build, compressed_layers, generate, policy
+from .models import build, compressed_layers, generate, policy, prompt
 from .pairwise import covering
 from .test_batches import distinct, rows_of
 from .test_vector_cache import mapping
@@ -119,3 +119,21 @@ def test_what_generate_evicts_is_no_padding(block, side):
     batch, mask = rows_of(distinct()[1] % 90 + 3, LENGTHS, 33, side)
     out = generate(model, batch, mask, new=9, return_dict_in_generate=True)
     check(out.past_key_values, torch.cat([mask, torch.ones(3, 8, dtype=torch.long)], 1))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_generate_never_looks_for_padding_in_its_own_steps(static, monkeypatch):
+    """To look is to wait for the device; only masks that others made are looked at."""
+    looked = []
+    stock = fastkv.integrations.transformers.generate.ends_in_padding
+    monkeypatch.setattr(
+        fastkv.integrations.transformers.generate, "ends_in_padding", lambda mask: looked.append(mask) or stock(mask)
+    )
+    model = build()
+    fastkv.patch(model, "keydiff", Budget(tokens=20, sinks=2, recent=3), static=static)
+    ids, mask = prompt(3, 30, (0, 3, 9))
+    out = generate(model, ids, mask, new=8, return_dict_in_generate=True)
+    assert not looked
+    wider = torch.cat([mask, mask.new_ones(3, 8)], 1)
+    model(out.sequences[:, -1:], attention_mask=wider, past_key_values=out.past_key_values)
+    assert len(looked) == 1

@@ -76,25 +76,30 @@ def masks_for_generate(self: Any, **given: Any) -> Any:
 
 
 def update_kwargs(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """`generate` prepares its next step here: from now on its own mask says that new tokens are real."""
+    """`generate` prepares its next step here, and the mask for it, whose new tokens are real."""
     model_kwargs = type(self)._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     if isinstance(cache, FastKVCache) and isinstance(mask, Tensor):
-        cache.real_from = mask.shape[1] - 1
+        cache.known_mask = mask
     return model_kwargs
 
 
 def is_step(cache: FastKVCache, total: int, mask: Any) -> bool:
     """Whether the next `total` tokens are one decode step: one for every row, none of them padding.
 
-    The last column of a 2-D mask says so; where `generate` has made it, nobody has to look, which an accelerator would
-    have to be waited for. A compiled step takes no padding.
+    The last column of a 2-D mask says so. Nobody has to look where `generate` has made it: an accelerator would have to
+    be waited for. A compiled step takes no padding.
     """
     if not cache.decodes(total):
         return False
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.ndim != 2:
         return True
-    return mask.shape[1] > cache.real_from or bool((mask[:, -1] != 0).all())
+    return mask is cache.known_mask or not ends_in_padding(mask)
+
+
+def ends_in_padding(mask: Tensor) -> bool:
+    """Whether the last token of any row is padding, by a mask [B, N]. One host sync."""
+    return not bool((mask[:, -1] != 0).all())
 
 
 def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
