@@ -73,6 +73,28 @@ CENTROIDS = "reference_centroids.py"
 FLOOR = "policy_matrix.py::test_every_head_keeps_a_fifth_of_the_mean"
 
 MUTATIONS = [
+    # Padding.
+    bug(
+        "a lone token of padding is decoded",
+        "integrations/transformers/generate.py",
+        "return mask is cache.known_mask or not ends_in_padding(mask)",
+        "return True",
+        "padding.py",
+    ),
+    bug(
+        "what generate says of one mask holds for all",
+        "integrations/transformers/generate.py",
+        "return mask is cache.known_mask or",
+        "return cache.known_mask is not None or",
+        "padding.py",
+    ),
+    bug(
+        "a block of one token is decoded",
+        "integrations/transformers/layer.py",
+        " and not self.cache.workspace.reading",
+        "",
+        "padding.py",
+    ),
     # The specification.
     bug(
         "Chan's weight is n_b n_b / n",
@@ -154,8 +176,8 @@ MUTATIONS = [
     bug(
         "unequal heads keep one token too many",
         "reference/selection.py",
-        "(starts.diff() - drop).clamp(min=0)",
-        "(starts.diff() - drop + 1).clamp(min=0)",
+        "(slots.starts.diff() - spec.spare).clamp(min=0)",
+        "(slots.starts.diff() - spec.spare + 1).clamp(min=0)",
         EVICT,
     ),
     bug(
@@ -185,9 +207,9 @@ MUTATIONS = [
     bug("a head may keep nothing", "cache/selection.py", "FLOOR = 0.2", "FLOOR = 0.0", FLOOR),
     bug(
         "a policy's recent share is rounded down",
-        "cache/selection.py",
-        "math.ceil(policy.recent_share",
-        "math.floor(policy.recent_share",
+        "cache/layout.py",
+        "math.ceil(config.policy.recent_share",
+        "math.floor(config.policy.recent_share",
         KEEP,
     ),
     bug(
@@ -220,9 +242,9 @@ MUTATIONS = [
     ),
     bug(
         "reset forgets to deal out the slots",
-        "state.py",
-        "self.exact.deal([tokens + self.layout.spare for tokens in self.layout.tokens])",
-        "pass",
+        "cache/layout.py",
+        "            slots.deal(self.capacities(tier))",
+        "            slots.filled = 0",
         SEQUENCES,
     ),
     bug(
@@ -245,23 +267,23 @@ MUTATIONS = [
     ),
     bug(
         "queries of padding observe",
-        "cache/prefill.py",
+        "cache/signals.py",
         "query_valid=query_valid,",
         "query_valid=torch.ones_like(query_valid),",
         "bounds.py::test_a_padded_row_is_the_row_alone",
     ),
     bug(
         "recent tokens are unprotected while decoding",
-        "cache/decode.py",
-        "        recent_tokens(rule),\n",
-        "        0,\n",
+        "cache/layout.py",
+        "        recent=min(recent, layout.least - budget.sinks),\n",
+        "        recent=0,\n",
         SEQUENCES,
     ),
     bug(
         "attention received is summed, not averaged, over the queries",
-        "cache/decode.py",
-        "joined(*received) / queries",
-        "joined(*received)",
+        "cache/signals.py",
+        "attention=received / queries,",
+        "attention=received,",
         f"{CACHE}::test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token",
     ),
     # Budgets and plans.
@@ -282,9 +304,9 @@ MUTATIONS = [
     ),
     bug(
         "moments are no more than the policy's score needs",
-        "config.py",
-        "return max(orders, default=None)",
-        "return min(orders, default=None)",
+        "cache/layout.py",
+        "order=max(orders, default=None)",
+        "order=min(orders, default=None)",
         "policy_matrix.py::test_every_correction_conserves",
     ),
     # The cache.
@@ -304,16 +326,16 @@ MUTATIONS = [
     ),
     bug(
         "a roll-back drops the first tokens",
-        "integrations/transformers/layer.py",
+        "cache/rollback.py",
         "kept = slice(0, num - drop)",
         "kept = slice(drop, num)",
         SEQUENCES,
     ),
     bug(
         "a clone shares the state",
-        "integrations/transformers/cache.py",
-        "copy.deepcopy(layer.state, {id(layer.state.scratch): []})",
-        "copy.copy(layer.state)",
+        "cache/layer.py",
+        "copy.deepcopy(self.state, {id(part): part for part in kept if part is not None})",
+        "copy.copy(self.state)",
         SEQUENCES,
     ),
     bug(
@@ -399,50 +421,56 @@ MUTATIONS = [
     # What a CPU runs.
     bug(
         "a slot that is not in use is attended to",
-        "cpu/attention.py",
-        'torch.arange(slots, device="cpu") < lengths',
-        'torch.arange(slots, device="cpu") <= lengths',
+        "cpu.py",
+        'showing(torch.arange(slots, device="cpu") < lengths',
+        'showing(torch.arange(slots, device="cpu") <= lengths',
         "cpu.py::test_a_step",
     ),
     bug(
         "heads of one length do not see their last token",
-        "cpu/attention.py",
+        "cpu.py",
         "edge(slots)[slots - length : 2 * slots - length]",
         "edge(slots)[slots - length + 1 : 2 * slots - length + 1]",
         "cpu.py::test_a_step",
     ),
     bug(
         "a window forgets how many heads share a key",
-        "cpu/attention.py",
+        "cpu.py",
         "share = query_valid.float() / (groups * ",
         "share = query_valid.float() / (1 * ",
         "cpu.py::test_what_a_window_of_queries_gives",
     ),
     bug(
         "a centroid counts half of its tokens",
-        "cpu/estimate.py",
+        "cpu.py",
         "torch.logaddexp(deviation, -deviation)",
         "torch.logaddexp(deviation, -deviation) - 0.6931472",
         "cpu.py::test_a_step",
     ),
     bug(
         "what was evicted gets the weight of what was kept",
-        "cpu/attention.py",
+        "cpu.py",
         "merge_partials(out, lse, value, evicted)",
         "merge_partials(out, evicted, value, lse)",
         "cpu.py::test_a_step",
     ),
-    bug("a block sees its own future", "cpu/attention.py", "padding, causal=True", "padding", "cpu.py::test_a_block"),
+    bug(
+        "a block sees its own future",
+        "cpu.py",
+        "showing(valid)[:, None, None], causal=True",
+        "showing(valid)[:, None, None]",
+        "cpu.py::test_a_block",
+    ),
     bug(
         "holes are filled with what leaves",
-        "cpu/eviction.py",
+        "cpu.py",
         "descending=True",
         "descending=False",
         "cpu.py::test_an_eviction",
     ),
     bug(
         "empty slots are remembered as evicted",
-        "cpu/eviction.py",
+        "cpu.py",
         "hiding(used.gather(-1, leaving))",
         "None",
         "cpu.py::test_an_eviction",

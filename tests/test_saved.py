@@ -6,6 +6,7 @@ import signal
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -594,3 +595,27 @@ def test_many_questions_over_one_saved_prefix(tmp_path):
     answers = tokenizer.batch_decode(at_once[:, prompts.shape[1] :])
     right = sum(answer.startswith(expected[:8]) for answer, expected in zip(answers, text.answers))
     assert right >= 7, "the prefix knows the answers"
+
+
+@pytest.mark.parametrize(
+    "name,policy,correction",
+    [("momentkv", "momentkv", "auto"), ("centroids", "fastkv", "auto"), ("vector", "keydiff", "vector+moments")],
+)
+@torch.no_grad()
+def test_files_of_fastkv_0_1_are_read(name, policy, correction):
+    """The same prompt read now gives the same tensors, and both go on alike; 0.1 called `vector+moments` moments."""
+    model = build(num_hidden_layers=1)
+    weights = {0: torch.linspace(-0.1, 0.1, 512).view(2, 16, 16)}
+    vector = mapping(model, weights) if name == "vector" else None
+    budget = fastkv.Budget(tokens=12, sinks=2, recent=3)
+    fastkv.patch(model, policy, budget, evict_every=4, prefill_block=16, correction=correction, vector=vector)
+    ids, _ = prompt(1, 60, (0,))
+    old = FastKVCache.load(Path(__file__).parent / "data" / f"cache_0.1_{name}.safetensors", model)
+    new = model(prompt(1, 40, (0,))[0]).past_key_values
+    for (which, mine), (_, theirs) in zip(
+        old.layers[0].state.named_tensors(), new.layers[0].state.named_tensors(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=which)
+    for token in ids[0, :9]:
+        after = [model(token.view(1, 1), past_key_values=cache).logits for cache in (old, new)]
+        torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
