@@ -157,9 +157,9 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | N
     if length is None:
         reference.append(slots, k, v, position)
         return
-    for rows, new in ((slots.keys, k), (slots.values, v), (slots.positions, position[:, None, None])):
-        assert rows is not None
-        rows.select(2, length).copy_(new.select(2, 0))
+    new = slots.encoded(k, v, position[:, None, None])
+    for name, rows in slots.moving().items():
+        rows.select(2, length).copy_(new[name].select(2, 0))
     slots.lengths.add_(1)
 
 
@@ -304,7 +304,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     stays = torch.ones_like(used, dtype=torch.uint8).scatter_(-1, leaving, 0)[..., tokens:]
     source = reference.flat_index(stays.argsort(dim=-1, descending=True, stable=True) + tokens, slots)
     target = reference.flat_index(leaving, slots)
-    for part in (keys, values, positions):
+    for part in exact.moving().values():
         rows = part.flatten(0, 2)  # a view: the slots are contiguous
         rows.index_copy_(0, target, rows.index_select(0, source))
     lengths.clamp_(max=tokens)

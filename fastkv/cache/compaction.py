@@ -51,8 +51,8 @@ def _store_in_slabs(state: LayerState, signals: Signals, selection: Selection, r
         left = (counts.shape[1] * layout.total - counts.sum(-1, keepdim=True)) // counts.shape[1]
         capacities = counts + left + layout.spare
         exact.trade(rule.parallel.own(capacities), capacities)
-    for name in ("keys", "values", "positions"):
-        pack(getattr(exact, name), exact.starts, getattr(rows, name))
+    for name, candidates in rows.moving().items():
+        pack(getattr(exact, name), exact.starts, candidates)
 
 
 def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule: LayerConfig) -> None:

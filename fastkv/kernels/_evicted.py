@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..errors import FastKVError
 from ..reference import Centroids, Evicted, Moments
 from ._attention import LN2, LOG2E, _dot, _dot32, _rows_mask, _softmax_update, _tanh
 from ._launch import check_centroids
@@ -225,4 +226,9 @@ class Terms:
             c = evicted
             check_centroids(op, c, tuple(c.count.shape), dim, c.values.shape[-1])
             return cls(CENTROIDS.value, c.keys, c.values, None, c.spread, c.count, c.num)
+        if evicted is not None:
+            raise FastKVError(
+                f"{op}: the kernels know moments and centroids of evicted tokens, got {evicted.kind}; use "
+                "backend='reference'"
+            )
         return cls()

@@ -141,21 +141,21 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
 
     Args: k, v [B, Hkv, 1, D]; position [B] or [B, Hkv].
     """
-    keys, values, positions, lengths, starts = slots.keys, slots.values, slots.positions, slots.lengths, slots.starts
-    assert values is not None and positions is not None
-    position = position.to(positions.dtype).reshape(len(position), -1, 1).expand(*lengths.shape, 1)
+    lengths, starts, rows = slots.lengths, slots.starts, slots.moving()
+    position = position.reshape(len(position), -1, 1).expand(*lengths.shape, 1)
+    new = slots.encoded(k, v, position)
     if starts is None:
         slot = lengths.long()[..., None]
-        keys.scatter_(2, slot[..., None].expand_as(k), k.to(keys.dtype))
-        values.scatter_(2, slot[..., None].expand_as(v), v.to(values.dtype))
-        positions.scatter_(2, slot, position)
+        for name, held in rows.items():
+            one = new[name].to(held.dtype)
+            held.scatter_(2, slot if one.ndim == 3 else slot[..., None].expand_as(one), one)
         lengths.add_(1)
         return
     slot = starts[:, :-1] + lengths
     free = slot < starts[:, 1:]
     place = torch.arange(len(slot), device=slot.device)[:, None].expand_as(slot)[free], slot[free].long()
-    for slab, new in ((keys, k), (values, v), (positions, position)):
-        slab[place] = new[:, :, 0][free].to(slab.dtype)
+    for name, slab in rows.items():
+        slab[place] = new[name][:, :, 0][free].to(slab.dtype)
     lengths.add_(free)
 
 

@@ -18,7 +18,7 @@ class Evicted:
     A subclass implements `add` and `estimate`; `kinds` finds it by its name in lower case, under which its tensors are
     saved and handed to operators.
 
-    Attributes: count: tokens in the set, [B, Hkv], or in each part of it, [B, Hkv, M].
+    Attributes: count: tokens in the set, [B, Hkv], or in each of its M parts, [B, Hkv, M].
     """
 
     count: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..errors import check_shape
 from .gather import rows_at
 from .ragged import pack, unpack
-from .state import LayerState, Slots, Spec
+from .state import LayerState, Spec
 
 
 class Selection(NamedTuple):
@@ -88,20 +89,18 @@ def compact(
         over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none.
     """
     slots, moments = state.exact, state.moments
-    assert slots.values is not None and slots.positions is not None
-    parts = [slots.keys, slots.values, slots.positions]
+    assert slots.values is not None
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
     gone = moments.add(slots.keys[:, :, :used], slots.values[:, :, :used], evicted[..., :used])
-    every = [rows[:, :, :used] for rows in parts]
+    every = {name: rows[:, :, :used] for name, rows in slots.moving().items()}
     if block is not None:
         gone = gone.add(*block[:2], evicted[..., used:])
-        every = [joined(old, new) for old, new in zip(every, block)]
+        every = {name: joined(every[name], new) for name, new in slots.encoded(*block).items()}
     moments.copy_(gone)
-    index = in_order(every[2], selection.kept)[..., : slots.keys.shape[2]]
-    size = index.shape[-1]
-    for rows, candidates in zip(parts, every):
-        rows[:, :, :size] = rows_at(candidates, index)
+    index = in_order(every["positions"], selection.kept)[..., : slots.keys.shape[2]]
+    for name, rows in slots.moving().items():
+        rows[:, :, : index.shape[-1]] = rows_at(every[name], index)
     slots.lengths.copy_(selection.counts)
 
 
@@ -140,12 +139,11 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     if slots.starts is None:
         compact(valid, chosen, None, state, spec)
         return
-    names = ("keys", "values", "positions")
-    rows = {name: unpack(getattr(slots, name), slots.starts, num) for name in names}
-    equal = LayerState(Slots(rows["keys"], rows["values"], slots.lengths, rows["positions"]), state.seen, state.moments)
-    compact(valid, chosen, None, equal, spec)
-    for name in names:
-        pack(getattr(slots, name), slots.starts, rows[name])
+    rows = {name: unpack(slab, slots.starts, num) for name, slab in slots.moving().items()}
+    equal = replace(slots, starts=None, attention=None, memory=None, limit=num, filled=num, **rows)
+    compact(valid, chosen, None, LayerState(equal, state.seen, state.moments), spec)
+    for name, slab in slots.moving().items():
+        pack(slab, slots.starts, rows[name])
 
 
 def remember(keys: Tensor, values: Tensor, mask: Tensor, state: LayerState, spec: Spec) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -44,10 +44,19 @@ class Slots:
     memory: Tensor | None = None
     limit: int = -1
     filled: int = -1
+    MOVING: ClassVar = ("keys", "values", "positions")  # tensors with a row for every token, which moves with it
 
     def __post_init__(self) -> None:
         self.limit = self.keys.shape[-2] if self.limit < 0 else self.limit
         self.filled = self.limit if self.filled < 0 else self.filled
+
+    def moving(self) -> dict[str, Tensor]:
+        """The tensors that have a row for every token, by name."""
+        return {name: rows for name in self.MOVING if (rows := getattr(self, name)) is not None}
+
+    def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """Rows for `moving` of tokens with these keys, values [B, Hkv, N, D] and positions [B, Hkv, N]."""
+        return {"keys": keys, "values": values, "positions": positions}
 
     def deal(self, capacities: Sequence[int]) -> None:
         """Give each head so many slots, all of them empty."""
@@ -67,7 +76,7 @@ class Slots:
         self.limit, room = torch.stack([everywhere.max(), capacities.sum(-1).max()]).tolist()
         missing = room - self.keys.shape[1]
         if missing > 0:
-            for name in ("keys", "values", "positions", "attention", "memory"):
+            for name in (*self.MOVING, "attention", "memory"):
                 slab = getattr(self, name)
                 if slab is not None:
                     setattr(self, name, torch.cat([slab, slab.new_zeros(len(slab), missing, *slab.shape[2:])], 1))

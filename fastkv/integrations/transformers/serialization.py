@@ -217,7 +217,7 @@ def _sound(state: LayerState, seen: int) -> bool:
     if (state.stored + state.moments.count != state.seen[:, None]).any() or state.seen.max() > seen:
         return False
     parts = None if state.parts is None else state.parts.count
-    if parts is not None and ((parts < 0).any() or (parts.sum(-1) != state.moments.count).any()):
+    if parts is not None and ((parts < 0).any() or (parts.reshape(*parts.shape[:2], -1).sum(-1) != state.moments.count).any()):
         return False
     for slots in state.tiers.values():
         lengths, starts, size = slots.lengths, slots.starts, slots.keys.shape[-2]
