@@ -1,0 +1,122 @@
+"""What README, changelog and docs point to is there: files, modules, make targets and commands."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from fastkv.cli import build_parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "perf" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+OURS = ("fastkv", "perf", "tests", "tools")
+
+each_page = pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+
+
+def code(text):
+    """Everything in backticks: blocks, then words within lines."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.M | re.S)
+    return blocks + re.findall(r"`([^`\n]+)`", prose)
+
+
+def links(text):
+    """Targets of links and pictures that are no addresses, without anchors."""
+    prose = re.sub(r"^```\w*\n.*?^```|`[^`\n]+`(?!\])", "", text, flags=re.M | re.S)
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    return [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
+
+
+def paths(text):
+    """Paths within the repository, a star for what stands for several."""
+    found = re.findall(rf"(?<![\w/.-])((?:{'|'.join((*OURS, 'docs'))})/[\w./*<>-]*)", text)
+    return [re.sub("<.*?>", "*", path.rstrip(".")) for path in found]
+
+
+def targets(text):
+    """What `make` is asked for."""
+    return [word for part in code(text) for word in re.findall(r"\bmake ([a-z][a-z-]*)", part)]
+
+
+def modules(text):
+    """Modules of the repository that `python -m` runs."""
+    found = [name for part in code(text) for name in re.findall(r"python -m ([\w.]+)", part)]
+    return [name for name in found if name.partition(".")[0] in OURS]
+
+
+def commands(text):
+    """Subcommands of `fastkv`."""
+    return [word for part in code(text) for word in re.findall(r"^fastkv ([a-z]+)", part, re.M)]
+
+
+@each_page
+def test_links_lead_somewhere(path):
+    missing = [target for target in links(path.read_text()) if not (path.parent / target).exists()]
+    assert not missing
+
+
+@each_page
+def test_paths_exist(path):
+    missing = [name for name in paths(path.read_text()) if not list(ROOT.glob(name.rstrip("/")))]
+    assert not missing
+
+
+@each_page
+def test_make_targets_exist(path):
+    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert not set(targets(path.read_text())) - set(known)
+
+
+@each_page
+def test_modules_that_are_run_exist(path):
+    for name in modules(path.read_text()):
+        place = ROOT.joinpath(*name.split("."))
+        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), name
+
+
+@each_page
+def test_commands_exist(path):
+    actions = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
+    assert not set(commands(path.read_text())) - set(actions[0].choices)
+
+
+def test_the_layout_names_what_is_there():
+    """Every module and folder at the top of the package has a line, and what is indented below a folder is in it."""
+    block = next(part for part in code((ROOT / "README.md").read_text()) if part.startswith("fastkv/__init__.py"))
+    named, folder = set(), ROOT
+    for line in block.splitlines():
+        first = re.match(r"( *)([^\s,]+(?:, [^\s,]+)*)", line)
+        for name in first[2].split(", "):
+            place = (folder if first[1] else ROOT) / name
+            assert place.exists(), line
+            named.add(place)
+        folder = folder if first[1] else place
+    top = [place for place in (ROOT / "fastkv").iterdir() if place.suffix == ".py" or (place / "__init__.py").exists()]
+    assert not set(top) - named
+
+
+def test_architecture_names_what_is_there():
+    """Names in backticks that look like ours are classes, functions, methods or modules of the package."""
+    known = {"fastkv"}
+    for file in ROOT.joinpath("fastkv").rglob("*.py"):
+        known |= {file.stem, file.parent.name}
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                known.add(node.name)
+            if isinstance(node, (ast.Name, ast.Attribute, ast.arg)):
+                known.add(getattr(node, "id", None) or getattr(node, "attr", None) or node.arg)
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    words = [word for part in code(text) if "\n" not in part for word in re.findall(r"\b[A-Z]\w*[a-z]\w*\b", part)]
+    assert not set(words) - known
+
+
+def test_what_is_read_of_a_page():
+    text = "[a](b.md#c) [d](https://e.f) ![g](h/i.png)\n`make test ARGS=x` and make sure\n```\npython -m perf.aot\n"
+    text += "fastkv demo  # fastkv/cli.py.\n```\n`perf/results/*.json`, my/fastkv/x"
+    assert links(text) == ["b.md", "h/i.png"]
+    assert targets(text) == ["test"]
+    assert modules(text) == ["perf.aot"]
+    assert commands(text) == ["demo"]
+    assert paths(text) == ["fastkv/cli.py", "perf/results/*.json"]
