@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
+from . import config as block_size
 from .budget import Budget
-from .cache import block_size
 from .calibration import quality
 from .calibration.vector_map import VectorMap
 from .config import Config

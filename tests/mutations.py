@@ -326,7 +326,7 @@ MUTATIONS = [
     ),
     bug(
         "a roll-back drops the first tokens",
-        "cache/rollback.py",
+        "cache/wrappers.py",
         "kept = slice(0, num - drop)",
         "kept = slice(drop, num)",
         SEQUENCES,

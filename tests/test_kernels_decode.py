@@ -20,7 +20,7 @@ from fastkv import FastKVError, reference
 from fastkv.kernels import _launch, decode_attention, vector_decode
 from fastkv.kernels._launch import Workspace, num_splits
 from fastkv.reference import Centroids, Moments
-from fastkv.reference.vector import vector_decode_attention
+from fastkv.reference.attention import vector_decode_attention
 
 from .conftest import examples
 from .pairwise import covering

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkv
 from fastkv import FastKVError, ops
 from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, Signals, SnapKV
-from fastkv.reference import Moments, kvzip, most_attended, output, output_norms
+from fastkv.reference import Moments, most_attended, output_norms
+from fastkv.reference import attention as kvzip
+from fastkv.reference import scores as output
 
 from .models import build, generate, prompt
 

@@ -17,11 +17,9 @@ from transformers.models.llama import modeling_llama
 from fastkv import ops
 from fastkv.errors import FastKVError
 from fastkv.policies import KeyDiff, Signals
-from fastkv.policies.compactor import Compactor
+from fastkv.policies.compactor import Compactor, Leverage, NonCausal
 from fastkv.policies.knorm import KNorm
-from fastkv.policies.leverage import Leverage
 from fastkv.policies.manifold import Manifold, WindowedManifold
-from fastkv.policies.noncausal import NonCausal
 from fastkv.reference import Moments
 from fastkv.reference.geometry import sketch_matrix
 from fastkv.reference.scores import neighbour_mean, z_scores

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.cache import block_size as roofline
+from fastkv import config as roofline
 
 from .models import build, generate, prompt
 

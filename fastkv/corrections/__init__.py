@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ..errors import FastKVError
 from ..reference import LayerState
-from .base import Correction, Shape
+from .base import COSH, MEAN, MOMENTS, Correction, Shape
 from .centroids import CENTROIDS
-from .moments import COSH, MEAN, MOMENTS
 from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 
 NONE = Correction()

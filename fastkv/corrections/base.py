@@ -77,3 +77,17 @@ class Correction:
             prompt that stays, where that is known.  usable: of each head, whether values can be recovered.
         """
         return (tokens,) * len(usable), ()
+
+
+@dataclass(frozen=True)
+class MomentCorrection(Correction):
+    """Mixes in what the moments say (MomentKV, arXiv:2606.01563, Eqs. 9, 11 and 12; `reference.moment_estimate`)."""
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """The moments, without what a policy alone wants of them."""
+        return state.moments.upto(self.order)
+
+
+MEAN = MomentCorrection("mean", order=0)
+MOMENTS = MomentCorrection("moments", order=1)
+COSH = MomentCorrection("cosh", order=1, spread=True)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..reference import Evicted, LayerState
-from .base import Correction
-from .moments import MEAN, MOMENTS
+from .base import MEAN, MOMENTS, Correction
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
-from ._attention import _dot32
+from ._attention import _dot32, _store_spread
 from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, variant
-from ._slots import _store_spread
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # per tile

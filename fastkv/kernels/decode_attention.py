@@ -32,6 +32,7 @@ from ._attention import (
     _mix,
     _store_lse,
     _store_partial,
+    _stretch,
 )
 from ._evicted import CENTROIDS, Terms, _evicted_partial
 from ._launch import (
@@ -51,7 +52,6 @@ from ._launch import (
     stages,
     variant,
 )
-from ._slots import _stretch
 
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ._attention import _dot32
+from ._attention import _add_spread, _dot32, _holes, _load_rows, _move_rows, _some, _stretch
 from ._launch import (
     HIP_ARCHES,
     INTERPRET,
@@ -36,7 +36,6 @@ from ._launch import (
     pow2,
     variant,
 )
-from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at

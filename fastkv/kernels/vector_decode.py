@@ -35,6 +35,7 @@ from ._attention import (
     _softmax_update,
     _store_lse,
     _store_partial,
+    _stretch,
 )
 from ._evicted import Terms, _moment_partial
 from ._launch import (
@@ -54,7 +55,6 @@ from ._launch import (
     stages,
     variant,
 )
-from ._slots import _stretch
 
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
 FP32_BLOCKS = {64: (32, 16, 2), 128: (32, 16, 2), 256: (16, 16, 2)}

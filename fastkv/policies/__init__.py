@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import FastKVError
 from .base import Policy, Signals
-from .compactor import Compactor
+from .compactor import Compactor, Leverage, NonCausal
 from .criticalkv import CriticalKV
 from .duoattention import DuoAttention
 from .fastkv import FastKV
@@ -15,13 +15,10 @@ from .h2o import H2O
 from .keydiff import KeyDiff
 from .knorm import KNorm
 from .kvzip import KVzip
-from .leverage import Leverage
 from .manifold import Manifold, WindowedManifold
 from .momentkv import MomentKV
-from .noncausal import NonCausal
-from .pyramidkv import PyramidKV
 from .random import Random
-from .snapkv import SnapKV
+from .snapkv import PyramidKV, SnapKV
 from .streaming import Streaming
 from .tova import TOVA
 

@@ -5,13 +5,108 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from .. import ops
 from ..errors import FastKVError
-from ..reference import z_scores
-from .base import Signals
-from .leverage import Leverage
-from .noncausal import NonCausal
+from ..reference import check_leverage, check_pool, neighbour_mean, z_scores
+from .base import Policy, Signals, check_at_least
+
+
+@dataclass(frozen=True)
+class NonCausal(Policy):
+    """score_i = |v_i| times the pooled attention that token i gets from its chunk, tokens before and after it alike.
+
+    Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.3, Eq. 5. Chunks do not reach across prompt
+    blocks, and a shorter last chunk has neither padded rows nor padded columns. Pooling averages over real neighbours
+    only, so the ends are not favoured. The score of a prompt token is computed once, with its block, and remembered;
+    a generated token, for which nobody asked without a causal mask, counts as much as the mean of the others.
+
+    Args:
+        chunk: tokens that attend to each other.
+        pool: odd width of the mean pooling; the paper names none.
+    """
+
+    name = "noncausal"
+    needs = frozenset({"queries"})
+    remembers = True
+
+    chunk: int = 256
+    pool: int = 5
+
+    def __post_init__(self) -> None:
+        check_at_least(self, chunk=1, pool=1)
+        check_pool(self.pool)
+
+    def remember(self, signals: Signals) -> Tensor:
+        """The score of each token of a prompt block; 0, which no known score is, for generated tokens."""
+        assert signals.memory is not None
+        if signals.queries is None:
+            return signals.memory
+        start = signals.keys.shape[2] - signals.queries.shape[2]
+        valid = signals.valid[:, :, start:].contiguous()
+        keys, positions = signals.keys[:, :, start:], signals.positions[:, :, start:]
+        mass = ops.noncausal_attention_mass(
+            signals.queries,
+            keys,
+            signals.scale,
+            self.chunk,
+            softcap=signals.softcap,
+            mask=valid,
+            backend=signals.backend,
+        )
+        length = torch.linalg.vector_norm(signals.values[:, :, start:].float(), dim=-1)
+        score = (neighbour_mean(mass, self.pool, positions, valid) * length).float()
+        known = score.clamp(min=torch.finfo(torch.float32).tiny)  # also where the value is zero
+        return torch.cat([signals.memory[:, :, :start], torch.where(valid, known, 0)], 2)
+
+    def score(self, signals: Signals) -> Tensor:
+        """The remembered score; where there is none, the mean of those that the head remembers."""
+        assert signals.memory is not None
+        known = signals.valid & (signals.memory > 0)
+        score = torch.where(known, signals.memory, 0)
+        mean = score.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(known, score, mean)
+
+
+LARGEST_SKETCH = 128  # columns that the leverage kernel holds on chip
+
+
+@dataclass(frozen=True)
+class Leverage(Policy):
+    """score_i = |U_i|^2, U an orthonormal basis of the column space of K Phi: keys before the rotation, sketched.
+
+    Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.2, Alg. 1; its appendices for other methods.
+
+    Args:
+        sketch: columns of the Gaussian sketch Phi; None, or no fewer than the head size, for the keys themselves.
+        method: "cholesky", "qr", "svd", "exact" (SVD of the keys, no sketch) or "srht" (Hadamard sketch, Cholesky).
+        seed: of the sketch, which all heads and layers share.
+    """
+
+    name = "leverage"
+    needs = frozenset({"pre_rope"})
+
+    sketch: int | None = 64
+    method: str = "cholesky"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sketch is not None:
+            check_at_least(self, sketch=1)
+        check_leverage(self.sketch, self.method)
+        if self.sketch is not None and self.sketch > LARGEST_SKETCH and self.method in ("cholesky", "srht"):
+            raise FastKVError(
+                f"{self.name}: sketch must be at most {LARGEST_SKETCH} columns for method {self.method!r}, got "
+                f"{self.sketch}; pass None for unsketched keys, or method='qr'"
+            )
+
+    def score(self, signals: Signals) -> Tensor:
+        """Leverage of each key among the cached ones."""
+        return ops.leverage_scores(
+            signals.pre_rope_keys, self.sketch, self.method, self.seed, mask=signals.valid, backend=signals.backend
+        )
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N c
 Computation is in float32, or in float64 if the inputs are float64.
 """
 
-from .attention import append, collect, decode_attention, decode_step, merge_partials, prefill_attention
+from .attention import append, collect, decode_attention, decode_step, merge_partials, most_attended, prefill_attention
 from .centroids import Centroids, centroid_estimate
 from .evicted import Evicted, compute_dtype
-from .gather import flat_index, rows_at
+from .gather import flat_index, pack, rows_at, unpack
 from .geometry import (
     check_leverage,
     check_metric,
@@ -32,10 +32,7 @@ from .geometry import (
     noncausal_attention_mass,
     sketched_leverage,
 )
-from .kvzip import most_attended
 from .moments import Moments, moment_estimate, moment_residual, moment_scores
-from .output import output_norms
-from .ragged import pack, unpack
 from .scores import (
     check_keydiff,
     check_pool,
@@ -44,6 +41,7 @@ from .scores import (
     knorm_scores,
     neighbour_mean,
     observed_attention,
+    output_norms,
     pool_scores,
     position_order,
     random_scores,

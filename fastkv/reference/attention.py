@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..errors import check_groups, check_shape
 from .evicted import Evicted, compute_dtype
+from .gather import add_to_slab
 from .moments import Moments
-from .ragged import add_to_slab
 from .state import LayerState, Slots, Spec
-from .vector import recovered_values
 
 QUERY_CHUNK = 256  # queries per logits tile: bounds prefill scratch at [B, Hq, QUERY_CHUNK, N] without changing results
 
@@ -35,6 +34,14 @@ def masked_softmax(logits: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     """c tanh(x / c), or x unchanged without a cap."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def grouped_logits(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Logits of the query heads of each group, [B, Hkv, G, T, N], for q [B, Hq, T, D] and keys [B, Hkv, N, D]."""
+    (batch, num_heads, num, dim), heads, dtype = q.shape, keys.shape[1], compute_dtype(q)
+    groups = check_groups("grouped_logits", num_heads, heads)
+    logits = (q.to(dtype).reshape(batch, heads, groups * num, dim) * scale) @ keys.to(dtype).transpose(-1, -2)
+    return softcapped(logits, softcap).view(batch, heads, groups, num, -1)
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,3 +241,57 @@ def prefill_attention(
         outs.append(out.to(q.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+QUERY_CHUNK = 64  # rows of logits that live at once
+
+
+def most_attended(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention output and, for each key, the largest weight that any query gives it (KVzip, arXiv:2505.23416, Eq. 2).
+
+    Args: q [B, Hq, T, D]; keys [B, Hkv, N, D]; values [B, Hkv, N, Dv]; visible [B, T, N] bool.
+    Returns: out [B, Hq, T, Dv] in the dtype of q (zeros for a query that sees nothing); most [B, Hkv, N] fp32 (fp64
+        for fp64 inputs), the maximum over queries and over the query heads of a KV head.
+    """
+    batch, num_heads, num, dim = q.shape
+    heads, length = keys.shape[1:3]
+    check_groups("most_attended", num_heads, heads)
+    check_shape("most_attended", "keys", keys, (batch, heads, length, dim))
+    check_shape("most_attended", "visible", visible, (batch, num, length))
+    dtype = compute_dtype(q)
+    keys, values = keys.to(dtype), values.to(dtype)
+    most = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
+    outs = []
+    for start in range(0, num, QUERY_CHUNK):
+        rows = slice(start, start + QUERY_CHUNK)
+        logits = grouped_logits(q[:, :, rows], keys, scale, softcap)
+        probs, _ = masked_softmax(logits, visible[:, None, None, rows])
+        most = torch.maximum(most, probs.amax((2, 3)))
+        out = probs.flatten(2, 3) @ values
+        outs.append(out.view(batch, num_heads, logits.shape[3], -1).to(q.dtype))
+    return torch.cat(outs, 2), most
+
+
+def unrotate(keys: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Undo the rotary embedding of keys [B, Hkv, N, D] at positions [B, Hkv, N].
+
+    The convention is HF's rotate_half: dimension i is paired with i + D/2. cos, sin: [P, D/2], row p for position p.
+    """
+    first, second = keys.chunk(2, dim=-1)
+    index = positions.long()
+    c, s = cos.to(keys.dtype)[index], sin.to(keys.dtype)[index]
+    return torch.cat([first * c + second * s, second * c - first * s], -1)
+
+
+def recovered_values(state: LayerState, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys [B, Hkv, A, Dk] of the tokens that have no value, and what `state.recovery` makes of them, [B, Hkv, A, Dv].
+
+    Args: dtype: of both results and of the computation.
+    """
+    slots, recovery = state.approx, state.recovery
+    assert slots is not None and recovery is not None
+    keys = slots["keys"].to(dtype)
+    index = torch.where(slots.valid, slots["positions"], 0)  # the position of an unused slot may be anything
+    return keys, unrotate(keys, index, recovery.cos, recovery.sin) @ recovery.weight.to(dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
-from .attention import masked_softmax, softcapped
+from .attention import grouped_logits, masked_softmax
 from .evicted import compute_dtype
 
 ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
@@ -71,14 +71,6 @@ def keydiff_scores(
 def dots(keys: Tensor, one: Tensor) -> Tensor:
     """k . one for all keys [B, Hkv, N, D] and one vector [B, Hkv, D] of each head: [B, Hkv, N]."""
     return (one[:, :, None] @ keys.transpose(-1, -2))[:, :, 0]  # three times as fast as with the vector on the right
-
-
-def grouped_logits(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """Logits of the query heads of each group, [B, Hkv, G, T, N], for q [B, Hq, T, D] and keys [B, Hkv, N, D]."""
-    (batch, num_heads, num, dim), heads, dtype = q.shape, keys.shape[1], compute_dtype(q)
-    groups = check_groups("grouped_logits", num_heads, heads)
-    logits = (q.to(dtype).reshape(batch, heads, groups * num, dim) * scale) @ keys.to(dtype).transpose(-1, -2)
-    return softcapped(logits, softcap).view(batch, heads, groups, num, -1)
 
 
 def window_attention(
@@ -269,3 +261,30 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     std = (offset.square().sum(-1, keepdim=True) / count).sqrt()
     flat = std <= 1e-3 * mean.abs()
     return torch.where(flat, 0, offset / torch.where(flat, 1, std))
+
+
+SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32
+
+
+def output_norms(values: Tensor, output: Tensor) -> Tensor:
+    """How much each value moves the layer's output: |W_o v|_1 (CriticalKV, arXiv:2502.03805).
+
+    norm[b, h, n] = mean over the group's query heads i of |W_o[:, i] v[b, h, n]|_1.
+
+    Args: values [B, Hkv, N, Dv]; output [hidden, Hq, Dv], the output projection by query head.
+    Returns: [B, Hkv, N] fp32 (fp64 for fp64 values).  Raises: FastKVError if Hq % Hkv or shapes disagree.
+    """
+    batch, heads, num, dim = values.shape
+    hidden, num_heads = output.shape[:2]
+    groups = check_groups("output_norms", num_heads, heads)
+    check_shape("output_norms", "output", output, (hidden, num_heads, dim))
+    dtype = compute_dtype(values)
+    norms = torch.zeros(batch, heads, num, dtype=dtype, device=values.device)
+    step = max(SCRATCH // (batch * heads * hidden), 1)
+    for member in range(groups):
+        weight = output[:, member::groups].to(dtype)
+        for start in range(0, num, step):
+            part = slice(start, start + step)
+            moved = torch.einsum("bhnd,ohd->bhno", values[:, :, part].to(dtype), weight)
+            norms[:, :, part] += moved.abs_().sum(-1)
+    return norms / groups

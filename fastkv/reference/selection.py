@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_shape
-from .gather import rows_at
-from .ragged import pack, unpack
+from .gather import pack, rows_at, unpack
 from .state import LayerState, Spec
 
 

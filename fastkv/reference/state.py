@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .evicted import Evicted
+from .gather import unpack
 from .moments import Moments
-from .ragged import unpack
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ...cache.clock import Tick
+from ...cache.workspace import Tick
 from ...errors import FastKVError
 from .cache import FastKVCache
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from typing import Any, NoReturn
@@ -14,9 +15,12 @@ from torch.nn import Module
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
+from ...cache.wrappers import HeldPrompt
+from ...calibration.nll import context_nll
+from ...config import Config
 from ...errors import FastKVError
 from .cache import FastKVCache
-from .held_prompt import read_in_full
+from .layer import FastKVLayer
 
 SLIDING_ROLLBACK = Version("5.23")  # first transformers whose sliding-window layers can roll back
 
@@ -236,3 +240,69 @@ def _join(outputs: list[Any]) -> Any:
     if out.get("router_logits") is not None:
         out.router_logits = tuple(torch.cat(logits, 0) for logits in zip(*[o.router_logits for o in outputs]))
     return out
+
+
+def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Tensor | None], kwargs: dict[str, Any]) -> Any:
+    """Forward of the base model over a first prompt, then compression of all layers. Returns the model's output.
+
+    Args:
+        base: the patched base model.  cache: empty.
+        given: input_ids, attention_mask, position_ids, inputs_embeds.  kwargs: further arguments of the forward.
+    """
+    config, layers = cache.config, cache.compressed
+    ids, mask = given["input_ids"], given["attention_mask"]
+    if ids is None:
+        raise FastKVError("KVzip and Budget(quality=...) read the prompt's tokens; pass input_ids, not inputs_embeds")
+    if mask is not None and mask.ndim != 2:
+        raise FastKVError("KVzip and Budget(quality=...) need a 2-D padding mask, got a prepared one; pass the 2-D one")
+    held = [layer.hold() for layer in layers]
+    out = base._fastkv_stock_forward(**given, past_key_values=cache, **kwargs)
+    if config.policy.rereads:
+        read_again(base, cache, held, ids, torch.ones_like(ids) if mask is None else mask)
+    keep = None if config.budget.quality is None else share_to_keep(base, config, out.last_hidden_state, ids, mask)
+    for layer in layers:
+        layer.commit(keep)
+    return out
+
+
+def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], ids: Tensor, mask: Tensor) -> None:
+    """Feed the prompt [B, N] once more, in chunks, and let each layer collect what attention its tokens receive."""
+    policy: Any = getattr(cache.config.policy, "scorer", cache.config.policy)
+    batch, num = ids.shape
+    length = mask.sum(-1, keepdim=True)
+    # Chunks count real tokens, so that a row does not depend on how far it is padded.
+    order = (mask == 0).to(torch.uint8).argsort(dim=-1, stable=True)
+    packed, packed_mask = ids.gather(1, order), mask.gather(1, order)
+    request = ids.new_tensor(policy.prompt, dtype=ids.dtype).expand(batch, -1)
+    stock = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, FastKVLayer)}
+    for prompt in held:
+        prompt.expect_again()
+    for start in range(0, num, policy.chunk):
+        part = slice(start, start + policy.chunk)
+        fed = torch.cat([request, packed[:, part]], 1)
+        fed_mask = torch.cat([torch.ones_like(request), packed_mask[:, part]], 1)
+        # Sliding-window layers are transformers'; they forget the second reading by being put back.
+        for index, layer in stock.items():
+            cache.layers[index] = copy.deepcopy(layer)
+        base._fastkv_stock_forward(
+            input_ids=fed,
+            attention_mask=torch.cat([mask, fed_mask], 1),
+            position_ids=(length + fed_mask.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+        )
+    for index, layer in stock.items():
+        cache.layers[index] = layer
+
+
+def share_to_keep(base: Any, config: Config, hidden: Tensor, ids: Tensor, mask: Tensor | None) -> float:
+    """The share of the prompt to keep for the budget's quality; of a batch, what its most demanding row needs."""
+    assert config.curve is not None and config.budget.quality is not None
+    text = base.config.get_text_config(decoder=True)
+    if ids.shape[1] < 2:
+        return 1.0
+    softcap = getattr(text, "final_logit_softcapping", None)
+    nll = context_nll(hidden, ids, base._fastkv_head, softcap, mask)
+    shares = config.curve.keep(config.budget.quality, nll)
+    known = shares[~shares.isnan()]  # a row that is not a number asks for nothing
+    return float(known.max()) if len(known) else 1.0

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ...cache.held_prompt import HeldPrompt
 from ...cache.layer import LayerCache, Stock
-from ...cache.rollback import Rollback
 from ...cache.workspace import CacheWorkspace
+from ...cache.wrappers import HeldPrompt, Rollback
 from ...errors import FastKVError
 from ...reference import LayerState
 

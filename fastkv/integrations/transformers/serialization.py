@@ -216,9 +216,11 @@ def _sound(state: LayerState, seen: int) -> bool:
     """Whether the numbers of a state can be: nothing outside its slots, every token either stored or evicted."""
     if (state.stored + state.moments.count != state.seen[:, None]).any() or state.seen.max() > seen:
         return False
-    parts = None if state.parts is None else state.parts.count
-    if parts is not None and ((parts < 0).any() or (parts.reshape(*parts.shape[:2], -1).sum(-1) != state.moments.count).any()):
-        return False
+    if state.parts is not None:
+        count = state.parts.count
+        total = count.reshape(*count.shape[:2], -1).sum(-1)
+        if (count < 0).any() or (total != state.moments.count).any():
+            return False
     for slots in state.tiers.values():
         lengths, starts, size = slots.lengths, slots.starts, slots.keys.shape[-2]
         if starts is not None and ((starts[:, 0] != 0) | (starts[:, -1] > size)).any():
