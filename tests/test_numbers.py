@@ -9,6 +9,7 @@ from fastkv.calibration import quality
 from fastkv.reference import Moments
 
 from .models import VOCAB, build, generate, prompt
+from .states import make_spec, make_state
 from .test_batches import NAMES, POLICIES, held, patch
 from .test_deferred import curve
 from .test_module import one_layer, rotary
@@ -84,10 +85,8 @@ def test_attention_is_softmax_at_any_logits(kind, dtype):
     q, k, v = cast(KINDS[kind](24), dtype)
     lengths = torch.tensor([[16, 9], [1, 16]])
     out, _, none = ops.decode_attention(q[:, :, 20], k[:, :, :16], v[:, :, :16], lengths, None, SCALE)
-    block, _ = ops.prefill_attention(
-        *(q[:, :, 16:], k[:, :, :16], v[:, :, :16], lengths.int(), k[:, :, 16:], v[:, :, 16:]),
-        *(torch.ones(B, 8, dtype=torch.bool), None, SCALE),
-    )
+    state, real = make_state(k[:, :, :16], v[:, :, :16], lengths.int()), torch.ones(B, 8, dtype=torch.bool)
+    block, _ = ops.prefill_attention(*(one[:, :, 16:] for one in (q, k, v)), real, state, make_spec(SCALE))
     assert (none == float("-inf")).all()
     largest = SCALE * (q.double() @ k.double().repeat_interleave(HQ // HKV, 1).transpose(-1, -2)).abs().max().item()
     column = torch.arange(24)

@@ -284,8 +284,8 @@ def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
     counts = torch.full((batch, heads), -1, dtype=torch.int32)
     new_positions = torch.tensor(new_places, dtype=torch.int32).view(batch, heads, new)
     before = positions.clone()
-    selection = Selection(kept, kept.sum(-1))
-    compact(keys, values, positions, counts, moments, new_keys, new_values, new_positions, valid, selection)
+    state = make_state(keys, values, counts, positions, moments=moments)
+    compact(valid, Selection(kept, kept.sum(-1)), (new_keys, new_values, new_positions), state, make_spec())
     for b, h in each(batch, heads):
         expected = sorted(stay[b][h], key=lambda one: one[1])
         assert int(counts[b, h]) == len(expected)
@@ -315,10 +315,10 @@ def test_evict_conserves_every_token(ragged, batch, heads, seed, sinks, recent, 
     if ragged:
         starts, slots = slabs_of(slots, rooms)
     counts = torch.tensor(lengths).int()
-    ops.evict(
-        *slots, counts, torch.tensor(seen), moments, torch.tensor(scores), max(8 - drop, 0), sinks, recent,
-        starts=starts, drop=drop if ragged else None, backend="reference",
-    )  # fmt: skip
+    known = counts, slots[2], torch.tensor(seen), moments
+    state = make_state(*slots[:2], *known, starts=starts, limit=8 if ragged else -1)
+    spec = make_spec(backend="reference", tokens=max(8 - drop, 0), spare=drop, sinks=sinks, recent=recent)
+    ops.evict(torch.tensor(scores), None, state, spec)
     for b, h in each(batch, heads):
         tokens = max(rooms[b][h] - drop, 0)
         candidates = [
@@ -405,16 +405,16 @@ def test_decoding_is_softmax_over_all_tokens(step, ragged, batch, heads, seed, g
         starts, (*slots, received) = slabs_of([*slots, received], rooms)
     q = torch.randn(batch, heads * groups, D, generator=generator, dtype=F64)
     counts, seen = torch.tensor(lengths).int(), torch.randint(30, 60, (batch,), generator=generator)
-    rest = dict(order=order, attention=received, starts=starts, width=6 if ragged else None, backend="reference")
+    state = make_state(*slots[:2], counts, slots[2], seen.clone(), moments, starts=starts, attention=received)
+    if ragged:
+        state.exact.limit = state.exact.filled = 6
+    spec, k, v = make_spec(SCALE, softcap, order, backend="reference"), None, None
     if step:
         token = grid(batch, heads, lambda b, h: pairs(1, generator))
         k, v = rows_of(token, 1, 0.0)
-        now = seen.clone()
-        results = ops.decode_step(q, k, v, *slots, counts, now, moments, SCALE, softcap, **rest)
-        assert torch.equal(now, seen + 1)
         held = grid(batch, heads, lambda b, h: held[b][h] + token[b][h])
-    else:
-        results = ops.decode_attention(q, *slots[:2], counts, moments, SCALE, softcap, **rest)
+    results = ops.decode_step(q, k, v, state, spec)
+    assert torch.equal(state.seen, seen + step)
     out, retained, evicted = results
     for b, h in each(batch, heads):
         assert int(counts[b, h]) == len(held[b][h])
@@ -445,10 +445,9 @@ def test_a_block_is_softmax_over_its_past(batch, heads, seed, groups, num, order
     gone, moments = evicted_before(batch, heads, rng, generator, 1)
     q = torch.randn(batch, heads * groups, num, D, generator=generator, dtype=F64)
     slots, new = rows_of(held, 5, 7.0), rows_of(block, num, 0.0)
-    rest = (torch.tensor(real), moments, SCALE, softcap)
-    out, lse = ops.prefill_attention(
-        q, *slots, torch.tensor(lengths).int(), *new, *rest, order=order, backend="reference"
-    )
+    state = make_state(*slots, torch.tensor(lengths).int(), moments=moments)
+    spec = make_spec(SCALE, softcap, order, backend="reference")
+    out, lse = ops.prefill_attention(q, *new, torch.tensor(real), state, spec)
     for b, head, t in ((b, head, t) for b in range(batch) for head in range(heads * groups) for t in range(num)):
         h = head // groups
         past = held[b][h] + [block[b][h][i] for i in range(t + 1) if real[b][i]]
