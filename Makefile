@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+PARALLEL = -n $(JOBS) --dist worksteal
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
+demo test test-all coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test check coverage test-matrix mutations aot perf perf-report eval-report verdict clean
+.PHONY: help demo test test-all check coverage test-matrix mutations aot bench perf perf-report eval-report verdict clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -18,16 +19,19 @@ help: ## this list
 demo: $(STAMP)base ## the bundled model with the full cache and with every policy: table and picture
 	$(BIN)/fastkv demo $(ARGS)
 
-test: $(STAMP)dev ## all tests
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+test: $(STAMP)dev ## the tests of every day: all that are not slow, with few random cases each
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+
+test-all: $(STAMP)dev ## every test, with all random cases
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=full $(ARGS)
 
 check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-coverage: $(STAMP)dev ## all tests, and which lines outside kernels they run (at least 90 %)
-	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term $(ARGS)
+coverage: $(STAMP)dev ## the tests of every day, and which lines outside kernels they run (at least 90 %)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term $(ARGS)
 
 test-matrix: $(STAMP)dev ## integration tests on several versions of transformers and triton (ARGS=--help)
 	$(BIN)/python -m tests.matrix $(ARGS)
@@ -35,8 +39,12 @@ test-matrix: $(STAMP)dev ## integration tests on several versions of transformer
 mutations: $(STAMP)dev ## seeded bugs, each of which some test must notice
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
+bench: export OMP_WAIT_POLICY ?= passive
+bench: $(STAMP)perf ## every operator and whole layers under pytest-benchmark (ARGS=--benchmark-json=FILE)
+	$(BIN)/python -m pytest perf/micro $(ARGS)
+
 perf: $(STAMP)perf ## speed of whole models on this machine, against the full cache and kvpress (ARGS=--help)
-	$(BIN)/python -m perf.speed_run $(ARGS)
+	$(BIN)/python -m perf.speed $(ARGS)
 
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
@@ -46,11 +54,11 @@ perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the 
 
 eval-report: export OMP_NUM_THREADS ?= 1
 eval-report: $(STAMP)perf ## quality of every policy and ablation on the bundled model: measures what is missing, writes tables
-	$(BIN)/python -m perf.evaluation $(ARGS)
+	$(BIN)/python -m perf.quality $(ARGS)
 
 verdict: export OMP_NUM_THREADS ?= 1
 verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
-	$(BIN)/python -m perf.evaluation.verdict $(ARGS)
+	$(BIN)/python -m perf.quality.verdict $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info

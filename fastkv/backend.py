@@ -69,7 +69,7 @@ def why_not(
         import triton
 
         if not triton.knobs.runtime.interpret:
-            problem = f"the model is on {device.type} and Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)"
+            problem = f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
     if problem is None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
     if problem is None and (head_dim > MAX_HEAD_DIM or head_dim % 16):

@@ -6,10 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
-
-TRITON_NEEDED = (3, 6)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,19 +34,6 @@ class LazyParser(Parser):
         return super().parse_known_args(args, namespace)
 
 
-def comma_separated(text: str) -> list[str]:
-    """`a,b` as ["a", "b"]."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def whole_numbers(text: str) -> list[int]:
-    """`64,128` as [64, 128]."""
-    try:
-        return [int(part) for part in comma_separated(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers separated by commas, got {text!r}") from None
-
-
 def build_parser() -> Parser:
     """All subcommands with their options."""
     parser = Parser(
@@ -61,37 +45,14 @@ def build_parser() -> Parser:
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=LazyParser
     )
 
-    demo = commands.add_parser(
+    commands.add_parser(
         "demo",
+        module=".evaluation.demo",
         help="ask the bundled model questions over long texts, with the full cache and with every policy",
         description="Ask the bundled model questions over long generated texts, with the full cache and with "
         "compressed caches of several sizes. Prints a table and writes demo.json and demo.png.",
         epilog="example: fastkv demo --context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
     )
-    demo.add_argument("--context", type=int, metavar="N", help="tokens of a prompt and its answer")
-    demo.add_argument("--budgets", type=whole_numbers, metavar="N,...", help="sizes of the cache, tokens per KV head")
-    demo.add_argument(
-        "--equal",
-        choices=("bytes", "tokens"),
-        help="what the policies share: the bytes that so many tokens take, so that a policy that also stores moments "
-        "keeps fewer tokens (the default), or the tokens",
-    )
-    demo.add_argument("--policies", type=comma_separated, metavar="NAME,...", help="policies to compare (default: all)")
-    demo.add_argument("--tasks", type=comma_separated, metavar="NAME,...", help="kinds of questions (default: all)")
-    demo.add_argument(
-        "--prefill",
-        type=comma_separated,
-        metavar="MODE,...",
-        help="whole: the prompt at once; context: compressed before the question is known; blocks "
-        "(default: whole,blocks)",
-    )
-    demo.add_argument("--blocks", type=int, metavar="N", help="tokens of a block when the prompt is read in blocks")
-    demo.add_argument("--samples", type=int, metavar="N", help="texts for each task")
-    demo.add_argument("--seed", type=int, metavar="N", help="seed of the first text; the others follow it")
-    demo.add_argument("--out", type=Path, metavar="DIR", help="where the files go (default: fastkv-demo)")
-    demo.add_argument("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
-    demo.set_defaults(run=run_demo)
-
     calibrate = commands.add_parser(
         "calibrate",
         help="fit what VECTOR and quality budgets need to know of a model",
@@ -101,21 +62,21 @@ def build_parser() -> Parser:
     kinds = calibrate.add_subparsers(title="what", dest="what", required=True, metavar="WHAT", parser_class=LazyParser)
     kinds.add_parser(
         "vector",
-        module=".calibration.vector",
+        module=".calibration.fit.vector",
         help="maps from keys to values, for correction='vector'",
         description="Fit a linear map from keys to values for every KV head, and report its held-out R^2.",
         epilog="example: fastkv calibrate vector --model PATH --text corpus/ --out vector.safetensors",
     )
     kinds.add_parser(
         "context",
-        module=".calibration.context",
+        module=".calibration.fit.context",
         help="how much of a prompt a quality needs, for Budget(quality=...)",
         description="Fit how the quality of answers falls with the share of the context that is kept, for each policy.",
         epilog="example: fastkv calibrate context --model PATH --policies keydiff,compactor --out calibration",
     )
     commands.add_parser(
         "inspect",
-        module=".inspection.run",
+        module=".evaluation.inspection",
         help="what a model's keys look like, and which policy that suits",
         description="Measure the keys and values a model makes of a text: intrinsic dimension, norms, similarity to "
         "the mean key, and how that dilutes with the length of the text. Writes inspect.json and inspect.png.",
@@ -132,7 +93,7 @@ def build_parser() -> Parser:
 
     commands.add_parser(
         "needles",
-        module=".evaluation.needles_run",
+        module=".evaluation.needles",
         help="what is found in a text, by its depth and the length of the text, as heat maps",
         description="Hide a needle at every depth of texts of every length and ask for it, with the full cache and "
         "with every policy and budget. Writes a JSON file and a heat map for each; what is finished is kept and "
@@ -141,7 +102,7 @@ def build_parser() -> Parser:
     )
     commands.add_parser(
         "eval",
-        module=".evaluation.run",
+        module=".evaluation.harness",
         help="lm-evaluation-harness tasks with the full cache and with policies and budgets",
         description="Run tasks of the lm-evaluation-harness with the full cache and with every policy and budget; what "
         "is finished is kept and skipped the next time. Needs pip install fastkv[eval].",
@@ -157,16 +118,6 @@ def build_parser() -> Parser:
     )
     doctor.set_defaults(run=run_doctor)
     return parser
-
-
-def run_demo(options: argparse.Namespace) -> None:
-    """`fastkv demo`."""
-    from .demo.run import Settings, run
-
-    chosen = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("command", "run", "quick"):
-        chosen.pop(name)
-    run(Settings.make(quick=options.quick, **chosen))
 
 
 def run_doctor(options: argparse.Namespace) -> None:
@@ -215,40 +166,27 @@ def devices() -> list[tuple[str, str]]:
 
 def backends() -> list[tuple[str, str]]:
     """What can compute fastkv's operations here, and why the rest cannot."""
-    return [("reference", "available (plain torch, any device)"), ("triton", _state(_why_not_triton()))]
+    import torch
+
+    from .backend import MODULES, why_not
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = {"reference": "plain torch, any device", "cpu": "torch's fused attention", "triton": "the kernels"}
+    problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
+    return [(name, f"not available: {why}" if why else f"available ({about[name]})") for name, why in problems.items()]
 
 
 def attention_implementations() -> list[tuple[str, str]]:
     """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
-    return [
-        ("eager", "available"),
-        ("sdpa", "available (not for Gemma 2, whose logit soft-cap it ignores)"),
-        ("flash_attention_2", _state(_why_not_flash())),
-    ]
-
-
-def _state(why_not: str | None) -> str:
-    return "available" if why_not is None else f"not available: {why_not}"
-
-
-def _why_not_triton() -> str | None:
-    import torch
-
-    from .backend import why_no_triton
-
-    return why_no_triton() or (None if torch.cuda.is_available() else "torch sees no CUDA device")
-
-
-def _why_not_flash() -> str | None:
     import importlib.util
 
     import torch
 
+    flash = "available" if torch.cuda.is_available() else "not available: torch sees no CUDA device"
     if importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed (pip install fastkv[flash])"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    return None
+        flash = "not available: flash-attn is not installed (pip install fastkv[flash])"
+    sdpa = "available (not for Gemma 2, whose logit soft-cap it ignores)"
+    return [("eager", "available"), ("sdpa", sdpa), ("flash_attention_2", flash)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

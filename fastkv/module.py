@@ -182,7 +182,7 @@ class FastKVAttention(Module):
             plain = mask is None and self.softcap is None
             outs.append(self.cache.read(*block, real[:, rows].clone(), self._stock(*block) if plain else None))
         self.length += num
-        self.cache.settle()  # unequal heads may have traded slots
+        self.cache.prepare()  # unequal heads may have traded slots
         return torch.cat(outs, 2)
 
     def _stock(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
@@ -247,7 +247,7 @@ class FastKVAttention(Module):
             self._drop()
         self.cache.reset()
         if self.state is not None:
-            self.cache.settle()
+            self.cache.prepare()
         self.length = 0
 
     def nbytes(self) -> int:

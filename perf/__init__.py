@@ -1,1 +1,1 @@
-"""Measurements: resource checks without a GPU (`perf.aot`), timings with one."""
+"""Measurements of speed, of quality and of the compiled kernels; each room is a command with --help."""

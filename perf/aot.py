@@ -2,6 +2,7 @@
 
     python -m perf.aot --arch 90            one line per variant: registers, spills, shared memory, CTAs per SM, loads
     python -m perf.aot --arch all --kernel decode_attention
+    python -m perf.aot --sample             one variant of every kernel function
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
 expected, needs more shared memory than the chip has, takes a ticket without a barrier before it, or has so few
@@ -28,7 +29,8 @@ from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
 import fastkv.kernels
-from fastkv.kernels._tiles import INTERPRET, Variant, stages
+from fastkv.kernels import Variant, stages
+from fastkv.kernels._launch import INTERPRET
 
 MAX_SPILL = 16  # bytes
 LEAST_CODE = 64  # instructions; the shortest kernel has 120, one that was compiled to nothing had 16
@@ -175,25 +177,31 @@ def variants(kernel: str | None) -> list[Variant]:
     return [v for name in chosen for v in importlib.import_module(f"fastkv.kernels.{name}").AOT]
 
 
+def sample(found: list[Variant]) -> list[Variant]:
+    """The first variant of each kernel function."""
+    return list({variant.kernel: variant for variant in reversed(found)}.values())[::-1]
+
+
 def main() -> int:
     """Returns: 1 if any variant is beyond a limit, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m perf.aot", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--arch", default="90", choices=[*CHIPS, "all"], help="compute capability or AMD chip (default 90)"
     )
     parser.add_argument("--kernel", help="only this module of fastkv.kernels")
     parser.add_argument("--match", default="", help="only variants whose name contains this")
+    parser.add_argument("--sample", action="store_true", help="only one variant of every kernel function")
     options = parser.parse_args()
     if INTERPRET:
         raise SystemExit("unset TRITON_INTERPRET: ahead-of-time compilation needs the compiler, not the interpreter")
     print("triton", triton.__version__)
-    results = [
-        check(variant, arch)
-        for variant in variants(options.kernel)
-        if options.match in variant.name
-        for arch in (CHIPS if options.arch == "all" else [options.arch])
-        if not variant.arches or arch in variant.arches
-    ]
+    results = []
+    for arch in CHIPS if options.arch == "all" else [options.arch]:
+        matching = [v for v in variants(options.kernel) if options.match in v.name]
+        found = [v for v in matching if not v.arches or arch in v.arches]
+        results += [check(variant, arch) for variant in (sample(found) if options.sample else found)]
     print(f"{results.count(True)} within limits, {results.count(False)} not")
     return 0 if all(results) and results else 1
 

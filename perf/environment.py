@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import shutil
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from .engine import ROOT, closure, digest
+
 PACKAGES = ("torch", "triton", "transformers", "numpy")
-ROOT = Path(__file__).parent.parent
 
 
-def environment() -> dict[str, str | int]:
-    """Machine, device, thread count, package versions and git commit (with + if the tree has changes)."""
+def environment(commit: str | None = None, dry_run: bool = False) -> dict[str, str | int]:
+    """Machine, device with driver and CUDA version, thread count, package versions and git commit.
+
+    Args: commit: to name where there is no git; by default the one checked out, with + if the tree has changes.
+    """
     facts: dict[str, str | int] = {
         "machine": platform.machine(),
         "cpu": _cpu_name(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit or _commit(),
     }
     for package in PACKAGES:
         try:
             facts[package] = version(package)
         except PackageNotFoundError:
             facts[package] = "not installed"
-    return facts
+    if torch.cuda.is_available():
+        facts["cuda"] = torch.version.cuda or "none"
+        facts["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    return facts | ({"dry_run": 1} if dry_run else {})
 
 
-def gpu_environment() -> dict[str, str | int]:
-    """`environment` with the CUDA version, the driver and a digest of the sources, which names them without git."""
-    facts = environment()
-    facts["cuda"] = torch.version.cuda or "none"
-    facts["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
-    facts["source"] = source_digest("gpu_*.py", "split_*.py")
-    return facts
+@cache
+def source(*modules: str, policy: str = "") -> str:
+    """Digest of the code that a case runs: these modules, the library, and of its policies only the one named."""
+    from fastkv import policies
 
-
-def speed_environment() -> dict[str, str | int]:
-    """`environment` for measurements of whole models, on either device."""
-    facts = gpu_environment() if torch.cuda.is_available() else environment()
-    facts["source"] = source_digest("speed_[cmw]*.py")
-    return facts
-
-
-def source_digest(*scripts: str) -> str:
-    """First 12 hexadecimal digits of the SHA-256 of what a measurement runs: fastkv/ and these patterns of perf/."""
-    digest = hashlib.sha256()
-    files = [*(ROOT / "fastkv").rglob("*.py"), *(f for script in scripts for f in Path(__file__).parent.glob(script))]
-    for path in sorted(files):
-        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    found = closure(*modules, "fastkv", without=("fastkv.policies",))
+    return digest(found | closure(type(policies.get(policy)).__module__) if policy else found)
 
 
 def _cpu_name() -> str:

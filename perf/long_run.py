@@ -32,9 +32,10 @@ import fastkv
 from fastkv.demo import load
 from fastkv.demo.tasks import generate as make_task
 
+from .engine import RESULTS
 from .environment import environment
 
-OUT = Path(__file__).parent / "results" / "long_run"
+OUT = RESULTS / "long_run"
 SLOWER = 1.15  # forwards of the last tenth may take this many times as long as those of the first
 SHARE = 0.02  # of what a full cache would grow by, and no less than
 SLACK = 2.0  # MiB
@@ -273,7 +274,9 @@ def write_plot(facts: dict[str, Any], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns: 1 if something failed, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m perf.long_run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.long_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=Settings.tokens, help="to generate (default %(default)s)")
     parser.add_argument("--budget", type=int, default=Settings.budget, help="kept per KV head (default %(default)s)")
     parser.add_argument("--every", type=int, default=Settings.every, help="tokens per sample (default %(default)s)")

@@ -9,12 +9,21 @@ if not torch.cuda.is_available():
 
 import pytest
 import transformers
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
-settings.register_profile("fastkv", deadline=None, derandomize=True)
+FULL = 100  # examples of a test that does not say how many
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)
+settings.register_profile("fastkv", settings.get_profile("full"), max_examples=FULL // 8)  # every day
+# The first failing case is enough for tests.mutations, nobody reads the smallest.
+settings.register_profile("mutations", settings.get_profile("fastkv"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("fastkv")
+
+
+def examples(full):
+    """How many examples a test that deserves `full` of them draws in the active profile."""
+    return max(full * settings.default.max_examples // FULL, 5)
 
 
 @pytest.fixture(autouse=True)

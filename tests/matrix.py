@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
 
-from perf.environment import source_digest
+from perf.engine import closure, digest
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "perf" / "results" / "versions"
@@ -156,7 +156,7 @@ def compile_ahead(target: Target, place: Path, kernel: str) -> tuple[int, int, l
 
 def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[Outcome]:
     """Everything that the target asks for, one after the other."""
-    source = source_digest()
+    source = digest(closure("fastkv"))
     jobs = [(test, file) for file in target.tests] + [(compile_ahead, kernel) for kernel in target.kernels]
     there = installed(place, target.package)
     for job, what in jobs:

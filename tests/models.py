@@ -22,7 +22,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 import fastkv
-from fastkv.integrations.transformers.cache import FastKVLayer
+from fastkv.integrations.transformers.layer import FastKVLayer
 
 ROLLS_BACK = hasattr(Cache, "activate_past_recording")  # whether transformers announces roll-backs: from 5.14 on
 VOCAB = 98

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastkv import corrections
-from fastkv.kernels import _workspace as launch
+from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
 from fastkv.reference import LayerState, Moments, Slots, Spec
 

@@ -7,10 +7,11 @@ import fastkv
 from fastkv import FastKVError
 
 from .models import ROLLS_BACK, build, generate, policy, prompt
+from .pairwise import covering
 from .test_vector_cache import mapping
 
 NAMES = fastkv.policies.names()
-POLICIES = {one.name: one for one in fastkv.policies.ALL}
+POLICIES = {name: fastkv.policies.get(name) for name in NAMES}
 TOKENS, EVERY, DISTINCT = 14, 3, 400
 LENGTHS = (40, 1, 19)
 
@@ -19,11 +20,16 @@ def small(**options):
     return fastkv.Budget(tokens=TOKENS, sinks=2, recent=3, **options)
 
 
+def go_together(name, mode):
+    """Whether a policy can be in one of the modes below; test_refusals says how it says no."""
+    chosen = POLICIES[name]
+    return not {"blocks": chosen.rereads, "adaptive": not chosen.adaptive, "vector": name == "duoattention"}.get(mode)
+
+
 def patch(model, name, directory, mode, **options):
-    """Patch in one of the modes below; False if policy and mode do not go together (test_refusals says how)."""
+    """Patch in one of the modes below; False if policy and mode do not go together."""
     chosen = policy(name, directory)
-    apart = {"blocks": chosen.rereads, "adaptive": not chosen.adaptive, "vector": name == "duoattention"}
-    if apart.get(mode):
+    if not go_together(name, mode):
         return False
     if mode == "blocks":
         options["prefill_block"] = 16
@@ -92,8 +98,7 @@ def assert_alone(model, ids, mask, more):
             assert torch.equal(cache.moments(layer).count[row], own.moments(layer).count[0])
 
 
-@pytest.mark.parametrize("mode", ["whole", "adaptive", "vector"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,mode", covering(NAMES, ["whole", "adaptive", "vector"], together=1, where=go_together))
 def test_a_row_of_a_batch_is_the_row_alone(name, mode, tmp_path):
     model, ids = distinct()
     if not patch(model, name, tmp_path, mode):
@@ -125,8 +130,7 @@ def test_other_families_too(name, tmp_path):
         torch.testing.assert_close(full[row], roll(model, alone, torch.ones_like(alone), more)[0][0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["blocks", "adaptive"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,mode", covering(NAMES, ["blocks", "adaptive"], together=1, where=go_together))
 def test_an_empty_row_touches_nobody(name, mode, tmp_path):
     """A row that is padding and nothing else stays finite, and the others are as they are without it."""
     model, ids = distinct()
@@ -161,8 +165,9 @@ def test_rows_that_end_early(mode, tmp_path):
     assert lengths[1] <= 5 < max(lengths)
 
 
-@pytest.mark.parametrize("mode", ["whole", "adaptive", "vector"])
-@pytest.mark.parametrize("name", ["momentkv", "h2o", "compactor"])
+@pytest.mark.parametrize(
+    "name,mode", covering(["momentkv", "h2o", "compactor"], ["whole", "adaptive", "vector"], together=1)
+)
 def test_beams_of_a_batch_are_the_beams_of_each_row(name, mode, tmp_path):
     """With evictions and reordering in between; each row's best two of three beams, in order."""
     model = build()
@@ -206,8 +211,15 @@ def test_several_samples_of_a_row_are_independent(tmp_path):
     assert len({tuple(row.tolist()) for row in several[:3]}) > 1
 
 
-@pytest.mark.parametrize("mode", ["whole", "adaptive", "vector"])
-@pytest.mark.parametrize("name", ["momentkv", "keydiff", "compactor", "h2o", "duoattention"])
+@pytest.mark.parametrize(
+    "name,mode",
+    covering(
+        ["momentkv", "keydiff", "compactor", "h2o", "duoattention"],
+        ["whole", "adaptive", "vector"],
+        together=1,
+        where=go_together,
+    ),
+)
 def test_drafts_that_are_rejected_leave_no_trace(name, mode, tmp_path):
     """Prompt lookup on a text that repeats itself: accepted and rejected drafts, and every token counted once."""
     model, ids = distinct()
@@ -223,7 +235,7 @@ def test_drafts_that_are_rejected_leave_no_trace(name, mode, tmp_path):
     assert torch.equal(out.sequences, again)
     cache = out.past_key_values
     for layer in range(4):
-        cache.layers[layer].settle(0)
+        cache.layers[layer].settle()
         total = cache.stored(layer) + cache.moments(layer).count
         assert torch.equal(total, torch.full_like(total, cache.get_seq_length()))
         assert all(len(set().union(*tiers)) == sum(map(len, tiers)) for tiers in held(cache, layer, 0))

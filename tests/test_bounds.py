@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.integrations.transformers.cache import FastKVLayer
+from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
+from .pairwise import covering
 
 TOKENS, EVERY = 20, 5
 
@@ -40,9 +41,9 @@ class Watch:
         self.positions.append(kwargs["position_ids"])
 
 
-@pytest.mark.parametrize("block", [None, 13], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name,base", COMBINATIONS)
-def test_bound_and_conservation(name, base, block):
+@pytest.mark.parametrize("kind,block", covering(COMBINATIONS, [None, 13], together=1))
+def test_bound_and_conservation(kind, block):
+    name, base = kind
     model = build(name, base)
     ids, mask = prompt()
     fastkv.patch(model, budget=small(), prefill_block=block, evict_every=EVERY)

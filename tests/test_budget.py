@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from fastkv import Budget, FastKVError
 from fastkv.budget import LayerCost
 
+from .conftest import examples
+
 COST = LayerCost(per_token=100, fixed=1_000)
 
 
@@ -14,7 +16,7 @@ def shares(budget, layers, context=1000, cost=COST):
     return [budget.layer_tokens(index, layers, context, cost) for index in range(layers)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tokens=st.integers(36, 5000), layers=st.integers(1, 80))
 def test_layer_shares_keep_the_total(tokens, layers):
     assert shares(Budget(tokens=tokens), layers) == [tokens] * layers
@@ -24,14 +26,14 @@ def test_layer_shares_keep_the_total(tokens, layers):
     assert all(first >= second - 1 for first, second in zip(pyramid, pyramid[1:]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tokens=st.integers(64, 5000), weights=st.lists(st.floats(0.9, 1.5), min_size=1, max_size=40))
 def test_explicit_weights_keep_the_total(tokens, weights):
     budget = Budget(tokens=tokens, layers=weights)
     assert sum(shares(budget, len(weights))) == tokens * len(weights)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(total=st.integers(50_000, 10**7), layers=st.integers(1, 8))
 def test_bytes_are_an_upper_bound_that_is_nearly_reached(total, layers):
     tokens = shares(Budget(bytes=total), layers)
@@ -39,7 +41,7 @@ def test_bytes_are_an_upper_bound_that_is_nearly_reached(total, layers):
     assert total - layers * COST.per_token <= spent <= total
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(keep=st.floats(0.01, 1.0), context=st.integers(1, 10_000))
 def test_keep_is_a_share_of_the_prompt_and_never_below_what_is_protected(keep, context):
     tokens = Budget(keep=keep).layer_tokens(0, 1, context, COST)

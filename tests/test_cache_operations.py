@@ -22,6 +22,7 @@ from fastkv import Budget, FastKVCache
 from fastkv.integrations.transformers.attention import fastkv_attention
 from fastkv.policies import Policy, get
 
+from .conftest import examples
 from .models import build, prompt
 from .test_properties import attention_of, best, moments_of
 from .test_saved import refused, rewritten, saved_bytes
@@ -406,7 +407,7 @@ class Operations(RuleBasedStateMachine):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_sequence_of_operations(case):
     every = settings(
-        max_examples=85,
+        max_examples=examples(85),
         stateful_step_count=10,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )

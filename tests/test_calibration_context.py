@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv.calibration import context, quality
-from fastkv.calibration.context import fit, residual
-from fastkv.calibration.context_texts import FILLERS, demo_text, english_text
-from fastkv.calibration.context_triples import Triple, make_triples
+from fastkv.calibration import quality
 from fastkv.calibration.fingerprint import describe, fingerprint
+from fastkv.calibration.fit import context
+from fastkv.calibration.fit.context import Triple, fit, make_triples, residual
+from fastkv.calibration.fit.texts import FILLERS, demo_text, english_text
 from fastkv.calibration.nll import context_nll
 from fastkv.calibration.quality import QualityCurve, keep_for, retained, save
 from fastkv.demo import MODEL_DIR, load
@@ -477,9 +477,8 @@ def test_command_writes_the_file_and_the_picture(tmp_path, capsys, bundled):
     [
         (("--policies", ","), "policies"),
         (("--policies", "nope"), "nope"),
-        (("--lengths", "many"), "many"),
     ],
-    ids=["none", "unknown", "lengths"],
+    ids=["none", "unknown"],
 )
 def test_command_refuses_before_anything_is_written(arguments, says, tmp_path):
     out = tmp_path / "out"

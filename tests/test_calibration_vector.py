@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.calibration import corpus
 from fastkv.calibration.fingerprint import describe, fingerprint
-from fastkv.calibration.vector import Sums, add_arguments, fit, pre_rope_pairs, run
+from fastkv.calibration.fit import texts
+from fastkv.calibration.fit.vector import Sums, add_arguments, fit, pre_rope_pairs, run
 from fastkv.calibration.vector_map import HEADER, VERSION, VectorMap, required_r2
 from fastkv.demo import MODEL_DIR, load
+from fastkv.evaluation import common
 from fastkv.rotary import Rotary
 
 from .models import FAMILIES, VOCAB, build, prompt
@@ -157,7 +158,7 @@ def test_held_out_r2_is_that_of_the_stored_pairs():
     model, ids = build("qwen3"), sequences()
     fitted = fit(model, ids.split(2), held_out=0.5)
     rotary = Rotary.of(model)
-    batches = [pre_rope_pairs(model, rotary, batch) for batch in ids.split(2)]
+    batches = [list(pre_rope_pairs(model, rotary, batch)) for batch in ids.split(2)]
     for layer, weight in fitted.weights.items():
         keys = torch.stack([batch[layer][1][0] for batch in batches]).double().transpose(0, 1).flatten(1, 2)
         values = torch.stack([batch[layer][2][0] for batch in batches]).double().transpose(0, 1).flatten(1, 2)
@@ -484,14 +485,14 @@ def test_text_is_packed_and_cut_into_sequences(bundled, tmp_path, monkeypatch):
     expected = [[tokenizer.bos_token_id, *whole[start : start + 3]] for start in range(0, 15, 3)]
 
     def read(source, tokens=1000):
-        return [ids.tolist() for ids in corpus.sequences(source, tokenizer, 4, tokens)]
+        return [ids.tolist() for ids in texts.sequences(source, tokenizer, 4, tokens)]
 
     assert read(str(tmp_path)) == [[row] for row in expected]
     assert read(str(tmp_path), tokens=11) == [[row] for row in expected[:2]]
     assert read(str(tmp_path / "a.txt")) == [[expected[0]]]
     monkeypatch.setattr("sys.stdin", io.StringIO(" ".join(WORDS)))
     assert read("-") == [[row] for row in expected]
-    monkeypatch.setattr(corpus, "PIECE", 7)
+    monkeypatch.setattr(common, "PIECE", 7)
     (tmp_path / "lines.txt").write_text("\n".join(WORDS))
     assert read(str(tmp_path / "lines.txt")) == [[row] for row in expected]
 
@@ -507,16 +508,16 @@ def test_a_tokenizer_without_a_start_token_gets_none(bundled, tmp_path):
 
     path = tmp_path / "a.txt"
     path.write_text(" ".join(WORDS))
-    ids = torch.cat(list(corpus.sequences(str(path), Bare(), 8, 1000)))
+    ids = torch.cat(list(texts.sequences(str(path), Bare(), 8, 1000)))
     assert ids.flatten().tolist() == [tokenizer.vocab[word] for word in WORDS]
 
 
 def test_demo_texts_are_generated_and_nobody_elses(bundled):
     _, tokenizer = bundled
-    ids = list(corpus.sequences("demo", tokenizer, 128, 1000))
+    ids = list(texts.sequences("demo", tokenizer, 128, 1000))
     assert [batch.shape for batch in ids] == [(1, 128)] * 7
     assert all((batch[:, 0] == tokenizer.bos_token_id).all() for batch in ids)
-    again = list(corpus.sequences("demo", tokenizer, 128, 1000))
+    again = list(texts.sequences("demo", tokenizer, 128, 1000))
     assert all(torch.equal(one, other) for one, other in zip(ids, again))
     assert len({tuple(batch[0].tolist()) for batch in ids}) == 7
     assert tokenizer.unk_token_id not in torch.cat(ids)
@@ -526,7 +527,7 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
     _, tokenizer = bundled
 
     def read(source, length=8, tokens=100):
-        return list(corpus.sequences(str(source), tokenizer, length, tokens))
+        return list(texts.sequences(str(source), tokenizer, length, tokens))
 
     path = tmp_path / "a.txt"
     refused("nothing there", read, path)
@@ -555,7 +556,7 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
     calibrate("--length", "128", "--tokens", "1300", "--out", str(path), "--boundary", "0.5")
     printed = capsys.readouterr().out
     read = VectorMap.load(path, model.config)
-    direct = fit(model, corpus.sequences("demo", tokenizer, 128, 1300), boundary=0.5)
+    direct = fit(model, texts.sequences("demo", tokenizer, 128, 1300), boundary=0.5)
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
     for layer, r2 in read.r2.items():
@@ -568,7 +569,7 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
 
 
 def test_the_command_refuses_a_model_that_is_not_there(tmp_path):
-    refused("cannot be loaded", calibrate, "--model", str(tmp_path), "--out", str(tmp_path / "v"))
+    refused("cannot load a model", calibrate, "--model", str(tmp_path), "--out", str(tmp_path / "v"))
 
 
 def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
@@ -576,7 +577,7 @@ def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
     path = MODEL_DIR / "vector.safetensors"
     stored = VectorMap.load(path, model.config)
     assert path.stat().st_size <= 2**18 and list(stored.weights) == [0, 1, 2, 3]
-    samples = [corpus.generate(task, 512, seed) for task in corpus.TASKS for seed in (0, 1)]
+    samples = [texts.generate(task, 512, seed) for task in texts.TASKS for seed in (0, 1)]
     rotary, measured = Rotary.of(model), {}
     for sample in samples:
         ids = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt").input_ids

@@ -11,9 +11,9 @@ import transformers
 
 import fastkv
 from fastkv.cli import main
-from fastkv.demo import load
+from fastkv.demo import load, policy_of
 from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.demo.run import EVICT_EVERY, Settings, budget_of, policy_of
+from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 
 OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--quick")
 POLICIES = ("momentkv", "streaming")  # of --quick
@@ -74,6 +74,7 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
         (["demo", "--context", "1000000"], "context"),
         (["demo", "--samples", "0"], "samples"),
         (["demo", "--equal", "luck"], "luck"),
+        (["calibrate", "context", "--lengths", "many"], "many"),
     ],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
 )
@@ -148,7 +149,7 @@ def test_equal_bytes_are_equal(bundled, policy):
     asked = make_questions(tokenizer, "facts", 256, 2, seed=0)
     sizes = {}
     for name in ("streaming", policy):
-        budget = budget_of(model, 96, Settings.make())
+        budget = equal_bytes(model.config, 96, model.dtype, sinks=4, recent=16)
         with fastkv.patched(model, policy_of(name), budget, evict_every=EVICT_EVERY):
             sizes[name] = measure(model, asked).nbytes
     slot = sizes["streaming"] / (96 + EVICT_EVERY)

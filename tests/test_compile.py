@@ -8,9 +8,11 @@ import fastkv
 from fastkv.errors import FastKVError
 
 from .models import VOCAB, build, compressed_layers, generate, prompt
+from .pairwise import named
 from .test_vector_cache import mapping
 
 EVERY = 4
+TYPES = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}  # of two layers
 KINDS = [
     ("llama", "momentkv", {}),
     ("llama", "h2o", {"correction": "mean"}),
@@ -21,6 +23,11 @@ KINDS = [
     ("qwen3", "fastkv", {"heads": "adaptive"}),
     ("llama", "h2o", {"correction": "cosh"}),
 ]
+
+
+def kinds(*often):
+    """All of them, of which those are compiled every day."""
+    return [named(*kind, slow=at not in often) for at, kind in enumerate(KINDS)]
 
 
 class Graphs:
@@ -55,7 +62,7 @@ def small(**options):
 def compiled(name, policy, options, static, every=EVERY):
     """A patched model, its first tokens, the logits that should follow them, the compiled step and its graphs."""
     torch._dynamo.reset()
-    model = build(name)
+    model = build(name, num_hidden_layers=2, **TYPES.get(name, {}))
     ids, _ = prompt(2, 30, (0, 0))
     budget = small(heads=options.get("heads", "uniform"))
     correction = options.get("correction", "auto")
@@ -66,7 +73,7 @@ def compiled(name, policy, options, static, every=EVERY):
     return model, ids, want, torch.compile(model, fullgraph=True, backend=graphs), graphs
 
 
-@pytest.mark.parametrize("name,policy,options", KINDS)
+@pytest.mark.parametrize("name,policy,options", kinds(0, 3, 4, 6))
 @torch.no_grad()
 def test_a_static_step_is_two_graphs_of_tensors(name, policy, options):
     model, ids, want, step, graphs = compiled(name, policy, options, static=True)
@@ -86,7 +93,7 @@ def test_a_step_that_always_evicts_is_one_graph():
     assert len(graphs.inputs) == 1
 
 
-@pytest.mark.parametrize("name,policy,options", KINDS)
+@pytest.mark.parametrize("name,policy,options", kinds(1, 2, 4))
 @torch.no_grad()
 def test_other_caches_compile_too(name, policy, options):
     model, ids, want, step, graphs = compiled(name, policy, options, static=False)
@@ -100,6 +107,7 @@ def test_other_caches_compile_too(name, policy, options):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @torch.no_grad()
 def test_inductor_compiles_the_step(static):
@@ -117,8 +125,7 @@ def test_inductor_compiles_the_step(static):
 def test_generate_compiles_by_itself(name):
     """As it does on CUDA without being asked; on a CPU transformers has to be told to."""
     torch._dynamo.reset()
-    types = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
-    model = build(name, num_hidden_layers=2, **types)
+    model = build(name, num_hidden_layers=2, **TYPES.get(name, {}))
     ids, mask = prompt()
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=False)
     want = generate(model, ids, mask, new=12)
@@ -226,7 +233,7 @@ def test_refusals():
         fastkv.patch(gemma, static=True)
 
 
-# Captured. On a CPU the same class runs the model; graphs themselves are checked on a GPU (perf/gpu_checks).
+# Captured. On a CPU the same class runs the model; graphs themselves are checked on a GPU (perf/gpu/checks).
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

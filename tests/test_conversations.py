@@ -6,6 +6,7 @@ import torch
 import fastkv
 
 from .models import build, compressed_layers, generate, policy, prompt
+from .pairwise import named
 from .test_batches import NAMES, POLICIES, distinct, held
 from .test_vector_cache import mapping
 
@@ -28,7 +29,7 @@ def patch(model, name, directory, mode="uniform", **options):
 
 def bound(cache, layer):
     """Tokens that the heads of a layer may hold together, those that wait for the next eviction included."""
-    layout = cache.layers[layer].state.layout
+    layout = cache.layers[layer].cache.rule.layout
     return sum(layout.tokens) + sum(layout.approx) + len(layout.tokens) * layout.spare
 
 
@@ -62,7 +63,10 @@ def test_many_turns_keep_the_system_prompt(name, mode, tmp_path):
     assert int(cache.moments(0).count.min()) > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+OFTEN = {"momentkv", "fastkv", "h2o", "duoattention", "kvzip", "pyramidkv", "tova"}
+
+
+@pytest.mark.parametrize("name", [named(name, slow=name not in OFTEN) for name in NAMES])
 def test_64_short_turns_are_one_long_prompt(name, tmp_path):
     """Three tokens a turn: as many stored, as many counted and as many bytes as if all had come at once."""
     model = build()

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from fastkv import cpu, ops, reference
 from fastkv.reference import Centroids, Moments, unpack
 
+from .conftest import examples
 from .states import copied, make_spec, make_state
 
 SCALE = 0.3
-CASES = settings(max_examples=150, deadline=None)
+CASES = settings(max_examples=examples(150), deadline=None)
 LIMIT = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the largest value: one rounding
 
 
@@ -32,7 +33,7 @@ class Problem:
         self.positions = order.to(torch.int32)
         self.seen = torch.full((self.batch,), self.slots)
         self.order = draw(st.sampled_from((None, 0, 1)))
-        self.spread = None if self.order is None else draw(st.sampled_from((None, "isotropic")))
+        self.spread = self.order is not None and draw(st.booleans())
         evicted = torch.rand(self.batch, self.heads, 12, generator=self.random) < draw(st.sampled_from((0.0, 0.5, 1.0)))
         self.gone = self.rows(12), self.rows(12), evicted
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.card import accuracy
+from fastkv.demo import MODEL_DIR, load, policy_of
 from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.demo.run import policy_of
 from fastkv.demo.tasks import TASKS, VOCABULARY, generate
+from tools.demo_model.card import accuracy
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,14 @@ def test_texts_have_their_length_and_hold_their_answers(task, bundled):
             assert len(numbers) >= 3 and " ".join(numbers[:3]) in sample.context
 
 
-@pytest.mark.parametrize("length,texts,questions,least", [(1024, 25, 12, 0.98), (4096, 4, 16, 0.95)])
+@pytest.mark.parametrize(
+    "length,texts,questions,least",
+    [
+        (1024, 6, 12, 0.96),
+        pytest.param(1024, 25, 12, 0.98, marks=pytest.mark.slow),
+        pytest.param(4096, 4, 16, 0.95, marks=pytest.mark.slow),
+    ],
+)
 def test_full_cache_accuracy_on_held_out_seeds(length, texts, questions, least, bundled):
     """Over all tasks together; at 1024 tokens with as many questions as the card counts."""
     model, tokenizer = bundled
@@ -59,18 +65,18 @@ def test_full_cache_accuracy_on_held_out_seeds(length, texts, questions, least, 
 def test_compressed_caches_answer_and_better_policies_answer_more(bundled):
     """A quarter of the tokens: KeyDiff and SnapKV answer nearly everything, random eviction nearly nothing."""
     model, tokenizer = bundled
-    asked = make_questions(tokenizer, "facts", 1024, samples=8, seed=10)
+    asked = make_questions(tokenizer, "facts", 1024, samples=5, seed=10)
     right = {}
     errors = {}
     full = measure(model, asked)
-    assert int(full.right.sum()) == 8
+    assert int(full.right.sum()) == 5
     for policy in ("keydiff", "snapkv", "momentkv", "random"):
         for correction in ("none", "moments"):
             with fastkv.patched(model, policy, budget=256, correction=correction):
                 got = measure(model, asked)
             right[policy] = int(got.right.sum())
             errors[policy, correction] = relative_error(got.attention, full.attention)
-    assert right["keydiff"] >= 7 and right["snapkv"] >= 7
+    assert right["keydiff"] >= 4 and right["snapkv"] >= 4
     assert right["random"] <= 1 < right["momentkv"]
     for policy in right:
         assert errors[policy, "moments"] < errors[policy, "none"], "the moments know something of what was evicted"

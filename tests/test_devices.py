@@ -163,8 +163,8 @@ def test_scratch_and_tables_are_made_for_each_device():
     model = split(fastkv.patch(build(), "compactor", small(), evict_every=3))
     ids, _ = prompt(1, 40, (0,))
     cache = model(ids).past_key_values
-    assert {key[0].type for key in cache.shared.scratch} == {"cpu", "meta"}
-    rotaries = [layer.rule.rotary.frequencies.device.type for layer in cache.layers]
+    assert {key[0].type for key in cache.workspace.scratch} == {"cpu", "meta"}
+    rotaries = [layer.cache.rule.rotary.frequencies.device.type for layer in cache.layers]
     assert rotaries == ["cpu", "cpu", "meta", "meta"]
 
 
@@ -173,8 +173,8 @@ def defaults():
     """Sets torch's default dtype and device for a test, after what was made with others is forgotten."""
 
     def set_to(dtype, device):
-        fastkv.cpu.attention.fused_as_expected.cache_clear()
-        fastkv.cpu.attention.edge.cache_clear()
+        fastkv.cpu.fused_as_expected.cache_clear()
+        fastkv.cpu.edge.cache_clear()
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
 
@@ -189,7 +189,7 @@ def test_the_default_dtype_does_not_matter(policy, dtype, defaults):
     model = fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
     want = generate(model, ids, mask, new=15)
     defaults(dtype, None)
-    assert fastkv.cpu.serves("auto", torch.ones(1, 8, dtype=torch.float32), torch.ones(1, 8, dtype=torch.float32), None)
+    assert fastkv.cpu.serves(torch.ones(1, 8, dtype=torch.float32), torch.ones(1, 8, dtype=torch.float32), None)
     assert torch.equal(generate(model, ids, mask, new=15), want)
 
 

@@ -7,13 +7,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fastkv
 
 from .models import COMBINATIONS, build, generate, policy, prompt
+from .pairwise import covering
 
 BLOCKS = [None, 13]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["whole", "blocks"])
-@pytest.mark.parametrize("name,base", COMBINATIONS)
-def test_budget_beyond_the_prompt_changes_nothing(name, base, block):
+@pytest.mark.parametrize("kind,block", covering(COMBINATIONS, BLOCKS, together=1))
+def test_budget_beyond_the_prompt_changes_nothing(kind, block):
+    name, base = kind
     model = build(name, base)
     ids, mask = prompt()
     real = mask.bool()

@@ -23,6 +23,8 @@ from fastkv.kernels import operations
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 
 from . import states
+from .conftest import examples
+from .pairwise import covering
 from .states import CTAS, DEVICE, Workspace, assert_same, copied, make_spec, make_state, num_splits
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
@@ -66,11 +68,11 @@ class Case:
         spread=1.0,
         exact=False,
         seed=0,
-        kind=None,
+        cosh=False,
         parts=None,
     ):
-        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. kind: of spread
-        of the moments, which then have the cosh mass. parts: how many centroids there are."""
+        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. cosh: the mass
+        of the moments. parts: how many centroids there are."""
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape, to=dtype):
@@ -84,7 +86,7 @@ class Case:
         inside = torch.arange(gone, device=DEVICE) < count[..., None]
         old = normal(batch, heads, gone, dim, to=torch.float32), normal(batch, heads, gone, dim, to=torch.float32)
         old = (old[0] + 0.3, old[1] - old[0], inside)
-        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=kind).add(*old)
+        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=cosh).add(*old)
         if not exact and dtype != torch.float32:  # what the kernel is given is the truth
             moments.slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(dtype)
             moments.cross = moments.slope.float() * moments.count[..., None, None]
@@ -184,18 +186,17 @@ SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_decode_attention_shapes(shape, dtype):
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+def test_decode_attention_shapes(name, dtype):
+    shape = SHAPES[name]
     batch, heads, groups, dim, slots, lengths, evicted = shape
     check(Case.make(batch, heads, groups, dim, slots, dtype, lengths, evicted))
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("append", [True, False], ids=["append", "stored"])
-@pytest.mark.parametrize("attention", [True, False], ids=["attention", "plain"])
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["nocap", "cap"])
-@pytest.mark.parametrize("order", [None, 0, 1])
+@pytest.mark.parametrize(
+    "order, softcap, attention, append, splits",
+    covering([None, 0, 1], [None, 3.0], [True, False], [True, False], [1, 4]),
+)
 def test_decode_attention_variants(split, order, softcap, attention, append, splits):
     split(splits)
     case = Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70))
@@ -288,7 +289,7 @@ small = dict(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**small, attention=st.booleans(), spread=st.sampled_from([0.0, 1.0, 30.0]))
 def test_decode_attention_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, attention, spread
@@ -316,15 +317,15 @@ def check_vector(case, approx_slots, approx_lengths, softcap, order, append):
     assert (workspace.tickets == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_vector_decode_shapes(shape, dtype):
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+def test_vector_decode_shapes(name, dtype):
+    shape = SHAPES[name]
     batch, heads, groups, dim, slots, lengths, evicted = shape
     case = Case.make(batch, heads, groups, dim, slots, dtype, lengths, evicted)
     check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**small, approx_lengths=st.lists(st.integers(0, 24), min_size=1, max_size=4))
 def test_vector_decode_property(
     shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, approx_lengths

@@ -19,6 +19,8 @@ from fastkv.kernels.evict import evict
 from fastkv.kernels.moment_scores import moment_scores
 from fastkv.reference import LayerState, Moments
 
+from .conftest import examples
+from .pairwise import covering
 from .states import DEVICE, Workspace, copied, make_spec, make_state, uninitialised_is_nan
 
 NAN = float("nan")
@@ -146,16 +148,14 @@ SHAPES = {  # batch, heads, head_dim, slots, tokens, lengths, evicted
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_evict_shapes(shape, dtype):
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+def test_evict_shapes(name, dtype):
+    shape = SHAPES[name]
     batch, heads, dim, slots, tokens, lengths, evicted = shape
     check(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), tokens, sinks=1, recent=2)
 
 
-@pytest.mark.parametrize("scan", [16, 2048], ids=["two launches", "one launch"])
-@pytest.mark.parametrize("scores", ["normal", "ties", "equal"])
-@pytest.mark.parametrize("order", [None, 0, 1])
+@pytest.mark.parametrize("order, scores, scan", covering([None, 0, 1], ["normal", "ties", "equal"], [16, 2048]))
 def test_evict_variants(monkeypatch, order, scores, scan):
     monkeypatch.setattr(module, "MAX_SCAN", scan)
     case = Case.make(1, 2, 64, 40, torch.float16, (40, 33), (6, 0), scores=scores)
@@ -204,7 +204,7 @@ def test_evict_refuses():
         case.kernel(90)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 2),
@@ -263,14 +263,14 @@ def check_scores(case, attention, matrix, means, scale=0.2):
     assert (out - truth).abs().max().item() <= limit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_moment_scores_shapes(shape, dtype):
+@pytest.mark.parametrize("name, dtype", covering(SHAPES, [torch.float32, torch.float16, torch.bfloat16], together=1))
+def test_moment_scores_shapes(name, dtype):
+    shape = SHAPES[name]
     batch, heads, dim, slots, _, lengths, evicted = shape
     check_scores(Case.make(batch, heads, dim, slots, dtype, lengths, evicted), True, "slope", True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 2),

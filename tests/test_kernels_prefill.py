@@ -10,6 +10,7 @@ from fastkv.errors import FastKVError
 from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Moments
 
+from .pairwise import covering
 from .states import copied, make_spec, make_state, uninitialised_is_nan
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
@@ -80,8 +81,7 @@ def check(block, state, scale=0.125, softcap=None, order=1, slope=False):
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", ATOL, ids=str)
-@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], list(ATOL), together=1))
 def test_groups(groups, dtype):
     check(*case(groups=groups, dtype=dtype))
 
@@ -92,9 +92,7 @@ def test_head_dims(dim, value_dim, dtype):
     check(*case(batch=1, heads=2, dim=dim, value_dim=value_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("order", [1, 0, None])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("evicted", [0, 1, 200])
+@pytest.mark.parametrize("evicted, softcap, order", covering([0, 1, 200], [None, 5.0], [1, 0, None]))
 def test_orders_and_softcap(order, softcap, evicted):
     check(*case(evicted=evicted), softcap=softcap, order=order)
 

@@ -5,15 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv import reference
+from fastkv import ops, reference
 from fastkv.errors import FastKVError
 from fastkv.kernels import key_scores, leverage, noncausal_mass, window_scores
-from fastkv.kernels import pool as pooling
 from fastkv.reference import geometry
+
+from .conftest import examples
+from .pairwise import covering
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MODULES = (key_scores, leverage, noncausal_mass, window_scores, pooling)
+MODULES = (key_scores, leverage, noncausal_mass, window_scores)
 
 
 class _Torch:
@@ -98,17 +100,15 @@ def check_manifold(keys, window, metric, mask, tiny=3e-6):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("anchor", ["mean", "normalized_mean"])
-@pytest.mark.parametrize("distance", ["cosine", "dot", "euclidean"])
+@pytest.mark.parametrize(
+    "distance, anchor, dtype", covering(["cosine", "dot", "euclidean"], ["mean", "normalized_mean"], DTYPES)
+)
 def test_keydiff(anchor, distance, dtype):
     for kind in MASKS if dtype == torch.float32 else ("left",):
         check_keydiff(tokens(2, 2, 37, 64, dtype), anchor, distance, make_mask(kind, 2, 2, 37))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("metric", geometry.METRICS)
-@pytest.mark.parametrize("window", [None, 16, 30, 500])
+@pytest.mark.parametrize("window, metric, dtype", covering([None, 16, 30, 500], geometry.METRICS, DTYPES))
 def test_manifold(metric, window, dtype):
     for kind in MASKS if dtype == torch.float32 else ("left",):
         check_manifold(tokens(2, 1, 71, 64, dtype), window, metric, make_mask(kind, 2, 1, 71))
@@ -140,15 +140,6 @@ def test_far_from_zero_nothing_cancels():
     check_keydiff(tokens(1, 1, 90, 64, size=1e4), "mean", "cosine", None)
 
 
-def test_lengths_are_a_mask():
-    keys, lengths = tokens(2, 2, 33, 64), torch.tensor([[33, 0], [1, 20]], dtype=torch.int32)
-    mask = torch.arange(33) < lengths[..., None]
-    for scores in (key_scores.keydiff_scores, key_scores.manifold_scores):
-        assert torch.equal(scores(keys=hide(keys, mask), lengths=lengths), scores(keys=keys, mask=mask))
-    windowed = key_scores.manifold_scores(keys=hide(keys, mask), lengths=lengths, window=8)
-    assert torch.equal(windowed, key_scores.manifold_scores(keys=keys, mask=mask, window=8))
-
-
 def test_keydiff_ignores_length_and_manifold_does_not():
     keys = tokens(1, 1, 40, 64).contiguous()
     longer = keys.clone()
@@ -168,7 +159,7 @@ def test_other_anchors_are_refused():
         key_scores.manifold_scores(keys=tokens(1, 1, 4, 16), metric="l7")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 20),
     window=st.one_of(st.none(), st.integers(1, 22)),
@@ -203,16 +194,15 @@ def window_case(batch=2, heads=1, groups=2, dim=64, num=50, window=8, dtype=torc
     return q, tokens(batch, heads, num, dim, dtype, seed + 2), positions, query_positions, valid, query_valid, log_mass
 
 
-def check_window(q, keys, positions, query_positions, valid, query_valid, log_mass, scale=0.125, softcap=None, pool=1):
+def check_window(q, keys, positions, query_positions, valid, query_valid, log_mass, scale=0.125, softcap=None):
     real = torch.ones(keys.shape[:3], dtype=torch.bool) if valid is None else valid
     visible = real[:, :, None] & (positions[:, :, None] <= query_positions[:, None, :, None])
 
     def wanted(dtype):
         mass = None if log_mass is None else log_mass.to(dtype)
-        attention = reference.window_attention(
+        return reference.window_attention(
             q.to(dtype), keys.to(dtype), scale, softcap, visible=visible, query_valid=query_valid, log_mass=mass
         )
-        return reference.pool_scores(attention, pool, positions, valid)
 
     got = window_scores.window_scores(
         q=q,
@@ -224,28 +214,25 @@ def check_window(q, keys, positions, query_positions, valid, query_valid, log_ma
         valid=valid,
         query_valid=query_valid,
         log_mass=log_mass,
-        pool=pool,
     )
     close(got, wanted(torch.float64), wanted(torch.float32), tiny=1e-6)
     return got
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
 def test_window_groups(groups, dtype):
     check_window(*window_case(groups=groups, dtype=dtype))
 
 
 @pytest.mark.parametrize("dim", [80, 96, 128, 256])
 def test_window_head_dims(dim):
-    check_window(*window_case(dim=dim, dtype=torch.float16), pool=3)
+    check_window(*window_case(dim=dim, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("pool", [1, 5, 7])
-def test_window_masks_and_pools(mask, pool):
-    check_window(*window_case(mask=mask), pool=pool, softcap=4.0)
-    check_window(*window_case(mask=mask, mass=False, padding=False), pool=pool)
+def test_window_masks(mask):
+    check_window(*window_case(mask=mask), softcap=4.0)
+    check_window(*window_case(mask=mask, mass=False, padding=False))
 
 
 @pytest.mark.parametrize("window, num", [(1, 1), (1, 130), (32, 7), (40, 200)])
@@ -268,7 +255,7 @@ def test_window_with_everything_visible():
     q, keys = tokens(2, 4, 6, 64), tokens(2, 2, 45, 64, seed=1)
     for pool in (1, 7):
         wanted = reference.window_scores(q.double(), keys.double(), 0.125, pool)
-        got = window_scores.window_scores(q=q, keys=keys, scale=0.125, pool=pool)
+        got = ops.window_scores(q, keys, 0.125, pool, backend="triton")
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
     mask = make_mask("scattered", 2, 2, 45)
     got = window_scores.window_scores(q=q, keys=hide(keys, mask), scale=0.125, valid=mask)
@@ -276,27 +263,7 @@ def test_window_with_everything_visible():
     torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("pool", [1, 3, 7, 31])
-@pytest.mark.parametrize("block", [16, 32, 512])
-def test_pooling_does_not_see_tile_edges(pool, block, monkeypatch):
-    monkeypatch.setattr(pooling, "BLOCK", block)
-    scores = torch.rand(2, 2, 77)
-    wanted = reference.pool_scores(scores.double(), pool)
-    torch.testing.assert_close(pooling.pool_scores(scores=scores, pool=pool).double(), wanted, rtol=1e-6, atol=0)
-    positions = torch.rand(2, 2, 100).argsort(-1)[..., :77].to(torch.int32)
-    mask = make_mask("scattered", 2, 2, 77)
-    wanted = reference.pool_scores(scores.double(), pool, positions, mask)
-    if pool > 1:  # the reference returns pool = 1 as it is
-        got = pooling.pool_scores(scores=scores, pool=pool, positions=positions, valid=mask)
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-12)
-
-
-def test_even_pool_is_refused():
-    with pytest.raises(FastKVError, match="odd width"):
-        window_scores.window_scores(q=tokens(1, 1, 1, 16), keys=tokens(1, 1, 4, 16), scale=1.0, pool=4)
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 7]),
     window=st.integers(1, 5),
@@ -305,13 +272,12 @@ def test_even_pool_is_refused():
     mass=st.booleans(),
     padding=st.booleans(),
     softcap=st.sampled_from([None, 3.0]),
-    pool=st.sampled_from([1, 3, 7]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 10**6),
 )
-def test_window_any_case(groups, window, num, mask, mass, padding, softcap, pool, dtype, seed):
+def test_window_any_case(groups, window, num, mask, mass, padding, softcap, dtype, seed):
     case = window_case(1, 1, groups, 16, num, window, dtype, mask, 1.0, mass, padding, seed)
-    check_window(*case, 0.3, softcap, pool)
+    check_window(*case, 0.3, softcap)
 
 
 # Compactor: non-causal attention
@@ -329,15 +295,12 @@ def check_mass(q, keys, chunk, mask, scale=0.125, softcap=None):
     return got
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
 def test_mass_groups(groups, dtype):
     check_mass(tokens(1, 2 * groups, 45, 64, dtype), tokens(1, 2, 45, 64, dtype, 1), 16, None)
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("chunk", [7, 64, 1000])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap, chunk, kind", covering([None, 3.0], [7, 64, 1000], MASKS, together=1))
 def test_mass_chunks_and_masks(chunk, kind, softcap):
     check_mass(tokens(2, 2, 75, 64), tokens(2, 1, 75, 64, seed=1), chunk, make_mask(kind, 2, 1, 75), softcap=softcap)
 
@@ -370,7 +333,7 @@ def test_ragged_tail_is_not_favoured():
     torch.testing.assert_close(mass, torch.ones_like(mass))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3]),
     num=st.integers(1, 14),
@@ -415,9 +378,7 @@ def test_leverage_of_equal_and_nearly_equal_keys(centre):
     check_leverage(tokens(1, 1, 200, 64, shift=1000.0), 16, None, centre=True, tiny=5e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("centre, kind, dtype", covering([False, True], MASKS, DTYPES))
 def test_leverage(kind, dtype, centre):
     check_leverage(tokens(2, 2, 90, 64, dtype, shift=1.0), 24, make_mask(kind, 2, 2, 90), centre=centre)
 
@@ -470,7 +431,7 @@ def test_leverage_refuses_a_wide_sketch():
         leverage.leverage_scores(keys=tokens(1, 1, 4, 256), sketch=torch.eye(256))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 40),
     size=st.integers(1, 16),

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from fastkv import reference
 from fastkv.kernels import compact as compact_module
-from fastkv.kernels import moments as moments_kernels
 from fastkv.kernels import select as select_module
 from fastkv.kernels.compact import compact
 from fastkv.kernels.select import select
 from fastkv.reference import Moments, Selection
 
+from .conftest import examples
+from .pairwise import covering, named
 from .states import DEVICE, copied, make_spec, make_state, uninitialised_is_nan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,8 +64,7 @@ def make_scores(kind, shape, generator):
     return scores
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num", [1, 7, 129, 1300])
+@pytest.mark.parametrize("num,kind", covering([1, 7, 129, 1300], KINDS, together=1))
 def test_select_is_exact(kind, num):
     generator = torch.Generator().manual_seed(num)
     shape = (2, 2, num)
@@ -76,7 +76,7 @@ def test_select_is_exact(kind, num):
         check_select(scores, positions, valid, protected, tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [named(kind, slow=kind != "ties") for kind in KINDS])
 def test_select_looped_over_chunks_is_exact(kind, monkeypatch):
     monkeypatch.setattr(select_module, "TILE", 1024)
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +108,7 @@ def test_protection_inside_equals_protection_outside(tokens):
     assert torch.equal(kept, wanted.kept) and torch.equal(counts, wanted.counts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_select_any_case(data):
     num = data.draw(st.integers(1, 24))
@@ -220,9 +220,9 @@ CASES = [  # heads, slots, used, block, tokens
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads, slots, used, block, tokens", CASES)
-def test_compact_keeps_and_merges(heads, slots, used, block, tokens, dtype):
+@pytest.mark.parametrize("case, dtype", covering(CASES, DTYPES, together=1))
+def test_compact_keeps_and_merges(case, dtype):
+    heads, slots, used, block, tokens = case
     check_compact(*random_state(2, heads, slots, used, 64, 64, block, dtype, seed=slots), tokens)
 
 
@@ -231,8 +231,7 @@ def test_compact_head_dims(dim, value_dim):
     check_compact(*random_state(1, 2, 48, 40, dim, value_dim, 9, torch.float32, seed=dim), 40)
 
 
-@pytest.mark.parametrize("order", [1, 0, None])
-@pytest.mark.parametrize("evicted", [0, 50])
+@pytest.mark.parametrize("order, evicted", covering([1, 0, None], [50, 0], together=1))
 def test_compact_orders(order, evicted):
     check_compact(*random_state(2, 2, 48, 40, 64, 64, 9, torch.float32, 3, evicted), 30, order, slope=evicted > 0)
 
@@ -244,7 +243,7 @@ def test_compact_does_not_cancel():
 
 @pytest.mark.parametrize("rows", [16, 40])
 def test_splits_of_the_rows_agree(rows, monkeypatch):
-    monkeypatch.setattr(moments_kernels, "ROWS_PER_SPLIT", rows)
+    monkeypatch.setattr(compact_module, "ROWS_PER_SPLIT", rows)
     check_compact(*random_state(2, 1, 64, 60, 64, 64, 140, torch.float32, 7), 60)
 
 
@@ -253,7 +252,7 @@ def test_plan_over_several_tiles(monkeypatch):
     check_compact(*random_state(1, 2, 200, 190, 64, 64, 120, torch.float32, 7), 150)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     used=st.integers(0, 12),
     spare=st.integers(0, 4),

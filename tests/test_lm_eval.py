@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,8 @@ from fastkv import Budget, FastKVError
 from fastkv.demo import MODEL_DIR
 from fastkv.demo.tasks import generate
 from fastkv.evaluation import FastKVLM, ruler
-from fastkv.evaluation.harness import load_tasks, metadata_of
-from fastkv.evaluation.lm_eval_model import to_budget
-from fastkv.evaluation.results import FULL, Row, Score, load, save, scores_of, table_of
-from fastkv.evaluation.run import add_arguments, run
+from fastkv.evaluation.common import FULL, to_budget
+from fastkv.evaluation.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
 
 from .test_ruler import toy_bpe
 
@@ -373,7 +371,7 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
 
 LAUNCHED = """
 import argparse
-from fastkv.evaluation.run import add_arguments, run
+from fastkv.evaluation.harness import add_arguments, run
 
 parser = argparse.ArgumentParser()
 add_arguments(parser)
@@ -405,6 +403,7 @@ def test_processes_share_the_questions(tasks, tmp_path):
         assert row["nbytes"] == alone.nbytes
 
 
+@pytest.mark.slow
 def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
     """`accelerate launch -m fastkv.evaluation` on the CPU: --multi_gpu is what starts several processes."""
     model = f"pretrained={MODEL_DIR},policy=keydiff,budget=128,evict_every=4"
@@ -447,10 +446,7 @@ def test_command_refuses_before_it_evaluates(tasks, tmp_path, change, message):
     assert not list((tmp_path / "out").glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    "shares", [["--layers", "3,2,2,1"], ["--heads", "adaptive"], ["--sinks", "2", "--recent", "9"]]
-)
-def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch, shares):
+def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch):
     """What reaches the model is the user's budget, in bytes."""
     given, stock_set = [], FastKVLM.set_cache
 
@@ -460,16 +456,13 @@ def test_equal_bytes_keep_the_users_shares(tasks, tmp_path, monkeypatch, shares)
 
     monkeypatch.setattr(FastKVLM, "set_cache", spy)
     limits = ["--limit", "1", "--policy", "keydiff", "--budget", "128", "--tasks", tasks.split(",")[1]]
+    shares = ["--layers", "3,2,2,1", "--heads", "adaptive", "--sinks", "2", "--recent", "9"]
     evaluated(*limits, *shares, "--out", str(tmp_path / "out"))
     last = [budget for budget in given if isinstance(budget, Budget) and budget.bytes]
-    wanted = {
-        "--layers": {"layers": (3.0, 2.0, 2.0, 1.0)},
-        "--heads": {"heads": "adaptive"},
-        "--sinks": {"sinks": 2, "recent": 9},
-    }[shares[0]]
+    wanted = {"layers": (3.0, 2.0, 2.0, 1.0), "heads": "adaptive", "sinks": 2, "recent": 9}
     assert len(last) == 2 and last[0] == last[1] == Budget(bytes=last[0].bytes, **wanted)
     record = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert record["settings"]["recent"] == wanted.get("recent", 32)
+    assert record["settings"]["recent"] == 9
 
 
 def test_bytes_that_are_not_equal_are_refused(tasks, tmp_path, monkeypatch):
@@ -684,7 +677,5 @@ def test_scores_and_rows_survive_a_file(tmp_path):
         "all": [Score("acc,none", 0.75, None, True)],
     }
     row = Row("keydiff", "keep=0.5", 1024, 1.5, scores)
-    save(row, {"seed": 0}, results, tmp_path)
-    assert load("keydiff", "keep=0.5", {"seed": 0}, tmp_path) == row
-    assert load("keydiff", "64", {"seed": 0}, tmp_path) is None
+    assert Row.of(json.loads(json.dumps(asdict(row)))) == row
     assert table_of([row]).row_count == 1

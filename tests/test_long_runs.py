@@ -51,7 +51,13 @@ def assert_close_to_float64(moments, keys, values):
 
 
 @pytest.mark.parametrize(
-    "dtype,num", [(torch.float32, MILLION), (torch.float16, MILLION // 5), (torch.bfloat16, MILLION // 5)], ids=str
+    "dtype,num",
+    [
+        (torch.bfloat16, MILLION // 10),
+        pytest.param(torch.float32, MILLION, marks=pytest.mark.slow),
+        pytest.param(torch.float16, MILLION // 5, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_moments_of_a_million_evicted_tokens(dtype, num):
     keys, values = drifting(num, 8, 6, dtype)
@@ -74,8 +80,15 @@ def test_half_precision_sums_would_be_seen():
         assert_close_to_float64(moments, keys, values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend,num", [("reference", 16_000), ("triton", 160)])
+@pytest.mark.parametrize(
+    "backend,num,dtype",
+    [
+        *(("reference", 16_000, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+        ("triton", 96, torch.bfloat16),
+        *(pytest.param("triton", 160, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
 def test_evictions_of_the_oldest(backend, num, dtype):
     """Slots that fill and empty again, as while decoding: what is not stored is in the moments, once."""
     tokens, dim, heads = 8, 16, len(DRIFTS)
@@ -103,18 +116,19 @@ def test_evictions_of_the_oldest(backend, num, dtype):
     assert_close_to_float64(moments, keys[:, :, :evicted], values[:, :, :evicted])
 
 
-@pytest.fixture(scope="module")
-def short():
-    """What `python -m perf.long_run --tokens 2000` finds."""
+@pytest.fixture(scope="module", params=[400, pytest.param(2000, marks=pytest.mark.slow)])
+def short(request):
+    """What `python -m perf.long_run` finds in so many tokens."""
     with torch.no_grad():
-        return long_run.run(Settings(tokens=2000, every=100))
+        return long_run.run(Settings(tokens=request.param, every=request.param // 20))
 
 
-def test_two_thousand_tokens_are_counted_and_cost_no_memory(short):
-    assert short["faults"] == [] and short["tokens"] == 2000 and len(short["samples"]) == 20
-    summary = short["summary"]
+def test_tokens_are_counted_and_cost_no_memory(short):
+    tokens, summary = short["settings"]["tokens"], short["summary"]
+    assert short["faults"] == [] and short["tokens"] == tokens and len(short["samples"]) == 20
     assert summary["cache_growth_bytes"] == 0
-    assert summary["resident_growth_mib"] < 0.5 * summary["full_cache_growth_mib"]
+    if tokens >= 2000:  # below, a full cache would not grow by more than the allocator rounds to
+        assert summary["resident_growth_mib"] < 0.5 * summary["full_cache_growth_mib"]
 
 
 def test_the_picture_is_drawn(short, tmp_path):

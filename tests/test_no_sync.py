@@ -2,7 +2,7 @@
 
 Checked without an accelerator: the step runs on tensors that have a device, meta, but no data. Whatever would wait for
 a value (item, nonzero, boolean indexing, a branch) has none to wait for and raises, and copies between host and device
-are seen as such. What the operators do inside is Triton on an accelerator and is checked there (perf/gpu_checks).
+are seen as such. What the operators do inside is Triton on an accelerator and is checked there (perf/gpu/checks).
 """
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import fastkv
 
 from .models import build, compressed_layers, policy, prompt
+from .pairwise import covering
 from .test_vector_cache import mapping
 
 EVERY = 3
@@ -36,19 +37,18 @@ class Crossings(TorchDispatchMode):
 def to_device_without_data(model, cache):
     """The model and the states of its cache, moved."""
     model.to("meta")
-    for table in list(cache.shared.tables.values()):
-        cache.shared.tables[torch.device("meta")] = tuple(part.to("meta") for part in table)
+    for table in list(cache.workspace.tables.values()):
+        cache.workspace.tables[torch.device("meta")] = tuple(part.to("meta") for part in table)
     for layer in compressed_layers(cache):
         state = cache.layers[layer].state
         for name, tensor in list(state.named_tensors()):
-            owner, _, attribute = name.rpartition(".")
-            setattr(getattr(state, owner) if owner else state, attribute, tensor.to("meta"))
+            state.replace(name, tensor.to("meta"))
         cache.layers[layer].seen = cache.layers[layer].seen.to("meta")
-        cache.layers[layer].adopt(state)
+        own = cache.layers[layer].cache
+        own.adopt(state, own.rule.layout, own.num_heads)
 
 
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-@pytest.mark.parametrize("name", fastkv.policies.names())
+@pytest.mark.parametrize("name,heads", covering(fastkv.policies.names(), ["uniform", "adaptive"], together=1))
 @torch.no_grad()
 def test_a_step_neither_waits_nor_copies(name, heads, tmp_path):
     chosen = policy(name, tmp_path)
@@ -85,6 +85,6 @@ def check(chosen, correction, heads, r2=None):
     with Crossings() as crossings:
         for _ in range(2 * EVERY):
             assert model(token, past_key_values=cache).logits.device.type == "meta"
-            evictions += cache.shared.phase.evicts
+            evictions += cache.workspace.clock.now.evicts
     assert evictions == 2
     assert not crossings.found

@@ -9,8 +9,9 @@ from fastkv.calibration import quality
 from fastkv.reference import Moments
 
 from .models import VOCAB, build, generate, prompt
+from .pairwise import covering
 from .states import make_spec, make_state
-from .test_batches import NAMES, POLICIES, held, patch
+from .test_batches import NAMES, POLICIES, go_together, held, patch
 from .test_deferred import curve
 from .test_module import one_layer, rotary
 
@@ -112,7 +113,6 @@ def test_the_estimate_mixes_at_any_logits(kind, order, dtype):
     moments = Moments.empty(B, HKV, D, D).add(k[:, :, gone], v[:, :, gone])
     lengths = torch.full((B, HKV), 8)
     query = q[:, :, 20]
-    out, _, _ = ops.decode_attention(query, k[:, :, left], v[:, :, left], lengths, moments, SCALE, order=order)
     wide_k, wide_v, wide_q = (one.double().repeat_interleave(2, 1) for one in (k, v, q[:, ::2]))
     wide_q = q.double()[:, :, 20]
     keys, values = wide_k[:, :, gone], wide_v[:, :, gone]
@@ -127,7 +127,15 @@ def test_the_estimate_mixes_at_any_logits(kind, order, dtype):
     everything = torch.cat([wide_v[:, :, left], estimate[:, :, None]], 2)
     expected = torch.einsum("bhn,bhnd->bhd", weights, everything)
     assert torch.isfinite(expected.to(dtype)).all()
+    stored = (k[:, :, left], v[:, :, left], lengths, moments)
+    out, _, _ = ops.decode_attention(query, *stored, SCALE, order=order, backend="reference")
     torch.testing.assert_close(out, expected.to(dtype))
+    out, _, _ = ops.decode_attention(query, *stored, SCALE, order=order)
+    if dtype == torch.bfloat16:  # whose instructions, where a processor has them, take weights that are rounded
+        largest = everything.abs().max().item()
+        torch.testing.assert_close(out, expected.to(dtype), rtol=1.6e-2, atol=1e-5 + largest * 2**-8)
+    else:
+        torch.testing.assert_close(out, expected.to(dtype))
 
 
 # One layer, all policies: prompt in blocks, decoding, evictions.
@@ -287,8 +295,7 @@ def clean_rows(model, ids, mask, bad):
     return logits[:, [0, 2]], out.past_key_values
 
 
-@pytest.mark.parametrize("mode", VALUES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,mode", covering(NAMES, list(VALUES), together=1, where=go_together))
 def test_a_row_of_nan_touches_nobody(name, mode, tmp_path):
     """Bit for bit. Where heads share slots, the width of a step is that of the batch's longest head, which a poisoned
     row may be: sums over other widths differ in the last bit, and what is kept does not.

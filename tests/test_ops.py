@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from fastkv.ops._register import flat, flat_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastkv
 from fastkv import ops, reference
-from fastkv.ops._register import flat, flat_parts
 from fastkv.reference import Centroids, Moments
 
+from .conftest import examples
 from .models import build, generate, prompt
+from .pairwise import named
 
 B, HKV, G, C, T, D = 1, 2, 2, 10, 3, 16
 BACKENDS = ["reference", "triton", "auto"]  # the last is what a CPU runs
@@ -24,7 +26,7 @@ def moments():
     """Of 7 and 12 tokens: with the lengths of `slots` each head has seen 16."""
     gone = torch.arange(12) < torch.tensor([[[7], [12]]])
     pairs = randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2)
-    return Moments.empty(B, HKV, D, D, spread="isotropic").add(*pairs, gone)
+    return Moments.empty(B, HKV, D, D, spread=True).add(*pairs, gone)
 
 
 def centroids(num):
@@ -189,7 +191,7 @@ def test_backends_agree(name):
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=2, max_size=2),
     evicted=st.integers(0, 5),
@@ -208,10 +210,12 @@ def test_decode_attention_backends_agree(lengths, evicted, order, softcap, seed)
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy,block", [("momentkv", 16), ("snapkv", None), ("keydiff", 16)])
+@pytest.mark.parametrize(
+    "policy,block", [("momentkv", 16), named("snapkv", None, slow=True), named("keydiff", 16, slow=True)]
+)
 def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
     model = build(num_hidden_layers=2)
-    ids, mask = prompt()
+    ids, mask = prompt(2, 36, (0, 7))
     small = fastkv.Budget(tokens=20, sinks=2, recent=4)
     runs = []
     for backend in BACKENDS:
@@ -229,7 +233,7 @@ def test_a_model_decodes_the_same_tokens_on_every_backend(policy, block):
 
 def test_half_precision_models_keep_a_slope_for_the_kernel():
     model = build(num_hidden_layers=2).half()
-    ids, mask = prompt()
+    ids, mask = prompt(1, 30)
     small = fastkv.Budget(tokens=20, sinks=2, recent=4)
     fastkv.patch(model, "momentkv", small, evict_every=3, backend="triton")
     cache = generate(model, ids, mask, new=5, return_dict_in_generate=True).past_key_values

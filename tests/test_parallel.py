@@ -10,6 +10,7 @@ import torch
 import fastkv
 
 from .models import PATTERN, build, generate, prompt
+from .pairwise import named
 from .test_vector_cache import mapping
 
 HEADS = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]  # usable heads differ between the processes
@@ -43,7 +44,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", named("qwen3", slow=True)])
 def test_two_processes_equal_one(name, tmp_path):
     model = build(name, vocab_size=98)
     model.save_pretrained(tmp_path)

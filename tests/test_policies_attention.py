@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkv
 from fastkv import FastKVError, ops
 from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, Signals, SnapKV
-from fastkv.reference import Moments, again, most_attended, output, output_norms
+from fastkv.reference import Moments, kvzip, most_attended, output, output_norms
 
 from .models import build, generate, prompt
 
@@ -304,7 +304,7 @@ def test_kvzip_hyper_parameters_are_checked():
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [1, 2, 256])
 def test_most_attended_equals_brute_force(monkeypatch, softcap, chunk):
-    monkeypatch.setattr(again, "QUERY_CHUNK", chunk)
+    monkeypatch.setattr(kvzip, "QUERY_CHUNK", chunk)
     q, keys, values = randn(B, HEADS * GROUP, 5, DIM), randn(B, HEADS, 9, DIM, seed=1), randn(B, HEADS, 9, 3, seed=2)
     visible = randn(B, 5, 9, seed=3) > 0
     visible[1, 3] = False  # a padded query

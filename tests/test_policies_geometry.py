@@ -28,6 +28,8 @@ from fastkv.reference.scores import neighbour_mean, z_scores
 from fastkv.rotary import Rotary
 from tests.models import build
 
+from .conftest import examples
+
 F64 = torch.float64
 DIM = 8
 FREQUENCIES = {dim: 10000.0 ** -(torch.arange(dim // 2) / (dim // 2)) for dim in (DIM, 16)}
@@ -235,7 +237,7 @@ INTEGER = [KNorm(), Manifold(), Manifold(metric="l1"), Manifold(metric="linf"), 
 
 
 @pytest.mark.parametrize("policy", INTEGER, ids=lambda p: f"{p.name}-{getattr(p, 'metric', '')}")
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_ties_go_to_the_lower_position(policy, data):
     """Small integers in numbers that are powers of two: every score is exact, and many are equal."""
@@ -302,7 +304,7 @@ def test_what_is_not_valid_does_not_matter(policy, decoding):
 
 
 @each_policy
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(pads=st.integers(0, 9), holes=st.integers(0, 5), held=st.integers(0, 6), new=st.integers(1, 12))
 def test_padding_does_not_matter(policy, pads, holes, held, new):
     plain = made(held=held, new=new, batch=1, pads=(0,), holes=(0,))
@@ -324,7 +326,7 @@ def test_padding_does_not_matter(policy, pads, holes, held, new):
 
 @each_policy
 @both_times
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 10**6))
 def test_order_of_the_candidates_does_not_matter(policy, decoding, seed):
     """Retained tokens come in any order; only the block is in the order of the text."""
@@ -365,7 +367,7 @@ def only_keys(keys):
     return replace(empty, keys=keys, values=keys, rotary=PLAIN)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(factor=st.floats(1.5, 50.0), token=st.integers(0, 19), seed=st.integers(0, 10**6))
 def test_scaling_a_key_is_seen_by_manifold_and_not_by_keydiff(factor, token, seed):
     keys = randn(20, DIM, seed=seed)
@@ -506,7 +508,7 @@ def test_unknown_tokens_count_as_the_mean_of_the_known():
     assert scored(NonCausal(), replace(signals, memory=torch.zeros(1, 1, 6))).tolist() == [[[0.0] * 6]]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data(), num=st.integers(1, 14), pool=st.sampled_from([1, 3, 5, 7]))
 def test_neighbour_mean_equals_brute_force(data, num, pool):
     order = data.draw(st.permutations(range(num)))
@@ -521,7 +523,7 @@ def test_neighbour_mean_equals_brute_force(data, num, pool):
     torch.testing.assert_close(got[0, 0], expected)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(num=st.integers(3, 30), shift=st.floats(-10, 10), stretch=st.floats(0.001, 1000), seed=st.integers(0, 10**6))
 def test_z_scores_have_mean_0_and_variance_1_whatever_the_units(num, shift, stretch, seed):
     scores = randn(2, 3, num, seed=seed)

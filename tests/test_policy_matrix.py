@@ -1,17 +1,22 @@
 """Every policy in every mode: one-shot, in blocks, while decoding, on a second turn; with every sharing of heads."""
 
+from dataclasses import dataclass
+from itertools import product
+
 import pytest
 import torch
 
 import fastkv
 from fastkv.errors import FastKVError
+from fastkv.policies import Policy
 
 from .models import build, generate, policy, prompt
+from .pairwise import covering
 
 TOKENS, EVERY = 20, 7
 NAMES = fastkv.policies.names()
 ADAPTIVE = [one.name for one in fastkv.policies.ALL if one.adaptive]
-IN_BLOCKS = [one.name for one in fastkv.policies.ALL if not one.rereads]
+IN_BLOCKS = [name for name in NAMES if not fastkv.policies.get(name).rereads]
 
 
 def small(**options):
@@ -27,8 +32,8 @@ def check(cache, seen, every=EVERY):
         stored, tokens = cache.stored(layer), cache.slots(layer) - every
         assert torch.equal(stored + cache.moments(layer).count, seen[:, None].expand(3, 2))
         assert int(stored.sum(-1).max()) <= 2 * (tokens + every - 1)
-        if state.centroids is not None:
-            assert torch.equal(state.centroids.count.sum(-1), cache.moments(layer).count.float())
+        if state.parts is not None:
+            assert torch.equal(state.parts.count.sum(-1), cache.moments(layer).count.float())
         exact = state.exact
         for row in range(3):
             for head in range(2):
@@ -68,8 +73,13 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-@pytest.mark.parametrize("correction", ["none", "mean", "moments", "cosh", "centroids"])
-@pytest.mark.parametrize("name", NAMES)
+CORRECTIONS = ["none", "mean", "moments", "cosh", "centroids"]
+OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no moments
+
+
+@pytest.mark.parametrize(
+    "name,correction", [*product(["momentkv"], CORRECTIONS), *covering(OTHERS, CORRECTIONS, together=1)]
+)
 def test_every_correction_conserves(name, correction, tmp_path):
     model = build()
     ids, mask = prompt()
@@ -77,15 +87,14 @@ def test_every_correction_conserves(name, correction, tmp_path):
     cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
     check(cache, mask.sum(-1) + 19, every=1)
     order = {"mean": 0, "moments": 1, "cosh": 1}.get(correction)
-    assert cache.plan.correction == correction
+    assert cache.config.correction.name == correction
     assert cache.moments(0).order == (1 if name == "momentkv" else order)
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", ADAPTIVE)
+@pytest.mark.parametrize(
+    "name,block", covering(ADAPTIVE, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS)
+)
 def test_adaptive_heads(name, block, tmp_path):
-    if block and name not in IN_BLOCKS:
-        return
     uniform = two_turns(build(), policy(name, tmp_path), small(), block)
     adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)
     # The state without the kernels' working memory; starts and nothing else come on top.
@@ -108,6 +117,28 @@ def test_adaptive_heads_are_unequal_and_share_the_total():
         starts = cache.layers[layer].state.exact.starts
         assert torch.equal(starts.diff(dim=-1), stored + EVERY), "a head owns what it uses and room to decode"
     assert unequal > 0
+
+
+@dataclass(frozen=True)
+class Unfair(Policy):
+    """The first head would win every token."""
+
+    name = "unfair"
+    adaptive = True
+
+    def score(self, signals):
+        return signals.positions + 1e6 * torch.tensor([1.0, 0.0])[:, None]
+
+
+@pytest.mark.parametrize("tokens,least", [(20, 4), (21, 5), (4, 1)])
+@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+def test_every_head_keeps_a_fifth_of_the_mean(block, tokens, least):
+    """Ada-KV's floor, rounded up, where neither sinks nor recent tokens ask for more."""
+    budget = fastkv.Budget(tokens=tokens, sinks=0, recent=0, heads="adaptive")
+    model = fastkv.patch(build(), Unfair(), budget, prefill_block=block, evict_every=EVERY)
+    cache = model(prompt(1, 50)[0]).past_key_values
+    assert all(cache.stored(layer).tolist() == [[2 * tokens - least, least]] for layer in range(4))
+    assert cache.layers[0].state.exact["positions"][0, 1, :least].sort().values.tolist() == [*range(50 - least, 50)]
 
 
 def test_adaptive_selection_is_one_competition():

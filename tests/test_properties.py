@@ -12,14 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVError, ops
+from fastkv.cache.layout import LayerConfig, Layout, cost, layout_of, spec_of
 from fastkv.cache.selection import keep_best
-from fastkv.config import LayerPlan, Plan
+from fastkv.config import Config
+from fastkv.corrections import NONE
 from fastkv.parallel import Parallel
 from fastkv.policies import KeyDiff, Signals, get
 from fastkv.reference import Moments, Selection, compact, select
-from fastkv.state import LayerState, Layout
 
-CASES = settings(max_examples=500)
+from .conftest import examples
+from .states import make_spec, make_state
+
+CASES = settings(max_examples=examples(500))
 F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
 SCORES = [0.0, -0.0, 1.0, 1.0, 2.5, -3.0, 1e30, -1e30, NAN, INF, -INF]
@@ -164,8 +168,9 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
     rng = random.Random(seed)
     least = max(sinks + recent, 1)
     tokens = [least + (rng.randrange(more + 1) if kind == "fixed" else more) for _ in range(heads)]
-    plan = Plan(KeyDiff(sliding_window=share), Budget(tokens=least, sinks=sinks, recent=recent))
-    rule = LayerPlan(plan, 0, Layout(tuple(tokens), adaptive=kind == "adaptive"), 1.0)
+    config = Config(KeyDiff(sliding_window=share), Budget(tokens=least, sinks=sinks, recent=recent))
+    layout = Layout(tuple(tokens), NONE, adaptive=kind == "adaptive")
+    rule = LayerConfig(config, 0, layout, spec_of(config, layout, 1.0))
     seen = [rng.choice([rng.randrange(4), rng.randint(8, 24)]) for _ in range(batch)]
     number = grid(batch, heads, lambda b, h: min(seen[b], rng.choice([places, places, rng.randint(0, places)])))
     held = grid(batch, heads, lambda b, h: rng.sample(range(seen[b]), number[b][h]))
@@ -515,19 +520,19 @@ def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kin
 def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, name, sharing, layers, every, slope):
     """Of states as they are allocated, with all that a policy makes them hold; one token more would not fit."""
     budget = Budget(bytes=total, sinks=1, recent=2, heads=sharing, layers=layers)
-    plan = Plan(get(name), budget, evict_every=every)
+    config = Config(get(name), budget, evict_every=every)
     like = torch.empty(1, heads, 0, dim, dtype=dtype, device="meta")
 
     def layout(tokens):
-        return plan.layout(0, heads, tokens, None, slope, Parallel())
+        return layout_of(config, 0, heads, tokens, None, slope, Parallel())
 
     def spent(tokens):
-        return LayerState.allocate(like, like, layout(tokens)).nbytes()
+        return layout(tokens).allocate(like, like).nbytes()
 
-    cost = LayerState.cost(like, like, layout)
-    assert cost.fixed + cost.per_token * 17 == spent(17)
+    price = cost(like, like, layout)
+    assert price.fixed + price.per_token * 17 == spent(17)
     try:
-        tokens = [budget.layer_tokens(layer, num_layers, 0, cost) for layer in range(num_layers)]
+        tokens = [budget.layer_tokens(layer, num_layers, 0, price) for layer in range(num_layers)]
     except FastKVError:
         assert layers == "pyramid" or num_layers * spent(3) > total
         return

@@ -11,6 +11,8 @@ from fastkv import FastKVError, ops
 from fastkv.kernels import evict as evict_kernel
 from fastkv.reference import LayerState, Moments, Recovery, Slots
 
+from .conftest import examples
+from .pairwise import covering
 from .states import assert_same, copied, make_spec, make_state, splits
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
@@ -75,7 +77,7 @@ def held_in(owned, spare):
 
 @pytest.mark.parametrize("step", [True, False], ids=["step", "attention"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(**common)
 def test_decoding_equals_that_on_equal_slots(backend, step, owned, order, softcap, parts, seed):
     """Results bit for bit; every slot of the slab that is not the new token's is as before."""
@@ -167,7 +169,7 @@ def brute_moments(old, gone):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     owned=st.lists(st.lists(st.integers(1, 30), min_size=HEADS, max_size=HEADS), min_size=1, max_size=2),
     drop=st.integers(0, 20),
@@ -197,7 +199,8 @@ def test_every_head_shrinks_below_its_own_slots(
     held = lengths.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evict_kernel, "MAX_SCAN", scan)
-        state = make_state(*slabs[:2], lengths, slabs[2], torch.full((batch,), span), moments, starts=starts, limit=most)
+        known = torch.full((batch,), span), moments
+        state = make_state(*slabs[:2], lengths, slabs[2], *known, starts=starts, limit=most)
         ops.evict(scores, None, state, make_spec(backend=backend, spare=drop, sinks=sinks, recent=recent))
     for b, h, first, end in stretches(starts):
         length, tokens = int(held[b, h]), max(end - first - drop, 0)
@@ -340,7 +343,8 @@ class Vector:
             return slab_of(rows, approx_starts, approx_size) if approx else slab_of(rows, starts, size)
 
         exact = Slots(laid(self.keys), laid(self.values), self.lengths.clone(), laid(self.positions))
-        approx = Slots(laid(self.approx_keys, True), None, self.approx_lengths.clone(), laid(self.approx_positions, True))
+        keys, positions = laid(self.approx_keys, True), laid(self.approx_positions, True)
+        approx = Slots(keys, None, self.approx_lengths.clone(), positions)
         exact.attention, approx.attention = laid(self.received[0]), laid(self.received[1], True)
         if ragged:
             exact.starts, exact.limit, exact.filled = starts, self.width, self.width
@@ -354,12 +358,12 @@ class Vector:
         out, lse_retained, lse_evicted = ops.decode_step(self.q, self.k, self.v, state, spec)
         keys, values, positions = self.keys.clone(), self.values.clone(), self.positions.clone()
         sums = [t.double() for t in self.received]
-        for b, h, *truth, given, extra in self.solve():
+        for b, h, *truth, values_get, keys_get in self.solve():
             slot = int(self.lengths[b, h])
             keys[b, h, slot], values[b, h, slot] = self.k[b, h, 0], self.v[b, h, 0]
             positions[b, h, slot] = self.place(backend)[b, h]
-            sums[0][b, h, : slot + 1] += given
-            sums[1][b, h, : len(extra)] += extra
+            sums[0][b, h, : slot + 1] += values_get
+            sums[1][b, h, : len(keys_get)] += keys_get
             rows = slice(h * G, h * G + G)
             for got, want in zip((out[b, rows], lse_retained[b, rows], lse_evicted[b, rows]), truth):
                 torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
@@ -378,10 +382,8 @@ class Vector:
             assert torch.equal(got[same], starting[same])
 
 
-@pytest.mark.parametrize("approx_ragged", [True, False], ids=["approx ragged", "approx equal"])
-@pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "equal"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=12)
+@pytest.mark.parametrize("backend, ragged, approx_ragged", covering(BACKENDS, [True, False], [True, False], together=1))
+@settings(max_examples=examples(12))
 @given(**common, approx=st.lists(st.integers(0, 9), min_size=2 * HEADS, max_size=2 * HEADS))
 def test_vector_step(backend, ragged, approx_ragged, owned, order, softcap, parts, seed, approx):
     approx_owned = [approx[b * HEADS : (b + 1) * HEADS] for b in range(len(owned))]

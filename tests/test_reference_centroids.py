@@ -49,7 +49,7 @@ def test_as_many_centroids_as_tokens_are_exact(softcap):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_one_centroid_is_the_mean(mass, softcap):
     keys, values = pairs(40)
-    mean = Moments.empty(2, 3, 8, 6, dtype=F64, order=0, spread="isotropic").add(keys, values)
+    mean = Moments.empty(2, 3, 8, 6, dtype=F64, order=0, spread=True).add(keys, values)
     expected = moment_estimate(queries(), mean, 0.3, softcap, order=0, mass=mass)
     got = centroid_estimate(queries(), empty(1).add(keys, values), 0.3, softcap, mass)
     for one, other in zip(got, expected):

@@ -17,6 +17,8 @@ from fastkv.reference.geometry import (
     sketch_matrix,
 )
 
+from .conftest import examples
+
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -226,7 +228,7 @@ def test_ragged_tail_is_not_favoured(tail):
     torch.testing.assert_close(flat, torch.ones_like(flat))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     num=st.integers(1, 12),
     before=st.integers(0, 4),

@@ -34,7 +34,7 @@ ARGUMENTS = {
     "zero block": ({"prefill_block": 0}, "prefill_block must be a whole number of at least 1"),
     "fractional eviction": ({"evict_every": 1.5}, "evict_every must be a whole number of at least 1"),
     "unknown correction": ({"correction": "second"}, "auto, none, mean, moments"),
-    "unknown backend": ({"backend": "cuda"}, "backend must be one of auto, reference, triton"),
+    "unknown backend": ({"backend": "cuda"}, "backend must be one of auto, reference, cpu, triton"),
     "wrong number of layer weights": ({"budget": Budget(tokens=64, layers=[1, 2])}, "2 weights, but the model has 4"),
     "a layer below sinks + recent": ({"budget": Budget(tokens=64, layers=[1, 1, 1, 9])}, "fewer than sinks"),
 }

@@ -21,7 +21,9 @@ from fastkv.demo.tasks import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
+from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
+from .pairwise import named
 from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
 from .test_vector_cache import mapping
 
@@ -61,7 +63,8 @@ def contents(cache):
             state = layer.state
             found |= {f"{index}.{name}": tensor.clone() for name, tensor in state.named_tensors()}
             slots = [state.exact] + ([] if state.approx is None else [state.approx])
-            found[f"{index}"] = (layer.seen, layer.shared.phase.steps, *((one.filled, one.limit) for one in slots))
+            steps = layer.cache.workspace.clock.now.steps
+            found[f"{index}"] = (layer.seen, steps, *((one.filled, one.limit) for one in slots))
         else:
             found |= {f"{index}.keys": layer.keys.clone(), f"{index}.values": layer.values.clone()}
             found[f"{index}"] = (layer.get_seq_length(),)
@@ -149,7 +152,7 @@ def test_every_dtype(name, dtype, tmp_path):
     check_round_trip(model, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+@pytest.mark.parametrize("dtype", [named(HALF["fp16"], slow=True), HALF["bf16"]], ids=str)
 def test_kernels_and_reference_read_each_others_files(dtype, tmp_path):
     """Kernels keep a half-precision copy of cross / count: it is read where it was saved and made where it was not."""
     model = build().to(dtype)
@@ -306,7 +309,7 @@ def refused(path, model, sentence):
     assert "\n" not in message and len(message) < 600 and str(path) in message
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), early=st.booleans())
 def test_any_flipped_bit_is_noticed(place, bit, early, tmp_path_factory):
     model, content = saved_bytes()
@@ -318,7 +321,7 @@ def test_any_flipped_bit_is_noticed(place, bit, early, tmp_path_factory):
     refused(path, model, r"is damaged|cannot be read as a saved cache|without the header|has format")
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(share=st.floats(0, 1, exclude_max=True), more=st.sampled_from([b"", b"\0", b"more"]))
 def test_any_truncation_is_noticed(share, more, tmp_path_factory):
     model, content = saved_bytes()
@@ -457,7 +460,7 @@ def test_other_models_and_settings(tmp_path):
         r"budget\.heads=uniform, got budget\.heads=adaptive;": ("snapkv", small(heads="adaptive"), options),
         "correction=moments, got correction=mean;": ("snapkv", small(), {**options, "correction": "mean"}),
         f"evict_every={EVERY}, got evict_every=8;": ("snapkv", small(), {**options, "evict_every": 8}),
-        "vector=None, got vector=": (
+        "correction=moments, vector=None, got correction=vector[+]moments, vector=": (
             "snapkv",
             small(),
             {**options, "correction": "vector+moments", "vector": mapping(model)},
@@ -503,11 +506,11 @@ def test_what_cannot_be_saved(tmp_path):
         cache.save(tmp_path / "no" / "directory")
     with pytest.raises(FastKVError, match="cannot be written"):
         cache.save(tmp_path)
-    cache.shared.parallel = Parallel(0, 2)
+    cache.workspace.parallel = Parallel(0, 2)
     with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
         cache.save(path)
     with pytest.raises(FastKVError, match="by one process, but 2 share this model's heads; load it without"):
-        saved.read(path, model.config, cache.plan, cache.layers, {}, torch.float32)
+        saved.read(path, model.config, cache.config, cache.layers, {}, torch.float32)
     assert path.read_text() == "old"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["cache"]
 
@@ -532,7 +535,7 @@ cache.save(path)
 """
 
 
-@pytest.mark.parametrize("stage", ["fsync", "replace"])
+@pytest.mark.parametrize("stage", [named("fsync", slow=True), "replace"])
 def test_a_kill_in_the_middle_leaves_the_old_file(stage, tmp_path):
     """Killed with the new file written and not yet safe on disk, or safe and not yet in place."""
     path = tmp_path / "cache"

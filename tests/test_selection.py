@@ -5,11 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv.budget import Budget
+from fastkv.cache.layout import LayerConfig, Layout, spec_of
 from fastkv.cache.selection import keep_best
-from fastkv.config import LayerPlan, Plan
+from fastkv.config import Config
 from fastkv.policies import KeyDiff, Signals, Streaming
-from fastkv.reference import Moments, compact, evict, protected, select
-from fastkv.state import Layout
+from fastkv.reference import LayerState, Moments, Slots, Spec, compact, evict, protected, select
+
+from .conftest import examples
 
 
 def expected_set(scores, positions, valid, guard, tokens):
@@ -18,7 +20,7 @@ def expected_set(scores, positions, valid, guard, tokens):
     return set(order[:tokens])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), num=st.integers(1, 20), tokens=st.integers(1, 25))
 def test_select_equals_sorting(data, num, tokens):
     def draw(element):
@@ -53,7 +55,7 @@ def test_rows_do_not_depend_on_their_neighbours():
         assert torch.equal(alone.kept, together.kept[one])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data(), used=st.integers(0, 8), new=st.integers(0, 8), tokens=st.integers(1, 10))
 def test_compact_keeps_the_chosen_and_remembers_the_rest(data, used, new, tokens):
     slots = 12
@@ -72,7 +74,8 @@ def test_compact_keeps_the_chosen_and_remembers_the_rest(data, used, new, tokens
     before = Moments.empty(1, 2, 4, 4).add(*[torch.randn(1, 2, 3, 4, generator=generator) for _ in range(2)])
     moments = Moments(*[t.clone() for t in before.tensors()])
     lengths = torch.zeros(1, 2, dtype=torch.int32)
-    compact(keys, values, positions, lengths, moments, *block, block_positions, valid, chosen)
+    state = LayerState(Slots(keys, values, lengths, positions), torch.zeros(1, dtype=torch.int64), moments)
+    compact(valid, chosen, (*block, block_positions), state, Spec(1.0))
     for head in range(2):
         kept = [i for i in range(used + new) if chosen.kept[0, head, i]]
         kept.sort(key=lambda i: int(where[0, head, i]))
@@ -94,7 +97,8 @@ def test_evict_loses_only_what_is_too_much():
     moments = Moments.empty(2, 1, 4, 4)
     gone = keys[0, 0, [2, 6, 5]].clone()  # position 7 and 0 are protected; of the equal scores, 3 stays before 5
     before = keys.clone()
-    evict(keys, values, positions, lengths, seen, moments, scores, tokens=6, sinks=1, recent=1)
+    state = LayerState(Slots(keys, values, lengths, positions), seen, moments)
+    evict(scores, None, state, Spec(1.0, tokens=6, sinks=1, recent=1))
     assert lengths.tolist() == [[6], [3]] and moments.count.tolist() == [[2], [0]]
     assert sorted(positions[0, 0, :6].tolist()) == [0, 1, 3, 4, 6, 7]
     torch.testing.assert_close(moments.key_mean[0, 0], gone[:2].mean(0))
@@ -108,7 +112,7 @@ def test_protection_is_sinks_and_recent():
 
 
 def kept_positions(policy, tokens, num=40, **budget):
-    plan = Plan(policy, Budget(tokens=tokens, **budget))
+    config = Config(policy, Budget(tokens=tokens, **budget))
     positions = torch.arange(num, dtype=torch.int32).expand(1, 1, num)
     keys = torch.randn(1, 1, num, 8)
     signals = Signals(
@@ -121,7 +125,8 @@ def kept_positions(policy, tokens, num=40, **budget):
         layer=0,
         decoding=False,
     )
-    rule = LayerPlan(plan, 0, Layout((tokens,)), 1.0)
+    layout = Layout((tokens,), config.correction)
+    rule = LayerConfig(config, 0, layout, spec_of(config, layout, 1.0))
     kept = keep_best(signals, policy.score(signals), torch.tensor([num]), rule).kept[0, 0]
     return positions[0, 0][kept].tolist()
 

@@ -9,12 +9,13 @@ from fastkv.calibration.vector_map import VectorMap
 from fastkv.errors import FastKVError
 
 from .models import build, generate, policy, prompt
+from .pairwise import named
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns
 
 
-def linear_model(name="llama"):
+def linear_model(name="llama", **changes):
     """A model whose values are a linear map of its keys before the rotation, and that map."""
-    model = build(name)
+    model = build(name, **changes)
     generator = torch.Generator().manual_seed(3)
     weights = {}
     for index, layer in enumerate(model.model.layers):
@@ -27,9 +28,9 @@ def linear_model(name="llama"):
 
 def mapping(model, weights=None, r2=1.0):
     """A VectorMap for the model; r2 may be a table [layer][head]."""
-    layers = range(4)
+    layers = range(model.config.num_hidden_layers)
     weights = weights or {layer: torch.randn(2, 16, 16) / 16 for layer in layers}
-    table = r2 if isinstance(r2, list) else [[r2, r2]] * 4
+    table = r2 if isinstance(r2, list) else [[r2, r2]] * len(layers)
     return VectorMap(
         weights=weights,
         r2={layer: torch.tensor(table[layer], dtype=torch.float64) for layer in layers},
@@ -40,11 +41,12 @@ def mapping(model, weights=None, r2=1.0):
     )
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
+@pytest.mark.parametrize(
+    "block,backend", [(None, "reference"), (16, "reference"), (None, "triton"), named(16, "triton", slow=True)]
+)
 def test_recovered_values_are_exact_where_the_map_is(block, backend):
     """36 pairs' room holds 18 pairs and 36 keys: more than the sequence, so nothing but values is lost."""
-    model, weights = linear_model()
+    model, weights = linear_model(num_hidden_layers=1)
     ids, mask = prompt(2, 40, (0, 7))
     new = 3 if backend == "triton" else 12
     expected = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits

@@ -36,7 +36,7 @@ def store(
         _store_in_slabs(state, signals, selection, rule, full)
     if state.approx is None:
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
-    settle(state, signals)
+    finish(state, signals)
 
 
 def _store_in_slabs(state: LayerState, signals: Signals, selection: Selection, rule: LayerConfig, full: bool) -> None:
@@ -68,7 +68,7 @@ def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule:
         ops.remember(keys, values, gone.gather(2, index), state, rule.spec)
 
 
-def settle(state: LayerState, signals: Signals) -> None:
+def finish(state: LayerState, signals: Signals) -> None:
     """Put what the policy remembers where the tokens lie now, and add up what slots receive from now on."""
     if state.approx is None:  # else `key_only.place` has put it there
         memorise(state.exact, signals)

@@ -30,4 +30,4 @@ def evict(state: LayerState, rule: LayerConfig) -> None:
         compaction.remember(state, told, chosen, spare, rule)
     ops.evict(scores, chosen, state, rule.spec)
     exact.filled = exact.limit - spare
-    compaction.settle(state, told)
+    compaction.finish(state, told)

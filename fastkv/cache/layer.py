@@ -78,9 +78,9 @@ class LayerCache:
         spec = spec_of(self.config, layout, scale=1.0)
         self.rule = LayerConfig(self.config, self.layer, layout, spec, shared.parallel, rotary, weight=weight)
         self.state, self.num_heads = state, num_heads
-        self.settle()
+        self.prepare()
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         """Make what follows from where the state lies: scratch, tables and, if static, the promise that it stays."""
         state, rule = self._held()
         state.scratch = self.workspace.scratch_of(self.num_heads, state, rule.spec)
@@ -142,7 +142,7 @@ class LayerCache:
         absorb_block(state, q, k, v, valid, rule, received)
         self.workspace.clock.restart()
         if state.exact.starts is not None:
-            self.settle()  # the longest head may have changed
+            self.prepare()  # the longest head may have changed
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, length: int = 0) -> Tensor:
         """Attention output for one new token of every row, none of them padding, [B, Hq, 1, Dv].
@@ -173,7 +173,7 @@ class LayerCache:
             batch = len(self.state.seen)
             self.state.map_batch_(change)
             if len(self.state.seen) != batch:
-                self.settle()
+                self.prepare()
 
     def reset(self) -> None:
         """Forget the sequences but keep the slots, unless their number depends on the prompt."""
@@ -191,7 +191,7 @@ class LayerCache:
         if self.state is not None:
             kept = (self.state.scratch, self.state.recovery)  # the cache's, not the layer's
             twin.state = copy.deepcopy(self.state, {id(part): part for part in kept if part is not None})
-            twin.settle()
+            twin.prepare()
         return twin
 
     def nbytes(self) -> int:

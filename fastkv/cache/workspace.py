@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,9 +36,18 @@ class CacheWorkspace:
         positions: int = FIRST_TABLE,
     ) -> None:
         self.parallel, self.rotary, self.positions = parallel or Parallel(), rotary, positions
-        self.clock = EvictionClock(evict_every)
+        self.clock, self.reading = EvictionClock(evict_every), False
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def reading_prompt(self) -> Iterator[None]:
+        """While this is open, a block of one token is read like any other block: it may be padding."""
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
 
     def twin(self) -> CacheWorkspace:
         """For a copy of the layers, which is as far as they are."""

@@ -1,1 +1,1 @@
-"""What is fitted to one model and stored in files, and how: a stock model runs over text, offline."""
+"""What is fitted to one model and stored in files: the formats, which the core reads. `fit` writes them, offline."""

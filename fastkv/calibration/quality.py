@@ -12,6 +12,7 @@ f grows, that is always 1, and the smallest is meant.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ from .fingerprint import describe, fingerprint
 
 FORMAT = "fastkv context calibration"
 VERSION = 1
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("alpha", "beta", "triples", "residual"), (int, float)),
+    **dict.fromkeys(("policy", "fingerprint", "model"), (str,)),
+    "query_aware": (bool,),
+}
 STRAIGHT = 1e-12  # below this |k| the curve is its straight limit, to double precision
 
 
@@ -185,15 +191,10 @@ def _read(path: Path) -> dict[str, QualityCurve]:
 
 def _curve(policy: str, content: dict[str, Any], entry: dict[str, Any]) -> QualityCurve:
     """One entry of a file, checked. Raises ValueError, KeyError or TypeError for whatever is not one."""
-    numbers = {name: entry[name] for name in ("alpha", "beta", "triples", "residual")}
-    words = {"policy": policy, "fingerprint": content["fingerprint"], "model": content["model"]}
-    if not all(isinstance(word, str) for word in words.values()):
-        raise TypeError("a name is not text")
-    if any(isinstance(number, bool) or not isinstance(number, (int, float)) for number in numbers.values()):
-        raise TypeError("a number is not a number")
-    if not all(abs(number) < float("inf") for number in numbers.values()):
-        raise ValueError("a number is not finite")
-    aware = entry["query_aware"]
-    if not isinstance(aware, bool):
-        raise TypeError("a flag is not a flag")
-    return QualityCurve(**words, **numbers, query_aware=aware)
+    values = {**entry, "policy": policy, "fingerprint": content["fingerprint"], "model": content["model"]}
+    for name, kinds in KINDS.items():
+        if type(values[name]) not in kinds:
+            raise TypeError(f"{name} is of another type")
+        if float in kinds and not math.isfinite(values[name]):
+            raise ValueError(f"{name} is not finite")
+    return QualityCurve(**{name: values[name] for name in KINDS})

@@ -7,7 +7,7 @@
     sample = generate("facts", length=1024, seed=0)
     inputs = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt")
 
-`tasks.py` writes the texts, `train.py` trains the model on them, `model/README.md` is the model card.
+`tasks.py` writes the texts, `measure.py` says what a cache does to the answers, `model/README.md` is the model card.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from ..policies import Policy
+
 MODEL_DIR = Path(__file__).parent / "model"
+PATTERN = MODEL_DIR / "full_attention_heads.tsv"  # which heads DuoAttention keeps whole
 
 
 def load(
@@ -37,3 +40,10 @@ def load(
     )
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     return cast("LlamaForCausalLM", model.eval()), cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def policy_of(name: str) -> Policy:
+    """The policy with its defaults; DuoAttention with the pattern of the bundled model."""
+    from .. import policies
+
+    return policies.get(name, **({"pattern": str(PATTERN)} if name == "duoattention" else {}))

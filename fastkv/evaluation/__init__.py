@@ -20,7 +20,7 @@ __all__ = ["TASK_FILES", "FastKVLM"]
 TASK_FILES = Path(__file__).parent / "tasks"  # what the harness takes as --include_path: fastkv's own tasks
 
 
-def _check_harness() -> None:
+def check_harness() -> None:
     """Raise FastKVError unless lm-evaluation-harness is installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise FastKVError("lm-evaluation-harness is not installed, tasks cannot be run; pip install fastkv[eval]")
@@ -36,7 +36,7 @@ if importlib.util.find_spec("lm_eval") is not None:
 def __getattr__(name: str) -> Any:
     if name != "FastKVLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _check_harness()
+    check_harness()
     from .lm_eval_model import FastKVLM
 
     return FastKVLM

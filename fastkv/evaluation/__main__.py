@@ -16,14 +16,15 @@ from __future__ import annotations
 import sys
 
 from ..errors import FastKVError
-from . import TASK_FILES, _check_harness
-from .harness import advice, first_line
+from . import TASK_FILES, check_harness
+from .common import first_line
+from .harness import advice
 
 
 def main() -> int:
     """Run the harness on this process's command line. Returns the exit code: 2 if fastkv refused."""
     try:
-        _check_harness()
+        check_harness()
         run()
     except FastKVError as error:
         print(f"fastkv.evaluation: {error}", file=sys.stderr)

@@ -1,12 +1,121 @@
-"""Equal bytes, for reports: the one formula and the one check, which the demo has too."""
+"""Equal bytes: what a comparison of caches must hold fixed, and the check that it did.
 
-from ..demo.equal_bytes import (
-    EVICT_EVERY,
-    assert_equal_bytes,
-    equal_bytes,
-    state_token_bytes,
-    stored_bytes,
-    token_bytes,
-)
+A policy that stores moments, scores or anything else beside keys and values pays for it with tokens: all caches get the
+bytes that a cache of keys and values alone would spend, and each keeps as many tokens as these pay for.
+"""
 
-__all__ = ["EVICT_EVERY", "assert_equal_bytes", "equal_bytes", "state_token_bytes", "stored_bytes", "token_bytes"]
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .. import corrections
+from ..budget import Budget
+from ..cache.layer import LayerCache
+from ..cache.layout import Layout, cost
+from ..corrections import Shape
+from ..errors import FastKVError
+from ..integrations.transformers.cache import FastKVCache, FastKVLayer
+from ..reference import LayerState
+
+EVICT_EVERY = 16  # as `fastkv.patch` has it
+
+
+def is_full(layer: Any) -> bool:
+    """Whether a layer of a stock cache keeps all tokens; those of a sliding window are subclasses."""
+    return type(layer) is DynamicLayer
+
+
+def equal_bytes(
+    config: Any, tokens: int | Budget, dtype: torch.dtype, *, evict_every: int = EVICT_EVERY, **shares: Any
+) -> Budget:
+    """The bytes of a cache without moments or scores that keeps `tokens` tokens per KV head, as a `Budget`.
+
+    Args:
+        config: of a transformers model; its full-attention layers are counted.
+        tokens: per KV head, or a `Budget` of tokens, whose shares the result has too; slots for `evict_every` more are
+            part of the bytes.
+        dtype: of keys and values.
+        shares: sinks, recent, layers and heads, as in `Budget`, where `tokens` is a number.
+    Raises: FastKVError if the model has no full-attention layer, a share is not one, or the budget is not in tokens.
+    """
+    # Tokens that cannot hold sinks and recent are refused here, in tokens.
+    budget = tokens if isinstance(tokens, Budget) else Budget(tokens=tokens, **shares)
+    if budget.tokens is None:
+        raise FastKVError(f"equal_bytes turns tokens into bytes, got {budget}; give Budget(tokens=...)")
+    text = config.get_text_config(decoder=True)
+    full = sum(is_full(layer) for layer in DynamicCache(config=text).layers)
+    if not full:
+        raise FastKVError(
+            f"equal_bytes needs a model with full-attention layers, got {text.model_type} with none; its cache is "
+            "bounded already"
+        )
+    heads = text.num_key_value_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    like = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
+    plain = Layout((budget.tokens,) * heads, corrections.NONE, spare=evict_every).allocate(like, like)
+    return replace(budget, tokens=None, bytes=full * plain.nbytes())
+
+
+def stored_bytes(cache: FastKVCache) -> int:
+    """Bytes per sequence that the compressed layers hold: slots, positions, scores and moments.
+
+    `nbytes()` without what no budget can change: sliding-window layers and the kernels' working memory.
+    Raises: FastKVError for an empty cache.
+    """
+    states = _states(cache)
+    stock = [layer for layer in cache.layers if not isinstance(layer, FastKVLayer)]
+    windows = sum(rows.nbytes for layer in stock for rows in (layer.keys, layer.values) if rows is not None)
+    return (cache.nbytes() - cache.workspace.nbytes() - windows) // states[0].seen.shape[0]
+
+
+def token_bytes(cache: FastKVCache) -> int:
+    """`layer_token_bytes` of all compressed layers together."""
+    _states(cache)
+    return round(sum(layer_token_bytes(layer.cache) for layer in cache.compressed))
+
+
+def layer_token_bytes(layer: LayerCache) -> float:
+    """Bytes per sequence of one more token in every KV head, with what of the evicted ones it lets be remembered."""
+    state, rule = layer.state, layer.rule
+    assert state is not None and rule is not None and state.exact.values is not None
+    keys, values, heads, layout = state.exact.keys, state.exact.values, state.heads, rule.layout
+    like_keys, like_values = (
+        torch.empty(1, heads, 1, rows.shape[-1], dtype=rows.dtype, device="meta") for rows in (keys, values)
+    )
+    shape = Shape(heads, keys.shape[-1], values.shape[-1], keys.element_size())
+    meta = torch.device("meta")
+    parts = [layout.correction.empty(1, shape, tokens, meta) for tokens in (layout.mean, layout.mean + 1)]
+    fewer, more = (0 if part is None else part.nbytes() for part in parts)
+    pairs = cost(like_keys, like_values, lambda num: replace(layout, tokens=(num,) * heads)).per_token
+    return pairs + more - fewer
+
+
+def assert_equal_bytes(caches: Mapping[str, FastKVCache], bound: int) -> None:
+    """Check that every named cache uses the bytes it was given: no more, and less than one token per head fewer.
+
+    Args: caches: filled; bound: bytes per sequence, `Budget.bytes` of all of them.
+    Raises: FastKVError naming the first cache that breaks the bound.
+    """
+    for name, cache in caches.items():
+        held, token = stored_bytes(cache), token_bytes(cache)
+        if not bound - token < held <= bound:
+            raise FastKVError(
+                f"caches compared at equal bytes must hold more than {bound - token} and at most {bound} bytes per "
+                f"sequence, got {held} for {name}; give all of them the same Budget(bytes=...)"
+            )
+
+
+def _states(cache: FastKVCache) -> list[LayerState]:
+    states = [layer.state for layer in cache.layers if isinstance(layer, FastKVLayer)]
+    filled = [state for state in states if state is not None]
+    if not filled or len(filled) < len(states):
+        raise FastKVError(
+            f"only a filled cache has bytes to compare, got {len(filled)} of {len(states)} layers; run the model first"
+        )
+    return filled

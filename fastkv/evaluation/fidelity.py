@@ -14,6 +14,7 @@ hidden states, and the moments summarise what their own layer has evicted. All c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..demo.measure import cache_bytes, record_attention
+from ..demo.measure import cache_bytes, kept_tokens, record_attention
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
-from ..reference import centroid_estimate, joined, moment_estimate
-from ..state import LayerState
+from ..reference import LayerState, joined
+from .common import check_stock
+from .equal_bytes import stored_bytes
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,10 @@ class Fidelity:
 def read_full(model: PreTrainedModel, tokens: Tensor, steps: int) -> Full:
     """Run the stock model over tokens [B, N], the last `steps` of them one at a time.
 
-    Raises: FastKVError if the model is patched, or unless 2 <= steps < N.
+    Raises: FastKVError if the model is patched or in training, or unless 2 <= steps < N.
     """
-    if "_fastkv_config" in vars(model):
-        raise FastKVError("read_full needs the stock model, got a patched one; call fastkv.unpatch(model) first")
-    check_steps(tokens, steps)
+    check_stock("read_full", model)
+    check_steps(tokens.shape[1], steps)
     cache = model(tokens[:, :-steps], use_cache=True, logits_to_keep=1).past_key_values
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
     return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
@@ -124,7 +125,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     Args: tokens, steps: as `read_full` got them, without padding; full: what it returned.
     Raises: FastKVError if the model is not patched, or unless 2 <= steps < N.
     """
-    check_steps(tokens, steps)
+    check_steps(tokens.shape[1], steps)
     cache = FastKVCache(model)
     witnesses = {index: Witness(layer) for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
     model(tokens[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -134,12 +135,18 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     for witness in witnesses.values():
         witness.leave()
     compared = [witness.compared for witness in witnesses.values()]
-    heads = Heads(**{one.name: torch.stack([stacked(layer, one.name) for layer in compared]) for one in fields(Heads)})
-    layers = list(witnesses)
+
+    def of(name: str) -> Tensor:
+        layers = [torch.stack([getattr(step, name) for step in steps], 1) for steps in compared]
+        return torch.stack([layer.cpu() for layer in layers])
+
+    heads = Heads(**{one.name: of(one.name) for one in fields(Heads)})
+    layers, num_heads = list(witnesses), heads.mass.shape[-1]
+    outputs = (run[layers].double().unflatten(-1, (num_heads, -1)) for run in (attention, full.attention))
     return Fidelity(
         layers=layers,
         heads=heads,
-        error=distance(*(split(run[layers].double(), heads.mass.shape[-1]) for run in (attention, full.attention))),
+        error=distance(*outputs),
         agreement=log_probs.argmax(-1) == full.log_probs.argmax(-1),
         kl=(full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1),
         excess=negative_log_likelihood(log_probs, tokens) - full.nll,
@@ -148,26 +155,26 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
 
 
 class Witness:
-    """Stands in for a compressed layer's `attend` and `decode`: remembers every pair that the layer is given and, while
+    """Stands in for a compressed layer's `attend` and `step`: remembers every pair that the layer is given and, while
     `comparing`, what became of the query.
 
     Args: layer: of a cache that is still empty.
     """
 
     def __init__(self, layer: FastKVLayer) -> None:
-        self.layer, self.stock = layer, (layer.attend, layer.decode)
+        self.layer, self.stock = layer, (layer.attend, layer.step)
         self.keys = self.values = torch.empty(0, 0, 0, 0)
         self.comparing = False
         self.compared: list[Heads] = []
-        layer.attend, layer.decode = self.attend, self.decode  # type: ignore[assignment, method-assign]
+        layer.attend, layer.step = self.attend, self.step  # type: ignore[assignment, method-assign]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         """As `FastKVLayer.attend`."""
         self.remember(k, v)
         return self.stock[0](q, k, v, *rest)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, *rest: Any) -> Tensor:
-        """As `FastKVLayer.decode`."""
+    def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, *rest: Any) -> Tensor:
+        """As `FastKVLayer.step`."""
         self.remember(k, v)
         if not self.comparing:
             return self.stock[1](q, k, v, scale, softcap, *rest)
@@ -187,19 +194,17 @@ class Witness:
 
     def leave(self) -> None:
         """Give the layer its own methods back, so that the cache does not hold on to the pairs."""
-        del self.layer.attend, self.layer.decode
+        del self.layer.attend, self.layer.step
 
     def estimate(self, q: Tensor, state: LayerState, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """Estimate of f_E [B, Hq, Dv] and log Z_E [B, Hq] for queries [B, Hq, 1, D]; NaN without moments."""
-        if state.centroids is not None:
-            value, log_mass = centroid_estimate(q.double(), state.centroids, scale, softcap)
-            return value[:, :, 0], log_mass[:, :, 0]
-        order, mass = self.layer.plan.order, self.layer.plan.mass
-        order = state.moments.order if order is None else order  # a policy may keep moments that it does not apply
-        if order is None:
+        evicted = self.layer.cache.config.correction.evicted(state)
+        if evicted is None and state.moments.order is not None:
+            evicted = state.moments  # a policy may keep moments that are not applied
+        if evicted is None:
             nothing = torch.full_like(q[:, :, 0, :1], torch.nan, dtype=torch.float64)
             return nothing, nothing[..., 0]
-        value, log_mass = moment_estimate(q.double(), state.moments, scale, softcap, order, mass)
+        value, log_mass = evicted.estimate(q.double(), scale, softcap)
         return value[:, :, 0], log_mass[:, :, 0]
 
 
@@ -272,20 +277,91 @@ def distance(o: Tensor, full: Tensor) -> Tensor:
     return (o - full).norm(dim=-1) / full.norm(dim=-1)
 
 
-def split(attention: Tensor, heads: int) -> Tensor:
-    """[..., Hq * Dv] as [..., Hq, Dv]."""
-    return attention.unflatten(-1, (heads, -1))
-
-
-def stacked(steps: list[Heads], name: str) -> Tensor:
-    """One number of all steps of a layer, [B, T, Hq]."""
-    return torch.stack([getattr(step, name) for step in steps], 1).cpu()
-
-
-def check_steps(tokens: Tensor, steps: int) -> None:
-    """Raise FastKVError unless some of tokens [B, N] are read before at least two are fed."""
-    if not 2 <= steps < tokens.shape[1]:
+def check_steps(tokens: int, steps: int) -> None:
+    """Raise FastKVError unless some of the tokens of a text are read before at least two are fed."""
+    if not 2 <= steps < tokens:
         raise FastKVError(
-            f"steps must be at least 2 and fewer than the {tokens.shape[1]} tokens of the text, got {steps}; give "
-            "fewer steps or a longer context"
+            f"steps must be at least 2 and fewer than the {tokens} tokens of the text, got {steps}; give fewer steps "
+            "or a longer context"
         )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache. Means over texts, fed tokens, layers and heads; None where nothing was evicted or nothing estimated.
+
+    Attributes:
+        context: tokens of a text, the fed ones included.
+        budget: tokens per KV head that a cache without moments keeps in the same bytes.  kept: what this one keeps.
+        nbytes: of the compressed layers, per sequence.  full_nbytes: of the full cache.
+        error, own_error, cosine, retained_cosine, mass, estimated_mass, gap: see `Heads` and `Fidelity`.
+        standard_error: of `error`, over texts; None for one text.
+        agreement: share of equal next tokens.  kl: nats.  perplexity_ratio: to the full cache.
+        layers: indices in the model.  by_head: name to [layers][Hq].  by_text: name to [texts].
+    """
+
+    policy: str
+    context: int
+    budget: int
+    kept: float
+    nbytes: int
+    full_nbytes: int
+    error: float
+    standard_error: float | None
+    own_error: float
+    cosine: float | None
+    retained_cosine: float | None
+    mass: float
+    estimated_mass: float | None
+    gap: float | None
+    agreement: float
+    kl: float
+    perplexity_ratio: float
+    layers: list[int]
+    by_head: dict[str, list[list[float | None]]]
+    by_text: dict[str, list[float]]
+
+
+def summarise(name: tuple[str, int, int], measured: Fidelity, full: Full) -> Row:
+    """One row; name: policy, context and budget."""
+    policy, context, budget = name
+    heads = measured.heads
+    numbers = {
+        "error": measured.error,
+        "own_error": heads.own_error,
+        "cosine": heads.cosine,
+        "retained_cosine": heads.retained_cosine,
+        "mass": heads.mass,
+        "estimated_mass": heads.estimated_mass,
+        "gap": heads.gap,
+    }
+    means = {one: known(number.nanmean()) for one, number in numbers.items()}
+    errors = measured.error.mean((0, 2, 3))
+    kept = kept_tokens(measured.cache)
+    assert kept is not None
+    texts = {"error": errors, "own_error": heads.own_error.mean((0, 2, 3)), "kl": measured.kl.mean(-1)}
+    texts["agreement"] = measured.agreement.double().mean(-1)
+    return Row(
+        policy=policy,
+        context=context,
+        budget=budget,
+        kept=kept,
+        nbytes=stored_bytes(measured.cache),
+        full_nbytes=full.nbytes,
+        **means,  # type: ignore[arg-type]
+        standard_error=(errors.std() / math.sqrt(len(errors))).item() if len(errors) > 1 else None,
+        agreement=measured.agreement.double().mean().item(),
+        kl=measured.kl.mean().item(),
+        perplexity_ratio=measured.excess.mean().exp().item(),
+        layers=measured.layers,
+        by_head={
+            one: [[known(head) for head in layer] for layer in number.nanmean((1, 2))]
+            for one, number in numbers.items()
+        },
+        by_text={one: number.tolist() for one, number in texts.items()},
+    )
+
+
+def known(number: Tensor) -> float | None:
+    """A number, or None for NaN, which JSON does not have."""
+    return None if number.isnan() else number.item()

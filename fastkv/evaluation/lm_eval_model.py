@@ -33,8 +33,7 @@ from ..budget import Budget
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from ..policies import Policy
-from .budgets import to_budget
-from .results import FULL
+from .common import FULL, to_budget
 
 MODES = ("auto", "stream", "prefix")
 

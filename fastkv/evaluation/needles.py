@@ -6,32 +6,36 @@
 
     with fastkv.patched(model, "keydiff", budget=512):
         found = needles.grid(model, tokenizer, lengths=(1024, 4096), depths=(0, 0.5, 1), samples=10)
-    found.save("keydiff.json")
     needles.write_plot(found, "keydiff.png", "KeyDiff, 512 tokens")
 
 The tasks are RULER's needles, and those of `fastkv.demo.tasks` for the bundled model, whose tokenizer knows only the
-words of those.
+words of those. The command keeps a JSON file and a heat map of each finished cache in `--out`; given again, it goes on
+where it was interrupted.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..demo import tasks as demo
+from ..demo.measure import cache_bytes
 from ..errors import FastKVError
-from . import ruler
-from .haystack import scatter
-from .ruler_niah import KINDS
-from .ruler_sample import Sample, Tokenizer, counter
+from . import common, looks, ruler
+from .ruler.niah import KINDS
+from .ruler.text import Sample, Tokenizer, counter, scatter
 
 TASKS = (*KINDS, *demo.TASKS)
+DEMO_TASK, TASK = "facts", "niah_single_2"  # of the bundled model, and of others
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,22 @@ class Grid:
     seed: int
     accuracy: tuple[tuple[float, ...], ...]
 
-    def save(self, path: str | Path) -> None:
-        """Write all of it as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
-
     @classmethod
     def of(cls, record: dict[str, Any]) -> Grid:
         """What was saved, from the JSON object."""
         accuracy = tuple(map(tuple, record["accuracy"]))
         ranges = {name: tuple(record[name]) for name in ("lengths", "depths")}
         return cls(**{**record, **ranges, "accuracy": accuracy})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache: its policy and budget as on the command line, the largest of a sequence in bytes, what it found."""
+
+    policy: str
+    budget: str
+    nbytes: int
+    found: Grid
 
 
 @torch.no_grad()
@@ -70,24 +80,23 @@ def grid(
     depths: Sequence[float],
     samples: int = 10,
     seed: int = 0,
-    task: str = "niah_single_2",
+    task: str = TASK,
     *,
     text: str | Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[], None] | None = None,
 ) -> Grid:
     """Ask the model, patched or not, for needles at every depth of texts of every length; greedy, one text at a time.
 
     All depths of a length have the same texts but for the place of the needle, and so have all models.
 
     Args:
-        task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called with the number of texts done and of all.
+        task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called after each text.
     Raises: FastKVError for an unknown task, a depth outside of 0 to 1, or no lengths, depths or samples.
     """
     if not lengths or not depths or samples < 1:
         raise FastKVError(
             f"a grid needs at least one length, depth and sample, got {lengths}, {depths} and {samples}; add some"
         )
-    total, done = len(lengths) * len(depths) * samples, 0
     accuracy = []
     for depth in depths:
         row = []
@@ -96,9 +105,8 @@ def grid(
             for index in range(samples):
                 sample = needle(task, tokenizer, length, depth, seed, index, text)
                 marks += ruler.score(sample, answer(model, tokenizer, sample))
-                done += 1
                 if progress is not None:
-                    progress(done, total)
+                    progress()
             row.append(marks / samples)
         accuracy.append(tuple(row))
     return Grid(task, tuple(lengths), tuple(depths), samples, seed, tuple(accuracy))
@@ -173,12 +181,8 @@ def placed(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int
 
 def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
     """Write the heat map as a PNG: lengths to the right, depths downwards, accuracy in every cell."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns, rows = len(found.lengths), len(found.depths)
-    figure = Figure(figsize=(2.6 + 0.8 * columns, 1.8 + 0.45 * rows), layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
+    figure = looks.figure(2.6 + 0.8 * columns, 1.8 + 0.45 * rows)
     axis = figure.subplots()
     image = axis.imshow(found.accuracy, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     for row, marks in enumerate(found.accuracy):
@@ -202,3 +206,104 @@ def _statements(question: str, reply: str) -> list[str]:
     """The sentences of the text that the answer repeats, in order; `pairs` leaves their first three words out."""
     said = f"{question.partition('answer : ')[2]} {reply}".removesuffix(" .").split(" and ")
     return [f"{one} ." if one.startswith("the ") else f"the code of {one} ." for one in said]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv needles`."""
+    option = partial(common.option, parser)
+    common.add_model(parser)
+    task = (
+        f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, which "
+        "knows only the words of the last three)"
+    )
+    parser.add_argument("--task", choices=TASKS, metavar="NAME", help=task)
+    common.add_caches(parser)
+    option("--lengths", (512, 1024, 2048), "tokens of the texts")
+    option("--depths", (0.0, 0.25, 0.5, 0.75, 1.0), "places of the needle, 0 to 1", "X")
+    option("--samples", 5, "texts for each length and depth")
+    option("--seed", 0, "of the texts")
+    haystack = "file or folder of .txt and .md files to hide needles in (default: generated)"
+    parser.add_argument("--haystack", metavar="DIR", help=haystack)
+    common.add_out(parser, "fastkv-needles")
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
+    """Measure the full cache and every cache that has no file yet, and print the table.
+
+    Raises: FastKVError if the model, the task, a policy, a budget, a length, a depth or the directory cannot be used,
+        if the tokenizer does not know the words, or if the directory holds results of other settings.
+    """
+    console = console or looks.console_of()
+    task = options.task or (DEMO_TASK if options.model == common.DEMO else TASK)
+    shared = ("model", "samples", "seed", "haystack", "lengths", "depths")
+    settings = {"task": task, **{name: getattr(options, name) for name in shared}}
+    plan = common.planned(options, settings)
+    model, tokenizer = common.load(options.model)
+    check(model, tokenizer, task, options)
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    for one in plan:  # what cannot be used is refused before anything slow
+        with common.fitted(model, one, options) as budget, torch.no_grad():
+            common.check_bytes(one.name, model(start, use_cache=True).past_key_values, budget)
+    rows, total = [], len(options.lengths) * len(options.depths) * options.samples
+    with looks.progress(console) as progress:
+        for one in plan:
+            bar = progress.add_task(one.name, total=total)
+            if one.record is None:
+                with common.fitted(model, one, options):
+                    nbytes, found = measured(model, tokenizer, task, options, partial(progress.advance, bar))
+                row = Row(one.policy, one.budget, nbytes, found)
+                write_plot(found, one.file.with_name(f"{one.name}.png"), f"{task}: {one.name}")
+                one.keep(asdict(row))
+            else:
+                row = Row(one.policy, one.budget, one.record["nbytes"], Grid.of(one.record["found"]))
+                progress.update(bar, completed=total)
+            rows.append(row)
+    console.print(table_of(rows))
+    console.print(
+        f"Share of {task} needles found, {options.samples} texts for each length and depth; KiB is the largest cache "
+        f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}",
+        highlight=False,
+    )
+    return rows
+
+
+def check(model: Any, tokenizer: Any, task: str, options: argparse.Namespace) -> None:
+    """Raise FastKVError for texts that cannot be written, or that this model cannot read."""
+    if not options.lengths or not options.depths or options.samples < 1:
+        raise FastKVError("needles need at least one length, one depth and one sample; add some")
+    common.check_length("lengths", max(options.lengths), model, options.model)
+    for length in options.lengths:
+        for depth in options.depths:
+            sample = needle(task, tokenizer, length, depth, options.seed, 0, options.haystack)
+    ids = tokenizer(sample.prompt, verbose=False).input_ids
+    advice = f"choose another model, or --task {DEMO_TASK} for the bundled one"
+    common.check_known(tokenizer, ids, options.model, task, advice)
+
+
+def measured(
+    model: Any, tokenizer: Any, task: str, options: argparse.Namespace, progress: Callable[[], None]
+) -> tuple[int, Grid]:
+    """Bytes of the largest cache of a sequence, and what was found, with the cache that the model has."""
+    sizes = [0]
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        sizes.append(cache_bytes(output.past_key_values) // len(output.logits))
+
+    hook = model.register_forward_hook(note)
+    texts = options.lengths, options.depths, options.samples, options.seed, task
+    try:
+        found = grid(model, tokenizer, *texts, text=options.haystack, progress=progress)
+    finally:
+        hook.remove()
+    return max(sizes), found
+
+
+def table_of(rows: list[Row]) -> Table:
+    """The rows as a table: bytes, and accuracy over all depths, of all lengths and of each."""
+    lengths = rows[0].found.lengths
+    table = looks.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
+    for row in rows:
+        marks = [sum(column) / len(column) for column in zip(*row.found.accuracy)]
+        means = [sum(marks) / len(marks), *marks]
+        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", *(f"{mean:.0%}" for mean in means))
+    return table

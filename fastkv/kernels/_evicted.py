@@ -1,10 +1,10 @@
-"""The evicted set as a partial of a split softmax (see `_partials`): from its moments, or from centroids.
+"""The evicted set as a partial of a split softmax (see `_attention`): from its moments, or from centroids.
 
 Moments are one part, (log2 Z_E, 1, f_E). Centroids are slots in fp32 whose logits have a bias, M of them. The second
 order mass adds log cosh(d) to a logit, d = |scale| sqrt(q^T Sigma q), and multiplies the linear term by tanh(d) / d; a
 softcap multiplies d by its slope. Twins: `moment_estimate` and `centroid_estimate` of `fastkv.reference`.
 
-SPREAD says which Sigma there is: 0 none (Jensen's mass), 1 a multiple of the identity, D a diagonal.
+Sigma is a multiple of the identity if SPREAD, else zero (Jensen's mass).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import Centroids, Evicted, Moments
-from ._partials import _rows_mask
-from ._tiles import LN2, LOG2E, _dot, _dot32, _softmax_update, _tanh, check_centroids
+from ._attention import LN2, LOG2E, _dot, _dot32, _rows_mask, _softmax_update, _tanh
+from ._launch import check_centroids
 
 CENTROIDS = tl.constexpr(2)  # in place of the order of the moments
 
@@ -37,15 +37,6 @@ def _spread_logit(logit, slope, variance):
     deviation = tl.abs(slope) * tl.sqrt(variance)
     shrink = tl.where(deviation > 1e-6, _tanh(deviation) / tl.maximum(deviation, 1e-6), 1.0)
     return logit + _log_cosh(deviation), slope * shrink
-
-
-@triton.jit
-def _variance(q, spread_ptr, dims, D: tl.constexpr, SPREAD: tl.constexpr):
-    """What dimensions `dims` add to n times the variance of q.k, per row of q [rows, dims] fp32."""
-    if SPREAD == 1:
-        return tl.sum(q * q, 1) * tl.load(spread_ptr)
-    else:
-        return tl.sum(q * q * tl.load(spread_ptr + dims, mask=dims < D, other=0.0)[None, :], 1)
 
 
 @triton.jit
@@ -70,7 +61,7 @@ def _moment_partial(
             mean = tl.load(key_mean_ptr + k, mask=k < D, other=0.0)
             products += tl.sum(q.to(tl.float32) * mean[None, :], 1)
             if SPREAD:
-                variance += _variance(q.to(tl.float32), spread_ptr, k, D, SPREAD)
+                variance += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) * tl.load(spread_ptr)
             if ORDER == 1:
                 mask = _rows_mask(k < D, cols, D, BLOCK_D)
                 tile = tl.load(matrix_ptr + k[:, None] * D + cols[None, :], mask=mask, other=0.0)
@@ -116,7 +107,7 @@ def _seed(
             k = tl.load(key_mean_ptr + head * D + part, mask=inside, other=0.0)
             middle += tl.sum(q.to(tl.float32) * k[None, :], 1)
             if SPREAD:
-                variance += _variance(q.to(tl.float32), spread_ptr + head * SPREAD, part, D, SPREAD)
+                variance += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) * tl.load(spread_ptr + head)
             if ORDER == 1:
                 spot = slope_ptr + (head * D + part[:, None]) * DV + column[None, :]
                 slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
@@ -202,7 +193,7 @@ def _evicted_partial(
         )  # fmt: skip
     else:
         if SPREAD:
-            spread_ptr += pair * SPREAD
+            spread_ptr += pair
         return _moment_partial(
             q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, SPREAD, HAS_CAP, INTERP,
@@ -211,13 +202,12 @@ def _evicted_partial(
 
 @dataclass(frozen=True)
 class Terms:
-    """What the kernels read of the evicted tokens: ORDER, SPREAD and the tensors that go with them.
+    """What the kernels read of the evicted tokens: ORDER and the tensors that go with them.
 
     Attributes: order: of the moments, CENTROIDS, or None for nothing.  num: of centroids.
     """
 
     order: int | None = None
-    spread_size: int = 0
     key_mean: Tensor | None = None
     value_mean: Tensor | None = None
     matrix: Tensor | None = None
@@ -229,10 +219,10 @@ class Terms:
     def of(cls, op: str, evicted: Evicted | None, dim: int) -> Terms:
         """Of what is remembered of [B, Hkv] heads. Raises FastKVError unless its shapes and dtypes suit the kernels."""
         if isinstance(evicted, Moments):
-            m, size = evicted, 0 if evicted.spread is None else evicted.spread.shape[-1]
-            return cls(m.order, size, m.key_mean, m.value_mean, m.cross if m.slope is None else m.slope, m.spread)
+            m = evicted
+            return cls(m.order, m.key_mean, m.value_mean, m.cross if m.slope is None else m.slope, m.spread)
         if isinstance(evicted, Centroids):
             c = evicted
             check_centroids(op, c, tuple(c.count.shape), dim, c.values.shape[-1])
-            return cls(CENTROIDS.value, 1, c.keys, c.values, None, c.spread, c.count, c.num)
+            return cls(CENTROIDS.value, c.keys, c.values, None, c.spread, c.count, c.num)
         return cls()

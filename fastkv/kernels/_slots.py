@@ -7,21 +7,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ..errors import check_shape
-
-
-def addressed(op: str, slots: Tensor, starts: Tensor | None) -> Tensor:
-    """What each head indexes into, [B, Hkv, C or S, ...]: the slots, or the whole slab [B, S, ...] where `starts`
-    [B, Hkv + 1] says which stretch is whose. A view, so that both layouts are checked and measured alike.
-
-    Raises: FastKVError for starts of another batch.
-    """
-    if starts is None:
-        return slots
-    check_shape(op, "starts", starts, (slots.shape[0], None))
-    return slots[:, None].expand(-1, starts.shape[1] - 1, *slots.shape[1:])
 
 
 @triton.jit
@@ -66,25 +51,21 @@ def _holes(victims, drop, length, tokens, R: tl.constexpr):
 @triton.jit
 def _add_spread(
     spread_ptr, keys_ptr, victims, drop, mean, step, weight, cols,
-    D: tl.constexpr, SPREAD: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """spread += sum over the victims of (k - mean)^2 + weight step^2; its mean over the head if SPREAD is 1, else D."""
+    """spread += sum over the victims of (k - mean)^2 + weight step^2, averaged over the head."""
     squares = weight * step * step
     for first in range(0, drop, TILE):
         live = first + tl.arange(0, TILE) < drop
         away = _load_rows(keys_ptr, _some(victims, first, R, TILE), live, cols, D).to(tl.float32) - mean[None, :]
         squares += tl.sum(tl.where(live[:, None], away * away, 0.0), 0)
-    _store_spread(spread_ptr, squares, cols, D, SPREAD)
+    _store_spread(spread_ptr, squares, D)
 
 
 @triton.jit
-def _store_spread(spread_ptr, squares, cols, D: tl.constexpr, SPREAD: tl.constexpr):
-    """Add squares [cols], zero beyond D, to the spread [SPREAD] of a head."""
-    if SPREAD == 1:
-        tl.store(spread_ptr, tl.load(spread_ptr) + tl.sum(squares, 0) / D)
-    else:
-        before = tl.load(spread_ptr + cols, mask=cols < D, other=0.0)
-        tl.store(spread_ptr + cols, before + squares, mask=cols < D)
+def _store_spread(spread_ptr, squares, D: tl.constexpr):
+    """Add the mean of squares [cols], zero beyond D, to the spread of a head."""
+    tl.store(spread_ptr, tl.load(spread_ptr) + tl.sum(squares, 0) / D)
 
 
 @triton.jit

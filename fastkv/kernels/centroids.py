@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups
 from ..reference import Centroids
+from ._attention import LN2, _normalise
 from ._evicted import _centroid_partial
-from ._tiles import INTERPRET, LN2, Variant, _normalise, check_centroids, check_head_dim, pow2
+from ._launch import INTERPRET, check_centroids, check_head_dim, pow2, variant
 
 # padded head_dim: (rows, dimensions of a key at a time, warps)
 BLOCKS = {16: (64, 16, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (32, 32, 4)}
@@ -80,17 +81,13 @@ def centroid_attention(
     return out, lse
 
 
-def _variant(dim: int, dtype: str = "bf16", capped: bool = False) -> Variant:
+def _variant(dim: int, dtype: str = "bf16", capped: bool = False):
     rows, block_k, warps = BLOCKS[pow2(dim, 16)]
     constants = dict(
         HEADS=8, G=4, D=dim, DV=dim, BLOCK_V=pow2(dim), BLOCK_M=rows, BLOCK_C=BLOCK_C, BLOCK_K=block_k, HAS_CAP=capped
     )
-    full = ("sizes_ptr", "keys_ptr", "values_ptr", "spread_ptr", "out_ptr", "lse_ptr")
-    strides = ("stride_qb", "stride_qh", "stride_qt")
-    types = dict(q_ptr=f"*{dtype}", scale="fp32", softcap="fp32", **dict.fromkeys(full, "*fp32"))
-    types |= dict.fromkeys(("T", "num", *strides), "i32")
     name = f"centroids {dtype} D{dim}" + " cap" * capped
-    return Variant(name, _centroid_kernel, types, constants, strides, num_warps=warps)
+    return variant(name, _centroid_kernel, constants, dict(q_ptr=f"*{dtype}"), num_warps=warps)
 
 
 AOT = [_variant(dim) for dim in (64, 80, 128, 256)]

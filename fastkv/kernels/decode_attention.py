@@ -21,9 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import LayerState, Spec
-from ._decode_blocks import decode_constants
-from ._evicted import CENTROIDS, Terms, _evicted_partial
-from ._partials import (
+from ._attention import (
     _add_attention,
     _append_token,
     _attend_slots,
@@ -35,19 +33,31 @@ from ._partials import (
     _store_lse,
     _store_partial,
 )
-from ._slots import _stretch, addressed
-from ._tiles import (
-    CUDA_ARCHES,
+from ._evicted import CENTROIDS, Terms, _evicted_partial
+from ._launch import (
+    DTYPES,
     HIP_ARCHES,
     INTERPRET,
-    Variant,
+    MIN_ROWS,
+    VENDORS,
+    Workspace,
+    addressed,
     check_contiguous,
     check_decode,
     decode_outputs,
+    num_splits,
     on_hip,
+    pow2,
     stages,
+    variant,
 )
-from ._workspace import Workspace, num_splits
+from ._slots import _stretch
+
+BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
+FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
+BLOCK_C = 16  # centroids at a time
+BLOCK_S = 256  # slots per step when attention is added up
+MERGE_TILE = 4096  # elements of partials summed at once
 
 
 @triton.jit
@@ -160,6 +170,32 @@ def _decode_attention_kernel(
             tl.store(tickets_ptr + pair, 0)
 
 
+def _constants(
+    dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, splits: int,
+    order: int | None, spread: bool, capped: bool, hip: bool,
+) -> tuple[dict, int, int]:  # fmt: skip
+    """Constexpr arguments, warps and pipeline stages.
+
+    matrix: dtype of the moment matrix; order: of the moments, CENTROIDS or None; spread: see `_evicted`.
+    """
+    padded = pow2(head_dim, 64)
+    block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
+    if capped or (order == 1 and spread):
+        block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
+    if matrix == torch.float32:
+        block_k = 32 if hip else 16  # its exact product needs several times the registers
+    if order == CENTROIDS.value:
+        block_k = 32
+    merge_rows = pow2(groups)
+    merge_dims = min(padded, max(16, MERGE_TILE // (splits * merge_rows)))
+    constants = dict(
+        HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
+        BLOCK_C=BLOCK_C, BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order,
+        SPREAD=spread, HAS_CAP=capped,
+    )  # fmt: skip
+    return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
+
+
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,9 +224,9 @@ def decode_step(
     if room is None and (splits > 1 or collects):
         room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)
     out, lse_retained, lse_evicted = decode_outputs(q)
-    constants, num_warps, num_stages = decode_constants(
+    constants, num_warps, num_stages = _constants(
         q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, splits, known.order,
-        known.spread_size, spec.softcap is not None, on_hip(),
+        known.spread is not None, spec.softcap is not None, on_hip(),
     )  # fmt: skip
     parts = room if splits > 1 else None
     positions, seen = (slots.positions, state.seen) if k is not None else (None, None)
@@ -205,49 +241,41 @@ def decode_step(
     return out, lse_retained, lse_evicted
 
 
+_TYPES = {
+    **dict.fromkeys(("lengths_ptr", "positions_ptr", "starts_ptr", "tickets_ptr"), "*i32"),
+    **dict.fromkeys(("count_ptr", "seen_ptr"), "*i64"),
+}
+
+
 def _variant(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: int = 0,
-) -> Variant:  # fmt: skip
-    half, full = f"*{dtype}", "*fp32"
-    name_to_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    constants, num_warps, num_stages = decode_constants(
-        name_to_dtype[dtype], name_to_dtype[matrix], 8, groups, head_dim, splits, order, spread, capped,
-        arches == HIP_ARCHES,
+    ragged: bool = False, spread: bool = False,
+):  # fmt: skip
+    constants, num_warps, num_stages = _constants(
+        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, splits, order, spread, capped, arches == HIP_ARCHES
+    )
+    given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
+    given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
+    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
+    given |= dict(
+        matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value, attention_ptr=attention,
+        logits_ptr=attention, starts_ptr=ragged,
     )  # fmt: skip
-    types = dict(
-        q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", count_ptr="*i64", out_ptr=half,
-        lse_retained_ptr=full, lse_evicted_ptr=full, slots="i32", pool="i32", centroids="i32", scale="fp32",
-        softcap="fp32",
-    )  # fmt: skip
-    if order is not None:
-        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
-    if order == 1:
-        types |= dict(matrix_ptr=f"*{matrix}")
-    if spread:
-        types |= dict(spread_ptr=full)
-    if order == CENTROIDS.value:
-        types |= dict(sizes_ptr=full)
-    if append:
-        types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
-    if attention:
-        types |= dict(attention_ptr=full, logits_ptr=full)
-    if ragged:
-        types |= dict(starts_ptr="*i32")
-    if splits > 1:
-        types |= dict(accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32")
+    half = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} "
-        + ("centroids" if order == CENTROIDS.value else f"order {order}") + f" spread {spread}" * (spread > 0)
+        + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged
     )  # fmt: skip
-    div16 = () if ragged else ("slots", "pool")
-    return Variant(name, _decode_attention_kernel, types, constants, div16, num_warps, num_stages, arches=arches)
+    return variant(
+        name, _decode_attention_kernel, constants, _TYPES | half | dict(matrix_ptr=f"*{matrix}"),
+        given=given, even=() if ragged else ("slots", "pool"),
+        num_warps=num_warps, num_stages=num_stages, arches=arches,
+    )  # fmt: skip
 
 
-VENDORS = (CUDA_ARCHES, HIP_ARCHES)
 KINDS = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
 AOT = (
     [_variant(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)]
@@ -256,10 +284,10 @@ AOT = (
     + [_variant(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS]
     + [_variant(128, 32, 1, groups=16, attention=True), _variant(128, 8, 1, groups=3), _variant(128, 4, 1, groups=1)]
     + [_variant(128, 4, 1, append=False), _variant(128, 4, 1, "fp16", "fp16")]
-    + [_variant(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, 0), (CENTROIDS.value, 1))]
+    + [_variant(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))]
     + [_variant(d, s, 1, attention=True, ragged=True) for d, s in KINDS]
-    + [_variant(d, s, 1, spread=1) for d, s in KINDS]
-    + [_variant(128, 16, 1, spread=128), _variant(128, 16, 0, spread=1), _variant(128, 16, 1, spread=1, capped=True)]
-    + [_variant(d, s, CENTROIDS.value, spread=1, attention=d == 128) for d, s in KINDS]
-    + [_variant(d, 16, CENTROIDS.value, spread=1, capped=True, ragged=True) for d in (80, 128, 256)]
+    + [_variant(d, s, 1, spread=True) for d, s in KINDS]
+    + [_variant(128, 16, 0, spread=True), _variant(128, 16, 1, spread=True, capped=True)]
+    + [_variant(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in KINDS]
+    + [_variant(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)]
 )

@@ -23,26 +23,36 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch, addressed
-from ._tiles import (
-    CUDA_ARCHES,
+from ._attention import _dot32
+from ._launch import (
     HIP_ARCHES,
     INTERPRET,
-    Variant,
-    _dot32,
-    _order_bits,
+    VENDORS,
+    Workspace,
+    addressed,
     check_contiguous,
     check_head_dim,
     on_hip,
     pow2,
+    variant,
 )
-from ._workspace import Workspace
+from ._slots import _add_spread, _holes, _load_rows, _move_rows, _some, _stretch
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
 BLOCK_V = 32  # value columns of one program
 TILE = 16  # evicted rows at a time
+MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _order_bits(x):
+    """uint32 that sort as the fp32 x do; -0.0 equals 0.0, NaN and -inf equal the lowest finite number."""
+    x = tl.where(x == x, x, -MAX_FP32)
+    x = tl.minimum(tl.maximum(x, -MAX_FP32), MAX_FP32)
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # no ~: the interpreter cannot
 
 
 @triton.jit
@@ -135,8 +145,7 @@ def _evict_kernel(
         if SPREAD:
             if part == 0:  # no other part reads it
                 weight = before.to(tl.float32) * share
-                spread_ptr += pair * SPREAD
-                _add_spread(spread_ptr, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, SPREAD, R, TILE)
+                _add_spread(spread_ptr + pair, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, R, TILE)
         if cross_ptr is not None:
             place = pair * D * D + cols[:, None] * D + own[None, :]
             mask = (cols < D)[:, None] & (own < D)[None, :]
@@ -170,7 +179,7 @@ def _evict_kernel(
         tl.store(tickets_ptr + pair, 0)
 
 
-def _constants(heads: int, width: int, drop: int, head_dim: int, spread: int, hip: bool) -> tuple[dict, int, int]:
+def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, hip: bool) -> tuple[dict, int, int]:
     """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
@@ -207,8 +216,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         slope=moments.slope, spread=moments.spread, scores=scores, starts=starts,
     )  # fmt: skip
     pairs = batch * heads
-    spread_size = 0 if moments.spread is None else moments.spread.shape[-1]
-    constants, chunks, num_warps = _constants(heads, width, drop, dim, spread_size, on_hip())
+    constants, chunks, num_warps = _constants(heads, width, drop, dim, moments.spread is not None, on_hip())
     candidates = chunks * constants["R"]
     found = found_slots = None
     if chunks:
@@ -228,50 +236,47 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
 
 
 EVEN = ("slots", "width")  # multiples of 16 where heads are equal
+_TYPES = {
+    **dict.fromkeys(("positions_ptr", "lengths_ptr", "starts_ptr", "candidate_slots_ptr", "tickets_ptr"), "*i32"),
+    **dict.fromkeys(("seen_ptr", "count_ptr", "candidate_keys_ptr"), "*i64"),
+}
 
 
 def _variant(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False, spread: int = 0,
-) -> Variant:  # fmt: skip
-    half, full = f"*{dtype}", "*fp32"
+    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False,
+):  # fmt: skip
     constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, spread, arches == HIP_ARCHES)
-    types = dict(
-        keys_ptr=half, values_ptr=half, positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", count_ptr="*i64",
-        scores_ptr=full, tickets_ptr="*i32", slots="i32", width="i32", most="i32", sinks="i32", recent="i32",
-        candidates="i32",
+    given = dict(
+        key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
+        slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
     )  # fmt: skip
-    if order is not None:
-        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
-    if order == 1:
-        types |= dict(cross_ptr=full, **(dict(slope_ptr=half) if slope else {}))
-    types |= dict(spread_ptr=full) if spread else {}
-    if chunks:
-        types |= dict(candidate_keys_ptr="*i64", candidate_slots_ptr="*i32")
-    if ragged:
-        types |= dict(starts_ptr="*i32")
     name = f"evict {dtype} D{head_dim} slots {slots} drop {slots - tokens} order {order}" + " slope" * slope
-    name += " ragged" * ragged + f" spread {spread}" * (spread > 0)
-    div16 = ("candidates",) if ragged else (*EVEN, "candidates")
-    return Variant(name, _evict_kernel, types, constants, div16, num_warps, arches=arches)
+    return variant(
+        name + " ragged" * ragged + " spread 1" * spread, _evict_kernel, constants,
+        _TYPES | dict.fromkeys(("keys_ptr", "values_ptr", "slope_ptr"), f"*{dtype}"),
+        given=given, even=("candidates",) if ragged else (*EVEN, "candidates"), num_warps=num_warps, arches=arches,
+    )  # fmt: skip
 
 
-FOUND = dict(
-    scores_ptr="*fp32", positions_ptr="*i32", lengths_ptr="*i32", seen_ptr="*i64", candidate_keys_ptr="*i64",
-    candidate_slots_ptr="*i32", slots="i32", width="i32", sinks="i32", recent="i32",
-)  # fmt: skip
-STRETCHES, SCAN = FOUND | dict(starts_ptr="*i32"), dict(HEADS=8, BLOCK_C=MAX_SCAN)
+def _candidates(name: str, drop: int, ragged: bool = False):
+    constants = dict(HEADS=8, BLOCK_C=MAX_SCAN, R=drop)
+    options = dict(wide=False) if ragged else dict(even=EVEN)
+    return variant(
+        f"evict candidates {name}", _candidates_kernel, constants, _TYPES, given=dict(starts_ptr=ragged), **options
+    )
+
+
 AOT = (
     [_variant(d, 1040, 1024) for d in (64, 80, 96, 128)]
-    + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in (CUDA_ARCHES, HIP_ARCHES)]
+    + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in VENDORS]
     + [_variant(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)]
     + [_variant(128, 144, 128), _variant(128, 2048, 1984), _variant(128, 16400, 16384)]
     + [_variant(128, 544, 512, dtype=t) for t in ("bf16", "fp16", "fp32")]
-    + [Variant(f"evict candidates drop {r}", _candidates_kernel, FOUND, SCAN | dict(R=r), EVEN) for r in (16, 64)]
-    + [Variant("evict candidates ragged", _candidates_kernel, STRETCHES, SCAN | dict(R=64), wide=False)]
+    + [_candidates("drop 16", 16), _candidates("drop 64", 64), _candidates("ragged", 64, True)]
     + [_variant(d, 1040, 1024, ragged=True) for d in (64, 128)]
-    + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=1)]
-    + [_variant(d, 1040, 1024, spread=s) for d, s in ((64, 1), (128, 1), (128, 128))]
-    + [_variant(256, 1040, 1024, arches=a, spread=1) for a in (CUDA_ARCHES, HIP_ARCHES)]
-    + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in (CUDA_ARCHES, HIP_ARCHES)]
+    + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=True)]
+    + [_variant(d, 1040, 1024, spread=True) for d in (64, 128)]
+    + [_variant(256, 1040, 1024, arches=a, spread=True) for a in VENDORS]
+    + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS]
 )

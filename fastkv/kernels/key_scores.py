@@ -11,16 +11,14 @@ Does not handle: the KeyDiff anchors "median" and "pairwise"; they stay in the r
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import FastKVError, check_shape
+from ..errors import FastKVError
 from ..reference.geometry import check_metric
-from ._tiles import Variant, check_contiguous, check_head_dim, pow2
+from ._launch import check_head_dim, check_like, pow2, variant
 
 BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}  # rows per tile, by padded head_dim
 LEAST_ROWS = 512  # of a split
@@ -54,35 +52,17 @@ def _norm(rows):
 
 @triton.jit
 def _sum_kernel(
-    keys_ptr,
-    order_ptr,
-    mask_ptr,
-    lengths_ptr,
-    sums_ptr,
-    counts_ptr,
-    N,
-    window,
-    rows_per_split,
-    stride_b,
-    stride_h,
-    stride_t,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-):
+    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, N, window, rows_per_split,
+    stride_b, stride_h, stride_t, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) // SPLITS * window
     low = start + tl.program_id(1) % SPLITS * rows_per_split
     high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
     keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
     length = N
-    if HAS_LENGTHS:
+    if HAS_ORDER:
         length = tl.load(lengths_ptr + head).to(tl.int32)
     total = tl.zeros([BD], tl.float32)
     count = tl.zeros([], tl.int32)
@@ -102,36 +82,17 @@ def _sum_kernel(
 
 @triton.jit
 def _score_kernel(
-    keys_ptr,
-    order_ptr,
-    mask_ptr,
-    lengths_ptr,
-    sums_ptr,
-    counts_ptr,
-    scores_ptr,
-    N,
-    window,
-    rows_per_split,
-    stride_b,
-    stride_h,
-    stride_t,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    METRIC: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-):
+    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, scores_ptr, N, window, rows_per_split,
+    stride_b, stride_h, stride_t, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, METRIC: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) // SPLITS * window
     low = start + tl.program_id(1) % SPLITS * rows_per_split
     high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
     keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
     length = N
-    if HAS_LENGTHS:
+    if HAS_ORDER:
         length = tl.load(lengths_ptr + head).to(tl.int32)
     part = head * tl.num_programs(1) + tl.program_id(1) // SPLITS * SPLITS
     total = tl.zeros([BD], tl.float32)
@@ -162,18 +123,16 @@ def _score_kernel(
         tl.store(scores_ptr + head * N + index, tl.where(real, score, 0.0), mask=rank < high)
 
 
-def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Tensor | None, lengths: Tensor | None):
+def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Tensor | None):
     """The two launches. With windows and a mask, tokens are counted along `order`: real ones first, as they come."""
     batch, heads, num, dim = keys.shape
     check_head_dim("key_scores", dim)
-    check_contiguous("key_scores", mask=mask, lengths=lengths)
-    assert keys.stride(-1) == 1 and (mask is None or lengths is None)
-    if mask is not None:
-        check_shape("key_scores", "mask", mask, (batch, heads, num))
+    check_like("key_scores", (batch, heads, num), mask=mask)
+    assert keys.stride(-1) == 1
     scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
     if not scores.numel():
         return scores
-    order = None
+    order = lengths = None
     if window is None or window >= num:
         window = num
     elif mask is not None:
@@ -184,32 +143,23 @@ def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Ten
     grid = (batch * heads, triton.cdiv(num, window) * splits)
     sums = torch.empty(*grid, width, dtype=torch.float32, device=keys.device)
     counts = torch.empty(*grid, dtype=torch.int32, device=keys.device)
-    inputs = (
-        keys,
-        scores if order is None else order,
-        scores if mask is None else mask.view(torch.uint8),
-        scores if lengths is None else lengths,
-    )
+    inputs = (keys, scores if order is None else order, scores if mask is None else mask.view(torch.uint8),
+              scores if lengths is None else lengths)  # fmt: skip
     sizes = (num, window, rows, *keys.stride()[:3])
     flags = {"HEADS": heads, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width], "SPLITS": splits}
-    flags |= {"HAS_ORDER": order is not None, "HAS_MASK": mask is not None, "HAS_LENGTHS": lengths is not None}
+    flags |= {"HAS_ORDER": order is not None, "HAS_MASK": mask is not None}
     _sum_kernel[grid](*inputs, sums, counts, *sizes, UNIT=unit, **flags)
     _score_kernel[grid](*inputs, sums, counts, scores, *sizes, METRIC=METRICS[metric], **flags)
     return scores
 
 
 def keydiff_scores(
-    *,
-    keys: Tensor,
-    anchor: str = "mean",
-    distance: str = "cosine",
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
+    *, keys: Tensor, anchor: str = "mean", distance: str = "cosine", mask: Tensor | None = None
 ) -> Tensor:
     """Keys unlike the others are kept: -cos(a, k_i), or another distance to the anchor a.
 
     Args: keys [B, Hkv, N, D], unit stride along D; anchor: "mean" or "normalized_mean"; distance: "cosine", "dot" or
-        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or the first lengths [B, Hkv], or all.
+        "euclidean"; real tokens are those of mask [B, Hkv, N] bool, or all.
     Returns: [B, Hkv, N] fp32, 0 where not real (the reference too, except for "euclidean").
     Raises: FastKVError for another anchor or distance.  Cost: reads the keys twice, two launches, no host sync.
     """
@@ -219,16 +169,11 @@ def keydiff_scores(
             f"keydiff: the kernel has anchors mean and normalized_mean and distances cosine, dot and euclidean, "
             f"got {anchor!r} and {distance!r}; use reference.keydiff_scores"
         )
-    return _scores(keys, metric, anchor == "normalized_mean", None, mask, lengths)
+    return _scores(keys, metric, anchor == "normalized_mean", None, mask)
 
 
 def manifold_scores(
-    *,
-    keys: Tensor,
-    window: int | None = None,
-    metric: str = "l2",
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
+    *, keys: Tensor, window: int | None = None, metric: str = "l2", mask: Tensor | None = None
 ) -> Tensor:
     """Keys far from the mean key of the head, or of their window of `window` real tokens in order, are kept.
 
@@ -236,33 +181,20 @@ def manifold_scores(
     Returns: [B, Hkv, N] fp32, 0 where not real.  Cost: as there; windows with a mask add an argsort of the mask.
     """
     check_metric(metric, window)
-    return _scores(keys, metric, False, window, mask, lengths)
+    return _scores(keys, metric, False, window, mask)
 
 
-_TYPES = {
-    "keys_ptr": "*bf16",
-    "order_ptr": "*i64",
-    "mask_ptr": "*u8",
-    "lengths_ptr": "*i64",
-    "sums_ptr": "*fp32",
-    "counts_ptr": "*i32",
-    "scores_ptr": "*fp32",
-    **dict.fromkeys(("N", "window", "rows_per_split", "stride_b", "stride_h", "stride_t"), "i32"),
-}
+_TYPES = dict(keys_ptr="*bf16", order_ptr="*i64", mask_ptr="*u8", lengths_ptr="*i64", counts_ptr="*i32")
 
 
-def _variant(kernel, dim: int, metric: str, real: str) -> Variant:
-    flags: dict[str, Any] = {"HAS_ORDER": real == "order", "HAS_MASK": real == "mask", "HAS_LENGTHS": real == "order"}
+def _variant(kernel, dim: int, metric: str, real: str):
     width = pow2(dim, 16)
-    flags |= {"HEADS": 8, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width], "SPLITS": 4}
-    flags |= {"UNIT": metric == "unit", "METRIC": METRICS.get(metric)}
-    return Variant(
-        f"{kernel.__name__.strip('_')} D{dim} {metric} {real}",
-        kernel,
-        {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES},
-        {name: value for name, value in flags.items() if name in kernel.arg_names},
-        div16=("N", "window", "rows_per_split", "stride_b", "stride_h", "stride_t"),
-    )
+    flags = dict(
+        HEADS=8, D=dim, BD=width, BLOCK_N=BLOCK_N[width], SPLITS=4, HAS_ORDER=real == "order", HAS_MASK=real == "mask",
+        UNIT=metric == "unit", METRIC=METRICS.get(metric),
+    )  # fmt: skip
+    name = f"{kernel.__name__.strip('_')} D{dim} {metric} {real}"
+    return variant(name, kernel, flags, _TYPES, even=("N", "window", "rows_per_split", "stride_"))
 
 
 AOT = [_variant(_sum_kernel, dim, "unit", "mask") for dim in (64, 80, 128, 256)]

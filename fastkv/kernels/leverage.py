@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import FastKVError, check_shape
+from ..errors import FastKVError
 from ..reference.geometry import RIDGE
-from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, on_hip, pow2, stages
+from ._attention import _dot, _dot32
+from ._launch import CUDA_ARCHES, HIP_ARCHES, INTERPRET, check_head_dim, check_like, on_hip, pow2, stages, variant
 
 WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split
@@ -145,16 +146,14 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     """
     batch, heads, num, dim = keys.shape
     size = sketch.shape[-1]
-    check_shape("leverage_scores", "sketch", sketch, (dim, None))
     check_head_dim("leverage_scores", dim)
-    check_contiguous("leverage_scores", sketch=sketch, mask=mask)
+    check_like("leverage_scores", (dim, None), sketch=sketch)
+    check_like("leverage_scores", (batch, heads, num), mask=mask)
     if size > MAX_SKETCH or sketch.dtype != torch.float32:
         raise FastKVError(
             f"leverage_scores: the sketch must be fp32 with at most {MAX_SKETCH} columns, got {sketch.dtype} with "
             f"{size}; use reference.leverage_scores"
         )
-    if mask is not None:
-        check_shape("leverage_scores", "mask", mask, (batch, heads, num))
     assert keys.stride(-1) == 1
     scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
     if not scores.numel():
@@ -177,34 +176,15 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     return scores
 
 
-_TYPES = {
-    **dict.fromkeys(("keys_ptr", "sketch_ptr"), "*bf16"),
-    "mask_ptr": "*u8",
-    "counts_ptr": "*i32",
-    **dict.fromkeys(("N", "rows_per_split", "stride_b", "stride_h", "stride_t"), "i32"),
-}
-
-
-def _variant(kernel, dim: int, hip: bool) -> Variant:
+def _variant(kernel, dim: int, hip: bool):
     tile, warps = _tile(pow2(dim), hip)
-    flags = {"HEADS": 8, "D": dim, "BD": pow2(dim), "K": 64, "BK": 64, "BLOCK_N": tile}
-    flags |= {"HAS_MASK": True, "CENTRE": True, "INTERP": False}
-    names = [name for name in kernel.arg_names if name not in flags]
-    return Variant(
-        f"leverage {kernel.__name__.strip('_')} D{dim}",
-        kernel,
-        {name: _TYPES.get(name, "*fp32") for name in names},
-        {name: value for name, value in flags.items() if name in kernel.arg_names},
-        div16=("N", "rows_per_split", "stride_b", "stride_h", "stride_t"),
-        num_warps=warps,
-        arches=("gfx942",) if hip else ("80", "90", "100"),
-        num_stages=2,
-    )
+    flags = dict(HEADS=8, D=dim, BD=pow2(dim), K=64, BK=64, BLOCK_N=tile, HAS_MASK=True, CENTRE=True)
+    types = dict(keys_ptr="*bf16", sketch_ptr="*bf16", mask_ptr="*u8", counts_ptr="*i32")
+    return variant(
+        f"leverage {kernel.__name__.strip('_')} D{dim}", kernel, flags, types, even=("N", "rows_per_split", "stride_"),
+        num_warps=warps, num_stages=2, arches=HIP_ARCHES if hip else CUDA_ARCHES,
+    )  # fmt: skip
 
 
-AOT = [
-    _variant(kernel, dim, hip)
-    for hip in (False, True)
-    for kernel in (_gram_kernel, _norm_kernel)
-    for dim in (64, 80, 128, 256)
-]
+KERNELS = (_gram_kernel, _norm_kernel)
+AOT = [_variant(kernel, dim, hip) for hip in (False, True) for kernel in KERNELS for dim in (64, 80, 128, 256)]

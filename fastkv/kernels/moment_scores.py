@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ._tiles import INTERPRET, Variant, _dot, _dot32, check_contiguous, check_head_dim, pow2, stages
+from ._attention import _dot, _dot32
+from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, stages, variant
 
 BLOCKS = {64: (64, 32, 4), 128: (64, 32, 4), 256: (64, 32, 8)}  # padded head_dim -> slots, matrix rows, warps
 FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8)}
@@ -72,17 +73,9 @@ def _constants(exact: bool, head_dim: int) -> tuple[dict, int]:
 
 
 def moment_scores(
-    *,
-    attention: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    value_mean: Tensor | None,
-    matrix: Tensor | None,
-    count: Tensor,
-    scale: float,
-    out: Tensor,
-) -> Tensor:
+    *, attention: Tensor | None, keys: Tensor, values: Tensor, lengths: Tensor, value_mean: Tensor | None,
+    matrix: Tensor | None, count: Tensor, scale: float, out: Tensor,
+) -> Tensor:  # fmt: skip
     """Score every stored token; larger = keep. One launch, no host sync.
 
     Args:
@@ -109,27 +102,15 @@ def moment_scores(
     return out
 
 
-def _variant(head_dim: int, matrix: str | None = "bf16", dtype: str = "bf16", attention: bool = True) -> Variant:
-    types = dict(
-        keys_ptr=f"*{dtype}", values_ptr=f"*{dtype}", lengths_ptr="*i32", value_mean_ptr="*fp32", count_ptr="*i64",
-        out_ptr="*fp32", slots="i32", scale="fp32",
-    )  # fmt: skip
-    if matrix is not None:
-        types |= dict(matrix_ptr=f"*{matrix}")
-    if attention:
-        types |= dict(attention_ptr="*fp32")
+def _variant(head_dim: int, matrix: str | None = "bf16", dtype: str = "bf16", attention: bool = True):
+    types = dict(keys_ptr=f"*{dtype}", values_ptr=f"*{dtype}", lengths_ptr="*i32", count_ptr="*i64")
     constants, num_warps = _constants("fp32" in (matrix, dtype), head_dim)
+    given = dict(matrix_ptr=matrix, attention_ptr=attention)
     name = f"moment_scores {dtype} D{head_dim} matrix {matrix}" + " attention" * attention
-    return Variant(name, _moment_scores_kernel, types, constants, ("slots",), num_warps)
+    types |= dict(matrix_ptr=f"*{matrix}")
+    return variant(name, _moment_scores_kernel, constants, types, given=given, even=("slots",), num_warps=num_warps)
 
 
-AOT = (
-    [_variant(d) for d in (64, 80, 96, 128, 256)]
-    + [_variant(d, "fp32") for d in (128, 256)]
-    + [
-        _variant(128, None),
-        _variant(128, attention=False),
-        _variant(128, "fp16", "fp16"),
-        _variant(128, "fp32", "fp32"),
-    ]
-)
+AOT = [_variant(d) for d in (64, 80, 96, 128, 256)] + [_variant(d, "fp32") for d in (128, 256)]
+AOT += [_variant(128, None), _variant(128, attention=False)]
+AOT += [_variant(128, "fp16", "fp16"), _variant(128, "fp32", "fp32")]

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from ._tiles import INTERPRET, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
+from ._attention import _dot, _logits2
+from ._launch import CUDA_ARCHES, INTERPRET, check_head_dim, check_like, pow2, stages, variant
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -148,14 +149,9 @@ def _room(element_size: int, hip: bool) -> int:
 
 
 def noncausal_attention_mass(
-    *,
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    chunk: int = 256,
-    softcap: float | None = None,
+    *, q: Tensor, keys: Tensor, scale: float, chunk: int = 256, softcap: float | None = None,
     mask: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Column sums of the non-causal attention within each chunk, mean over the group, before pooling.
 
     Args: q [B, Hq, N, D], keys [B, Hkv, N, D]: post-RoPE, in order of position, any strides, unit stride along D;
@@ -176,8 +172,7 @@ def noncausal_attention_mass(
         return mass
     order = count = mass
     if mask is not None:
-        check_shape("noncausal_attention_mass", "mask", mask, (batch, heads, num))
-        check_contiguous("noncausal_attention_mass", mask=mask)
+        check_like("noncausal_attention_mass", (batch, heads, num), mask=mask)
         order, count = mask.logical_not().to(torch.uint8).argsort(dim=-1, stable=True), mask.sum(-1)
     chunk = min(chunk, num)
     width = pow2(dim, 16)
@@ -200,31 +195,20 @@ def noncausal_attention_mass(
     return mass
 
 
-_TYPES = {
-    **dict.fromkeys(("q_ptr", "keys_ptr"), "*bf16"),
-    **dict.fromkeys(("order_ptr", "count_ptr"), "*i64"),
-    **dict.fromkeys(("lse_ptr", "mass_ptr"), "*fp32"),
-    **dict.fromkeys(("scale", "softcap"), "fp32"),
-    **dict.fromkeys(("N", "chunk"), "i32"),
-    **{f"stride_{tensor}{axis}": "i32" for tensor in "qk" for axis in "bht"},
-}
+_TYPES = dict(q_ptr="*bf16", keys_ptr="*bf16", order_ptr="*i64", count_ptr="*i64")
 
 
-def _variant(kernel, dim: int, ordered: bool = False) -> Variant:
+def _variant(kernel, dim: int, ordered: bool = False):
     rows, columns, warps = (SINGLE[pow2(dim)][0], 256, 8) if kernel is _single_kernel else DOUBLE[pow2(dim)]
-    flags = {"HEADS": 8, "G": 4, "D": dim, "BD": pow2(dim), "HAS_ORDER": ordered, "HAS_CAP": False, "INTERP": False}
-    flags |= {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_C": columns}
-    names = [name for name in kernel.arg_names if name not in flags]
-    return Variant(
-        f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}",
-        kernel,
-        {name: _TYPES[name] for name in names},
-        {name: value for name, value in flags.items() if name in kernel.arg_names},
-        div16=("chunk", "N", *(name for name in names if name.startswith("stride"))),
-        num_warps=warps,
-        num_stages=2,
-        arches=() if kernel is not _single_kernel or pow2(dim) * 256 <= _room(2, hip=True) else ("80", "90", "100"),
-    )
+    flags = dict(
+        HEADS=8, G=4, D=dim, BD=pow2(dim), HAS_ORDER=ordered, HAS_CAP=False, BLOCK_M=rows, BLOCK_N=columns,
+        BLOCK_C=columns,
+    )  # fmt: skip
+    return variant(
+        f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}", kernel, flags, _TYPES,
+        even=("chunk", "N", "stride_"), num_warps=warps, num_stages=2,
+        arches=() if kernel is not _single_kernel or pow2(dim) * 256 <= _room(2, hip=True) else CUDA_ARCHES,
+    )  # fmt: skip
 
 
 AOT = [_variant(_single_kernel, dim) for dim in (64, 80, 128, 256)] + [_variant(_single_kernel, 128, True)]

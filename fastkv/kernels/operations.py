@@ -15,7 +15,7 @@ from . import moment_scores as residuals
 from . import prefill_attention as prefill
 from . import select as selection
 from . import vector_decode as vector
-from ._workspace import Workspace
+from ._launch import Workspace
 from .compact import compact
 from .evict import evict
 
@@ -90,9 +90,12 @@ def noncausal_attention_mass(
     return noncausal_mass.noncausal_attention_mass(q=q, keys=keys, scale=scale, chunk=chunk, softcap=softcap, mask=mask)
 
 
-def observed_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
+def observed_attention(
+    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, **given: Any
+) -> Tensor:
     """`reference.observed_attention`."""
-    return window_scores.window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **given)
+    scores = window_scores.window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **given)
+    return reference.pool_scores(scores, pool, given.get("positions"), given.get("valid"))
 
 
 def moment_scores(attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float) -> Tensor:

@@ -5,8 +5,7 @@ Flash attention over two sources of keys: the slots (all older than the block: a
 (m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563, Eqs. 9-12), so nothing is mixed afterwards. Rows of a
 program are the queries of one KV head, (token, head of the group) in that order: keys are read once per group.
 
-A second launch gives the attention column sums, if asked for: programs own columns and know the row log-sums, hence no
-atomics. Bytes: keys and values once per BLOCK_M rows; q and out once; with column sums, keys and q once more.
+Bytes: keys and values once per BLOCK_M rows; q and out once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache.
 """
 
@@ -19,21 +18,9 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
+from ._attention import LN2, _dot, _logits2, _normalise, _softmax_update
 from ._evicted import Terms, _seed
-from ._tiles import (
-    INTERPRET,
-    LN2,
-    LOG2E,
-    Variant,
-    _dot,
-    _logits2,
-    _normalise,
-    _softmax_update,
-    check_contiguous,
-    check_head_dim,
-    pow2,
-    stages,
-)
+from ._launch import CUDA_ARCHES, HIP_ARCHES, INTERPRET, check_contiguous, check_head_dim, pow2, stages, variant
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
@@ -110,46 +97,6 @@ def _prefill_kernel(
     tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
-@triton.jit
-def _column_kernel(
-    q_ptr, keys_ptr, lengths_ptr, new_keys_ptr, new_valid_ptr, lse_ptr, columns_ptr,
-    scale, softcap, T, slots, num_slots,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    batch, kv = head // HEADS, head % HEADS
-    slot_tiles = tl.cdiv(num_slots, BLOCK_N)
-    in_block = tl.program_id(0) >= slot_tiles
-    first = (tl.program_id(0) - tl.where(in_block, slot_tiles, 0)) * BLOCK_N
-    index = first + tl.arange(0, BLOCK_N)
-    length = tl.load(lengths_ptr + head).to(tl.int32)
-    if in_block:
-        usable = tl.load(new_valid_ptr + batch * T + index, mask=index < T, other=0) != 0
-        k = _tile(new_keys_ptr + batch * stride_kb + kv * stride_kh, first, usable, stride_kt, D, BD, BLOCK_N)
-    else:
-        usable = index < tl.minimum(length, num_slots)
-        k = _tile(keys_ptr + head * slots * D, first, usable, D, D, BD, BLOCK_N)
-    since = tl.where(in_block, index, 0)  # the first query that sees the column
-    column = tl.arange(0, BD)[None, :]
-    sums = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(tl.where(in_block, first * G // BLOCK_M * BLOCK_M, 0), T * G, BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        token = row // G
-        q_head = kv * G + row % G
-        asks = tl.load(new_valid_ptr + batch * T + token, mask=row < T * G, other=0) != 0
-        q_ptrs = q_ptr + batch * stride_qb + q_head * stride_qh + token.to(tl.int64) * stride_qt
-        q = tl.load(q_ptrs[:, None] + column, mask=asks[:, None] & (column < D), other=0.0)
-        lse = tl.load(lse_ptr + (batch * HEADS * G + q_head) * T + token, mask=asks, other=0.0) * LOG2E
-        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
-        seen = asks[:, None] & usable[None, :] & (since[None, :] <= token[:, None])
-        sums += tl.sum(tl.exp2(tl.where(seen, logits - lse[:, None], -float("inf"))), 0)
-    offset = tl.where(in_block, num_slots, 0)
-    bound = tl.where(in_block, T, num_slots)
-    tl.store(columns_ptr + head * (num_slots + T) + offset + index, sums / G, mask=index < bound)
-
-
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor]:
@@ -197,44 +144,30 @@ def prefill_attention(
         q, keys, values, lengths, k, v, valid.view(torch.uint8), *sources, known.spread, out, lse, spec.scale,
         softcap or 1.0, num, slots, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=rows, BLOCK_N=tile,
-        SEED=SEED[value_width], ORDER=order, HAS_SLOPE=has_slope, SPREAD=known.spread_size,
+        SEED=SEED[value_width], ORDER=order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
         HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=warps, num_stages=stages(depth),
     )  # fmt: skip
     return out, lse
 
 
-_STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bht")
-_TYPES = {
-    **dict.fromkeys(("key_mean_ptr", "value_mean_ptr", "spread_ptr", "lse_ptr", "columns_ptr"), "*fp32"),
-    **{"lengths_ptr": "*i32", "new_valid_ptr": "*u8", "count_ptr": "*i64", "scale": "fp32", "softcap": "fp32"},
-    **dict.fromkeys(("T", "slots", "num_slots", *_STRIDES), "i32"),
-}
-
-
-def _variant(kernel, dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, spread=0) -> Variant:
+def _variant(dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, spread=False):
     rows, tile, warps, depth = BLOCKS[pow2(dim, 16)]
-    flags = {"HEADS": 8, "G": groups, "D": dim, "DV": dim, "BD": pow2(dim), "BV": pow2(dim), "SEED": SEED[pow2(dim)]}
-    flags |= {"BLOCK_M": rows, "BLOCK_N": CAP_TILE_HIP if hip else tile, "ORDER": order, "HAS_SLOPE": slope}
-    flags |= {"HAS_CAP": groups != 4, "INTERP": False, "SPREAD": spread}
-    absent = {*flags, *(() if spread else ("spread_ptr",))}
-    names = [name for name in kernel.arg_names if name not in absent]
-    types = {name: _TYPES.get(name, f"*{dtype}") for name in names} | ({} if slope else {"slope_ptr": "*fp32"})
-    return Variant(
-        f"{kernel.__name__.strip('_')} D{dim} {dtype} G{groups} order{order}{'' if slope else ' fp32 cross'}"
-        + f" spread{spread}" * (spread > 0),
-        kernel,
-        {name: types[name] for name in names},
-        {name: value for name, value in flags.items() if name in kernel.arg_names},
-        div16=("slots", *_STRIDES),
-        num_warps=warps,
-        num_stages=depth,
-        arches=() if groups == 4 else ("gfx942",) if hip else ("80", "90", "100"),
-    )
+    flags = dict(
+        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows,
+        BLOCK_N=CAP_TILE_HIP if hip else tile, SEED=SEED[pow2(dim)], ORDER=order, HAS_SLOPE=slope,
+        HAS_CAP=groups != 4, SPREAD=spread,
+    )  # fmt: skip
+    half = ("q_ptr", "keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "out_ptr", *("slope_ptr",) * slope)
+    types = dict.fromkeys(half, f"*{dtype}") | dict(lengths_ptr="*i32", new_valid_ptr="*u8", count_ptr="*i64")
+    name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
+    return variant(
+        name, _prefill_kernel, flags, types, given=dict(spread_ptr=spread), even=("slots", "stride_"),
+        num_warps=warps, num_stages=depth, arches=() if groups == 4 else HIP_ARCHES if hip else CUDA_ARCHES,
+    )  # fmt: skip
 
 
-AOT = [_variant(kernel, dim) for kernel in (_prefill_kernel, _column_kernel) for dim in (64, 80, 128, 256)]
-AOT += [_variant(_prefill_kernel, 128, slope=False), _variant(_prefill_kernel, 128, "fp16", slope=False)]
-AOT += [_variant(_prefill_kernel, 128, "fp16", groups=7, hip=hip) for hip in (False, True)]
-AOT += [_variant(_prefill_kernel, 128, order=-1)]
-AOT += [_variant(_prefill_kernel, dim, spread=spread) for dim in (64, 128, 256) for spread in (1, dim)]
-AOT += [_variant(_prefill_kernel, 128, slope=False, spread=1), _variant(_prefill_kernel, 128, order=0, spread=1)]
+AOT = [_variant(dim) for dim in (64, 80, 128, 256)]
+AOT += [_variant(128, slope=False), _variant(128, "fp16", slope=False), _variant(128, order=-1)]
+AOT += [_variant(128, "fp16", groups=7, hip=hip) for hip in (False, True)]
+AOT += [_variant(dim, spread=True) for dim in (64, 128, 256)]
+AOT += [_variant(128, slope=False, spread=True), _variant(128, order=0, spread=True)]

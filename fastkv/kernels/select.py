@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import check_shape
-from ._tiles import Variant, check_contiguous, pow2
+from ._launch import check_like, pow2, variant
 
 TILE = 8192  # candidates held in registers
 WARPS = {1024: 4, 2048: 8, 4096: 8, 8192: 16}  # by tile
@@ -84,23 +83,10 @@ def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, si
 
 @triton.jit
 def _select_kernel(
-    scores_ptr,
-    positions_ptr,
-    valid_ptr,
-    protected_ptr,
-    seen_ptr,
-    key_ptr,
-    kept_ptr,
-    counts_ptr,
-    N,
-    tokens,
-    sinks,
-    recent,
-    HEADS: tl.constexpr,
-    USE_MASK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr,
+    N, tokens, sinks, recent,
+    HEADS: tl.constexpr, USE_MASK: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     row = head.to(tl.int64) * N
     lane = tl.arange(0, BLOCK)
@@ -177,16 +163,9 @@ def _select_kernel(
 
 
 def select(
-    *,
-    scores: Tensor,
-    positions: Tensor,
-    valid: Tensor,
-    tokens: int,
-    protected: Tensor | None = None,
-    seen: Tensor | None = None,
-    sinks: int = 0,
-    recent: int = 0,
-) -> tuple[Tensor, Tensor]:
+    *, scores: Tensor, positions: Tensor, valid: Tensor, tokens: int, protected: Tensor | None = None,
+    seen: Tensor | None = None, sinks: int = 0, recent: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Keep the `tokens` best valid candidates of each head: protected ones first, then by score, then by position.
 
     Args: scores [B, Hkv, N] fp32; positions [B, Hkv, N] int32, not negative; valid [B, Hkv, N] bool. What is protected
@@ -194,10 +173,7 @@ def select(
     Returns: kept [B, Hkv, N] bool and counts [B, Hkv] int64.  Cost: one launch, no host sync.
     """
     batch, heads, num = scores.shape
-    for name, tensor in (("positions", positions), ("valid", valid), ("protected", protected)):
-        if tensor is not None:
-            check_shape("select", name, tensor, (batch, heads, num))
-    check_contiguous("select", scores=scores, positions=positions, valid=valid, protected=protected)
+    check_like("select", scores.shape, scores=scores, positions=positions, valid=valid, protected=protected)
     assert scores.dtype == torch.float32 and (protected is None) != (seen is None)
     kept = torch.empty(batch, heads, num, dtype=torch.bool, device=scores.device)
     counts = torch.empty(batch, heads, dtype=torch.int64, device=scores.device)
@@ -209,43 +185,23 @@ def select(
     scratch = torch.empty(0 if single else 2 * batch * heads * num, dtype=torch.int32, device=scores.device)
     valid_bytes = valid.view(torch.uint8)
     _select_kernel[(batch * heads,)](
-        scores,
-        positions,
-        valid_bytes,
-        valid_bytes if protected is None else protected.view(torch.uint8),
-        positions if seen is None else seen,
-        scratch,
-        kept.view(torch.uint8),
-        counts,
-        num,
-        tokens,
-        sinks,
-        recent,
-        HEADS=heads,
-        USE_MASK=protected is not None,
-        SINGLE=single,
-        BLOCK=block,
-        num_warps=WARPS[block],
-    )
+        scores, positions, valid_bytes, valid_bytes if protected is None else protected.view(torch.uint8),
+        positions if seen is None else seen, scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent,
+        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, num_warps=WARPS[block],
+    )  # fmt: skip
     return kept, counts
 
 
 _TYPES = {
-    **{name: "*i32" for name in ("positions_ptr", "key_ptr")},
-    **{name: "*u8" for name in ("valid_ptr", "protected_ptr", "kept_ptr")},
-    **{name: "*i64" for name in ("seen_ptr", "counts_ptr")},
-    **{name: "i32" for name in ("N", "tokens", "sinks", "recent")},
-    "scores_ptr": "*fp32",
+    **dict.fromkeys(("positions_ptr", "key_ptr"), "*i32"),
+    **dict.fromkeys(("valid_ptr", "protected_ptr", "kept_ptr"), "*u8"),
+    **dict.fromkeys(("seen_ptr", "counts_ptr"), "*i64"),
 }
 AOT = [
-    Variant(
-        f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}",
-        _select_kernel,
-        _TYPES,
-        {"HEADS": 8, "USE_MASK": mask, "SINGLE": single, "BLOCK": block},
-        div16=("N",),
-        num_warps=WARPS[block],
+    variant(
+        f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}", _select_kernel,
+        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), _TYPES, even=("N",), num_warps=WARPS[block],
         num_stages=1,
     )
     for block, single, mask in ((1024, True, True), (2048, True, False), (8192, True, True), (8192, False, False))
-]
+]  # fmt: skip

@@ -20,43 +20,123 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import LayerState, Spec
-from ._evicted import Terms, _moment_partial
-from ._partials import (
+from ._attention import (
     _add_attention,
     _append_token,
-    _attend_keys,
     _attend_slots,
     _count_token,
+    _dot,
     _load_query,
+    _logits2,
     _merge_accs,
     _merge_tops,
     _mix,
-    _store_halves,
+    _rows_mask,
+    _softmax_update,
     _store_lse,
     _store_partial,
-    _weigh_keys,
 )
-from ._slots import _stretch, addressed
-from ._tiles import (
-    CUDA_ARCHES,
+from ._evicted import Terms, _moment_partial
+from ._launch import (
+    DTYPES,
     HIP_ARCHES,
     INTERPRET,
     MIN_ROWS,
-    Variant,
+    VENDORS,
+    Workspace,
+    addressed,
     check_contiguous,
     check_decode,
     decode_outputs,
+    num_splits,
     on_hip,
     pow2,
     stages,
+    variant,
 )
-from ._workspace import Workspace, num_splits
+from ._slots import _stretch
 
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
 FP32_BLOCKS = {64: (32, 16, 2), 128: (32, 16, 2), 256: (16, 16, 2)}
 BLOCK_A = {64: 32, 128: 32, 256: 16}  # slots without values
 BLOCK_S = 256  # slots per step when attention is added up
 MERGE_TILE = 2048  # elements of partials summed at once
+
+
+@triton.jit
+def _attend_keys(
+    q_ptr, keys_ptr, positions_ptr, cos_ptr, sin_ptr, logits_ptr, start, stop, pool, scale, softcap,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_A: tl.constexpr,
+    HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """Partial of slots [start, stop) with k~ in place of the value, in halves: top, total, first and second half."""
+    HALF: tl.constexpr = D // 2
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_H)
+    heads = _rows_mask(rows < G, cols, HALF, BLOCK_H)
+    q_first = tl.load(q_ptr + rows[:, None] * D + cols[None, :], mask=heads, other=0.0)
+    q_second = tl.load(q_ptr + rows[:, None] * D + HALF + cols[None, :], mask=heads, other=0.0)
+    top = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc_first, acc_second = tl.zeros([M, BLOCK_H], tl.float32), tl.zeros([M, BLOCK_H], tl.float32)
+    for begin in range(start, stop, BLOCK_A):
+        slot = begin + tl.arange(0, BLOCK_A)
+        inside = slot < stop
+        mask = _rows_mask(inside, cols, HALF, BLOCK_H)
+        place = slot[:, None] * D + cols[None, :]
+        first = tl.load(keys_ptr + place, mask=mask, other=0.0)
+        second = tl.load(keys_ptr + HALF + place, mask=mask, other=0.0)
+        products = _dot(q_first, tl.trans(first), INTERP) + _dot(q_second, tl.trans(second), INTERP)
+        logits = _logits2(products, scale, softcap, HAS_CAP)
+        if logits_ptr is not None:
+            spot = rows.to(tl.int64)[:, None] * pool + slot[None, :]
+            tl.store(logits_ptr + spot, logits, mask=(rows < G)[:, None] & inside[None, :])
+        logits = tl.where(inside[None, :], logits, -float("inf"))
+        position = tl.load(positions_ptr + slot, mask=inside, other=0).to(tl.int64)
+        angle = position[:, None] * HALF + cols[None, :]
+        c = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32)
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        new_top, total, acc_first, weights = _softmax_update(top, total, acc_first, logits)
+        acc_second *= tl.exp2(top - tl.where(new_top == -float("inf"), 0.0, new_top))[:, None]
+        top = new_top
+        weights = weights.to(first.dtype)
+        acc_first += _dot(weights, (x * c + y * s).to(first.dtype), INTERP)
+        acc_second += _dot(weights, (y * c - x * s).to(first.dtype), INTERP)
+    return top, total, acc_first, acc_second
+
+
+@triton.jit
+def _store_halves(
+    accs_ptr, tops_ptr, totals_ptr, part, top, total, first, second,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """`_store_partial` of an acc in halves."""
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_H)
+    row = part * G + rows
+    place, mask = row[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D // 2)[None, :]
+    tl.store(accs_ptr + place, first, mask=mask)
+    tl.store(accs_ptr + D // 2 + place, second, mask=mask)
+    tl.store(tops_ptr + row, top, mask=rows < G)
+    tl.store(totals_ptr + row, total, mask=rows < G)
+
+
+@triton.jit
+def _weigh_keys(
+    keys_ptr, weight_ptr, cols, dtype: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BLOCK_K: tl.constexpr, MERGE_D: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """Columns `cols` [MERGE_D] of keys [G, D], rounded to dtype, times weight [D, D]."""
+    rows = tl.arange(0, M)
+    product = tl.zeros([M, MERGE_D], tl.float32)
+    for first in range(0, D, BLOCK_K):
+        dims = first + tl.arange(0, BLOCK_K)
+        heads = (rows < G)[:, None] & (dims < D)[None, :]
+        spot = keys_ptr + rows[:, None] * D + dims[None, :]
+        key = tl.load(spot, mask=heads, other=0.0, cache_modifier=".cg").to(dtype)
+        inside = (dims < D)[:, None] & (cols < D)[None, :]
+        weight = tl.load(weight_ptr + dims[:, None] * D + cols[None, :], mask=inside, other=0.0)
+        product += _dot(key, weight.to(dtype), INTERP)
+    return product
 
 
 @triton.jit
@@ -240,45 +320,42 @@ def vector_decode_step(
     return out, lse_retained, lse_evicted
 
 
+_TYPES = {
+    **dict.fromkeys(("lengths_ptr", "positions_ptr", "starts_ptr", "tickets_ptr"), "*i32"),
+    **dict.fromkeys(("approx_positions_ptr", "approx_lengths_ptr", "approx_starts_ptr"), "*i32"),
+    **dict.fromkeys(("count_ptr", "seen_ptr"), "*i64"),
+}
+
+
 def _variant(
     head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
-) -> Variant:  # fmt: skip
-    half, full = f"*{dtype}", "*fp32"
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+):  # fmt: skip
     constants, num_warps, num_stages = _constants(
-        8, groups, head_dim, splits, splits, order, capped, dtypes[dtype], dtypes[matrix], arches == HIP_ARCHES
+        8, groups, head_dim, splits, splits, order, capped, DTYPES[dtype], DTYPES[matrix], arches == HIP_ARCHES
     )
-    types = dict(
-        q_ptr=half, keys_ptr=half, values_ptr=half, lengths_ptr="*i32", approx_keys_ptr=half,
-        approx_positions_ptr="*i32", approx_lengths_ptr="*i32", weight_ptr=f"*{matrix}", cos_ptr=full,
-        sin_ptr=full, count_ptr="*i64", out_ptr=half,
-        lse_retained_ptr=full, lse_evicted_ptr=full, accs_ptr=full, tops_ptr=full, totals_ptr=full, tickets_ptr="*i32",
-        slots="i32", approx_slots="i32", pool="i32", approx_pool="i32", scale="fp32", softcap="fp32",
-    )  # fmt: skip
-    if order is not None:
-        types |= dict(key_mean_ptr=full, value_mean_ptr=full)
-    if order == 1:
-        types |= dict(matrix_ptr=f"*{matrix}")
-    if append:
-        types |= dict(k_ptr=half, v_ptr=half, positions_ptr="*i32", seen_ptr="*i64")
-    if ragged:  # where heads are unequal attention is usually collected, too
-        types |= dict(
-            starts_ptr="*i32", approx_starts_ptr="*i32", attention_ptr=full, approx_attention_ptr=full, logits_ptr=full,
-        )  # fmt: skip
+    given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
+    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict(matrix_ptr=order == 1)
+    # where heads are unequal attention is usually collected, too
+    collected = ("starts_ptr", "approx_starts_ptr", "attention_ptr", "approx_attention_ptr", "logits_ptr")
+    given |= dict.fromkeys(collected, ragged)
+    half = ("q_ptr", "keys_ptr", "values_ptr", "approx_keys_ptr", "out_ptr", "k_ptr", "v_ptr")
+    types = _TYPES | dict.fromkeys(half, f"*{dtype}") | dict.fromkeys(("weight_ptr", "matrix_ptr"), f"*{matrix}")
     name = (
         f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
         + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append + " ragged" * ragged
     )  # fmt: skip
-    div16 = () if ragged else ("slots", "approx_slots", "pool", "approx_pool")
-    return Variant(name, _vector_decode_kernel, types, constants, div16, num_warps, num_stages, arches=arches)
+    return variant(
+        name, _vector_decode_kernel, constants, types,
+        given=given, even=() if ragged else ("slots", "approx_slots", "pool", "approx_pool"),
+        num_warps=num_warps, num_stages=num_stages, arches=arches,
+    )  # fmt: skip
 
 
-BY_VENDOR = [(d, a) for d in (128, 256) for a in (CUDA_ARCHES, HIP_ARCHES)]
 AOT = (
     [_variant(d, 8) for d in (64, 80, 96, 128, 256)]
     + [_variant(128, s, o) for s in (1, 8) for o in (None, 0)]
-    + [_variant(d, 4, matrix="fp32", capped=True, arches=a) for d, a in BY_VENDOR]
+    + [_variant(d, 4, matrix="fp32", capped=True, arches=a) for d in (128, 256) for a in VENDORS]
     + [_variant(128, 4, dtype="fp32", matrix="fp32")]
     + [_variant(128, 1, groups=16, append=False), _variant(128, 8, dtype="fp16", matrix="fp16")]
     + [_variant(d, 8, ragged=True) for d in (64, 128, 256)]

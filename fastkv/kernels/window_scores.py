@@ -1,12 +1,12 @@
-"""Mean attention weight that the last W queries give each key, and average pooling: SnapKV (arXiv:2404.14469), TOVA.
+"""Mean attention weight that the last W queries give each key: SnapKV (arXiv:2404.14469) before pooling, TOVA.
 
     s[b, h, n] = mean over valid queries w and heads g of exp(l[g, w, n]) / (sum_m exp(l[g, w, m]) + mass[g, w])
 
 Twin of `reference.window_attention` where a query sees a key iff the key is valid and not later than the query; `mass`
 is that of the evicted tokens. TOVA is W = 1, averaged over KV heads by the caller. Rows are (query, head of the group).
 
-Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers; then
-`pool`. Bytes: keys twice, 8 bytes per row and split, 4 N out.
+Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers.
+Bytes: keys twice, 8 bytes per row and split, 4 N out.
 Does not handle: more than one window in flight; key-dependent biases.
 """
 
@@ -18,15 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from ..reference import check_pool
-from ._tiles import INTERPRET, LOG2E, Variant, _dot, _logits2, check_contiguous, check_head_dim, pow2, stages
-from .pool import NOWHERE, as_places, pool_in_order
+from ._attention import LOG2E, _dot, _logits2
+from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages, variant
 
 # padded head_dim: (keys per tile, warps, stages)
 BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
 MAX_ROWS = 64  # queries times heads per tile
 LEAST_KEYS = 512  # of a split
 MAX_SPLITS = 32
+NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after every query
 
 
 @triton.jit
@@ -163,43 +163,26 @@ def _column_kernel(
 
 
 def window_scores(
-    *,
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    positions: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    valid: Tensor | None = None,
-    query_valid: Tensor | None = None,
+    *, q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, positions: Tensor | None = None,
+    query_positions: Tensor | None = None, valid: Tensor | None = None, query_valid: Tensor | None = None,
     log_mass: Tensor | None = None,
-    pool: int = 1,
-) -> Tensor:
-    """Mean attention weight that W queries give each key, pooled.
+) -> Tensor:  # fmt: skip
+    """Mean attention weight that W queries give each key.
 
     Args:
         q: [B, Hq, W, D], keys: [B, Hkv, N, D]: any strides, unit stride along D.  valid: [B, Hkv, N] bool.
         positions: [B, Hkv, N] int32 and query_positions: [B, W] int: a query sees keys up to its own position.
         query_valid: [B, W] bool, the mean runs over these.  log_mass: [B, Hq, W] fp32 of the evicted tokens.
-        pool: odd width; neighbours by position if positions and valid are given, else by index.
-    Returns: [B, Hkv, N] fp32.  Cost: three launches, pooling one more and an argsort; no host sync.
+    Returns: [B, Hkv, N] fp32.  Cost: three launches, no host sync.
     """
     batch, num_heads, num, dim = q.shape
     heads, length = keys.shape[1:3]
     groups = check_groups("window_scores", num_heads, heads)
     check_shape("window_scores", "keys", keys, (batch, heads, length, dim))
     check_head_dim("window_scores", dim)
-    check_pool(pool)
-    for name, tensor, shape in (
-        ("positions", positions, (batch, heads, length)),
-        ("query_positions", query_positions, (batch, num)),
-        ("valid", valid, (batch, heads, length)),
-        ("query_valid", query_valid, (batch, num)),
-        ("log_mass", log_mass, (batch, num_heads, num)),
-    ):
-        if tensor is not None:
-            check_shape("window_scores", name, tensor, shape)
-            check_contiguous("window_scores", **{name: tensor})
+    check_like("window_scores", (batch, heads, length), positions=positions, valid=valid)
+    check_like("window_scores", (batch, num), query_positions=query_positions, query_valid=query_valid)
+    check_like("window_scores", (batch, num_heads, num), log_mass=log_mass)
     assert q.stride(-1) == keys.stride(-1) == 1 and (positions is None) == (query_positions is None)
     scores = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     if not scores.numel() or not num:
@@ -212,7 +195,9 @@ def window_scores(
     tops, totals = torch.empty(2, batch, heads, splits, num * groups, dtype=torch.float32, device=q.device)
     lse, shares = torch.empty(2, batch, heads, num * groups, dtype=torch.float32, device=q.device)
     causal, tiles = positions is not None, triton.cdiv(num * groups, rows)
-    places = as_places(positions, valid)
+    places = positions  # what is not valid comes after every query
+    if valid is not None:
+        places = torch.where(valid, 0 if positions is None else positions, NOWHERE.value).to(torch.int32)
     inputs = (q, keys, scores if places is None else places, query_positions if causal else scores)
     strides = (*q.stride()[:3], *keys.stride()[:3])
     sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "ROWS": rows, "BLOCK_N": tile, "CAUSAL": causal}
@@ -230,34 +215,22 @@ def window_scores(
     _column_kernel[(triton.cdiv(length, tile), batch * heads)](
         *inputs, lse, shares, scores, scale, softcap or 1.0, num, length, *strides, **sizes, **launch
     )
-    return pool_in_order(scores, pool, places if causal and valid is not None else None)
+    return scores
 
 
-_TYPES = {
-    **dict.fromkeys(("q_ptr", "keys_ptr"), "*bf16"),
-    **{"query_valid_ptr": "*u8", "places_ptr": "*i32", "query_places_ptr": "*i64"},
-    **{"scale": "fp32", "softcap": "fp32"},
-    **dict.fromkeys(("W", "N", "SPLITS", "keys_per_split"), "i32"),
-    **{f"stride_{tensor}{axis}": "i32" for tensor in "qk" for axis in "bht"},
-}
+_TYPES = dict(q_ptr="*bf16", keys_ptr="*bf16", query_valid_ptr="*u8", places_ptr="*i32", query_places_ptr="*i64")
 
 
-def _variant(kernel, dim: int, **change) -> Variant:
+def _variant(kernel, dim: int, **change):
     tile, warps, depth = BLOCKS[pow2(dim, 16)]
-    flags = {"HEADS": 8, "G": 4, "D": dim, "BD": pow2(dim), "ROWS": MAX_ROWS, "BLOCK_N": tile, "CAUSAL": True}
-    flags |= {"HAS_PLACES": True, "HAS_CAP": False, "INTERP": False, "HAS_MASS": True, "HAS_QUERIES": True}
-    flags |= {"QUERIES": 32} | change
-    names = [name for name in kernel.arg_names if name not in flags]
-    return Variant(
-        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}",
-        kernel,
-        {name: _TYPES.get(name, "*fp32") for name in names},
-        {name: value for name, value in flags.items() if name in kernel.arg_names},
-        div16=tuple(name for name in names if name.startswith("stride") or name in ("N", "keys_per_split")),
-        num_warps=warps,
-        num_stages=depth,
-        wide=kernel in (_lse_kernel, _column_kernel),
-    )
+    flags = dict(
+        HEADS=8, G=4, D=dim, BD=pow2(dim), ROWS=MAX_ROWS, BLOCK_N=tile, CAUSAL=True, HAS_PLACES=True, HAS_CAP=False,
+        HAS_MASS=True, HAS_QUERIES=True, QUERIES=32,
+    )  # fmt: skip
+    return variant(
+        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}", kernel, flags | change, _TYPES,
+        even=("N", "keys_per_split", "stride_"), num_warps=warps, num_stages=depth, wide=kernel is not _merge_kernel,
+    )  # fmt: skip
 
 
 AOT = [_variant(kernel, dim) for kernel in (_lse_kernel, _column_kernel) for dim in (64, 80, 128, 256)]

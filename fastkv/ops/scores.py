@@ -120,7 +120,7 @@ def window_attention(
 ) -> Tensor:
     """`reference.observed_attention`: pooled attention of queries that see the valid keys up to their own position.
 
-    Kernel: three launches, four with pooling; no logits in memory.
+    Kernel: three launches, no logits in memory.
     """
     return implementation("observed_attention", backend, q.device.type)(
         q,

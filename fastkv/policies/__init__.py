@@ -1,4 +1,4 @@
-"""One selection rule a file. `names()` lists them, `get(name, **hyper)` makes one."""
+"""One selection rule a file, imported and listed here. `names()` lists them, `get(name, **hyper)` makes one."""
 
 from __future__ import annotations
 
@@ -25,20 +25,10 @@ from .snapkv import SnapKV
 from .streaming import Streaming
 from .tova import TOVA
 
-PAPERS: tuple[type[Policy], ...] = (MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal)
-BASELINES: tuple[type[Policy], ...] = (
-    SnapKV,
-    PyramidKV,
-    TOVA,
-    H2O,
-    KNorm,
-    CriticalKV,
-    KVzip,
-    DuoAttention,
-    Streaming,
-    Random,
-)
-ALL: tuple[type[Policy], ...] = (*PAPERS, FastKV, *BASELINES)
+ALL: tuple[type[Policy], ...] = (
+    MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV,
+    SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention, Streaming, Random,
+)  # fmt: skip
 
 __all__ = ["ALL", "Policy", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]
 

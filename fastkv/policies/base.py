@@ -69,27 +69,45 @@ class Signals:
 
 @dataclass(frozen=True)
 class Policy:
-    """Base of all policies. A subclass sets `name` and `needs` and implements `score`.
+    """Base of all policies. A subclass sets `name`, implements `score`, and overrides what differs from here.
+
+    Properties are overridden by a class attribute, `needs = frozenset({"attention"})`, or, where the value depends on
+    hyper-parameters, by a property.
 
     Class attributes:
         name: what `fastkv.patch(model, policy=name)` calls it.
-        needs: optional signals it reads: "attention", "queries", "output", "pre_rope".
         correction: what `correction="auto"` gives it; "none" for a plain eviction baseline.
-        moment_order: moments that `score` itself reads (kept even if the correction is off).
-        remembers: whether a number is stored with each token (see `remember`); costs 4 bytes a slot.
         adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
-        rereads: whether the context is read twice and compressed only afterwards (KVzip); excludes blocks.
-        layers: shares of layers that it brings where the budget says "uniform"; None for none.
     """
 
     name: ClassVar[str]
-    needs: ClassVar[frozenset[str]] = frozenset()
     correction: ClassVar[str] = "none"
-    moment_order: ClassVar[int | None] = None
-    remembers: ClassVar[bool] = False
     adaptive: ClassVar[bool] = True
-    rereads: ClassVar[bool] = False
-    layers: ClassVar[str | None] = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Optional signals it reads: "attention", "queries", "output", "pre_rope"."""
+        return frozenset()
+
+    @property
+    def moment_order(self) -> int | None:
+        """Moments that `score` itself reads (kept even if the correction is off)."""
+        return None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a number is stored with each token (see `remember`); costs 4 bytes a slot."""
+        return False
+
+    @property
+    def rereads(self) -> bool:
+        """Whether the context is read twice and compressed only afterwards (KVzip); excludes blocks."""
+        return False
+
+    @property
+    def layers(self) -> str | None:
+        """Shares of layers that it brings where the budget says "uniform"; None for none."""
+        return None
 
     @property
     def observation(self) -> int | None:

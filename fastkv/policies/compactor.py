@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from ..errors import FastKVError
-from ..reference.scores import z_scores
+from ..reference import z_scores
 from .base import Signals
 from .leverage import Leverage
 from .noncausal import NonCausal
@@ -31,8 +30,8 @@ class Compactor(NonCausal):
         seed: of the sketch.
     """
 
-    name: ClassVar[str] = "compactor"
-    needs: ClassVar[frozenset[str]] = frozenset({"queries", "pre_rope"})
+    name = "compactor"
+    needs = frozenset({"queries", "pre_rope"})
 
     blend: float = 0.3
     sketch: int | None = 64

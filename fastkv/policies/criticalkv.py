@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,17 @@ from ..errors import FastKVError
 from .base import Policy, Signals
 
 
+def _of_base(name: str) -> Any:
+    """A property or a method that is the base's."""
+    return property(lambda self: getattr(self.scorer, name), doc="The base's.")
+
+
+class _OnTop(Policy):
+    scorer: Policy  # the base, no hyper-parameter; made once, because a compiled step cannot make policies
+
+
 @dataclass(frozen=True)
-class CriticalKV(Policy):
+class CriticalKV(_OnTop):
     """Stage one keeps the best by the base score a_j; stage two fills up by (a_j + epsilon) |W_o v_j|_1.
 
     Source: CriticalKV, Feng et al. 2025, arXiv:2502.03805, Alg. 1. The base score is made positive by subtracting its
@@ -29,8 +37,10 @@ class CriticalKV(Policy):
         first: share of the budget that stage one fills, in [0, 1].
     """
 
-    name: ClassVar[str] = "criticalkv"
-    scorer: ClassVar[Policy]  # the base policy, of each instance
+    name = "criticalkv"
+    moment_order, remembers, rereads, layers = map(_of_base, ("moment_order", "remembers", "rereads", "layers"))
+    observation, recent_share = map(_of_base, ("observation", "recent_share"))
+    check, head_tokens, remember = map(_of_base, ("check", "head_tokens", "remember"))
 
     base: str | Policy = "snapkv"
     epsilon: float = 1e-4
@@ -46,32 +56,12 @@ class CriticalKV(Policy):
             raise FastKVError("criticalkv: base must be another policy, got criticalkv; the paper uses snapkv")
         from . import get  # the package imports this file first
 
-        object.__setattr__(self, "scorer", get(self.base))  # once: a compiled step cannot make policies
-        for name in ("remembers", "rereads", "layers", "moment_order"):
-            object.__setattr__(self, name, getattr(self.scorer, name))
-        object.__setattr__(self, "needs", self.scorer.needs | {"output"})
+        object.__setattr__(self, "scorer", get(self.base))
 
     @property
-    def observation(self) -> int | None:
-        """The base's."""
-        return self.scorer.observation
-
-    @property
-    def recent_share(self) -> float:
-        """The base's."""
-        return self.scorer.recent_share
-
-    def check(self, heads: Sequence[int]) -> None:
-        """Raise FastKVError unless the base can serve the model."""
-        self.scorer.check(heads)
-
-    def head_tokens(self, layer: int, heads: int, tokens: int, reserved: int) -> tuple[int, ...] | None:
-        """The base's."""
-        return self.scorer.head_tokens(layer, heads, tokens, reserved)
-
-    def remember(self, signals: Signals) -> Tensor:
-        """What the base stores, [B, Hkv, N] fp32."""
-        return self.scorer.remember(signals)
+    def needs(self) -> frozenset[str]:
+        """What the base reads, and the output projection."""
+        return self.scorer.needs | {"output"}
 
     def score(self, signals: Signals) -> Tensor:
         """One number per token, [B, Hkv, N] float, by which a top-k does both stages.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,8 +30,8 @@ class DuoAttention(Policy):
         threshold: heads with at least this number are retrieval heads.
     """
 
-    name: ClassVar[str] = "duoattention"
-    adaptive: ClassVar[bool] = False
+    name = "duoattention"
+    adaptive = False
 
     pattern: str | Path = ""
     threshold: float = 0.5

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from ..errors import FastKVError
-from ..reference.scores import z_scores
+from ..reference import z_scores
 from .base import Signals
 from .manifold import Manifold
 from .snapkv import SnapKV
@@ -34,8 +33,8 @@ class FastKV(SnapKV):
         weight: of the attention, in standard deviations of distance; 0 for ManifoldKV's choice.
     """
 
-    name: ClassVar[str] = "fastkv"
-    correction: ClassVar[str] = "centroids"
+    name = "fastkv"
+    correction = "centroids"
 
     weight: float = 128.0
 

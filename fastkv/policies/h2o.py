@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,20 +21,16 @@ class H2O(Policy):
         recent: share of the budget that goes to the most recent tokens, in [0, 1]; half in the paper.
     """
 
-    name: ClassVar[str] = "h2o"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    remembers: ClassVar[bool] = True
+    name = "h2o"
+    needs = frozenset({"attention"})
+    remembers = True
+    observation = None  # every query of the block
 
     recent: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent <= 1:
             raise FastKVError(f"h2o: recent must be a share in [0, 1], got {self.recent!r}; the paper uses 0.5")
-
-    @property
-    def observation(self) -> None:
-        """Every query of the block."""
-        return None
 
     @property
     def recent_share(self) -> float:

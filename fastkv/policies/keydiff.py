@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ class KeyDiff(Policy):
         sliding_window: share of the budget reserved for the most recent tokens (0.2 in the reasoning experiments).
     """
 
-    name: ClassVar[str] = "keydiff"
+    name = "keydiff"
 
     anchor: str = "mean"
     distance: str = "cosine"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from ..reference.scores import knorm_scores
+from ..reference import knorm_scores
 from .base import Policy, Signals
 
 
@@ -19,7 +18,7 @@ class KNorm(Policy):
     arXiv:2406.11430.
     """
 
-    name: ClassVar[str] = "knorm"
+    name = "knorm"
 
     def score(self, signals: Signals) -> Tensor:
         """Negative Euclidean norm of the key, in fp32."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,10 +26,11 @@ class KVzip(Policy):
             empty feeds the chunk alone.
     """
 
-    name: ClassVar[str] = "kvzip"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    remembers: ClassVar[bool] = True
-    rereads: ClassVar[bool] = True
+    name = "kvzip"
+    needs = frozenset({"attention"})
+    remembers = True
+    rereads = True
+    observation = 1  # query; what counts while a prompt is read is the second reading
 
     chunk: int = 2048
     prompt: tuple[int, ...] = ()
@@ -42,11 +42,6 @@ class KVzip(Policy):
             raise FastKVError(
                 f"kvzip: prompt must hold token ids of at least 0, got {self.prompt!r}; pass tokenizer(...).input_ids"
             )
-
-    @property
-    def observation(self) -> int:
-        """One query; what counts while a prompt is read is the second reading."""
-        return 1
 
     def remember(self, signals: Signals) -> Tensor:
         """The largest weight so far, [B, Hkv, N] fp32; generated tokens get none."""

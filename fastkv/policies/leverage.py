@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
-from ..reference.geometry import check_leverage
+from ..reference import check_leverage
 from .base import Policy, Signals, check_at_least
 
 LARGEST_SKETCH = 128  # columns that the leverage kernel holds on chip
@@ -27,8 +26,8 @@ class Leverage(Policy):
         seed: of the sketch, which all heads and layers share.
     """
 
-    name: ClassVar[str] = "leverage"
-    needs: ClassVar[frozenset[str]] = frozenset({"pre_rope"})
+    name = "leverage"
+    needs = frozenset({"pre_rope"})
 
     sketch: int | None = 64
     method: str = "cholesky"
@@ -47,10 +46,5 @@ class Leverage(Policy):
     def score(self, signals: Signals) -> Tensor:
         """Leverage of each key among the cached ones."""
         return ops.leverage_scores(
-            signals.pre_rope_keys,
-            self.sketch,
-            self.method,
-            self.seed,
-            mask=signals.valid,
-            backend=signals.backend,
+            signals.pre_rope_keys, self.sketch, self.method, self.seed, mask=signals.valid, backend=signals.backend
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from .. import ops
-from ..reference.geometry import check_metric
-from ..reference.scores import _by_position
+from ..reference import check_metric, position_order
 from .base import Policy, Signals, check_at_least
 
 
@@ -24,7 +22,7 @@ class Manifold(Policy):
         metric: "l2"; "l1", "linf" and "cosine" are the paper's ablation (Table 7).
     """
 
-    name: ClassVar[str] = "manifold"
+    name = "manifold"
 
     window: int | None = None
     metric: str = "l2"
@@ -39,7 +37,7 @@ class Manifold(Policy):
         keys, valid, backend = signals.keys, signals.valid, signals.backend
         if self.window is None or self.window >= keys.shape[2]:
             return ops.manifold_scores(keys, None, self.metric, mask=valid, backend=backend)
-        order, inverse = _by_position(signals.positions, valid)  # windows are cut in the order of the text
+        order, inverse = position_order(signals.positions, valid)  # windows are cut in the order of the text
         keys, valid = keys.gather(2, order[..., None].expand_as(keys)), valid.gather(2, order)
         return ops.manifold_scores(keys, self.window, self.metric, mask=valid, backend=backend).gather(2, inverse)
 
@@ -56,6 +54,6 @@ class WindowedManifold(Manifold):
         metric: "l2"; "l1", "linf" and "cosine" are the paper's ablation (Table 7).
     """
 
-    name: ClassVar[str] = "manifold-windowed"
+    name = "manifold-windowed"
 
     window: int | None = 4096

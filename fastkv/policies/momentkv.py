@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -37,10 +36,9 @@ class MomentKV(Policy):
         residual_order: 1 for the residual of Eq. 10, 0 for the distance to the mean evicted value.
     """
 
-    name: ClassVar[str] = "momentkv"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    correction: ClassVar[str] = "moments"
-    moment_order: ClassVar[int | None] = 1
+    name = "momentkv"
+    needs = frozenset({"attention"})
+    correction = "moments"
 
     window: int = 32
     chunk: int = 4
@@ -54,8 +52,11 @@ class MomentKV(Policy):
                 f"momentkv: residual_order must be 0 or 1, got {self.residual_order!r}; "
                 "to score by attention alone, pass informed=False"
             )
-        # An ablation must not pay for moments that it does not read.
-        object.__setattr__(self, "moment_order", self.residual_order if self.informed else None)
+
+    @property
+    def moment_order(self) -> int | None:
+        """What the residual reads: an ablation does not pay for moments that it leaves alone."""
+        return self.residual_order if self.informed else None
 
     @property
     def observation(self) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import check_pool
-from ..reference.scores import neighbour_mean
+from ..reference import check_pool, neighbour_mean
 from .base import Policy, Signals, check_at_least
 
 
@@ -28,9 +26,9 @@ class NonCausal(Policy):
         pool: odd width of the mean pooling; the paper names none.
     """
 
-    name: ClassVar[str] = "noncausal"
-    needs: ClassVar[frozenset[str]] = frozenset({"queries"})
-    remembers: ClassVar[bool] = True
+    name = "noncausal"
+    needs = frozenset({"queries"})
+    remembers = True
 
     chunk: int = 256
     pool: int = 5

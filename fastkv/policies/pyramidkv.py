@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .snapkv import SnapKV
 
@@ -20,5 +19,5 @@ class PyramidKV(SnapKV):
         pool: odd width of the average pooling.
     """
 
-    name: ClassVar[str] = "pyramidkv"
-    layers: ClassVar[str | None] = "pyramid"
+    name = "pyramidkv"
+    layers = "pyramid"

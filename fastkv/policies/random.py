@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ class Random(Policy):
         seed: other seeds keep other tokens.
     """
 
-    name: ClassVar[str] = "random"
+    name = "random"
 
     seed: int = 0
 

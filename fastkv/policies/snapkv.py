@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,8 +23,8 @@ class SnapKV(Policy):
         pool: odd width of the average pooling; the paper also uses 5 (with window 64).
     """
 
-    name: ClassVar[str] = "snapkv"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    name = "snapkv"
+    needs = frozenset({"attention"})
 
     window: int = 32
     pool: int = 7

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ class Streaming(Policy):
     Source: StreamingLLM, Xiao et al. 2023, arXiv:2309.17453. Unlike the paper, tokens keep their true positions.
     """
 
-    name: ClassVar[str] = "streaming"
+    name = "streaming"
 
     def score(self, signals: Signals) -> Tensor:
         """The position itself."""

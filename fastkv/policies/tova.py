@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,14 +18,10 @@ class TOVA(Policy):
     last eviction, so `evict_every=1` is the paper's algorithm. The paper protects nothing: `Budget(sinks=0, recent=0)`.
     """
 
-    name: ClassVar[str] = "tova"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    adaptive: ClassVar[bool] = False
-
-    @property
-    def observation(self) -> int:
-        """The last query."""
-        return 1
+    name = "tova"
+    needs = frozenset({"attention"})
+    adaptive = False
+    observation = 1
 
     def score(self, signals: Signals) -> Tensor:
         """Mean attention over the heads, [B, Hkv, N] fp32, the same for a token in all of them."""

@@ -10,30 +10,32 @@ Read in this order:
 - `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are remembered.
-- `ragged`: slots that heads share unequally.  `rows`: whole rows by index.
+- `ragged`: slots that heads share unequally.  `gather`: whole rows by index.
 - `output`: what a token's value does to the layer's output (CriticalKV).
-- `again`: attention of tokens that are read a second time (KVzip).
+- `kvzip`: attention of tokens that are read a second time (KVzip).
 - `vector`: values recovered from keys (VECTOR).
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
 Computation is in float32, or in float64 if the inputs are float64.
 """
 
-from .again import most_attended
 from .attention import append, collect, decode_attention, decode_step, merge_partials, prefill_attention
 from .centroids import Centroids, centroid_estimate
 from .evicted import Evicted, compute_dtype
+from .gather import flat_index, rows_at
 from .geometry import (
+    check_leverage,
+    check_metric,
     leverage_scores,
     make_sketch,
     manifold_scores,
     noncausal_attention_mass,
     sketched_leverage,
 )
+from .kvzip import most_attended
 from .moments import Moments, moment_estimate, moment_residual, moment_scores
 from .output import output_norms
 from .ragged import pack, unpack
-from .rows import flat_index, rows_at
 from .scores import (
     check_keydiff,
     check_pool,
@@ -43,6 +45,7 @@ from .scores import (
     neighbour_mean,
     observed_attention,
     pool_scores,
+    position_order,
     random_scores,
     streaming_scores,
     visible_keys,
@@ -78,6 +81,8 @@ __all__ = [
     "append",
     "centroid_estimate",
     "check_keydiff",
+    "check_leverage",
+    "check_metric",
     "check_pool",
     "chunk_mean",
     "collect",
@@ -107,6 +112,7 @@ __all__ = [
     "pack",
     "places",
     "pool_scores",
+    "position_order",
     "prefill_attention",
     "protected",
     "random_scores",

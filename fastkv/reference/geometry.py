@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
 from .attention import masked_softmax, softcapped
-from .moments import compute_dtype
+from .evicted import compute_dtype
 
 METRICS = ("l2", "l1", "linf", "cosine")
 LEVERAGE_METHODS = ("cholesky", "qr", "svd", "exact", "srht")
@@ -87,15 +87,15 @@ def sketch_matrix(
         generator = torch.Generator().manual_seed(0)
     where = generator.device
     if kind == "gaussian":
-        sketch = torch.randn(dim, size, generator=generator, device=where) / size**0.5
-        return sketch.to(torch.bfloat16).to(device or where, torch.float32)
-    padded = 1 << (dim - 1).bit_length()
-    hadamard = torch.ones(1, 1, device=where)
-    while hadamard.shape[0] < padded:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator, device=where) - 1
-    columns = torch.randperm(padded, generator=generator, device=where)[:size]
-    sketch = signs[:, None] * hadamard[:dim, columns] / size**0.5
+        sketch = torch.randn(dim, size, generator=generator, device=where)
+    else:
+        padded = 1 << (dim - 1).bit_length()
+        hadamard = torch.ones(1, 1, device=where)
+        while hadamard.shape[0] < padded:
+            hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+        signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator, device=where) - 1
+        sketch = signs[:, None] * hadamard[:dim, torch.randperm(padded, generator=generator, device=where)[:size]]
+    sketch = sketch / size**0.5
     return sketch.to(torch.bfloat16).to(device or where, torch.float32)
 
 
@@ -188,13 +188,7 @@ def check_leverage(sketch_dim: int | None, method: str) -> None:
 
 
 def noncausal_attention_mass(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    chunk: int = 256,
-    *,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
+    q: Tensor, keys: Tensor, scale: float, chunk: int = 256, *, softcap: float | None = None, mask: Tensor | None = None
 ) -> Tensor:
     """Attention each key receives from the queries of its chunk, past and future (Compactor, Sec. 3.3), before pooling.
 

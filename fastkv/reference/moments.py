@@ -19,8 +19,8 @@ sqrt(v). The value that belongs to this set saturates where the linear one explo
 
     value   f(q)  = v_mean + tanh(sqrt(v)) / sqrt(v) * (scale / n) * S^T q
 
-`Moments.spread` holds the diagonal of n Sigma, or its mean (isotropic): D numbers or one, instead of D^2. Then v is an
-approximation, and so is the bound, as it is for sets that are not symmetric.
+`Moments.spread` holds the mean of the diagonal of n Sigma, one number instead of D^2. Then v is an approximation, and
+so is the bound, as it is for sets that are not symmetric.
 
 The paper keeps raw sums in half precision and subtracts at query time, which loses the correction to cancellation
 after some thousand evictions. Here the state is centred and in float32, and sets are merged with Chan's formula:
@@ -39,7 +39,6 @@ from ..errors import FastKVError, check_groups, check_shape
 from .evicted import Evicted, compute_dtype
 
 MASSES = ("jensen", "cosh")
-SPREADS = (None, "isotropic", "diagonal")
 CHUNK = 4096  # pairs centred at once: bounds the float32 copies that a long prompt needs
 
 
@@ -56,7 +55,7 @@ class Moments(Evicted):
         cross: [B, Hkv, Dk, Dv], sum of (k - key_mean)(v - value_mean)^T; absent below order 1.
         slope: optional half-precision copy of cross / count, [B, Hkv, Dk, Dv]: what the decode kernel reads instead of
             cross. `copy_` and the eviction kernels refresh it; the reference does not read it.
-        spread: optional sum of (k - key_mean)^2, [B, Hkv, Dk] (diagonal) or, averaged over Dk, [B, Hkv, 1] (isotropic).
+        spread: optional sum of (k - key_mean)^2, averaged over Dk, [B, Hkv, 1].
     """
 
     count: Tensor
@@ -76,14 +75,11 @@ class Moments(Evicted):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         order: int | None = 1,
-        spread: str | None = None,
+        spread: bool = False,
     ) -> Moments:
-        """Moments of the empty set; spread: None, "isotropic" or "diagonal"."""
-        if spread not in SPREADS or (spread is not None and order is None):
-            raise FastKVError(
-                f"spread must be one of {', '.join(map(str, SPREADS))}, and None for order None, got {spread!r} for "
-                f"order {order}; choose another"
-            )
+        """Moments of the empty set; spread: whether they know the mean square deviation of the keys."""
+        if spread and order is None:
+            raise FastKVError("a spread is around means, got spread with order None; choose order 0 or 1")
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(batch, num_kv_heads, *shape, dtype=dtype, device=device)
@@ -92,8 +88,7 @@ class Moments(Evicted):
         if order is None:
             return cls(count)
         cross = zeros(key_dim, value_dim) if order >= 1 else None
-        around = None if spread is None else zeros(key_dim if spread == "diagonal" else 1)
-        return cls(count, zeros(key_dim), zeros(value_dim), cross, spread=around)
+        return cls(count, zeros(key_dim), zeros(value_dim), cross, spread=zeros(1) if spread else None)
 
     @classmethod
     def of(
@@ -103,7 +98,7 @@ class Moments(Evicted):
         mask: Tensor | None,
         dtype: torch.dtype,
         order: int | None = 1,
-        spread: str | None = None,
+        spread: bool = False,
     ) -> Moments:
         """Moments of the pairs `keys` [B, Hkv, N, Dk], `values` [B, Hkv, N, Dv] where `mask` [B, Hkv, N] is true."""
         batch, heads, num, _ = keys.shape
@@ -118,13 +113,10 @@ class Moments(Evicted):
         inverse = 1 / count.clamp(min=1).to(dtype)[..., None]
         keys, values = inside(keys.to(dtype)), inside(values.to(dtype))
         key_mean, value_mean = keys.sum(2) * inverse, values.sum(2) * inverse
-        if order == 0 and spread is None:
+        if order == 0 and not spread:
             return cls(count, key_mean, value_mean)
         keys = inside(keys - key_mean[:, :, None])
-        around = None
-        if spread is not None:
-            squares = keys.square().sum(2)
-            around = squares if spread == "diagonal" else squares.mean(-1, keepdim=True)
+        around = keys.square().sum(2).mean(-1, keepdim=True) if spread else None
         if order == 0:
             return cls(count, key_mean, value_mean, spread=around)
         values = inside(values - value_mean[:, :, None])
@@ -134,11 +126,6 @@ class Moments(Evicted):
     def order(self) -> int | None:
         """1 with the cross moment, 0 with the means only, None with the count only."""
         return None if self.key_mean is None else 0 if self.cross is None else 1
-
-    @property
-    def shape_of_spread(self) -> str | None:
-        """ "diagonal", "isotropic" or None."""
-        return None if self.spread is None else "isotropic" if self.spread.shape[-1] == 1 else "diagonal"
 
     def upto(self, order: int | None) -> Moments | None:
         """The part of the statistics that an estimate of this order reads; None for order None."""
@@ -161,7 +148,7 @@ class Moments(Evicted):
             part = slice(start, start + CHUNK)
             inside = None if mask is None else mask[:, :, part]
             pairs = (keys[:, :, part], values[:, :, part], inside, dtype)
-            total = total.merge(Moments.of(*pairs, self.order, self.shape_of_spread))
+            total = total.merge(Moments.of(*pairs, self.order, self.spread is not None))
         return total
 
     def merge(self, other: Moments) -> Moments:
@@ -184,11 +171,7 @@ class Moments(Evicted):
             merged.cross = self.cross + other.cross + weight[..., None] * step
         if self.spread is not None:
             assert other.spread is not None
-            square = key_step.square()
-            isotropic = self.shape_of_spread == "isotropic"
-            merged.spread = (
-                self.spread + other.spread + weight * (square.mean(-1, keepdim=True) if isotropic else square)
-            )
+            merged.spread = self.spread + other.spread + weight * key_step.square().mean(-1, keepdim=True)
         return merged
 
     def copy_(self, other: Moments) -> None:
@@ -232,7 +215,7 @@ def moment_estimate(
     if mass not in MASSES or (mass == "cosh" and moments.spread is None):
         raise FastKVError(
             f"mass must be one of {', '.join(MASSES)}, and cosh needs moments with a spread, got {mass!r} and spread "
-            f"{moments.shape_of_spread}; make them with Moments.empty(..., spread='isotropic')"
+            f"{moments.spread}; make them with Moments.empty(..., spread=True)"
         )
     assert moments.key_mean is not None and moments.value_mean is not None
     batch, num_heads, num, dim = q.shape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from .moments import compute_dtype
+from .evicted import compute_dtype
 
 SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
 from .attention import masked_softmax, softcapped
-from .moments import compute_dtype
+from .evicted import compute_dtype
 
 ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
 DISTANCES = ("cosine", "dot", "euclidean")
@@ -73,6 +73,14 @@ def dots(keys: Tensor, one: Tensor) -> Tensor:
     return (one[:, :, None] @ keys.transpose(-1, -2))[:, :, 0]  # three times as fast as with the vector on the right
 
 
+def grouped_logits(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Logits of the query heads of each group, [B, Hkv, G, T, N], for q [B, Hq, T, D] and keys [B, Hkv, N, D]."""
+    (batch, num_heads, num, dim), heads, dtype = q.shape, keys.shape[1], compute_dtype(q)
+    groups = check_groups("grouped_logits", num_heads, heads)
+    logits = (q.to(dtype).reshape(batch, heads, groups * num, dim) * scale) @ keys.to(dtype).transpose(-1, -2)
+    return softcapped(logits, softcap).view(batch, heads, groups, num, -1)
+
+
 def window_attention(
     q: Tensor,
     keys: Tensor,
@@ -96,11 +104,9 @@ def window_attention(
     groups = check_groups("window_attention", num_heads, heads)
     check_shape("window_attention", "keys", keys, (batch, heads, length, dim))
     dtype = compute_dtype(q)
-    logits = (q.to(dtype).reshape(batch, heads, groups * num, dim) * scale) @ keys.to(dtype).transpose(-1, -2)
-    logits = softcapped(logits, softcap).reshape(batch, heads, groups, num, length)
     if visible is None:
         visible = torch.ones(1, 1, num, length, dtype=torch.bool, device=q.device)
-    probs, lse = masked_softmax(logits, visible[:, :, None])
+    probs, lse = masked_softmax(grouped_logits(q, keys, scale, softcap), visible[:, :, None])
     if log_mass is not None:
         mass = log_mass.reshape(batch, heads, groups, num).to(dtype)
         probs = probs * torch.sigmoid(lse - mass).nan_to_num(0.0)[..., None]
@@ -152,7 +158,7 @@ def visible_keys(positions: Tensor | None, query_positions: Tensor | None, valid
     return past if visible is None else visible & past
 
 
-def _by_position(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+def position_order(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Order of the tokens by position, invalid ones last, and its inverse; both [B, Hkv, N]."""
     last = torch.iinfo(positions.dtype).max
     order = torch.where(valid, positions, last).argsort(dim=-1, stable=True)
@@ -175,7 +181,7 @@ def pool_scores(scores: Tensor, pool: int, positions: Tensor | None = None, vali
         return scores
     if positions is None or valid is None:
         return F.avg_pool1d(scores, pool, stride=1, padding=pool // 2)
-    order, inverse = _by_position(positions, valid)
+    order, inverse = position_order(positions, valid)
     ordered = torch.where(valid, scores, 0).gather(-1, order)
     return F.avg_pool1d(ordered, pool, stride=1, padding=pool // 2).gather(-1, inverse)
 
@@ -187,7 +193,7 @@ def chunk_mean(scores: Tensor, chunk: int, positions: Tensor, valid: Tensor) -> 
     """
     if chunk == 1:
         return scores
-    order, inverse = _by_position(positions, valid)
+    order, inverse = position_order(positions, valid)
     label = torch.where(valid, positions // chunk, -1).gather(-1, order)
     starts = F.pad(label[..., 1:] != label[..., :-1], (1, 0))
     segment = starts.cumsum(-1)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import check_shape
+from .gather import rows_at
 from .ragged import pack, unpack
-from .rows import rows_at
 from .state import LayerState, Slots, Spec
 
 

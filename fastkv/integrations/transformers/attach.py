@@ -141,6 +141,7 @@ def attach(model: Module, modules: list[Module], config: Config) -> None:
     if hasattr(model, "_prepare_cache_for_generation"):
         _override(model, "_prepare_cache_for_generation", generate.prepare_cache)
         _override(model, "create_masks_for_generate", generate.masks_for_generate)
+        _override(model, "_update_model_kwargs_for_generation", generate.update_kwargs)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, generate.refuse_continuous_batching)

@@ -54,6 +54,7 @@ class FastKVCache(Cache):
         self.workspace = CacheWorkspace(Parallel.of(model), rotary, config.evict_every, positions)
         super().__init__(layers=build_layers(model_config, config, self.workspace, static))
         self.config: Config = config
+        self.known_mask: Tensor | None = None  # that `generate` made for its next step: its new tokens are real
         self.model_config = model_config
 
     def _state(self, layer: int) -> LayerState:
@@ -128,6 +129,7 @@ class FastKVCache(Cache):
     def reset(self) -> None:
         """Forget the sequences, not where they are stored."""
         self.unroll()
+        self.known_mask = None
         super().reset()
         for layer in self.layers:  # before transformers 5.23 a layer that was reset keeps its tokens, zeroed
             if not isinstance(layer, FastKVLayer):

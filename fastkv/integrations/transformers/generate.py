@@ -68,11 +68,38 @@ def masks_for_generate(self: Any, **given: Any) -> Any:
     cache = given["past_key_values"]
     if not isinstance(cache, FastKVCache):
         return getattr(type(self), "create_masks_for_generate", create_masks_for_generate)(**given)
-    if not cache.decodes(given["inputs_embeds"].shape[1]):
+    if not is_step(cache, given["inputs_embeds"].shape[1], given["attention_mask"]):
         return given["attention_mask"]
     if not cache.rolled:
         cache.roll(given["attention_mask"])
     return None
+
+
+def update_kwargs(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """`generate` prepares its next step here, and the mask for it, whose new tokens are real."""
+    model_kwargs = type(self)._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    if isinstance(cache, FastKVCache) and isinstance(mask, Tensor):
+        cache.known_mask = mask
+    return model_kwargs
+
+
+def is_step(cache: FastKVCache, total: int, mask: Any) -> bool:
+    """Whether the next `total` tokens are one decode step: one for every row, none of them padding.
+
+    The last column of a 2-D mask says so. Nobody has to look where `generate` has made it: an accelerator would have to
+    be waited for. A compiled step takes no padding.
+    """
+    if not cache.decodes(total):
+        return False
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.ndim != 2:
+        return True
+    return mask is cache.known_mask or not ends_in_padding(mask)
+
+
+def ends_in_padding(mask: Tensor) -> bool:
+    """Whether the last token of any row is padding, by a mask [B, N]. One host sync."""
+    return not bool((mask[:, -1] != 0).all())
 
 
 def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -113,17 +140,23 @@ def forward_in_blocks(
         return self._fastkv_stock_forward(**given, past_key_values=past_key_values, **kwargs)
     if kwargs.get("output_attentions"):
         warnings.warn("layers with a compressed cache return no attention weights", stacklevel=2)
+    if not tokens.shape[0] or not tokens.shape[1]:
+        raise FastKVError(
+            f"a patched model needs at least one sequence of one token, got an input of shape {list(tokens.shape)}; "
+            "leave the call out"
+        )
     cache, total, padding = past_key_values, tokens.shape[1], None
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         padding = attention_mask
     if cache.config.undoes_rotation and position_ids is None and padding is not None:
         # What is stored are positions among real tokens; the rotary embedding has to use the same.
         given["position_ids"] = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
-    if cache.decodes(total):
+    if is_step(cache, total, padding):
         given["attention_mask"] = step_mask(self, cache, tokens, attention_mask, padding)
         return self._fastkv_stock_forward(**given, past_key_values=cache, **kwargs)
     cache.unroll()
-    out = read_prompt(self, cache, given, total, fastkv_rows, kwargs)
+    with cache.workspace.reading_prompt():
+        out = read_prompt(self, cache, given, total, fastkv_rows, kwargs)
     if cache.is_compileable:
         cache.roll(padding)
     return out

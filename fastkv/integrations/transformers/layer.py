@@ -82,7 +82,7 @@ class FastKVLayer(CacheLayerMixin):
 
     def decodes(self, num: int) -> bool:
         """Whether the next `num` tokens, none of them padding, are one decode step."""
-        return num == 1 and self.cache.started and self.reader is self.cache
+        return num == 1 and self.cache.started and self.reader is self.cache and not self.cache.workspace.reading
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, output: Tensor | None = None

@@ -1,0 +1,381 @@
+"""What the commands that measure share: models and texts, options of a command line, results that are kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from .. import __version__, demo
+from ..api import patched
+from ..budget import Budget
+from ..calibration.files import replace_file
+from ..demo.tasks import generate
+from ..errors import FastKVError
+from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes, is_full
+
+DEMO = "demo"  # the bundled model, or texts in its language, on a command line
+FULL = "full"  # the stock cache, under the name of a policy
+POLICIES = ("momentkv", "keydiff", "snapkv")
+EQUAL = (
+    "what policies share at a budget in tokens: the bytes that so many tokens take, so that a policy that stores more "
+    "than keys and values keeps fewer (the default), or the tokens"
+)
+UNITS = {"tokens": int, "keep": float, "bytes": int, "quality": float}
+SHORTEST = 96  # tokens of a generated text
+FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
+SUFFIXES = (".txt", ".md")
+PIECE = 1 << 20  # characters read at a time, so that a large file is read only as far as it is needed
+
+
+# Models.
+
+
+def load(name: str, device: str | None = None) -> tuple[Any, Any]:
+    """A stock model in eval mode, and its tokenizer.
+
+    Args: name: a folder or a name; "demo" is the bundled model; device: by default a GPU if there is one.
+    Raises: FastKVError if there is no such causal language model.
+    """
+    model: Any
+    tokenizer: Any
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        if name == DEMO:
+            model, tokenizer = demo.load()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+            tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise FastKVError(
+            f"cannot load a model and its tokenizer from {name} ({first_line(error)}); give a directory that "
+            "save_pretrained wrote, or demo"
+        ) from error
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+
+
+def longest_text(model: Any) -> int:
+    """Tokens that the model's positions reach."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+
+
+def check_length(what: str, tokens: int, model: Any, name: str) -> None:
+    """Raise FastKVError for a text that is longer than the model's positions reach."""
+    if tokens > longest_text(model):
+        raise FastKVError(
+            f"{what} must be at most {longest_text(model)} tokens for {name}, got {tokens}; give a smaller one or "
+            "another model"
+        )
+
+
+def check_stock(what: str, model: Any) -> None:
+    """Raise FastKVError, in the name of `what`, if the model is patched or in training."""
+    kind = type(model).__name__
+    if any("_fastkv_config" in vars(module) for module in model.modules()):
+        raise FastKVError(
+            f"{what} needs the stock model, got a patched {kind} whose cache is compressed; call fastkv.unpatch(model) "
+            "first"
+        )
+    if model.training:
+        raise FastKVError(f"{what} needs a model in eval mode, got {kind} in training; call model.eval()")
+
+
+@torch.no_grad()
+def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Index, keys and values [B, Hkv, T, D] of the full-attention layers of a stock model after tokens [B, T]."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)  # no lm_head, no logits
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        if is_full(layer):
+            yield index, layer.keys, layer.values
+
+
+def policy_for(model: str, policy: str) -> Any:
+    """The policy as `fastkv.patch` takes it, with what the bundled model brings for it."""
+    return demo.policy_of(policy) if model == DEMO else policy
+
+
+# Texts.
+
+
+def documents(source: str) -> Iterator[str]:
+    """The text of a file, of the .txt and .md files of a folder in order of their paths, or of standard input ("-").
+
+    Pieces end with a line, as far as lines are shorter than a piece. Raises: FastKVError if it cannot be read.
+    """
+    if source == "-":
+        yield from _pieces(sys.stdin, "standard input")
+        return
+    for path in _files(Path(source)):
+        try:
+            with open(path, encoding="utf-8") as file:
+                yield from _pieces(file, str(path))
+        except OSError as error:
+            raise FastKVError(f"cannot read the text {path} ({error.strerror}); choose another one") from error
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the texts in the folder and below."""
+    if path.is_file():
+        return [path]
+    found = sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
+    if not found:
+        what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
+        raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {DEMO}")
+    return found
+
+
+def _pieces(file: TextIO, name: str) -> Iterator[str]:
+    try:
+        while piece := file.read(PIECE) + file.readline():
+            yield piece
+    except UnicodeDecodeError as error:
+        raise FastKVError(f"{name} is not UTF-8 text; convert it or choose another file") from error
+
+
+def demo_text(task: str, tokens: int, seed: int) -> str:
+    """A generated text of so many tokens that ends with a question and its answer."""
+    sample = generate(task, tokens, seed)
+    return f"{sample.context} {sample.questions[0]} {sample.answers[0]}"
+
+
+def unknown_share(tokenizer: Any, ids: Tensor | Sequence[int]) -> float:
+    """Share of tokens that stand for words the tokenizer does not know, 0 to 1."""
+    unknown = tokenizer.unk_token_id
+    return 0.0 if unknown is None else (torch.as_tensor(ids) == unknown).double().mean().item()
+
+
+def check_known(tokenizer: Any, ids: Tensor | Sequence[int], model: str, text: str, advice: str) -> None:
+    """Raise FastKVError for a text of which the tokenizer knows too little."""
+    unknown = unknown_share(tokenizer, ids)
+    if unknown > FOREIGN:
+        raise FastKVError(
+            f"the tokenizer of {model} does not know {unknown:.0%} of the words of {text}, at most {FOREIGN:.0%} make "
+            f"sense; {advice}"
+        )
+
+
+# Options.
+
+
+def listed(kind: Callable[[str], Any] = str) -> Callable[[str], tuple[Any, ...]]:
+    """How argparse reads `a,b`: each once, as `kind`."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        parts = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
+        try:
+            return tuple(kind(part) for part in parts)
+        except ValueError:
+            whole = "whole numbers" if kind is int else "numbers"
+            raise argparse.ArgumentTypeError(f"expected {whole} separated by commas, got {text!r}") from None
+
+    return parse
+
+
+def check_some(name: str, entries: Sequence[Any], known: Sequence[str] | None = None) -> None:
+    """Raise FastKVError for a list without entries, or with one that is not known."""
+    if not entries:
+        raise FastKVError(f"{name} must name at least one, got none; leave it out to use the default")
+    unknown = [entry for entry in entries if known is not None and entry not in known]
+    if unknown:
+        raise FastKVError(f"{name} must be of {', '.join(known or ())}, got {unknown[0]!r}")
+
+
+def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str, metavar: str = "N") -> None:
+    """An option whose kind is that of its default, which the help names; names: one or several."""
+    several = default if isinstance(default, tuple) else (default,)
+    kind: Any = Path if isinstance(default, Path) else type(several[0])
+    shown = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in several)
+    parser.add_argument(
+        *names.split(),
+        type=listed(kind) if isinstance(default, tuple) else kind,
+        default=default,
+        metavar=f"{metavar},..." if isinstance(default, tuple) else metavar,
+        help=f"{help} (default: {shown})",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """--model."""
+    option(parser, "--model", DEMO, "folder or name of the model; demo is the bundled one", "PATH")
+
+
+def add_policies(parser: argparse.ArgumentParser) -> None:
+    """--policies."""
+    option(parser, "--policies --policy", POLICIES, "policies", "NAME")
+
+
+def add_out(parser: argparse.ArgumentParser, default: str) -> None:
+    """--out."""
+    option(parser, "--out", Path(default), "where the files go", "DIR")
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of --out. Raises FastKVError if that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FastKVError(f"cannot write to {path} ({error.strerror}); choose another directory") from error
+
+
+def add_caches(parser: argparse.ArgumentParser) -> None:
+    """The options that say which caches are compared: policies, how much they keep, and when they evict."""
+    add_policies(parser)
+    add = parser.add_argument
+    option(parser, "--budgets --budget", ("128", "256"), "tokens per KV head, or keep=X, bytes=N, quality=X")
+    add("--equal", choices=("bytes", "tokens"), default="bytes", help=EQUAL)
+    option(parser, "--sinks", 4, "first tokens that stay")
+    option(parser, "--recent", 32, "last tokens that stay")
+    option(parser, "--layers", "uniform", "uniform, pyramid, or a weight for each layer, as 2,1,1,1", "SHARES")
+    add("--heads", choices=("uniform", "adaptive"), default="uniform", help="as in fastkv.Budget (default: uniform)")
+    add("--prefill-block", type=int, metavar="N", help="tokens of a block (default: prompts are read whole)")
+    option(parser, "--evict-every", EVICT_EVERY, "decode steps between evictions")
+    option(parser, "--correction", "auto", "as in fastkv.patch", "NAME")
+
+
+CACHE = ("equal", "sinks", "recent", "layers", "heads", "prefill_block", "evict_every", "correction")
+
+
+def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
+    """A `Budget` from what fits into a command line: 512, "512", "keep=0.25", "bytes=2000000" or "quality=0.95".
+
+    Args: shares: sinks, recent, layers and heads, as in `Budget`; a ready Budget has its own.
+    Raises: FastKVError if it is none of these.
+    """
+    if isinstance(value, Budget):
+        return value
+    unit, _, number = str(value).rpartition("=")
+    unit = unit or "tokens"
+    try:
+        amount = UNITS[unit](number)
+    except (KeyError, ValueError):
+        raise FastKVError(
+            f"budget must be a number of tokens or one of {', '.join(f'{unit}=...' for unit in UNITS)}, got {value!r}; "
+            "for example 512 or keep=0.25"
+        ) from None
+    return Budget(**{unit: amount}, **shares)
+
+
+def wanted(text: str, options: argparse.Namespace) -> Budget:
+    """One of the budgets of the options, with their shares. Raises FastKVError if it is none."""
+    layers: Any = options.layers
+    if layers not in ("uniform", "pyramid"):
+        try:
+            layers = [float(weight) for weight in layers.split(",")]
+        except ValueError:
+            raise FastKVError(
+                f"layers must be uniform, pyramid, or a weight for each layer, got {layers!r}; for example 2,1,1,1"
+            ) from None
+    return to_budget(text, sinks=options.sinks, recent=options.recent, layers=layers, heads=options.heads)
+
+
+def given(text: str, options: argparse.Namespace, model: Any) -> Budget:
+    """`wanted`, tokens turned into the bytes that so many take unless the options share tokens; shares stay."""
+    budget = wanted(text, options)
+    if options.equal == "tokens" or budget.tokens is None:
+        return budget
+    return equal_bytes(model.config, budget, model.dtype, evict_every=options.evict_every)
+
+
+# Results.
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cache that is to be measured, or was.
+
+    Attributes: policy, budget: as on the command line; file: of the result; settings: what results must share to stand
+    in one table; record: what the file holds, None if there is none.
+    """
+
+    policy: str
+    budget: str
+    file: Path
+    settings: dict[str, Any]
+    record: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """What it is called in file names and messages."""
+        return self.file.stem
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Write the file, whole or not at all: an interrupted run leaves no half of one."""
+        write_json(self.file, {"settings": self.settings, **record})
+
+
+def planned(options: argparse.Namespace, settings: dict[str, Any]) -> list[Planned]:
+    """Every cache of the options, the stock one first, and what the folder of --out knows of it.
+
+    Raises: FastKVError for a policy or a budget that is none, or if the folder cannot be written or holds results of
+        other settings.
+    """
+    check_some("policies", options.policies)
+    check_some("budgets", options.budgets)
+    for policy in options.policies:
+        demo.policy_of(policy)
+    for budget in options.budgets:
+        wanted(budget, options)
+    make_folder(options.out)
+    shared = {**settings, **{name: getattr(options, name) for name in CACHE}}
+    shared = json.loads(json.dumps(shared, default=str))
+    plan = []
+    for policy, budget in [(FULL, ""), *product(options.policies, options.budgets)]:
+        file = options.out / f"{policy}{budget and '-'}{budget}.json"
+        record = json.loads(file.read_text()) if file.is_file() else None
+        before = shared if record is None else record["settings"]
+        for name, now in shared.items():
+            if before.get(name) != now:
+                raise FastKVError(
+                    f"{file} was written with {name} {before.get(name)}, this run has {now}; choose another --out or "
+                    "delete the file"
+                )
+        plan.append(Planned(policy, budget, file, shared, record))
+    return plan
+
+
+@contextmanager
+def fitted(model: Any, cache: Planned, options: argparse.Namespace) -> Iterator[Budget | None]:
+    """The model with one cache; its budget, None for the stock cache."""
+    if cache.policy == FULL:
+        yield None
+        return
+    budget = given(cache.budget, options, model)
+    settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction")}
+    with patched(model, policy_for(options.model, cache.policy), budget, **settings):
+        yield budget
+
+
+def check_bytes(name: str, cache: Any, budget: Budget | None) -> None:
+    """Raise FastKVError if a cache does not use the bytes of its budget, where that is in bytes."""
+    if budget is not None and budget.bytes is not None:
+        assert_equal_bytes({name: cache}, budget.bytes)
+
+
+def versions() -> dict[str, str]:
+    """Of what a result may depend on."""
+    return {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write the whole file or nothing: an interrupted run leaves no half of one."""
+    replace_file(path, (json.dumps(record, indent=2, default=str) + "\n").encode())
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says first, to stand inside a sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")

@@ -1,0 +1,214 @@
+"""What a RULER text is, what it hides things in, and how it gets its length: as many filler units as fit.
+
+Filler is one line over and over, generated prose, or the user's own files, sentence by sentence.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, cycle, islice
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from ...demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
+from ...errors import FastKVError
+from ..common import documents
+
+T = TypeVar("T")
+
+NOISE = "The kettle is warm. The window is open. The street is quiet. Off we walk. Nobody waits."
+LONGEST = 60  # words of one unit of a file; tables and code have no sentences
+
+WORDS = {
+    "adjective": ADJECTIVES,
+    "adverb": ADVERBS,
+    "did": TRANSITIVE,
+    "moved": INTRANSITIVE,
+    "near": PREPOSITIONS,
+    "noun": NOUNS,
+    "place": PLACES,
+    "plural": PLURALS,
+    "time": TIMES,
+}
+SENTENCES = (
+    "It took me years to see why the {noun} {did} the {adjective} {noun}.",
+    "Most {plural} that we meet in life are neither {adjective} nor {adjective}.",
+    "When the {noun} {moved} {near} the {place}, people began to talk about the {noun} instead.",
+    "My first idea was to ask the {noun}, but the {noun} {moved} {adverb}.",
+    "What makes the {noun} so {adjective} is that nobody ever {did} it in the {time}.",
+    "There is a difference between {adjective} {plural} and {plural} that only look {adjective}.",
+    "One {time} the {adjective} {noun} {did} some {plural} {near} the {place}.",
+    "You could say the same of {plural}, and of every {adjective} {noun} too.",
+    "I used to think that {plural} were {adjective}, until the {noun} {did} the {noun}.",
+    "The {noun} {moved}, and {adverb} the whole {place} was {adjective} again.",
+    "If the {plural} never {moved} {near} the {noun}, this would be a {adjective} story.",
+    "People who work with {plural} learn to be {adjective}, which is harder than it sounds.",
+    "The {noun} {near} the {noun} taught me more about {plural} than any {noun} did.",
+    "So the question is not whether the {noun} was {adjective}, but who {did} it.",
+)
+
+
+class Units(Generic[T]):
+    """The items of an iterator, made when they are needed and kept, so that a longer text starts as the shorter one."""
+
+    def __init__(self, source: Iterator[T]) -> None:
+        self._source = source
+        self._made: list[T] = []
+
+    def take(self, number: int) -> list[T]:
+        """The first `number` items."""
+        self._made += islice(self._source, max(0, number - len(self._made)))
+        return self._made[:number]
+
+
+def prose(rng: random.Random) -> Iterator[str]:
+    """English sentences without end, each makes sense and all of them together do not; no digits, no hyphens."""
+    while True:
+        yield re.sub(r"\{(\w+)\}", lambda slot: rng.choice(WORDS[slot[1]]), rng.choice(SENTENCES))
+
+
+def from_files(source: str | Path, rng: random.Random) -> Iterator[str]:
+    """The sentences of a file, or of the .txt and .md files of a folder, over and over from a random one on.
+
+    Raises: FastKVError if nothing can be read there, or no words.
+    """
+    sentences = _sentences(str(source))
+    start = rng.randrange(len(sentences))
+    return chain(sentences[start:], cycle(sentences))
+
+
+def scatter(units: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
+    """`units` with every needle behind round(depth * len(units)) of them; equally deep needles keep their order.
+
+    Args: depths: one for each needle, 0 for the start and 1 for the end of the text.
+    """
+    lines = list(units)
+    placed = sorted(((round(depth * len(lines)), needle) for depth, needle in zip(depths, needles)), key=lambda p: p[0])
+    for place, needle in reversed(placed):
+        lines.insert(place, needle)
+    return lines
+
+
+@lru_cache(maxsize=4)
+def _sentences(source: str) -> tuple[str, ...]:
+    found = []
+    for text in documents(source):
+        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
+            words = sentence.split()
+            found += [" ".join(words[at : at + LONGEST]) for at in range(0, len(words), LONGEST)]
+    if not found:
+        raise FastKVError(f"expected text in {source}, got files without words; choose others, or the generated text")
+    return tuple(found)
+
+
+Tokenizer: TypeAlias = Callable[[str], int] | PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what its answer must contain.
+
+    Attributes:
+        task: its name.  prompt: what the model reads; ends with `question`.
+        context: the part of the prompt in which the answers are, without instructions and worked example.
+        question: the last part of the prompt, with the words that lead to the answer.
+        answers: reference strings.  tokens_to_generate: room that was left for the answer, in tokens.
+        metadata: what the text was made of: `units` of filler, and the `needles` and their `depths` (0 to 1), or the
+            `counts` of words.
+    """
+
+    task: str
+    prompt: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    tokens_to_generate: int
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The sample that is wanted: arguments of `ruler.generate`."""
+
+    task: str
+    length: int
+    seed: int
+    index: int
+    depth: float | None = None
+    text: str | Path | None = None
+    data: str | Path | None = None
+
+    def rng(self, purpose: str = "") -> random.Random:
+        """Random numbers that depend on task, length, seed, index and purpose only."""
+        return random.Random(f"{self.task}/{self.length}/{self.seed}/{self.index}/{purpose}")
+
+
+Draft: TypeAlias = Callable[[int], Sample]  # the sample with that many filler units
+
+
+def drafted(
+    request: Request,
+    write: Callable[[int], tuple[str, dict[str, Any]]],
+    *,
+    before: str,
+    question: str,
+    answers: tuple[str, ...],
+    tokens: int,
+    between: str = "",
+) -> Draft:
+    """How to make the sample from what `write` makes of a number of units: the context and its metadata.
+
+    Args: before, between: what stands before the context, and between it and the question.  tokens: of the answer.
+    """
+
+    def draft(units: int) -> Sample:
+        context, metadata = write(units)
+        prompt = f"{before}\n\n{context}\n\n{between}{question}"
+        return Sample(request.task, prompt, context, question, answers, tokens, {"units": units, **metadata})
+
+    return draft
+
+
+def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """How many tokens a model reads for a text: start token and the like included."""
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return lambda text: len(tokenizer(text, verbose=False).input_ids)
+    return tokenizer
+
+
+def longest(draft: Draft, count: Callable[[str], int], length: int, least: int = 1) -> Sample:
+    """The sample with most filler whose prompt and answer fit in `length` tokens; one unit more would not fit.
+
+    Doubles the number of units, then closes in by linear interpolation: a handful of counts, because texts grow nearly
+    linearly.
+    Raises: FastKVError if not even `least` units fit, or if filler has no tokens.
+    """
+    low, best = least, draft(least)
+    room, low_tokens = length - best.tokens_to_generate, count(best.prompt)
+    if low_tokens > room:
+        raise FastKVError(
+            f"{best.task} needs at least {low_tokens + best.tokens_to_generate} tokens with this tokenizer, got length "
+            f"{length}; choose a longer one"
+        )
+    high = high_tokens = 0  # not yet known
+    while high - low != 1:
+        if not high:
+            middle = 2 * low
+        else:
+            share = (room - low_tokens) / (high_tokens - low_tokens)
+            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        sample = draft(middle)
+        tokens = count(sample.prompt)
+        if tokens > room:
+            high, high_tokens = middle, tokens
+        elif middle > room:
+            raise FastKVError(f"{middle} filler units must have as many tokens, got {tokens}; check the tokenizer")
+        else:
+            low, low_tokens, best = middle, tokens, sample
+    return best

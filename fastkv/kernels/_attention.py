@@ -1,0 +1,235 @@
+"""Attention in pieces: dot products that also run in the interpreter, softmax in base 2, partials of a split softmax.
+
+The interpreter cannot compute in bf16 (neither arithmetic nor `tl.dot`), so every loaded tile goes to `_dot`, which
+upcasts there, or to `.to(tl.float32)`. Softmax is in base 2: scores carry a factor log2(e), log-sums are log2.
+
+A partial (top, total, acc) stands for a set of tokens: top [M] the largest base-2 logit, total [M] = sum 2^(logit-top),
+acc [M, D] = sum 2^(logit-top) v. The evicted set is one more partial (see `_evicted`). Rows are the query heads of
+one KV head, padded to M. A pair is a (sequence, KV head); its pointers are already offset when they get here.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _dot32(a, b, INTERP: tl.constexpr):
+    """a @ b for fp32 operands at fp32 accuracy: never TF32."""
+    if INTERP:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="bf16x6")
+
+
+@triton.jit
+def _dot(a, b, INTERP: tl.constexpr):
+    """a @ b with fp32 accumulation, for operands of one dtype: fp16 and bf16 on tensor cores, fp32 at full accuracy."""
+    if INTERP:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif a.dtype == tl.float32:
+        return _dot32(a, b, INTERP)
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to fp32 accuracy, also near zero, where 2 sigmoid(2x) - 1 cancels."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp(-2 * tl.abs(x))
+    outer = (1 - decay) / (1 + decay)
+    return tl.where(square < 0.0625, series, tl.where(x < 0, -outer, outer))
+
+
+@triton.jit
+def _logits2(products, scale, softcap, HAS_CAP: tl.constexpr):
+    """Base-2 logits log2(e) * softcapped(scale * products)."""
+    if HAS_CAP:
+        return softcap * LOG2E * _tanh(products * (scale / softcap))
+    else:
+        return products * (scale * LOG2E)
+
+
+@triton.jit
+def _softmax_update(top, total, acc, logits2):
+    """One step of the online softmax over the last axis; -inf everywhere is an empty set, never NaN.
+
+    Args: top, total [M], acc [M, D] so far (start: -inf, 0, 0); logits2 [M, N], base 2, -inf where masked.
+    Returns: top, total, acc rescaled to the new top, and weights [M, N] still to be multiplied into acc.
+    """
+    new_top = tl.maximum(top, tl.max(logits2, 1))
+    floor = tl.where(new_top == -float("inf"), 0.0, new_top)
+    decay = tl.exp2(top - floor)
+    weights = tl.exp2(logits2 - floor[:, None])
+    return new_top, total * decay + tl.sum(weights, 1), acc * decay[:, None], weights
+
+
+@triton.jit
+def _normalise(total, acc):
+    """acc / total, zero where total is zero."""
+    return acc * tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0)[:, None]
+
+
+@triton.jit
+def _rows_mask(inside, cols, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Mask of a row-wise tile; over rows only where the head fills the block, which keeps 16-byte copies."""
+    if D == BLOCK_D:
+        return inside[:, None]
+    else:
+        return inside[:, None] & (cols < D)[None, :]
+
+
+@triton.jit
+def _load_query(q_ptr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    mask = _rows_mask(rows < G, cols, D, BLOCK_D)
+    return tl.load(q_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend_slots(
+    top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, stop, pool, scale, softcap,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """Add slots [start, stop) to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there."""
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    for first in range(start, stop, BLOCK_N):
+        slot = first + tl.arange(0, BLOCK_N)
+        inside = slot < stop
+        mask = _rows_mask(inside, cols, D, BLOCK_D)
+        offset = slot[:, None] * D + cols[None, :]
+        k = tl.load(keys_ptr + offset, mask=mask, other=0.0)
+        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        if logits_ptr is not None:
+            place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
+            tl.store(logits_ptr + place, logits, mask=(rows < G)[:, None] & inside[None, :])
+        logits = tl.where(inside[None, :], logits, -float("inf"))
+        v = tl.load(values_ptr + offset, mask=mask, other=0.0)
+        top, total, acc, weights = _softmax_update(top, total, acc, logits)
+        acc += _dot(weights.to(v.dtype), v, INTERP)
+    return top, total, acc
+
+
+@triton.jit
+def _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP: tl.constexpr):
+    """Add one token, k and v [M, BLOCK_D] with equal rows, to a partial. Returns the partial and its logits [M]."""
+    products = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    logit = _logits2(products, scale, softcap, HAS_CAP)
+    new_top = tl.maximum(top, logit)
+    decay, weight = tl.exp2(top - new_top), tl.exp2(logit - new_top)
+    acc = acc * decay[:, None] + weight[:, None] * v.to(tl.float32)
+    return new_top, total * decay + weight, acc, logit
+
+
+@triton.jit
+def _append_token(
+    top, total, acc, q, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, logits_ptr, length, position,
+    capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Add the new token to a partial and store it in slot `length`, if there is one."""
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    # Every row loads the same token, so that loads are 16 bytes wide and k has the layout of q.
+    token = cols[None, :] + tl.zeros([M, 1], tl.int32)
+    inside = tl.broadcast_to((cols < D)[None, :], M, BLOCK_D)
+    k = tl.load(k_ptr + token, mask=inside, other=0.0).to(keys_ptr.dtype.element_ty)
+    v = tl.load(v_ptr + token, mask=inside, other=0.0).to(values_ptr.dtype.element_ty)
+    free = length < capacity
+    once = inside & (rows == 0)[:, None] & free
+    tl.store(keys_ptr + length * D + token, k, mask=once)
+    tl.store(values_ptr + length * D + token, v, mask=once)
+    tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
+    top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)
+    if logits_ptr is not None:
+        tl.store(logits_ptr + rows.to(tl.int64) * pool + length, logit, mask=(rows < G) & free)
+    return top, total, acc
+
+
+@triton.jit
+def _store_partial(
+    accs_ptr, tops_ptr, totals_ptr, part, top, total, acc,
+    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write partial number `part` to accs [parts, G, D], tops and totals [parts, G]."""
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    row = part * G + rows
+    tl.store(accs_ptr + row[:, None] * D + cols[None, :], acc, mask=(rows < G)[:, None] & (cols < D)[None, :])
+    tl.store(tops_ptr + row, top, mask=rows < G)
+    tl.store(totals_ptr + row, total, mask=rows < G)
+
+
+@triton.jit
+def _merge_tops(tops_ptr, totals_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
+    """Of partials [FIRST, FIRST + COUNT): common top [M], total [M] and the weight [COUNT, M] of each acc."""
+    rows = tl.arange(0, M)
+    index = (FIRST + tl.arange(0, COUNT))[:, None] * G + rows[None, :]
+    mask = (rows < G)[None, :]
+    tops = tl.load(tops_ptr + index, mask=mask, other=-float("inf"), cache_modifier=".cg")
+    totals = tl.load(totals_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[None, :])
+    return top, tl.sum(weights * totals, 0), weights
+
+
+@triton.jit
+def _merge_accs(
+    accs_ptr, weights, cols,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Weighted sum [M, cols] of the accs of partials [FIRST, FIRST + COUNT)."""
+    rows = tl.arange(0, M)[None, :, None]
+    index = (FIRST + tl.arange(0, COUNT))[:, None, None] * G + rows
+    place = index * D + cols[None, None, :]
+    mask = (rows < G) & (cols < D)[None, None, :]
+    return tl.sum(tl.load(accs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg") * weights[:, :, None], 0)
+
+
+@triton.jit
+def _mix(top_a, total_a, top_b, total_b):
+    """Two sets together: log2-sum-exp [M] (0 if both are empty) and the factors of their accs in the average."""
+    top = tl.maximum(top_a, top_b)
+    floor = tl.where(top == -float("inf"), 0.0, top)
+    scale_a, scale_b = tl.exp2(top_a - floor), tl.exp2(top_b - floor)
+    total = scale_a * total_a + scale_b * total_b
+    divisor = tl.where(total > 0, total, 1.0)  # an empty set weighs nothing: its scale is zero
+    return floor + tl.log2(divisor), scale_a / divisor, scale_b / divisor
+
+
+@triton.jit
+def _store_lse(lse_ptr, top, total, G: tl.constexpr, M: tl.constexpr):
+    """Natural log-sum-exp of a partial; -inf for an empty one."""
+    rows = tl.arange(0, M)
+    tl.store(lse_ptr + rows, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2, mask=rows < G)
+
+
+@triton.jit
+def _add_attention(
+    attention_ptr, logits_ptr, lse2, length, pool, G: tl.constexpr, M: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """attention[slot] += mean over the group of 2^(logit - lse2) for slots [0, length)."""
+    rows = tl.arange(0, M)
+    for first in range(0, length, BLOCK_S):
+        slot = first + tl.arange(0, BLOCK_S)
+        inside = slot < length
+        mask = (rows < G)[:, None] & inside[None, :]
+        place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
+        logits = tl.load(logits_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
+        share = tl.sum(tl.exp2(logits - lse2[:, None]), 0) / G
+        before = tl.load(attention_ptr + slot, mask=inside, other=0.0)
+        tl.store(attention_ptr + slot, before + share, mask=inside)
+
+
+@triton.jit
+def _count_token(lengths_ptr, seen_ptr, pair, held, HEADS: tl.constexpr):
+    """The token is stored: lengths becomes `held`; the first head of a sequence also counts it in seen."""
+    tl.store(lengths_ptr + pair, held)
+    if pair % HEADS == 0:
+        place = seen_ptr + pair // HEADS
+        tl.store(place, tl.load(place) + 1)

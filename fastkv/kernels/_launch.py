@@ -1,0 +1,231 @@
+"""What launchers share: checks, sizes, the scratch of split kernels, and how a kernel is compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..errors import FastKVError, check_groups, check_shape
+from ..reference import Centroids, LayerState
+
+INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
+MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
+MAX_HEAD_DIM = 256
+CUDA_ARCHES, HIP_ARCHES = VENDORS = ("80", "90", "100"), ("gfx942",)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
+SMS = 132
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way a kernel is compiled, as data for `perf.aot`. A kernel module lists its own in `AOT`.
+
+    An argument in neither `types` nor `constants` is None (an absent tensor); INTERP is False.
+
+    Attributes:
+        types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
+        div16: integer arguments that are multiples of 16 (pointers always are).
+        wide: 16-byte loads are expected.  arches: where it is used, all if empty ("80", "90", "100", "gfx942").
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    div16: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    wide: bool = True
+    arches: tuple[str, ...] = ()
+
+
+def variant(
+    name: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str] | None = None, *,
+    given: Mapping[str, Any] | None = None, even: tuple[str, ...] = ("stride_",), **options: Any,
+) -> Variant:  # fmt: skip
+    """A variant from tables of a whole module: what this kernel does not take is left out.
+
+    Args:
+        types: of arguments, where a pointer is not to fp32, a scale not fp32, another number not i32.
+        given: tensors that may be None, and whether they are there.  options: further attributes of the variant.
+        even: how the names of numbers that are multiples of 16 begin.
+    """
+    usual = {"scale": "fp32", "softcap": "fp32"} | dict(types or {})
+    absent = {"INTERP", *constants, *(n for n, there in (given or {}).items() if not there)}
+    names = [n for n in kernel.arg_names if n not in absent]
+    found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
+    used = {n: value for n, value in constants.items() if n in kernel.arg_names}
+    return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
+
+
+def pow2(number: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `number` and `least`."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+def on_hip() -> bool:
+    """Whether this torch is built for AMD."""
+    return torch.version.hip is not None
+
+
+def stages(wanted: int, hip: bool | None = None) -> int:
+    """Software-pipeline depth: AMD has a quarter of the shared memory and pipelines through registers."""
+    return min(wanted, 2) if (on_hip() if hip is None else hip) else wanted
+
+
+def addressed(op: str, slots: Tensor, starts: Tensor | None) -> Tensor:
+    """What each head indexes into, [B, Hkv, C or S, ...]: the slots, or the whole slab [B, S, ...] where `starts`
+    [B, Hkv + 1] says which stretch is whose. A view, so that both layouts are checked and measured alike.
+
+    Raises: FastKVError for starts of another batch.
+    """
+    if starts is None:
+        return slots
+    check_shape(op, "starts", starts, (slots.shape[0], None))
+    return slots[:, None].expand(-1, starts.shape[1] - 1, *slots.shape[1:])
+
+
+def check_contiguous(op: str, **tensors: Tensor | None) -> None:
+    """Raise FastKVError for the first tensor that is not contiguous: kernels index by shape alone and never copy."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise FastKVError(
+                f"{op}: {name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}; "
+                "call .contiguous() where it is made"
+            )
+
+
+def check_like(op: str, shape: tuple[int | None, ...], **tensors: Tensor | None) -> None:
+    """Raise FastKVError for the first given tensor that has another shape or is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_shape(op, name, tensor, shape)
+    check_contiguous(op, **tensors)
+
+
+def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: int, value_dim: int) -> None:
+    """Raise FastKVError unless all tensors are fp32, contiguous and for `shape` [B, Hkv, M] centroids."""
+    count, keys, values, spread = centroids.tensors()
+    check_like(op, shape, **{"centroids.count": count, "centroids.spread": spread})
+    check_like(op, (*shape, dim), **{"centroids.keys": keys})
+    check_like(op, (*shape, value_dim), **{"centroids.values": values})
+    if {t.dtype for t in centroids.tensors()} != {torch.float32}:
+        raise FastKVError(
+            f"{op} needs centroids in float32, got {', '.join(str(t.dtype) for t in centroids.tensors())}; convert them"
+        )
+
+
+def check_head_dim(op: str, head_dim: int) -> None:
+    """Raise FastKVError unless the kernels support this head size."""
+    if head_dim > MAX_HEAD_DIM or head_dim % 16:
+        raise FastKVError(
+            f"{op} supports head_dim up to {MAX_HEAD_DIM} in multiples of 16, got {head_dim}; use backend='reference'"
+        )
+
+
+def check_decode(op: str, q: Tensor, keys: Tensor, values: Tensor, *same_dtype: Tensor) -> int:
+    """Query heads per KV head, or FastKVError unless q [B, Hq, D] and keys, values [B, Hkv, C, D] suit the kernel."""
+    batch, num_heads, dim = q.shape
+    heads, slots = keys.shape[1:3]
+    groups = check_groups(op, num_heads, heads)
+    check_head_dim(op, dim)
+    check_shape(op, "keys", keys, (batch, heads, slots, dim))
+    check_shape(op, "values", values, (batch, heads, slots, dim))
+    dtypes = {t.dtype for t in (q, keys, values, *same_dtype)}
+    if groups > MIN_ROWS or len(dtypes) > 1 or q.dtype == torch.float64:
+        raise FastKVError(
+            f"{op} needs one dtype below float64 and at most {MIN_ROWS} query heads per KV head, got "
+            f"{', '.join(sorted(map(str, dtypes)))} and {groups}; use backend='reference'"
+        )
+    return groups
+
+
+def decode_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the results of a decode kernel: out like q, and two log-sum-exps [B, Hq] fp32."""
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return torch.empty_like(q), lse, torch.empty_like(lse)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of the split decode kernels. One per stream or captured graph; layers of one model may share it.
+
+    Attributes:
+        accs, tops, totals: room for every partial.
+        logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
+        tickets: [B * Hkv] int32, zeroed once; each launch leaves them zero.
+    """
+
+    accs: Tensor
+    tops: Tensor
+    totals: Tensor
+    logits: Tensor | None
+    tickets: Tensor
+
+    @classmethod
+    def of(cls, scratch: list[Tensor]) -> Workspace | None:
+        """The workspace that `tensors` made a list of; None if there is none."""
+        if not scratch:
+            return None
+        accs, tops, totals, tickets, *logits = scratch
+        return cls(accs, tops, totals, logits[0] if logits else None, tickets)
+
+    def tensors(self) -> list[Tensor]:
+        """As `LayerState.scratch` holds them."""
+        return [t for t in (self.accs, self.tops, self.totals, self.tickets, self.logits) if t is not None]
+
+    @classmethod
+    def for_state(cls, num_heads: int, state: LayerState) -> Workspace:
+        """Room for the decode steps of so many query heads over the slots of a layer."""
+        exact, tiers, heads = state.exact, state.tiers.values(), state.heads
+        dim = exact.keys.shape[-1]
+        return cls.allocate(
+            len(state.seen), heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
+            attention=exact.attention is not None, sets=len(tiers),
+            pool=sum(slots.keys.numel() // dim for slots in tiers),
+        )  # fmt: skip
+
+    @classmethod
+    def allocate(
+        cls, batch: int, num_kv_heads: int, groups: int, slots: int, head_dim: int,
+        device: torch.device | str | None = None, *, attention: bool = True, sets: int = 1, pool: int | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Room for the given shape.
+
+        Args:
+            slots: of a head, or an upper bound of the tokens in them.  sets: separately split sets of slots (2 for
+                vector_decode).  pool: slots of all heads of the batch; B * Hkv * slots * sets if None.
+        """
+        pairs = batch * num_kv_heads
+        parts = pairs * sets * (num_splits(pairs * sets, slots) + 1) * groups
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.float32, device=device)
+
+        return cls(
+            accs=empty(parts, head_dim),
+            tops=empty(parts),
+            totals=empty(parts),
+            logits=empty(groups, pairs * slots * sets if pool is None else pool) if attention else None,
+            tickets=torch.zeros(pairs, dtype=torch.int32, device=device),
+        )
+
+
+def num_splits(pairs: int, slots: int) -> int:
+    """Programs that share the slots of one pair, a power of two; a function of static sizes only.
+
+    As many as are co-resident, but none smaller than 32 slots, and none smaller than 64 once every SM has one.
+    """
+    splits = 1
+    while pairs * (2 * splits + 1) <= CTAS:
+        least = 64 if 2 * splits * pairs > SMS else 32
+        if slots < 2 * splits * least:
+            break
+        splits *= 2
+    return splits

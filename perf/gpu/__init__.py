@@ -1,0 +1,1 @@
+"""Single operations on a GPU: correctness, then timings beside their peers."""

@@ -1,0 +1,46 @@
+"""Attention heads of named models, the shapes that are timed, and the bytes that a decode step has to move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a named model: query heads, KV heads, elements per head."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+LLAMA = Heads("llama-3.1-8b", 32, 8, 128)  # Qwen3-4B has the same heads
+GEMMA = Heads("gemma-3-12b", 16, 8, 256)
+TOY = Heads("toy", 4, 2, 32)
+SAME_HEADS = {"llama-3.1-8b": ("Llama-3.1-8B", "Qwen3-4B"), "gemma-3-12b": ("Gemma-3-12B",), "toy": ("toy",)}
+HALF = 2  # bytes of a half-precision element
+LENGTHS, BATCHES = (128, 256, 512, 1024, 4096, 16_384), (1, 8, 32, 128)
+FIRST = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (1, 512), (8, 4096), (128, 1024), (1, 128))
+
+
+def shapes() -> list[tuple[int, int]]:
+    """(batch, tokens), the most important first."""
+    return [*FIRST, *((b, n) for b in BATCHES for n in LENGTHS if (b, n) not in FIRST)]
+
+
+def moment_bytes(dim: int, order: int | None) -> int:
+    """Of one KV head that one decode step reads: count, means in fp32, slope in half precision."""
+    return 0 if order is None else 8 + 8 * dim + (HALF * dim * dim if order == 1 else 0)
+
+
+def decode_bytes(heads: Heads, batch: int, length: int, order: int | None) -> int:
+    """Slots, moments, the query and its output, the appended token."""
+    dim = heads.head_dim
+    each = 2 * HALF * dim * (length + 1 + heads.groups) + moment_bytes(dim, order)
+    return batch * heads.num_kv_heads * each

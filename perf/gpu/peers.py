@@ -1,0 +1,179 @@
+"""Who decode attention is compared with: the same retained tokens, one query per sequence, no moments, no append.
+
+Every peer is checked against the reference before it is timed. A peer that cannot run here raises; the row then holds
+the reason. FlashInfer (optional, 0.6.4) compiles on first use and needs nvcc; see perf/README.md.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastkv import reference
+
+from ..micro.states import SCALE
+from .clock import Case, Work, copy_work, num_sets, randn, relative_error
+from .heads import Heads
+from .split_kv import choose_splits, scratch, split_kv_attention
+from .state import Place
+
+WORST = 2e-2  # relative error in half precision beyond which a peer is not what it should be
+PAGE = 16  # tokens of a FlashInfer page
+Builder = Callable[[Case, Place], Work]
+
+
+def peer_bytes(heads: Heads, batch: int, length: int) -> int:
+    """Keys, values, the query and its output, in half precision."""
+    return batch * heads.num_kv_heads * 4 * heads.head_dim * (length + heads.groups)
+
+
+def peer(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], case: Case, place: Place, token_major: bool = False
+) -> Work:
+    """Time `attend(q [B, Hq, D], keys, values)`, keys and values [B, Hkv, L, D], or [B, L, Hkv, D] if token-major."""
+    heads, batch, length, dim = case.heads, case.batch, case.length, case.heads.head_dim
+    shape = (batch, length, heads.num_kv_heads, dim) if token_major else (batch, heads.num_kv_heads, length, dim)
+    needed = peer_bytes(heads, batch, length)
+    sets = num_sets(place, needed)
+    cells = [tuple(randn(place, *s) for s in ((batch, heads.num_heads, dim), shape, shape)) for _ in range(sets)]
+    q, keys, values = (t[:1] for t in cells[0])
+    if token_major:
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    lengths = torch.full(keys.shape[:2], length, device=place.device)
+    want = reference.decode_attention(q.float(), keys, values, lengths, None, SCALE)[0]
+    error = relative_error(attend(*cells[0])[:1].reshape(want.shape), want)
+    if not error < WORST:
+        raise RuntimeError(f"wrong result: relative error {error:.1e}")
+    return Work(lambda index: attend(*cells[index]), sets, needed, error=error, keep=(cells,))
+
+
+def sdpa(backend: SDPBackend) -> Builder:
+    """torch's own attention, one backend, grouped heads not repeated."""
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q[:, :, None], keys, values, scale=SCALE, enable_gqa=True)[:, :, 0]
+
+    return lambda case, place: peer(attend, case, place)
+
+
+def split_kv(case: Case, place: Place) -> Work:
+    """The baseline of this directory: split and merge as two Triton kernels."""
+    heads = case.heads
+    splits = choose_splits(case.batch * heads.num_kv_heads, case.length)
+    room: list[tuple[Tensor, Tensor]] = []
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if not room:
+            room.append(scratch(q, keys, splits))
+        return split_kv_attention(q, keys, values, SCALE, room[0], splits)
+
+    return peer(attend, case, place)
+
+
+def flex(mode: str | None = None, **options: int) -> Builder:
+    """FlexAttention, compiled for this one shape; `options` are its kernel options, `mode` the compiler's."""
+
+    def build(case: Case, place: Place) -> Work:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        run: Callable[..., Any] = flex_attention
+        if not place.toy:
+            torch.compiler.reset()
+            run = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
+        extra = {"kernel_options": dict(options)} if options else {}
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return run(q[:, :, None], keys, values, scale=SCALE, enable_gqa=True, **extra)[:, :, 0]
+
+        return peer(attend, case, place)
+
+    return build
+
+
+def import_flashinfer() -> Any:
+    """The package, with its compiler able to link libcuda and to write somewhere; ImportError if not installed."""
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ImportError("flashinfer is not installed")
+    room = Path(tempfile.gettempdir()) / "fastkv-flashinfer"
+    room.mkdir(exist_ok=True)
+    name = ctypes.util.find_library("cuda") or "libcuda.so.1"
+    folders = ("/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib")
+    found = next((Path(folder) / name for folder in folders if (Path(folder) / name).exists()), None)
+    if found is not None and not (room / "libcuda.so").exists():
+        (room / "libcuda.so").symlink_to(found)
+    before = os.environ.get("LIBRARY_PATH")
+    os.environ["LIBRARY_PATH"] = f"{room}:{before}" if before else str(room)
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(room))
+    major, minor = torch.cuda.get_device_capability()
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
+    return importlib.import_module("flashinfer")
+
+
+def flashinfer(tensor_cores: bool) -> Builder:
+    """FlashInfer: batched decode over pages of 16 tokens, planned before the clock runs."""
+
+    def build(case: Case, place: Place) -> Work:
+        package, heads = import_flashinfer(), case.heads
+        room = torch.zeros(256 << 20, dtype=torch.uint8, device=place.device)
+        wrapper = package.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=tensor_cores)
+        pages = case.length // PAGE
+        start = torch.arange(case.batch + 1, dtype=torch.int32, device=place.device) * pages
+        index = torch.arange(case.batch * pages, dtype=torch.int32, device=place.device)
+        last = torch.full((case.batch,), PAGE, dtype=torch.int32, device=place.device)
+        sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, PAGE)
+        kind = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": SCALE}
+        wrapper.plan(start, index, last, *sizes, **kind)
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            paged = tuple(t.view(-1, PAGE, heads.num_kv_heads, heads.head_dim) for t in (keys, values))
+            return wrapper.run(q, paged)
+
+        return peer(attend, case, place, token_major=True)
+
+    return build
+
+
+def flashinfer_single(case: Case, place: Place) -> Work:
+    """FlashInfer's decode of one sequence."""
+    if case.batch != 1:
+        raise ValueError("for one sequence only")
+    package = import_flashinfer()
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return package.single_decode_with_kv_cache(q[0], keys[0], values[0], kv_layout="NHD", sm_scale=SCALE)[None]
+
+    return peer(attend, case, place, token_major=True)
+
+
+def copy(case: Case, place: Place) -> Work:
+    """A device copy that moves as many bytes as a peer has to: what a launch of this size can reach at best."""
+    size = peer_bytes(case.heads, case.batch, case.length) // 2
+    return copy_work(place, size, num_sets(place, 2 * size))
+
+
+PEERS: dict[str, Builder] = {
+    "split-KV Triton": split_kv,
+    "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "FlashInfer": flashinfer(tensor_cores=False),
+    "FlashInfer tensor cores": flashinfer(tensor_cores=True),
+    "FlashInfer single": flashinfer_single,
+    "copy": copy,
+}
+FLEX: dict[str, Builder] = {
+    "FlexAttention": flex(),
+    "FlexAttention 3 stages": flex(BLOCK_N=64, num_stages=3, num_warps=4),
+    "FlexAttention autotuned": flex(mode="max-autotune-no-cudagraphs"),
+}

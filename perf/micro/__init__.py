@@ -1,0 +1,1 @@
+"""Single operators and single layers under pytest-benchmark: `pytest perf/micro`."""

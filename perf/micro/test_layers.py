@@ -1,0 +1,91 @@
+"""Whole layers and a whole model by policy and correction, evictions included. On a CPU; a GPU has `perf.speed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastkv
+from fastkv import policies
+from perf.gpu.heads import LLAMA
+from perf.speed import models
+
+PROMPT, KEPT, PERIOD = 1024, 512, 16
+NEEDS_MORE = ("compactor", "leverage", "criticalkv", "kvzip", "duoattention")  # than a layer by itself is given
+POLICIES = [name for name in policies.names() if name not in NEEDS_MORE]
+CORRECTIONS = ("none", "mean", "moments", "cosh", "centroids")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The CPU only."""
+    return torch.device("cpu")
+
+
+def steps(policy: str, correction: str = "auto") -> tuple:
+    """A layer that has read a prompt, and the tokens of an eviction period, which always evicts once."""
+    heads = LLAMA
+    layer = fastkv.FastKVAttention(
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        policy,
+        KEPT,
+        correction=correction,
+        evict_every=PERIOD,
+    )
+
+    def new(num: int) -> list[torch.Tensor]:
+        return [torch.randn(1, n, num, heads.head_dim) for n in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
+
+    layer(*new(PROMPT))
+    return layer, *new(PERIOD)
+
+
+def period(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Sixteen decode steps."""
+    for index in range(PERIOD):
+        layer(*(one[:, :, index : index + 1] for one in (q, k, v)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layer_by_policy(timed: Any, policy: str) -> None:
+    timed(lambda: steps(policy), period)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_layer_by_correction(timed: Any, correction: str) -> None:
+    timed(lambda: steps("snapkv", correction), period)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "fastkv"])
+def test_prompt_in_blocks(timed: Any, policy: str) -> None:
+    heads = LLAMA
+    sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    layer = fastkv.FastKVAttention(*sizes, policy, KEPT, prefill_block=KEPT)
+
+    def make() -> list[torch.Tensor]:
+        return [torch.randn(1, n, 2 * PROMPT, heads.head_dim) for n in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
+
+    timed(make, layer, lambda *tokens: layer.reset())
+
+
+@pytest.mark.parametrize("policy", ["full", "keydiff", "momentkv", "fastkv"])
+def test_model(timed: Any, policy: str, device: torch.device) -> None:
+    """Sixteen greedy steps of a small random model."""
+    model = models.build("llama-small", device, torch.float32)
+    if policy != "full":
+        fastkv.patch(model, policy, KEPT, evict_every=PERIOD)
+    ids = models.prompt("llama-small", 1, PROMPT, device)
+
+    def make() -> tuple:
+        return (model(ids, use_cache=True, logits_to_keep=1).past_key_values,)
+
+    def run(cache: Any) -> None:
+        token = ids[:, -1:]
+        for _ in range(PERIOD):
+            token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+
+    timed(make, run)

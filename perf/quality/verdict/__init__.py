@@ -1,0 +1,1 @@
+"""What to remember of evicted tokens: fidelity and answers at equal bytes on six geometries of keys."""

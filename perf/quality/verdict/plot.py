@@ -1,0 +1,56 @@
+"""Error over L, a panel for each geometry and way of reading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from fastkv.evaluation.looks import COLOURS, MARKERS
+
+from ..plots import longest_legend, tidy
+from ..results import Mean
+from .cases import CONTESTANTS, FASTKV, LENGTHS, READS, TRAINED
+from .judge import Place, Results
+
+COLUMNS = 4
+
+
+def plot_errors(results: Results, path: Path) -> None:
+    """Means with standard errors; nothing without results."""
+    panels = list(dict.fromkeys((place.geometry, place.read) for place in results.places()))
+    if not panels:
+        return
+    names = [one.name for one in CONTESTANTS]
+    height = -(-len(panels) // COLUMNS)
+    figure = Figure(figsize=(3.6 * COLUMNS, 3.4 * height + 0.7), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(height, COLUMNS, squeeze=False).ravel()
+    for axis, (geometry, read) in zip(axes, panels):
+        for index, name in enumerate(names):
+            points = [
+                (tokens, Mean.of(seeds))
+                for tokens in LENGTHS
+                if (seeds := results.seeds("error", Place(geometry, read, tokens), name))
+            ]
+            look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "label": name}
+            wide = 2.4 if name == FASTKV else 1.2
+            xs, means = [tokens for tokens, _ in points], [mean for _, mean in points]
+            spread = [mean.error or 0 for mean in means]
+            axis.errorbar(xs, [mean.value for mean in means], spread, lw=wide, ms=4, capsize=2, **look)
+        axis.set_title(f"{geometry}\n{READS[read]}" if geometry in TRAINED else geometry, fontsize=9)
+        axis.set_xscale("log")
+        axis.set_xticks(LENGTHS, [str(tokens) for tokens in LENGTHS])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_ylim(0, None)
+        tidy(axis)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis in axes[-COLUMNS:]:
+        axis.set_xlabel("L, tokens that MomentKV keeps", fontsize=9)
+    for axis in axes[::COLUMNS]:
+        axis.set_ylabel("error of attention outputs")
+    figure.legend(*longest_legend(figure), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.savefig(path)

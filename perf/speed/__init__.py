@@ -1,0 +1,1 @@
+"""Speed and memory of whole models: the full cache, fastkv and kvpress."""

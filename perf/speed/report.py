@@ -1,0 +1,225 @@
+"""End-to-end speed in reports: tables, plots, targets, and the README's section, all from perf/results/speed_*.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine import ROOT
+from ..tables import NONE, plot, table, targets
+from .models import SHAPES
+from .results import METRICS, PREFIX, Metric, Row, Speed, floor_ms, gbps
+from .targets import SPEED_TARGETS
+
+BEGIN = "<!-- how fast: written by `python -m perf.report --readme` from perf/results, do not edit -->"
+END = "<!-- how fast: end -->"
+HEADLINES = {"cpu_context": 16_384, "gpu_llama_3_1_8b_context": 32_768}  # part and context of the README's tables
+SHOWN = (*HEADLINES, "cpu_batch", "cpu_flat", "gpu_llama_3_1_8b_batch", "gpu_llama_3_1_8b_flat")  # figures there
+COLUMNS = (
+    "model",
+    "tokens seen",
+    "batch",
+    "cache",
+    "kept",
+    "first token, s",
+    "ms per step (p20-p80)",
+    "tokens/s",
+    "byte floor, ms",
+    "against full",
+    "peak, MiB",
+    "cache, MiB",
+    "rounds",
+)
+MIB = 2**20
+
+
+def command(part: str) -> str:
+    """What was run for a part."""
+    return f"`python -m perf.speed --parts {part} --kvpress-python PATH`"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot that is not drawn yet; `lines` maps a legend to points."""
+
+    part: str
+    name: str
+    title: str
+    labels: tuple[str, str]
+    lines: dict[str, list[tuple[float, float]]]
+
+    def draw(self, folder: Path) -> str:
+        """Write the PNG. Returns its Markdown with the command below."""
+        return plot(folder, self.name, self.title, self.labels, self.lines, log=True) + f"\n{command(self.part)}\n\n"
+
+    def link(self, folder: str) -> str:
+        """The same Markdown, seen from elsewhere."""
+        return f"![{self.title}]({folder}/{self.name}.png)\n\n{command(self.part)}\n\n"
+
+
+def decode_table(speed: Speed, rows: list[Row]) -> str:
+    """One line per decode row, beside the full cache of its shape."""
+    ratios = {id(pair.mine): 1 / pair.ratio(METRICS[0]) for pair in speed.pairs("full", what="decode")}
+    lines = []
+    for row in rows:
+        ms = row["ms"]
+        against = f"{ratios[id(row)]:.1f}x" if id(row) in ratios else ""
+        line = [row["model"], row["context"], row["batch"], row["cache"], row["kept"], f"{row['first_s']:.2f}"]
+        line += [f"{ms['p50']:.2f} ({ms['p20']:.2f}-{ms['p80']:.2f})", f"{row['tokens_per_s']:.0f}"]
+        line += [f"{floor_ms(row, gbps(rows)):.2f}", against, _mib(row["peak_bytes"]), _mib(row["cache_bytes"])]
+        line += [row["rounds"]]
+        lines.append([str(word) for word in line])
+    return table(COLUMNS, lines)
+
+
+def _mib(number: int) -> str:
+    return f"{number / MIB:.1f}"
+
+
+def part_table(speed: Speed, part: str) -> str:
+    """Everything measured in a part."""
+    rows = speed.all(part=part)
+    text = decode_table(speed, [row for row in rows if "ms" in row])
+    wholes, flats = [], []
+    for row in rows:
+        if "generate_s" in row:
+            words = [row["model"], row["context"], row["batch"], row["cache"], row["budget"] or "all", row["new"]]
+            words += [f"{row['generate_s']:.2f}", f"{row['tokens_per_s']:.0f}", _mib(row["peak_bytes"]), row["rounds"]]
+            wholes.append([str(word) for word in words])
+        for point in row.get("flat", ()):
+            numbers = [f"{point['ms']['p50']:.3f}", f"{point['over_first'] - 1:+.1%}"]
+            flats.append([row["model"], row["cache"], str(point["seen"]), *numbers])
+    profiles = [
+        [row["model"], row["cache"], phase, ", ".join(f"{name} {share:.0%}" for name, share in found)]
+        for row in rows
+        for phase, found in row.get("profile", {}).items()
+    ]
+    text += table(("model", "cache", "of", "where the time goes"), profiles)
+    steps = [
+        [
+            row["model"],
+            row["cache"],
+            f"{row['steps']['usual']:.2f}",
+            f"{row['steps']['slowest']:.2f}",
+            str(row["period"]),
+        ]
+        for row in rows
+        if "steps" in row
+    ]
+    text += table(("model", "cache", "usual step, ms", "slowest step, ms", "of so many in turn"), steps)
+    made = ("budget", "new tokens", "generate, s", "new tokens/s")
+    header = ("model", "prompt", "batch", "cache", *made, "peak, MiB", "rounds")
+    text += table(header, wholes)
+    return text + table(("model", "cache", "tokens seen", "ms per step", "against the first"), flats)
+
+
+def figures(speed: Speed) -> list[Figure]:
+    """Throughput and memory over context, time per step over batch, time per step over tokens seen."""
+    found = []
+    for part in speed.parts():
+        rows = speed.all(part=part, what="decode")
+        title = SHAPES[speed.all(part=part)[0]["model"]].title
+        if part.endswith("_context"):
+            title += f", batch {rows[0]['batch']}"
+            lines = _lines(rows, "context", lambda row: row["tokens_per_s"])
+            floors = _floors(rows, "context", lambda row, ms: row["batch"] / ms * 1e3)
+            labels = ("prompt tokens", "tokens per second")
+            found.append(Figure(part, f"{PREFIX}{part}", f"Throughput, {title}", labels, lines | floors))
+            lines = _lines(rows, "context", lambda row: row["peak_bytes"] / MIB)
+            labels = ("prompt tokens", "peak above the model, MiB")
+            found.append(Figure(part, f"{PREFIX}{part}_memory", f"Memory, {title}", labels, lines))
+        if part.endswith("_batch"):
+            title += f", {rows[0]['context']} tokens"
+            lines = _lines(rows, "batch", lambda row: row["ms"]["p50"]) | _floors(rows, "batch", lambda row, ms: ms)
+            found.append(Figure(part, f"{PREFIX}{part}", f"Step, {title}", ("sequences", "ms per step"), lines))
+        if part.endswith("_flat"):
+            drawn = {row["cache"]: [(p["seen"], p["ms"]["p50"]) for p in row["flat"]] for row in speed.all(part=part)}
+            found.append(Figure(part, f"{PREFIX}{part}", f"Step, {title}", ("tokens seen", "ms per step"), drawn))
+    return found
+
+
+def _lines(rows: list[Row], key: str, value: Any) -> dict[str, list[tuple[float, float]]]:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        lines.setdefault(row["cache"], []).append((row[key], value(row)))
+    return lines
+
+
+def _floors(rows: list[Row], key: str, value: Any) -> dict[str, list[tuple[float, float]]]:
+    """The byte floors of the full cache and of one compressed one."""
+    mine = next((row["cache"] for row in rows if row["contender"] == "fastkv"), None)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["contender"] == "full" or row["cache"] == mine:
+            point = (row[key], value(row, floor_ms(row, gbps(rows))))
+            lines.setdefault(f"byte floor, {row['cache']}", []).append(point)
+    return lines
+
+
+def slower(speed: Speed) -> str:
+    """Where fastkv loses: of every rival and number, at how many shapes, and the worst of them."""
+    lines = [line for rival in ("full", "kvpress") for metric in METRICS if (line := _loses(speed, rival, metric))]
+    return "".join(f"- {line}\n" for line in lines) or f"{NONE.capitalize()}.\n"
+
+
+def _loses(speed: Speed, rival: str, metric: Metric) -> str:
+    pairs = [(pair.ratio(metric), pair) for pair in speed.pairs(rival, what=metric.what)]
+    if not pairs:
+        return ""
+    lost = [one for one in pairs if one[0] > 1]
+    head = f"{metric.name}, against {'the full cache' if rival == 'full' else rival}: "
+    if not lost:
+        return head + f"less everywhere ({len(pairs)} comparisons)."
+    ratio, worst = max(lost, key=lambda one: one[0])
+    return head + f"more at {len(lost)} of {len(pairs)}; worst {ratio:.2f}x ({worst.where}; `{worst.mine['part']}`)."
+
+
+def failures(speed: Speed) -> str:
+    """What could not be measured, and why."""
+    rows = [(r["part"], r["id"], (r.get("skipped") or "out of memory").replace("|", "/")) for r in speed.failed]
+    return "\nNot measured:\n\n" + table(("part", "case", "why"), rows) if rows else ""
+
+
+def chapter(files: dict[str, Row], folder: Path) -> str:
+    """The chapter of results/README.md; draws the plots into the folder."""
+    speed = Speed(files)
+    parts = "".join(f"\n### {part}\n\n{command(part)}\n\n{part_table(speed, part)}" for part in speed.parts())
+    drawn = "".join(figure.draw(folder) for figure in figures(speed))
+    lost = f"\nWhere fastkv needs more:\n\n{slower(speed)}"
+    return "\n## End to end\n\n" + targets(speed, SPEED_TARGETS) + lost + parts + failures(speed) + "\n" + drawn
+
+
+def section(files: dict[str, Row], folder: str = "perf/results") -> str:
+    """The README's section between its markers, markers included."""
+    speed, text = Speed(files), ""
+    for part, context in HEADLINES.items():
+        rows = speed.all(part=part, context=context, what="decode")
+        if not rows:
+            continue
+        facts = files[PREFIX + part]["environment"]
+        machine = facts["device"] if part.startswith("gpu") else f"{facts['threads']} threads of {facts['cpu']}"
+        names = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
+        peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
+        title = SHAPES[rows[0]["model"]].title
+        text += f"{title}, random weights, {rows[0]['dtype']}; {machine}; {', '.join([names, *peers])}; commit "
+        text += f"{facts['commit']}. {command(part)}:\n\n{decode_table(speed, rows)}\n"
+    if not text:
+        return f"{BEGIN}\n\nNot measured yet; `make perf` measures it.\n\n{END}"
+    shown = [figure for figure in figures(speed) if figure.part in SHOWN]
+    text += "".join(figure.link(folder) for figure in shown)
+    text += f"Targets:\n\n{targets(speed, SPEED_TARGETS)}\nWhere fastkv needs more:\n\n{slower(speed)}"
+    return f"{BEGIN}\n\n{text}\nEverything measured: [{folder}/README.md]({folder}/README.md).\n\n{END}"
+
+
+def current(readme: str) -> str:
+    """The section that a README has now. Raises SystemExit without the markers."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise SystemExit(f"the README needs these two lines, once, around the section to write:\n{BEGIN}\n{END}")
+    return readme[readme.index(BEGIN) : readme.index(END) + len(END)]
+
+
+def write_section(files: dict[str, Row], path: Path = ROOT / "README.md") -> None:
+    """Replace what stands between the markers of the README."""
+    readme = path.read_text()
+    path.write_text(readme.replace(current(readme), section(files)))

@@ -1,0 +1,215 @@
+"""Measure one case in a process of its own, so that peaks of memory are its own: a JSON case in, a JSON row out.
+
+    python -m perf.speed.worker '{"model": "llama-small", "contender": "full", "context": 2048, "batch": 1}'
+
+Runs under the interpreter of the contender: fastkv's, or that of an environment with kvpress, which needs no fastkv.
+One sample of decoding is a whole eviction period, so that every sample pays for its evictions.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from . import models
+from .cases import Case
+from .contenders import CONTENDERS, Full, Step
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+
+
+class Memory:
+    """Peak bytes of this process above those at the start: resident set on a CPU, allocations on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        gc.collect()
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.start = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # from here on the high-water mark is of this measurement
+            self.start = self._status("VmRSS")
+
+    def peak(self) -> int:
+        """Bytes above the start."""
+        return (torch.cuda.max_memory_allocated() if self.cuda else self._status("VmHWM")) - self.start
+
+    @staticmethod
+    def _status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def now() -> float:
+    """Seconds, when everything launched so far is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def copy_gbps(device: torch.device) -> float:
+    """Bytes read plus bytes written per second of a large copy, the best of seven, in GB/s."""
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for _ in range(7):
+        start = now()
+        target.copy_(source)
+        times.append(now() - start)
+    return 2 * source.nbytes / min(times) / 1e9
+
+
+def decode(step: Step, token: Tensor, position: Tensor, num: int) -> Tensor:
+    """The token after `num` greedy steps. token, position [B, 1]; position is advanced in place."""
+    for _ in range(num):
+        token = step(token, position)[:, -1:].argmax(-1)
+        position += 1
+    return token
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """p20, p50, p80 and mean."""
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return {"p20": tenths[1], "p50": tenths[4], "p80": tenths[7], "mean": statistics.fmean(samples)}
+
+
+def measure_decode(contender: Full, ids: Tensor) -> dict[str, Any]:
+    """Time to the first token, milliseconds per further step, memory."""
+    case = contender.case
+    memory = Memory(ids.device)
+    cache = contender.new_cache(ids.shape[1])
+    start = now()
+    token = contender.read(ids, cache)[:, -1:].argmax(-1)
+    first = now() - start
+    peak, kept = memory.peak(), contender.kept(cache)
+    position = torch.full_like(token, ids.shape[1])
+    step = contender.step(cache)
+    token = decode(step, token, position, case.period + 1)  # compiles both kinds of steps, where there are two
+    samples = []
+    for _ in range(case.samples):
+        start = now()
+        token = decode(step, token, position, case.period)
+        samples.append((now() - start) / case.period * 1e3)
+    if case.step == "eager" or memory.cuda:  # on a CPU the compiler's own memory would be counted
+        peak = memory.peak()
+    row = {"first_s": first, "ms": spread(samples), "tokens_per_s": case.batch / statistics.median(samples) * 1e3}
+    return row | {"peak_bytes": peak, "cache_bytes": contender.cache_bytes(cache), "kept": kept}
+
+
+def measure_generate(contender: Full, ids: Tensor) -> dict[str, Any]:
+    """Seconds of a whole `generate`, and its peak of memory."""
+    if ids.device.type == "cuda":  # compiles what `generate` compiles
+        contender.generate(ids, contender.case.new)
+    memory = Memory(ids.device)
+    start = now()
+    out = contender.generate(ids, contender.case.new)
+    seconds = now() - start
+    assert out.shape[1] == ids.shape[1] + contender.case.new
+    made = contender.case.batch * contender.case.new
+    return {"generate_s": seconds, "tokens_per_s": made / seconds, "peak_bytes": memory.peak()}
+
+
+def measure_flat(contender: Full, ids: Tensor) -> dict[str, Any]:
+    """Milliseconds per step after 1/32, 1/16 ... all of the context, sampled in turn, so that drifts hit all alike; and
+    "over_first", the median over the turns of a sample over that after the shortest context.
+    """
+    case = contender.case
+    cache: Any = contender.new_cache(ids.shape[1])
+    marks = [case.context >> shift for shift in (5, 4, 3, 2, 1, 0)]
+    at, copies = 0, []
+    for mark in marks:
+        token = contender.read(ids[:, at:mark], cache)[:, -1:].argmax(-1)
+        at, twin = mark, cache.clone()
+        position = torch.full_like(token, mark)
+        step = contender.step(twin)
+        copies.append((step, decode(step, token, position, case.period + 1), position))
+    samples: list[list[float]] = [[] for _ in marks]
+    for _ in range(case.samples):
+        for (step, token, position), mine in zip(copies, samples):
+            start = now()
+            decode(step, token, position, case.period)
+            mine.append((now() - start) / case.period * 1e3)
+    ratios = [statistics.median(one / first for one, first in zip(mine, samples[0])) for mine in samples]
+    points = zip(marks, samples, ratios)
+    return {"flat": [{"seen": mark, "ms": spread(mine), "over_first": ratio} for mark, mine, ratio in points]}
+
+
+def shares(events: Any, cuda: bool) -> list[tuple[str, float]]:
+    """Operations by their share of the time, without what they call; the largest eight."""
+    kind = "self_device_time_total" if cuda else "self_cpu_time_total"
+    times = {event.key: getattr(event, kind) for event in events}
+    total = sum(times.values()) or 1.0
+    largest = sorted(times, key=lambda key: times[key], reverse=True)[:8]
+    return [(key, times[key] / total) for key in largest]
+
+
+def measure_profile(contender: Full, ids: Tensor) -> dict[str, Any]:
+    """Where the time goes: of the prompt and of a period of steps, whose profiled runs are slower, so that these are
+    shares only; and, without a profiler, milliseconds of the steps of a period, the slowest of which is the eviction.
+    """
+    case, cuda = contender.case, ids.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
+    cache = contender.new_cache(ids.shape[1])
+    with torch.profiler.profile(activities=activities) as reading:
+        token = contender.read(ids, cache)[:, -1:].argmax(-1)
+    position = torch.full_like(token, ids.shape[1])
+    step = contender.step(cache)
+    token = decode(step, token, position, case.period + 1)
+    with torch.profiler.profile(activities=activities) as stepping:
+        token = decode(step, token, position, case.period)
+    found = {"prompt": reading, "step": stepping}
+    periods: list[list[float]] = [[] for _ in range(case.period)]
+    for _ in range(case.samples):
+        for times in periods:
+            start = now()
+            token = decode(step, token, position, 1)
+            times.append((now() - start) * 1e3)
+    steps = sorted(statistics.median(times) for times in periods)
+    return {
+        "profile": {name: shares(one.key_averages(), cuda) for name, one in found.items()},
+        "steps": {"usual": statistics.median(steps), "slowest": steps[-1]},
+    }
+
+
+MEASURES = {"profile": measure_profile, "decode": measure_decode, "generate": measure_generate, "flat": measure_flat}
+
+
+@torch.no_grad()
+def measure(case: Case) -> dict[str, Any]:
+    """The row of a case; {"out_of_memory": True} if it does not fit on the device."""
+    device = torch.device(case.device)
+    torch.set_num_threads(case.threads)
+    model = models.build(case.model, device, DTYPES[case.dtype])
+    facts = {"checksum": models.checksum(model, case.model), "weight_bytes": models.weight_bytes(model)}
+    try:
+        contender = CONTENDERS[case.contender](model, case)
+        ids = models.prompt(case.model, case.batch, case.context, device)
+        warm = min(case.context, case.warm)
+        contender.read(ids[:, :warm], contender.new_cache(warm))
+        row = MEASURES[case.what](contender, ids)
+    except torch.OutOfMemoryError:
+        return facts | {"out_of_memory": True}
+    packages = ("torch", "transformers", *(["kvpress"] if case.contender == "kvpress" else []))
+    return facts | row | {"copy_gbps": copy_gbps(device), "versions": {name: version(name) for name in packages}}
+
+
+def main(argument: str) -> None:
+    """Print the row as the last line."""
+    transformers.logging.set_verbosity_error()
+    print(json.dumps(measure(Case(**json.loads(argument)))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,41 @@
+"""Products of everything with everything, of which a few cases run every day and the others are slow."""
+
+from collections import Counter
+from itertools import combinations, product
+
+import pytest
+
+
+def covering(*factors, together=2, where=lambda *values: True):
+    """The product of the factors for `parametrize`; any `together` values meet in a case that is not marked slow.
+
+    together=1: every value of every factor is in some case of every day; 2: so is every pair of values. Cases are left
+    out unless `where(*values)`.
+    """
+    sizes = [range(len(factor)) for factor in factors]
+    values = {case: [list(factor)[at] for factor, at in zip(factors, case)] for case in product(*sizes)}
+    cases = [case for case in values if where(*values[case])]
+
+    def met(case):
+        """The places, (factor, index of its value), that are together in a case."""
+        return set(combinations(enumerate(case), together))
+
+    left, often, used = set().union(*map(met, cases)), set(), Counter()
+
+    def gain(case):
+        """How much meets here that has not met yet; of equal cases, the one whose values have been used least."""
+        return len(met(case) & left), -sum(used[place] for place in enumerate(case))
+
+    while left:
+        best = max(cases, key=gain)
+        often.add(best)
+        left -= met(best)
+        used.update(enumerate(best))
+    return [named(*values[case], slow=case not in often) for case in cases]
+
+
+def named(*values, slow):
+    """A case for `parametrize` with a readable id."""
+    words = [" ".join(map(str, value.values())) if isinstance(value, dict) else str(value) for value in values]
+    name = "-".join(word.removeprefix("torch.") for word in words if word)
+    return pytest.param(*values, id=name, marks=pytest.mark.slow if slow else ())

@@ -1,0 +1,190 @@
+"""The engine of perf/: result files that go on and start again, what a digest reads, processes, exit codes."""
+
+import json
+import math
+import subprocess
+import sys
+import types
+
+import pytest
+
+from perf import engine, tables
+from perf.engine import Deadline, Job, OtherSettings, Results, Unmeasured, closure, digest
+
+FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc"}
+
+
+def job(name, number=1.0, source="s0", **rest):
+    def run():
+        if isinstance(number, str):
+            raise Unmeasured(number)
+        return {"ms": number}
+
+    return Job(name, {"of": name, "sizes": (1, 2)}, run, source, **rest)
+
+
+def opened(path, *jobs, facts=FACTS, **rest):
+    return Results.open(path, facts, jobs, **rest)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file with rows of two jobs."""
+    path = tmp_path / "some.json"
+    jobs = job("a"), job("b", math.inf)
+    assert engine.measure(jobs, opened(path, *jobs), Deadline(5)) == engine.COMPLETE
+    return path
+
+
+def test_a_file_says_what_was_measured_and_where(path):
+    file = json.loads(path.read_text())
+    assert file["complete"] and file["environment"] == FACTS and file["planned"][0] == {"of": "a", "sizes": [1, 2]}
+    assert [(row["id"], row["ms"], row["source"]) for row in file["rows"]] == [("a", 1.0, "s0"), ("b", "inf", "s0")]
+    assert all(row["case"]["of"] == row["id"] and row["seconds"] >= 0 for row in file["rows"])
+    assert [file.name for file in path.parent.iterdir()] == ["some.json"]
+
+
+def test_a_file_goes_on_with_what_is_missing(path):
+    results = opened(path, job("a"), job("b"), job("c"))
+    assert results.has("a") and not results.has("c") and not results.complete
+    assert engine.measure(results.planned, results, Deadline(0)) == engine.LEFT
+    assert engine.measure(results.planned, results, Deadline(5)) == engine.COMPLETE
+    assert [row["id"] for row in json.loads(path.read_text())["rows"]] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("change", ["device", "driver", "torch", "triton"])
+def test_another_machine_starts_again(path, change):
+    assert not opened(path, job("a"), job("b"), facts=FACTS | {change: "other"}).rows
+    assert len(opened(path, job("a"), job("b"), facts=FACTS | {"commit": "other"}).rows) == 2
+
+
+def test_a_changed_job_is_measured_again_and_only_it(path, capsys):
+    other = Job("b", {"of": "b", "sizes": (1, 3)}, job("b").run, "s0")
+    for jobs in ((job("a"), job("b", source="s1")), (job("a"), other), (job("a"),)):
+        assert [row["id"] for row in opened(path, *jobs).rows] == ["a"]
+        assert "1 of 2 rows" in capsys.readouterr().out
+    assert not opened(path, job("a"), fresh=True).rows
+    assert len(json.loads(path.read_text())["rows"]) == 2, "nothing is lost before something new is measured"
+
+
+def test_settings_do_not_mix(path):
+    with pytest.raises(OtherSettings, match="other settings"):
+        opened(path, job("a"), settings={"seeds": 2})
+    assert not opened(path, job("a"), settings={"seeds": 2}, fresh=True).rows
+
+
+def test_what_fails_is_named_and_can_be_tried_again(tmp_path, capsys):
+    path, peer = tmp_path / "some.json", job("peer", "not installed", optional=True)
+    jobs = job("a"), peer
+    assert engine.measure(jobs, opened(path, *jobs), Deadline(5)) == engine.COMPLETE
+    assert opened(path, *jobs).rows[1]["skipped"] == "not installed"
+    assert [row["id"] for row in opened(path, *jobs, retry=True).rows] == ["a"]
+    jobs = job("a", "broken", source="s1"), peer
+    assert engine.measure(jobs, opened(path, *jobs), Deadline(5)) == engine.FAILED
+    assert "a: broken" in capsys.readouterr().out
+    check = Job("check", {}, lambda: {"passed": False})
+    assert engine.measure([check], opened(tmp_path / "checks.json", check), Deadline(5)) == engine.FAILED
+
+
+def test_old_files_are_read_but_not_continued(tmp_path):
+    (tmp_path / "some.json").write_text(json.dumps({"environment": FACTS, "complete": True, "rows": [{"id": "a"}]}))
+    assert not opened(tmp_path / "some.json", job("a")).rows
+
+
+def test_reports_read_cases_beside_what_was_measured(path):
+    """New rows hold their case apart, those from before the engine did not."""
+    (path.parent / "old.json").write_text(json.dumps({"environment": FACTS, "rows": [{"id": "a", "of": "a", "ms": 1}]}))
+    (path.parent / "dry.json").write_text(json.dumps({"environment": FACTS | {"dry_run": 1}, "rows": []}))
+    files = tables.read(path.parent)
+    assert files.keys() == {"old", "some"}
+    assert [(row["id"], row["of"]) for name in files for row in files[name]["rows"]] == [("a", "a"), *zip("ab", "ab")]
+
+
+def test_deadlines_leave_room():
+    assert Deadline(1, spare=61).over and not Deadline(1).over and not Deadline(float("inf")).over
+
+
+def test_exit_codes():
+    assert engine.worst([0, 3, 1]) == engine.FAILED and engine.worst([0, 3]) == engine.LEFT and engine.worst([]) == 0
+
+
+# Digests.
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A repository of two rooms: lib, which perf measures, and what neither imports."""
+    files = {
+        "lib/__init__.py": "from .core import run\n",
+        "lib/core.py": "from . import kinds\n\ndef run():\n    from .late import kernel\n",
+        "lib/late.py": "import os\n",
+        "lib/kinds/__init__.py": "from .one import One\nfrom .two import Two\n",
+        "lib/kinds/base.py": "",
+        "lib/kinds/one.py": "from .base import *\n",
+        "lib/kinds/two.py": "from .base import *\n",
+        "lib/other.py": "",
+        "perf/__init__.py": "",
+        "perf/work.py": "import lib\nfrom .tool import clock\n",
+        "perf/tool.py": "def clock(): pass\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(engine, "ROOT", tmp_path)
+    engine.file_of.cache_clear()
+    engine.imports.cache_clear()
+    yield tmp_path
+    engine.file_of.cache_clear()
+    engine.imports.cache_clear()
+
+
+ROOMS = {"rooms": ("lib", "perf")}
+
+
+def test_a_digest_reads_what_is_imported_and_nothing_else(tree):
+    kinds = {"lib/kinds/__init__.py", "lib/kinds/base.py", "lib/kinds/one.py", "lib/kinds/two.py"}
+    found = closure("perf.work", **ROOMS)
+    assert found == {"perf/work.py", "perf/tool.py", "lib/__init__.py", "lib/core.py", "lib/late.py"} | kinds
+    assert closure("perf.work", rooms=("perf",)) == {"perf/work.py", "perf/tool.py"}
+    assert closure("perf.work", **ROOMS, without=("lib.kinds",)) == found - kinds
+    assert closure("lib.kinds.one", **ROOMS) == {"lib/kinds/one.py", "lib/kinds/base.py"}
+    with pytest.raises(ValueError, match=r"no module perf\.nothing"):
+        closure("perf.nothing")
+
+
+def test_a_digest_changes_with_what_is_read(tree):
+    before, one = digest(closure("perf.work", **ROOMS)), digest(closure("lib.kinds.one", **ROOMS))
+    (tree / "lib/other.py").write_text("changed")
+    assert digest(closure("perf.work", **ROOMS)) == before
+    (tree / "lib/late.py").write_text("# changed")
+    assert digest(closure("perf.work", **ROOMS)) != before
+    assert digest(closure("lib.kinds.one", **ROOMS)) == one
+
+
+def test_the_library_is_measured_without_its_commands():
+    rooms = {path.split("/")[1] for path in closure("fastkv")}
+    assert {"api.py", "ops", "kernels", "policies"} <= rooms and not {"demo", "evaluation", "cli.py"} & rooms
+
+
+# Processes.
+
+
+def test_a_process_that_fails_says_why(monkeypatch):
+    def ends(code, stderr=""):
+        result = types.SimpleNamespace(returncode=code, stderr=stderr, stdout='noise\n{"kept": 1}\n')
+        monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: result)
+        return engine.in_process("perf.speed.worker", {}, "python")
+
+    assert ends(0) == {"kept": 1}
+    with pytest.raises(Unmeasured, match="No module named 'kvpress'"):
+        ends(1, "Traceback\nModuleNotFoundError: No module named 'kvpress'\n")
+    assert ends(-9) == {"out_of_memory": True}
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "LIMIT", 0.01)
+    with pytest.raises(Unmeasured, match="not finished"):
+        engine.in_process("perf.speed.worker", {})
+
+
+def test_the_engine_needs_nothing_but_python():
+    probe = "import sys, perf.engine; print(sorted({'torch', 'fastkv', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout == "[]\n"

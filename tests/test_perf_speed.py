@@ -1,0 +1,561 @@
+"""Benchmarks of whole models as code: cases, the worker on toy models, runs that stop and go on, their report."""
+
+import json
+import sys
+import types
+import zlib
+from dataclasses import asdict, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastkv
+from perf import engine, report
+from perf.engine import RESULTS, ROOT, Unmeasured
+from perf.speed import __main__ as command
+from perf.speed import contenders, models, worker
+from perf.speed import report as speed_report
+from perf.speed.cases import Case, toy
+from perf.speed.contenders import FastKV, Full, KVPress
+from perf.speed.parts import PARTS, interleaved
+from perf.speed.results import FIRST, STEP, Speed, floor_ms
+from perf.speed.targets import SPEED_TARGETS, verdict
+from perf.speed.worker import Memory, decode, measure, spread
+
+CPU = torch.device("cpu")
+TOY = Case("llama-toy", "full", 100, 2, samples=2, period=4, new=12, threads=1)
+KEPT = replace(TOY, contender="fastkv", policy="keydiff", budget=40)
+CAPTURED = replace(KEPT, step="captured")
+FACTS = {"device": "cpu", "cpu": "CPU X", "threads": 2, "torch": "2.0", "transformers": "5.0", "commit": "abc"}
+
+
+# Cases.
+
+
+def test_cases_have_names_of_their_own_and_toys_too():
+    for part, cases in PARTS.items():
+        assert len({case.name for case in cases}) == len(cases) > 0, part
+        assert len({toy(case).name for case in cases}) == len(cases) or part.startswith("gpu"), part
+        for case in cases:
+            assert case.device == ("cuda" if part.startswith("gpu") else "cpu")
+            assert (case.contender == "full") == (case.policy == "") == (case.budget == 0)
+            assert case.contender != "kvpress" or (case.policy in contenders.PRESSES and case.block is None)
+            assert case.contender != "full" or case.step != "captured"
+            assert case.model in models.SHAPES and not toy(case).step != "eager"
+            assert toy(case).budget == 0 or toy(case).budget > 36  # sinks and recent have to fit
+
+
+def test_every_kvpress_case_stands_beside_fastkv_with_the_same_policy_budget_and_shape():
+    for cases in PARTS.values():
+        mine = {(c.model, c.context, c.batch, c.policy, c.budget, c.what) for c in cases if c.contender == "fastkv"}
+        for case in cases:
+            if case.contender == "kvpress":
+                assert (case.model, case.context, case.batch, case.policy, case.budget, case.what) in mine
+
+
+# Models: the same numbers whatever builds them.
+
+
+def test_weights_come_from_their_names_only():
+    torch.manual_seed(1)
+    one = models.build("llama-toy", CPU, torch.float32)
+    torch.manual_seed(2)
+    two = models.build("llama-toy", CPU, torch.float32)
+    key = "model.layers.1.self_attn.k_proj.weight"
+    weight = dict(one.named_parameters())[key]
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    assert torch.equal(weight, 0.02 * torch.randn(weight.shape, generator=generator))
+    assert models.checksum(one, "llama-toy") == models.checksum(two, "llama-toy")
+    two.lm_head.weight.data[5, 5] += 1e-3
+    assert models.checksum(one, "llama-toy") != models.checksum(two, "llama-toy")
+
+
+@pytest.mark.parametrize("name,tables", [("llama-toy", 1), ("gemma-3-toy", 0)])
+def test_a_step_reads_all_weights_but_an_untied_embedding(name, tables):
+    model = models.build(name, CPU, torch.float32)
+    numbers = sum(weight.numel() for weight in dict(model.named_parameters()).values())
+    assert models.weight_bytes(model) == 4 * (numbers - tables * 97 * 32)
+
+
+def test_prompts_are_seeded():
+    one, two = (models.prompt("llama-toy", 2, 30, CPU) for _ in range(2))
+    assert torch.equal(one, two) and one.shape == (2, 30) and 3 <= one.min() and one.max() < 97
+
+
+# The worker.
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "case", [TOY, KEPT, replace(KEPT, block=16), replace(KEPT, policy="momentkv"), CAPTURED], ids=lambda case: case.name
+)
+@torch.no_grad()
+def test_stepping_and_generating_give_the_same_tokens(case):
+    model = models.build(case.model, CPU, torch.float32)
+    contender = contenders.CONTENDERS[case.contender](model, case)
+    ids = models.prompt(case.model, case.batch, case.context, CPU)
+    want = contender.generate(ids, case.new)[:, case.context :]
+    cache = contender.new_cache(case.context)
+    token = contender.read(ids, cache)[:, -1:].argmax(-1)
+    step, position, got = contender.step(cache), torch.full((case.batch, 1), case.context), [token]
+    for _ in range(case.new - 1):
+        got.append(decode(step, got[-1], position, 1))
+    assert torch.equal(torch.cat(got, 1), want)
+    assert torch.equal(position, torch.full((case.batch, 1), case.context + case.new - 1))
+
+
+@torch.no_grad()
+def test_a_static_cache_takes_the_same_steps():
+    model = models.build("llama-toy", CPU, torch.float32)
+    ids = models.prompt("llama-toy", 2, 100, CPU)
+    tokens = []
+    for case in (TOY, replace(TOY, step="compiled", block=32)):
+        contender = Full(model, case)
+        cache = contender.new_cache(100)
+        token = contender.read(ids, cache)[:, -1:].argmax(-1)
+        assert contender.kept(cache) == 100
+        plain = lambda t, p, cache=cache: model(t, past_key_values=cache, position_ids=p).logits  # noqa: E731
+        tokens.append(decode(plain, token, torch.full((2, 1), 100), case.room - 1))
+    assert torch.equal(*tokens)
+
+
+def test_rows_of_the_worker(threads, monkeypatch):
+    monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
+    row = measure(TOY)
+    assert row["kept"] == 100
+    # Two layers of two heads of 16, keys and values in fp32: prompt, two samples, and what came before them.
+    assert row["cache_bytes"] == 2 * 2 * 2 * 16 * 2 * 4 * (100 + 4 + 1 + 2 * 4)
+    assert row["tokens_per_s"] == pytest.approx(2e3 / ((row["ms"]["p20"] + row["ms"]["p80"]) / 2), rel=1e-6)
+    assert row["versions"].keys() == {"torch", "transformers"} and row["copy_gbps"] > 0
+    small = measure(KEPT)
+    assert small["kept"] == 40 and small["checksum"] == row["checksum"]
+    whole = measure(replace(KEPT, what="generate"))
+    assert whole["generate_s"] > 0 and "ms" not in whole
+    flat = measure(replace(KEPT, what="flat", context=4096, block=128, batch=1))["flat"]
+    assert [point["seen"] for point in flat] == [128, 256, 512, 1024, 2048, 4096]
+    assert flat[0]["over_first"] == 1 and all(point["over_first"] > 0 for point in flat)
+
+
+def test_profiles_are_shares_of_what_ran(threads, monkeypatch):
+    monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
+    row = measure(replace(KEPT, block=16, what="profile"))
+    found = row["profile"]
+    assert 0 < row["steps"]["usual"] <= row["steps"]["slowest"]
+    for phase in ("prompt", "step"):
+        parts = [share for _, share in found[phase]]
+        assert len(parts) == 8 and parts == sorted(parts, reverse=True) and 0.2 < sum(parts) <= 1
+    assert {"aten::mm", "aten::addmm"} & set(dict(found["step"]))
+
+
+def test_shares_leave_out_what_is_called():
+    events = [types.SimpleNamespace(key=f"op{i}", self_cpu_time_total=i, self_device_time_total=0) for i in range(10)]
+    assert worker.shares(events, cuda=False)[:2] == [("op9", 0.2), ("op8", 8 / 45)]
+    assert worker.shares(events, cuda=True)[0][1] == 0.0
+
+
+def test_fastkv_reports_its_own_bytes():
+    model = models.build("llama-toy", CPU, torch.float32)
+    contender = FastKV(model, KEPT)
+    cache = contender.new_cache(100)
+    with torch.no_grad():
+        contender.read(models.prompt("llama-toy", 2, 100, CPU), cache)
+    assert contender.cache_bytes(cache) == cache.nbytes() > 0
+    assert cache.plan.evict_every == KEPT.period and isinstance(cache, fastkv.FastKVCache)
+
+
+def test_bytes_of_a_view_are_those_of_what_it_holds_on_to():
+    layer = types.SimpleNamespace(keys=torch.zeros(1, 2, 50, 16)[:, :, :3], values=torch.zeros(1, 2, 3, 16))
+    held = Full(None, TOY).cache_bytes(types.SimpleNamespace(layers=[layer, layer]))
+    assert held == 4 * 2 * 16 * (50 + 3)
+
+
+def test_peaks_start_at_zero_and_see_what_was_freed():
+    before = torch.ones(64 << 18)  # 64 MiB
+    del before
+    memory = Memory(CPU)
+    early = memory.peak()
+    torch.ones(64 << 18)
+    assert early < 16 << 20 and 56 << 20 < memory.peak() < 128 << 20
+
+
+def test_spreads():
+    assert spread([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx({"p20": 1.8, "p50": 3.0, "p80": 4.2, "mean": 3.0})
+
+
+class FakePress:
+    """What KVPress asks of a press; remembers its ratio and counts the models it is on."""
+
+    made: ClassVar[list] = []
+    active: ClassVar[int] = 0
+
+    def __init__(self, compression_ratio, **options):
+        self.compression_ratio, self.options = compression_ratio, options
+        self.made.append(self)
+
+    def __call__(self, model):
+        return self
+
+    def __enter__(self):
+        FakePress.active += 1
+
+    def __exit__(self, *error):
+        FakePress.active -= 1
+
+
+@pytest.fixture
+def kvpress(monkeypatch):
+    names = {name: FakePress for name, _ in contenders.PRESSES.values()}
+    monkeypatch.setitem(sys.modules, "kvpress", types.SimpleNamespace(**names))
+    FakePress.made = []
+
+
+@given(budget=st.integers(1, 4096), extra=st.integers(1, 200_000))
+def test_kvpress_is_told_to_keep_exactly_the_budget(budget, extra):
+    contender = KVPress.__new__(KVPress)
+    contender.model, contender.case = None, replace(KEPT, budget=budget)
+    contender.make = lambda ratio: lambda model: ratio
+    length = budget + extra
+    assert int(length * (1 - contender.pressed(length))) == budget
+
+
+def test_kvpress_presses_the_prompt_and_not_the_steps(kvpress):
+    seen = []
+    model = types.SimpleNamespace(device=CPU)
+
+    class Model:
+        device = CPU
+
+        def __call__(self, *args, **kwargs):
+            seen.append(FakePress.active)
+            return types.SimpleNamespace(logits=torch.zeros(2, 1, 5))
+
+        def generate(self, ids, **kwargs):
+            seen.append(FakePress.active)
+
+    model = Model()
+    contender = KVPress(model, replace(KEPT, contender="kvpress", policy="snapkv"))
+    ids = torch.zeros(2, 100, dtype=torch.long)
+    contender.read(ids, None)
+    contender.step(None)(ids[:, :1], ids[:, :1])
+    contender.generate(ids, 3)
+    contender.read(ids[:, :40], None)  # everything fits: nothing to press
+    assert (
+        seen == [1, 0, 1, 0]
+        and [press.options for press in FakePress.made] == [{"window_size": 32, "kernel_size": 7}] * 2
+    )
+
+
+# Runs.
+
+
+def test_a_worker_in_its_own_process():
+    row = engine.in_process("perf.speed.worker", asdict(TOY))
+    assert row["kept"] == 100 and row["first_s"] > 0
+    model = models.build("llama-toy", CPU, torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert row["checksum"] == models.checksum(model, "llama-toy")
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("start", [1, 8, 64])
+@pytest.mark.parametrize("capacity", [0, 1, 5, 8, 31, 64, 100, 5000])
+def test_the_largest_batch_is_found_by_doubling(start, capacity):
+    asked = []
+
+    def measured(case):
+        asked.append(case.batch)
+        return {"out_of_memory": True} if case.batch > capacity else {"ms": {"p50": case.batch}}
+
+    row = command.largest(replace(TOY, batch=start, what="largest"), measured)
+    want = max((b for b in (2**i for i in range(13)) if b <= capacity), default=None)
+    assert row.get("batch") == want and row["tried"] == asked and len(set(asked)) == len(asked)
+    assert row.get("out_of_memory", False) == (want is None) and (want is None or row["ms"]["p50"] == want)
+
+
+def test_a_largest_batch_that_fails_otherwise_has_its_reason():
+    def broken(case):
+        raise Unmeasured("broken")
+
+    with pytest.raises(Unmeasured, match="broken"):
+        command.largest(TOY, broken)
+
+
+CASES = [TOY, KEPT, replace(KEPT, contender="kvpress")]
+
+
+@pytest.fixture
+def part(tmp_path, monkeypatch):
+    """Runs a part of three cases with a made-up worker. Returns the exit code, what was measured, and the file."""
+    monkeypatch.setitem(PARTS, "cpu_three", CASES)
+    monkeypatch.setattr(command, "environment", lambda *arguments: dict(FACTS))
+
+    def run(*flags, checksums=None, fails=()):
+        asked = []
+
+        def measured(module, case, python):
+            asked.append(case["contender"])
+            assert python == ("elsewhere" if case["contender"] == "kvpress" else sys.executable)
+            if case["contender"] in fails:
+                raise Unmeasured("broken")
+            return {"checksum": (checksums or {}).get(case["contender"], "same"), "ms": {"p50": 1.0}, "first_s": 1.0}
+
+        monkeypatch.setattr(engine, "in_process", measured)
+        code = command.main(["--parts", "cpu_three", "--out", str(tmp_path), *flags])
+        path = tmp_path / "speed_cpu_three.json"
+        return code, asked, json.loads(path.read_text()) if path.exists() else {}
+
+    return run
+
+
+def test_a_run_goes_on_where_it_stopped(part):
+    assert part("--minutes", "0") == (engine.LEFT, [], {})
+    code, asked, file = part()
+    assert (code, asked, file["complete"]) == (engine.LEFT, ["full", "fastkv"], False)  # no kvpress was given
+    code, asked, file = part("--kvpress-python", "elsewhere")
+    assert (code, asked, file["complete"]) == (engine.COMPLETE, ["kvpress"], True)
+    assert [row["id"] for row in file["rows"]] == [case.name for case in CASES]
+    assert part("--kvpress-python", "elsewhere")[:2] == (engine.COMPLETE, [])
+    assert part("--fresh", "--only=-full")[:2] == (engine.LEFT, ["full"])
+
+
+def test_what_fails_is_named_and_can_be_tried_again(part):
+    code, asked, file = part("--kvpress-python", "elsewhere", fails=("fastkv", "kvpress"))
+    assert code == engine.FAILED and [row.get("skipped") for row in file["rows"]] == [None, "broken", "broken"]
+    code, asked, file = part("--kvpress-python", "elsewhere", "--retry-skipped")
+    assert (code, asked) == (engine.COMPLETE, ["fastkv", "kvpress"]) and len(file["rows"]) == 3
+
+
+def test_a_peer_with_other_logits_does_not_count(part):
+    code, _, file = part("--kvpress-python", "elsewhere", checksums={"kvpress": "other"})
+    assert code == engine.COMPLETE and "computes other logits" in file["rows"][2]["skipped"]
+    assert "skipped" not in file["rows"][1]
+
+
+def test_dry_runs_leave_the_results_alone(monkeypatch):
+    with pytest.raises(SystemExit, match="does not write into perf/results"):
+        command.main(["--dry-run", "--out", str(RESULTS)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        command.main(["--parts", "gpu_qwen3_4b_flat"])
+
+
+# The report.
+
+
+def row(part, case, step=None, first=1.0, **more):
+    """A made-up row; `step` in milliseconds."""
+    own = {"first_s": first, "weight_bytes": 10**7, "cache_bytes": 2 * 10**6, "copy_gbps": 12.0, "kept": case.budget}
+    if step is not None:
+        own |= {"ms": {"p20": step - 0.1, "p50": step, "p80": step + 0.1}, "tokens_per_s": case.batch / step * 1e3}
+    versions = {"torch": "2.0", "transformers": "5.0", "kvpress": "0.5"}
+    return {"part": part, "id": case.name, **case.as_row(), **own, "peak_bytes": 2**20, "versions": versions, **more}
+
+
+def long(contender, context=16_384, **more):
+    policy = {} if contender == "full" else {"policy": "keydiff", "budget": 512}
+    return Case("llama-small", contender, context, 4, **policy | more)
+
+
+def files(*rows):
+    """Result files as the report reads them."""
+    parts = {}
+    for one in rows:
+        parts.setdefault(f"speed_{one['part']}", {"environment": FACTS, "complete": True, "rows": []})["rows"].append(
+            {key: value for key, value in one.items() if key != "part"}
+        )
+    return parts
+
+
+MADE_UP = files(
+    row("cpu_context", long("full"), 100.0, first=8.0),
+    row("cpu_context", long("fastkv", block=512), 4.0, first=6.0),
+    row("cpu_context", long("fastkv"), 5.5, first=9.0),
+    row("cpu_context", long("kvpress"), 5.0, first=10.0),
+    row("cpu_context", long("full", 8192), 50.0),
+    row("cpu_context", long("fastkv", 8192, block=512), 4.0, first=2.0),
+    row("cpu_context", long("kvpress", 8192), 4.0, first=5.0),
+    row("cpu_generate", long("fastkv", 8192, block=512, what="generate"), generate_s=4.0, tokens_per_s=9.0),
+    row("cpu_generate", long("kvpress", 8192, what="generate"), generate_s=7.0, tokens_per_s=9.0),
+    row(
+        "cpu_flat",
+        Case("llama-small", "fastkv", 131_072, 1, "keydiff", 512, what="flat"),
+        flat=[
+            {"seen": n, "ms": {"p50": t}, "over_first": t / 4.0}
+            for n, t in ((4096, 4.0), (8192, 4.1), (16_384, 4.0), (131_072, 3.8))
+        ],
+    ),
+    row(
+        "cpu_profile",
+        long("full", 8192, what="profile"),
+        profile={"step": [["aten::mm", 0.625], ["aten::add", 0.1]]},
+        steps={"usual": 1.25, "slowest": 3.5},
+    ),
+    {
+        "part": "cpu_long",
+        "id": long("kvpress", 32_768).name,
+        **long("kvpress", 32_768).as_row(),
+        "skipped": "Error: a | b",
+    },
+)
+
+
+def answers(content):
+    return {target.what: target.answer(Speed(content)) for target in SPEED_TARGETS}
+
+
+def test_rounds_of_a_case_become_one_row_of_medians():
+    cases = interleaved([long("fastkv"), long("kvpress")])
+    assert [(case.contender, case.round) for case in cases] == [
+        (w, n) for n in (1, 2, 3) for w in ("fastkv", "kvpress")
+    ]
+    assert [case.name.endswith(f"-round{case.round}") for case in cases] == [False] * 2 + [True] * 4
+    times = (4.0, 9.0, 5.0, 7.0, 8.0, 6.0)  # medians: 5 and 7
+    rows = [row("cpu_context", case, ms, first=10 * ms) for case, ms in zip(cases, times)]
+    speed = Speed(files(*rows, row("cpu_context", long("full"), 100.0)))
+    assert [(r["contender"], r["rounds"], STEP.read(r), FIRST.read(r)) for r in speed.rows] == [
+        ("fastkv", 3, 5.0, 50.0),
+        ("kvpress", 3, 7.0, 70.0),
+        ("full", 1, 100.0, 1.0),
+    ]
+    [pair] = speed.pairs("kvpress", what="decode")
+    assert pair.ratio(STEP) == pytest.approx(5 / 7)
+    walks = interleaved([Case("llama-small", "fastkv", 8192, 1, "keydiff", 512, what="flat")])
+    points = [[{"seen": n, "ms": {"p50": ms * n}, "over_first": ms / n} for n in (1, 2)] for ms in (3.0, 1.0, 2.0)]
+    [one] = Speed(files(*(row("cpu_flat", case, flat=flat) for case, flat in zip(walks, points)))).rows
+    assert one["flat"] == points[2]
+
+
+def test_targets_are_answered_from_rows_and_say_by_how_much_they_are_missed():
+    found = answers(MADE_UP)
+    assert found["CPU, 16K seen, batch 4, 512 kept: step against the full cache"] == (
+        "keydiff, blocks 25x; keydiff 18.2x; missed by 9%",
+        False,
+    )
+    assert found["CPU, the same: step over kvpress's"] == ("keydiff, blocks 0.8x; keydiff 1.1x; missed by 10%", False)
+    assert found["CPU, 8K: first token in blocks over kvpress's"] == ("keydiff, blocks 0.4x", True)
+    assert found["CPU, 8K: generate in blocks against kvpress"] == ("keydiff, blocks 1.75x; missed by 12%", False)
+    assert found["CPU, 8K: peak memory of generate in blocks over kvpress's"] == ("keydiff, blocks 1x", True)
+    assert found["CPU: step from 4K to 128K seen"] == ("fastkv keydiff -5.0% at 131072", False)
+    assert all(answer is None for what, answer in found.items() if what.startswith("GPU"))
+    assert all(answer is None for answer in answers({}).values())
+
+
+def test_gpu_targets():
+    def case(contender, step, batch, context=32_768, **more):
+        policy = {} if contender == "full" else {"policy": "keydiff", "budget": 1024}
+        return Case("llama-3.1-8b", contender, context, batch, step=step, device="cuda", **policy | more)
+
+    batch, big, eager = ("gpu_llama_3_1_8b_" + name for name in ("batch", "largest", "eager"))
+    content = files(
+        row(batch, case("full", "compiled", 8), 9.0),
+        row(batch, case("fastkv", "captured", 8, block=512), 3.0),
+        row(batch, case("fastkv", "captured", 16, block=512), 1.24),
+        row(big, case("full", "compiled", 16, what="largest"), 10.0),
+        row(eager, case("full", "eager", 1, 131_072), 30.0, first=10.0),
+        row(eager, case("fastkv", "eager", 1, 131_072, block=512), 30.0, first=7.0),
+        row(eager, case("fastkv", "eager", 1, 131_072), 30.0, first=12.0),
+    )
+    found = [answer for what, answer in answers(content).items() if what.startswith("GPU")]
+    assert found[:2] == [
+        ("keydiff, blocks, captured 3x", True),
+        ("fastkv keydiff, blocks, captured at batch 16 8.06x", True),
+    ]
+    assert found[2] == ("worst 3.00x (fastkv keydiff, blocks, captured, 32768 tokens, batch 8; 2 shapes)", False)
+    assert found[3] == ("keydiff, blocks 0.7x", True)
+
+
+def test_floors_and_pairs():
+    speed = Speed(MADE_UP)
+    assert floor_ms(speed.rows[0], 12.0) == pytest.approx(1.0)
+    found = [(pair.mine["block"], pair.ratio(STEP)) for pair in speed.pairs("kvpress", what="decode", context=16_384)]
+    assert found == [(512, 0.8), (None, 1.1)]
+    assert len(list(speed.pairs("full", what="decode"))) == 3 and len(speed.failed) == 1
+    captured = files(
+        row("p", long("full", step="compiled"), 8.0),
+        row("p", long("full"), 9.0),
+        row("p", long("fastkv", step="captured"), 2.0, first=0.5),
+        row("p", long("kvpress"), 3.0),
+    )
+    pairs = list(Speed(captured).pairs("full"))
+    assert [pair.ratio(STEP) for pair in pairs] == [0.25] and pairs[0].ratio(FIRST) == 0.5
+    assert not list(Speed(captured).pairs("kvpress"))
+    for one in captured["speed_p"]["rows"]:
+        one["what"] = "generate"
+    assert len(list(Speed(captured).pairs("kvpress"))) == 1
+
+
+def test_verdicts():
+    assert verdict([], 1.0, True) is None
+    assert verdict([("a", 2.0), ("b", 4.0)], 2.0, upper=False) == ("a 2x; b 4x", True)
+    assert verdict([("a", 2.0), ("b", 4.0)], 2.0, upper=True) == ("a 2x; b 4x; missed by 100%", False)
+
+
+def test_what_is_slower_is_named():
+    text = speed_report.slower(Speed(MADE_UP))
+    assert "- time per step, against the full cache: less everywhere (3 comparisons).\n" in text
+    assert "- time per step, against kvpress: more at 1 of 3; worst 1.10x (fastkv keydiff 512, llama-small" in text
+    assert "- time to first token, against the full cache: more at 2 of 3; worst 2.00x" in text
+
+
+def write(folder, content):
+    folder.mkdir(exist_ok=True)
+    for name, file in content.items():
+        (folder / f"{name}.json").write_text(json.dumps(file))
+
+
+def test_the_report_has_tables_plots_and_commands(tmp_path):
+    write(tmp_path, MADE_UP)
+    text = report.write(tmp_path).read_text()
+    for line in (
+        "| llama-small | 16384 | 4 | fastkv keydiff, blocks | 512 | 6.00 | 4.00 (3.90-4.10) | 1000 | 1.00 | 25.0x |",
+        "| llama-small | 8192 | 4 | kvpress keydiff | 512 | 128 | 7.00 | 9 | 1.0 |",
+        "| llama-small | full | step | aten::mm 62%, aten::add 10% |",
+        "| llama-small | full | 1.25 | 3.50 | 16 |",
+        "| llama-small | fastkv keydiff | 131072 | 3.800 | -5.0% |",
+        "| cpu_long | decode-llama-small-n32768-b4-kvpress-keydiff-512 | Error: a / b |",
+        "`python -m perf.speed --parts cpu_context --kvpress-python PATH`",
+    ):
+        assert line in text, line
+    for name in ("speed_cpu_context", "speed_cpu_context_memory", "speed_cpu_flat"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in text
+    lines = speed_report.figures(Speed(MADE_UP))[0].lines
+    assert lines["byte floor, full"] == [(16_384, pytest.approx(4000.0)), (8192, pytest.approx(4000.0))]
+    assert lines["full"] == [(16_384, 40.0), (8192, 80.0)]
+
+
+def test_the_section_goes_between_its_markers_and_nowhere_else(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# A\n\n{speed_report.BEGIN}\nold\n{speed_report.END}\n\n## B\n")
+    speed_report.write_section(MADE_UP, readme)
+    text = readme.read_text()
+    assert text.startswith(
+        f"# A\n\n{speed_report.BEGIN}\n\nLlama, 4 layers of 256, random weights, float32; 2 threads of CPU X"
+    )
+    assert text.endswith(f"{speed_report.END}\n\n## B\n") and "old" not in text
+    for piece in ("kvpress 0.5", "commit abc", "(perf/results/speed_cpu_context.png)", "missed by 9%", "worst 1.10x"):
+        assert piece in text, piece
+    speed_report.write_section(MADE_UP, readme)
+    assert readme.read_text() == text
+    readme.write_text("# A\n")
+    with pytest.raises(SystemExit, match="needs these two lines"):
+        speed_report.write_section(MADE_UP, readme)
+    assert "Not measured yet" in speed_report.section({})
+
+
+def test_the_readme_says_what_was_measured():
+    """`python -m perf.report --readme` has been run since the last measurement."""
+    assert speed_report.current((ROOT / "README.md").read_text()) == speed_report.section(report.read(RESULTS))
+
+
+def test_rows_survive_json():
+    assert Case(**json.loads(json.dumps(asdict(KEPT)))) == KEPT

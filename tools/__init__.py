@@ -1,0 +1,1 @@
+"""Tools that work on the repository itself and are no part of the package."""
