@@ -118,9 +118,12 @@ def edge(slots: int) -> Tensor:
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_step`: what it does not do here are a softcap, tokens without values and float64."""
+    """`reference.decode_step`: what it does not do here are a softcap, tokens without values, heads without tokens and
+    float64.
+    """
     slots = state.exact
-    if state.approx is not None or not serves(q, slots.values, spec.softcap):
+    empty = k is None and not bool(slots.lengths.all())
+    if empty or state.approx is not None or not serves(q, slots.values, spec.softcap):
         return reference.decode_step(q, k, v, state, spec)
     length = common(slots.lengths) if slots.starts is None else None
     if k is not None and v is not None:

@@ -9,6 +9,7 @@ from fastkv import cpu, ops, reference
 from fastkv.reference import Centroids, Moments, unpack
 
 from .conftest import examples
+from .states import copied, make_spec, make_state
 
 SCALE = 0.3
 CASES = settings(max_examples=examples(150), deadline=None)
@@ -32,7 +33,7 @@ class Problem:
         self.positions = order.to(torch.int32)
         self.seen = torch.full((self.batch,), self.slots)
         self.order = draw(st.sampled_from((None, 0, 1)))
-        self.mass = "jensen" if self.order is None else draw(st.sampled_from(("jensen", "cosh")))
+        self.spread = self.order is not None and draw(st.booleans())
         evicted = torch.rand(self.batch, self.heads, 12, generator=self.random) < draw(st.sampled_from((0.0, 0.5, 1.0)))
         self.gone = self.rows(12), self.rows(12), evicted
 
@@ -42,15 +43,22 @@ class Problem:
 
     def moments(self, dtype):
         sizes = (self.batch, self.heads, self.dim, self.dim)
-        return Moments.empty(*sizes, dtype=dtype, order=self.order, spread=self.order is not None).add(*self.gone)
+        return Moments.empty(*sizes, dtype=dtype, order=self.order, spread=self.spread).add(*self.gone)
 
     def centroids(self, dtype):
         return Centroids.empty(self.batch, self.heads, 3, self.dim, self.dim, dtype=dtype).add(*self.gone)
 
-    def state(self, dtype):
-        """Fresh copies of keys, values, positions, lengths and seen."""
-        floating = (self.keys.to(dtype), self.values.to(dtype))
-        return [t.clone() for t in (*floating, self.positions, self.lengths, self.seen)]
+    def state(self, dtype, parts=False, moments=None):
+        """Keys and values in `dtype`, and what is known of the evicted in that or `moments`."""
+        known = self.moments(moments or dtype)
+        state = make_state(self.keys, self.values, self.lengths, self.positions, self.seen, known)
+        state = copied(state)
+        state.exact.keys, state.exact.values = self.keys.to(dtype, copy=True), self.values.to(dtype, copy=True)
+        state.parts = self.centroids(moments or dtype) if parts else None
+        return state
+
+    def spec(self, parts=False, **rest):
+        return make_spec(SCALE, None, self.order, correction="centroids" if parts else None, **rest)
 
 
 problems = st.composite(lambda draw, least=0: Problem(draw, least=least))
@@ -65,33 +73,41 @@ def close(found, expected, limit=2e-6):
 @given(problems(), st.sampled_from(list(LIMIT)), st.booleans(), st.booleans())
 def test_a_step(problem, dtype, watched, parts):
     q, k, v = problem.rows(problem.groups).flatten(1, 2).to(dtype), *(problem.rows(1).to(dtype) for _ in range(2))
-    exact = [t.double() for t in (q, k, v)]
-    found = expected = None
+    mine = problem.state(dtype, parts, torch.float32)
+    theirs = problem.state(torch.float64, parts)
+    theirs.exact.keys, theirs.exact.values = mine.exact.keys.double(), mine.exact.values.double()
     if watched:
-        found = torch.rand(problem.positions.shape, generator=problem.random)
-        expected = found.double()
-    mine, theirs = problem.state(dtype), [t.double() if t.is_floating_point() else t for t in problem.state(dtype)]
-    options = {"order": problem.order, "mass": problem.mass}
-    given_parts = [problem.centroids(kind) if parts else None for kind in (torch.float32, torch.float64)]
-    out, *lses = cpu.decode_step(
-        *(q, k, v, *mine, problem.moments(torch.float32), SCALE),
-        **(options | {"attention": found, "centroids": given_parts[0]}),
-    )
-    want, *want_lses = reference.decode_step(
-        *(*exact, *theirs, problem.moments(torch.float64), SCALE),
-        **(options | {"attention": expected, "centroids": given_parts[1]}),
-    )
+        mine.exact.attention = torch.rand(problem.positions.shape, generator=problem.random)
+        theirs.exact.attention = mine.exact.attention.double()
+    spec = problem.spec(parts)
+    out, *lses = cpu.decode_step(q, k, v, mine, spec)
+    want, *want_lses = reference.decode_step(q.double(), k.double(), v.double(), theirs, spec)
     limit = LIMIT[dtype]
     assert out.dtype == dtype and out.shape == q.shape
-    largest = max(1.0, theirs[1].abs().max().item(), want.abs().max().item())
+    largest = max(1.0, theirs.exact.values.abs().max().item(), want.abs().max().item())
     assert (out.double() - want).abs().max() <= (limit + 2e-6) * largest
     for one, other in zip(lses, want_lses):
         assert one.dtype == torch.float32
         close(one, other, 20 * limit)
-    for one, other in zip(mine, theirs):
-        assert torch.equal(one.double(), other.double())
+    for name in ("keys", "values", "positions", "lengths"):
+        assert torch.equal(getattr(mine.exact, name).double(), getattr(theirs.exact, name).double())
+    assert torch.equal(mine.seen, theirs.seen)
     if watched:
-        close(found, expected, 20 * limit)
+        close(mine.exact.attention, theirs.exact.attention, 20 * limit)
+
+
+@CASES
+@given(problems(), st.booleans(), st.booleans())
+def test_a_step_without_a_token(problem, watched, parts):
+    """On what is stored already, which in some heads may be nothing."""
+    q, results = problem.rows(problem.groups).flatten(1, 2), []
+    for run, dtype in ((cpu.decode_step, torch.float32), (reference.decode_step, torch.float64)):
+        state = problem.state(dtype, parts)
+        state.exact.attention = torch.zeros(problem.positions.shape, dtype=dtype) if watched else None
+        out = run(q.to(dtype), None, None, state, problem.spec(parts))
+        results.append((*out, state.exact.lengths, *([state.exact.attention] if watched else [])))
+    for one, other in zip(*results):
+        close(one, other, 4e-5)
 
 
 @CASES
@@ -106,11 +122,11 @@ def test_a_step_of_heads_that_share_slots(problem, watched):
     results = []
     for run, dtype in ((cpu.decode_step, torch.float32), (reference.decode_step, torch.float64)):
         positions, lengths = torch.zeros(problem.batch, room, dtype=torch.int32), problem.lengths.clone()
-        attention = torch.zeros(problem.batch, room, dtype=dtype) if watched else None
         keys, values = (slab.to(dtype, copy=True) for slab in slabs)
-        step = (*(t.to(dtype) for t in (q, k, v)), keys, values, positions, lengths, problem.seen.clone())
-        options = {"order": problem.order, "mass": problem.mass, "starts": starts, "width": width}
-        out = run(*step, problem.moments(dtype), SCALE, **options, attention=attention)
+        attention = torch.zeros(problem.batch, room, dtype=dtype) if watched else None
+        known = problem.seen.clone(), problem.moments(dtype)
+        state = make_state(keys, values, lengths, positions, *known, starts=starts, attention=attention, limit=width)
+        out = run(*(t.to(dtype) for t in (q, k, v)), state, problem.spec())
         stored = unpack(positions, starts, width)[torch.arange(width) < lengths[..., None]]
         results.append((*out, keys, stored, lengths, *([attention] if watched else [])))
     for one, other in zip(*results):
@@ -130,14 +146,10 @@ def test_a_block(problem, num, padding, data):
             real[row, :hidden] = padding == "right"
             real[row, num - hidden :] = padding == "left"
     k, v = k * real[:, None, :, None], v * real[:, None, :, None]
-    options = {"order": problem.order, "mass": problem.mass}
-    slots = (problem.keys, problem.values, problem.lengths)
-    out, lse = cpu.prefill_attention(
-        *(q, *slots, k, v, real, problem.moments(torch.float32), SCALE),
-        **options,
-    )
-    exact = [t.double() if t.is_floating_point() else t for t in (q, *slots, k, v)]
-    want, want_lse = reference.prefill_attention(*exact, real, problem.moments(torch.float64), SCALE, **options)
+    spec = problem.spec()
+    out, lse = cpu.prefill_attention(q, k, v, real, problem.state(torch.float32), spec)
+    exact = (one.double() for one in (q, k, v))
+    want, want_lse = reference.prefill_attention(*exact, real, problem.state(torch.float64), spec)
     close(out, want, 2e-5)
     close(lse, want_lse, 2e-5)
 
@@ -183,39 +195,41 @@ def test_an_eviction(problem, tokens, sinks, recent, kind):
     elif kind == "nan":
         scores[torch.rand(scores.shape, generator=problem.random) < 0.3] = torch.nan
     mine, theirs = problem.state(torch.float32), problem.state(torch.float64)
-    moments, exact = problem.moments(torch.float32), problem.moments(torch.float64)
-    before = [t.clone() for t in mine]
-    cpu.evict(*mine, moments, scores, tokens, sinks, recent)
-    reference.evict(*theirs, exact, scores, tokens, sinks, recent)
-    assert torch.equal(mine[3], theirs[3]) and torch.equal(mine[4], theirs[4])
-    for one, other in zip(moments.tensors(), exact.tensors()):
+    before, spec = copied(mine), problem.spec(tokens=tokens, sinks=sinks, recent=recent)
+    cpu.evict(scores, None, mine, spec)
+    reference.evict(scores, None, theirs, spec)
+    assert torch.equal(mine.exact.lengths, theirs.exact.lengths) and torch.equal(mine.seen, theirs.seen)
+    for one, other in zip(mine.moments.tensors(), theirs.moments.tensors()):
         close(one, other, 2e-5)
     for row in range(problem.batch):
         for head in range(problem.heads):
-            n, old = int(mine[3][row, head]), int(before[3][row, head])
-            sorted_by = [state[2][row, head, :n].argsort() for state in (mine, theirs)]
-            for part in range(3):
-                found, want = (state[part][row, head, :n][by] for state, by in zip((mine, theirs), sorted_by))
+            n, old = int(mine.exact.lengths[row, head]), int(before.exact.lengths[row, head])
+            sorted_by = [state.exact.positions[row, head, :n].argsort() for state in (mine, theirs)]
+            for part in ("keys", "values", "positions"):
+                pair = (getattr(state.exact, part)[row, head, :n] for state in (mine, theirs))
+                found, want = (rows[by] for rows, by in zip(pair, sorted_by))
                 assert torch.equal(found.double(), want.double())
             # A token that stays within the first slots is not moved.
-            was, now = before[2][row, head, : min(n, old)].tolist(), mine[2][row, head, :n].tolist()
+            was = before.exact.positions[row, head, : min(n, old)].tolist()
+            now = mine.exact.positions[row, head, :n].tolist()
             assert all(a == b for a, b in zip(was, now) if a in now)
 
 
-def test_slots_with_gaps_are_evicted_by_the_reference():
+def test_slots_with_gaps_are_evicted_by_the_reference(monkeypatch):
     random = torch.Generator().manual_seed(0)
     room = torch.randn(2, 2, 2, 20, 8, generator=random)
     scores = torch.randn(2, 2, 20, generator=random)
-    states = []
+    results, calls, evict = [], [], reference.evict
+    monkeypatch.setattr(reference, "evict", lambda *given: [calls.append(given), evict(*given)])
     for keys, values in ((room[:, 0].clone(), room[:, 1].clone()), room.clone().unbind(1)):
-        place = torch.arange(20, dtype=torch.int32).repeat(2, 2, 1), torch.full((2, 2), 20, dtype=torch.int32)
-        moments = Moments.empty(2, 2, 8, 8)
-        assert cpu.evicts(keys, values, *place) == keys.is_contiguous()
-        ops.evict(keys, values, *place, torch.full((2,), 20), moments, scores, 12, 1, 2)
-        order = place[0][..., :12].argsort(-1)
+        positions, lengths = torch.arange(20, dtype=torch.int32).repeat(2, 2, 1), torch.full((2, 2), 20).int()
+        state = make_state(keys, values, lengths, positions, torch.full((2,), 20), Moments.empty(2, 2, 8, 8))
+        ops.evict(scores, None, state, make_spec(tokens=12, sinks=1, recent=2, backend="cpu"))
+        assert len(calls) == (not keys.is_contiguous())
+        order = positions[..., :12].argsort(-1)
         kept = [rows[:, :, :12].gather(2, order[..., None].expand(-1, -1, -1, 8)) for rows in (keys, values)]
-        states.append((*kept, place[1], *moments.tensors()))
-    for one, other in zip(*states):
+        results.append((*kept, lengths, *state.moments.tensors()))
+    for one, other in zip(*results):
         torch.testing.assert_close(one, other)
 
 
@@ -232,13 +246,14 @@ def test_rows_do_not_touch_each_other(watched, known):
 
     def step(rows):
         received = torch.zeros(len(rows), 2, 40) if watched else None
-        place = torch.zeros(len(rows), 2, 40, dtype=torch.int32), lengths[rows].clone(), torch.full((len(rows),), 50)
+        place = lengths[rows].clone(), torch.zeros(len(rows), 2, 40, dtype=torch.int32), torch.full((len(rows),), 50)
         moments = Moments.empty(len(rows), 2, 16, 16, order=1 if known == "moments" else None)
         moments = moments.add(*(one[rows] for one in gone))
-        centroids = Centroids.empty(len(rows), 2, 4, 16, 16).add(*(one[rows] for one in gone))
-        options = {"attention": received, "centroids": centroids if known == "centroids" else None}
-        stored = keys[rows].clone(), values[rows].clone()
-        out = cpu.decode_step(q[rows], k[rows], v[rows], *stored, *place, moments, SCALE, **options)[0]
+        parts = Centroids.empty(len(rows), 2, 4, 16, 16).add(*(one[rows] for one in gone))
+        state = make_state(keys[rows].clone(), values[rows].clone(), *place, moments, attention=received)
+        state.parts = parts if known == "centroids" else None
+        spec = make_spec(SCALE, correction="none" if known == "nothing" else known)
+        out = cpu.decode_step(q[rows], k[rows], v[rows], state, spec)[0]
         return out if received is None else torch.cat([out.flatten(1), received.flatten(1)], 1)
 
     together = step([0, 1, 2])
@@ -256,8 +271,9 @@ def test_blocks_of_rows_are_what_they_are_alone(num):
     lengths = torch.tensor([[20, 20], [7, 0], [19, 1]], dtype=torch.int32)
 
     def block(rows):
-        given = (q[rows], keys[rows], values[rows], lengths[rows], *(one[rows] for one in new))
-        return cpu.prefill_attention(*given, torch.ones(len(rows), num, dtype=torch.bool), None, SCALE)
+        state = make_state(keys[rows], values[rows], lengths[rows])
+        real = torch.ones(len(rows), num, dtype=torch.bool)
+        return cpu.prefill_attention(q[rows], *(one[rows] for one in new), real, state, make_spec(SCALE))
 
     together = block([0, 1, 2])
     for row in range(3):
@@ -281,19 +297,19 @@ def test_windows_of_rows_are_what_they_are_alone(mixed):
 
 
 @pytest.mark.parametrize("why", ["softcap", "float64", "values of another size", "backend"])
-def test_the_reference_does_what_the_fused_kernel_cannot(why):
+def test_the_reference_does_what_the_fused_kernel_cannot(why, monkeypatch):
     dtype = torch.float64 if why == "float64" else torch.float32
     q, keys = torch.randn(2, 4, 16, dtype=dtype), torch.randn(2, 2, 9, 16, dtype=dtype)
     values = torch.randn(2, 2, 9, 24 if why == "values of another size" else 16, dtype=dtype)
     softcap = 5.0 if why == "softcap" else None
-    backend = "reference" if why == "backend" else "auto"
-    assert cpu.serves("auto", q.float(), keys.float(), None) and not cpu.serves(backend, q, values, softcap)
+    assert cpu.serves(q.float(), keys.float(), None)
+    assert cpu.serves(q, values, softcap) == (why == "backend")
     k, v = keys[:, :, :1].clone(), values[:, :, :1].clone()
-    results = []
-    for run, extra in ((ops.decode_step, {"backend": backend}), (reference.decode_step, {})):
-        place = torch.zeros(2, 2, 9, dtype=torch.int32), torch.full((2, 2), 8, dtype=torch.int32), torch.full((2,), 8)
-        moments = Moments.empty(2, 2, 16, values.shape[-1], dtype=dtype)
-        results.append(run(q, k, v, keys.clone(), values.clone(), *place, moments, SCALE, softcap, **extra)[0])
+    monkeypatch.setattr(cpu, "attend", None)  # the backend "reference" does not even ask
+    spec = make_spec(SCALE, softcap, backend="reference" if why == "backend" else "auto")
+    lengths = torch.full((2, 2), 8, dtype=torch.int32)
+    state = make_state(keys, values, lengths, torch.zeros(2, 2, 9, dtype=torch.int32), torch.full((2,), 8))
+    results = [run(q, k, v, copied(state), spec)[0] for run in (ops.decode_step, reference.decode_step)]
     if why == "values of another size":
         assert results[0].shape[-1] == 24
     assert torch.equal(*results)
@@ -301,8 +317,7 @@ def test_the_reference_does_what_the_fused_kernel_cannot(why):
 
 @pytest.mark.parametrize("how", ["refuses", "reads another head", "sees the future"])
 def test_a_kernel_that_does_something_else_is_not_used(how, monkeypatch):
-    attention = cpu.attention
-    right = attention.attend
+    right = cpu.attend
 
     def other(q, keys, values, scale, mask, causal=False):
         if how == "refuses":
@@ -311,8 +326,8 @@ def test_a_kernel_that_does_something_else_is_not_used(how, monkeypatch):
             return right(q, keys.flip(1), values.flip(1), scale, mask, causal)
         return right(q, keys, values, scale, mask, False)
 
-    assert attention.fused_as_expected()
-    monkeypatch.setattr(attention, "attend", other)
-    monkeypatch.setattr(attention, "fused_as_expected", attention.fused_as_expected.__wrapped__)
+    assert cpu.fused_as_expected()
+    monkeypatch.setattr(cpu, "attend", other)
+    monkeypatch.setattr(cpu, "fused_as_expected", cpu.fused_as_expected.__wrapped__)
     q = torch.randn(1, 4, 16)
-    assert not cpu.serves("auto", q, q, None)
+    assert not cpu.serves(q, q, None)

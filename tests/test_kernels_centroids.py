@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import FastKVError, ops, reference
-from fastkv.kernels import _launch, decode_attention
 from fastkv.kernels import compact as compact_module
 from fastkv.kernels.centroids import centroid_attention
 from fastkv.reference import Centroids, Moments
 
+from . import states
 from .conftest import examples
 from .pairwise import covering
-from .test_kernels_decode import DEVICE, NAN, SCALE, SLACK, Case, check, split
-from .test_ops import RAGGED
+from .states import DEVICE, copied, make_spec, make_state
+from .test_kernels_decode import NAN, SCALE, SLACK, Case, check, poisoned, split
 
-__all__ = ["split"]  # a fixture
+__all__ = ["poisoned", "split"]  # fixtures
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = {  # batch, KV heads, groups, head_dim, slots, lengths, evicted, centroids
     "llama": (1, 2, 4, 128, 40, (39, 7), (60, 5), 17),
@@ -60,8 +60,8 @@ def test_decode_variants_with_centroids(split, softcap, append, splits):
 def test_centroids_are_slots_with_a_bias():
     """The formula written out, against the kernel alone: one head, one query, float64."""
     case = Case.make(1, 1, 1, 64, 20, torch.float32, (9,), (30,), parts=5)
-    c = double(case.centroids)
-    q, keys, values = (t.double() for t in (case.q[0, 0], case.keys[0, 0, :9], case.values[0, 0, :9]))
+    c, slots = double(case.state.parts), case.state.exact
+    q, keys, values = (t.double() for t in (case.q[0, 0], slots.keys[0, 0, :9], slots.values[0, 0, :9]))
     deviation = SCALE * q.norm() * (c.spread / c.count)[0, 0].sqrt()
     biased = SCALE * (c.keys[0, 0] @ q) + c.count[0, 0].log() + deviation.cosh().log()
     logits = torch.cat([SCALE * (keys @ q), biased])
@@ -93,9 +93,7 @@ def test_decode_with_any_estimate(
     shape, groups, dim, dtype, lengths, evicted, parts, softcap, order, splits, append, attention, spread, seed
 ):
     what = {"cosh": True} if parts is None else {"parts": parts}
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (_launch, decode_attention):
-            patch.setattr(module, "num_splits", lambda pairs, slots: splits)
+    with states.splits(splits):
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, spread=spread, seed=seed, **what)
         check(case, softcap, order, append, attention)
 
@@ -111,7 +109,7 @@ def test_the_cosh_mass_is_stable(size):
     case = Case.make(1, 2, 4, 64, 24, torch.float32, (20, 3), (50, 9), cosh=True, spread=size)
     out, _, evicted, _ = check(case.copy())
     assert out.isfinite().all() and evicted.isfinite().all()
-    case.moments.spread = None
+    case.state.moments.spread = None
     jensen = case.kernel()
     assert (evicted >= jensen[2] - 1e-5 * jensen[2].abs()).all()
     assert torch.allclose(out, jensen[0], atol=1e-6) == (size <= 1e-6)
@@ -149,20 +147,18 @@ def test_evict_merges_the_spread(dim, dtype, order):
     """Two evictions in a row, the second of one head only, against the moments of all that left, in float64."""
     slots, first, second = 40, 21, 3
     keys, values = normal(1, 2, slots, dim, dtype=dtype) + 2, normal(1, 2, slots, dim, seed=1, dtype=dtype)
-    state = Moments.empty(1, 2, dim, dim, DEVICE, order=order, spread=True)
+    moments = Moments.empty(1, 2, dim, dim, DEVICE, order=order, spread=True)
     positions = torch.arange(slots, dtype=torch.int32, device=DEVICE).repeat(1, 2, 1)
     lengths = torch.tensor([[slots, slots - first + 2]], dtype=torch.int32, device=DEVICE)
     seen, before = torch.tensor([slots], device=DEVICE), keys.double()
+    state = make_state(keys, values, lengths, positions, seen, moments)
     for tokens in (slots - first, slots - first - second):
-        scores = positions.float()  # the oldest go
-        ops.evict(
-            keys, values, positions, lengths, seen, state, scores, tokens, 0, 0, backend="triton"
-        )  # fmt: skip
+        ops.evict(positions.float(), None, state, make_spec(backend="triton", tokens=tokens))  # the oldest go
     for head, gone in enumerate((first + second, 2 + second)):
         away = (before[0, head, :gone] - before[0, head, :gone].mean(0)).square().sum(0)
         expected = away.mean(0, keepdim=True)
-        assert state.count[0, head] == gone
-        torch.testing.assert_close(state.spread[0, head].double(), expected, atol=1e-5, rtol=2e-6)
+        assert moments.count[0, head] == gone
+        torch.testing.assert_close(moments.spread[0, head].double(), expected, atol=1e-5, rtol=2e-6)
 
 
 @pytest.mark.parametrize("rows", [16, 2048], ids=["splits", "one launch"])
@@ -172,7 +168,7 @@ def test_compact_merges_the_spread(monkeypatch, order, rows):
     dim, slots, new = 48, 30, 50
     pairs = [normal(2, 2, n, dim, seed=n + s) + 3 for n in (slots, new) for s in (0, 1)]
     old = normal(2, 2, 9, dim, seed=5) - 1, normal(2, 2, 9, dim, seed=6)
-    state = Moments.empty(2, 2, dim, dim, DEVICE, order=order, spread=True).add(*old)
+    moments = Moments.empty(2, 2, dim, dim, DEVICE, order=order, spread=True).add(*old)
     positions = torch.arange(slots + new, dtype=torch.int32, device=DEVICE).repeat(2, 2, 1)
     valid = torch.rand(2, 2, slots + new, device=DEVICE) > 0.1
     valid[0, 1] = False  # nothing leaves
@@ -182,9 +178,9 @@ def test_compact_merges_the_spread(monkeypatch, order, rows):
     expected = Moments.empty(2, 2, dim, dim, DEVICE, torch.float64, order, True)
     expected = expected.add(*(t.double() for t in old)).add(*everything, gone)
     lengths = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
-    slots_of = (pairs[0], pairs[1], positions[:, :, :slots].clone(), lengths)
-    ops.compact(*slots_of, state, *pairs[2:], positions[:, :, slots:], valid, chosen, backend="triton")
-    for got, want in zip(state.tensors(), expected.tensors()):
+    state = make_state(*pairs[:2], lengths, positions[:, :, :slots].clone(), moments=moments)
+    ops.compact(valid, chosen, (*pairs[2:], positions[:, :, slots:]), state, make_spec(backend="triton"))
+    for got, want in zip(moments.tensors(), expected.tensors()):
         torch.testing.assert_close(got.double(), want.double(), atol=1e-4, rtol=2e-6)
 
 
@@ -197,59 +193,41 @@ def test_prompt_blocks_with_the_cosh_mass(order, softcap, dtype):
     lengths = torch.tensor([[30, 3]], dtype=torch.int32, device=DEVICE)
     gone = torch.arange(40, device=DEVICE) < torch.tensor([[[40], [0]]], device=DEVICE)
     old = normal(1, 2, 40, dim, seed=8) + 0.3, normal(1, 2, 40, dim, seed=9)
-    state = Moments.empty(1, 2, dim, dim, DEVICE, spread=True).add(*old, gone)
+    moments = Moments.empty(1, 2, dim, dim, DEVICE, spread=True).add(*old, gone)
     valid = torch.ones(1, new, dtype=torch.bool, device=DEVICE)
-    tensors = (q, rows[0], rows[1][:, :, :30].contiguous(), lengths, rows[2], rows[3][:, :, :new], valid)
-
-    def specified(to):
-        wide = [t.to(to) if t.is_floating_point() else t for t in tensors]
-        moments = Moments.empty(1, 2, dim, dim, DEVICE, torch.promote_types(to, torch.float32), spread=True)
-        moments.copy_(state)
-        return reference.prefill_attention(*wide, moments, SCALE, softcap, order=order, mass="cosh")
-
-    truth, usual = specified(torch.float64), specified(dtype)
-    got = ops.prefill_attention(*tensors, state, SCALE, softcap, order=order, mass="cosh", backend="triton")
+    state = make_state(rows[0], rows[1][:, :, :30].contiguous(), lengths, moments=moments)
+    block, spec = (q, rows[2], rows[3][:, :, :new]), make_spec(SCALE, softcap, order, backend="triton")
+    wide = copied(state, torch.float64)
+    truth = reference.prefill_attention(*(one.double() for one in block), valid, wide, spec)
+    usual = reference.prefill_attention(*block, valid, state, spec)
+    got = ops.prefill_attention(*block, valid, state, spec)
     for mine, want, same, slack in zip(got, truth, usual, (SLACK[dtype], SLACK[torch.float32])):
         mine, want, same = mine.double(), want.double(), same.double()
         limit = 2 * (same - want).abs().max() + slack * want.abs().max().clamp(min=1)
         assert (mine - want).abs().max() <= limit
 
 
-@pytest.mark.parametrize("name", ["decode_attention", "decode_step"])
-def test_unequal_heads_on_both_backends(name):
-    results = []
-    for backend in ("reference", "triton"):
-        arguments = RAGGED[name]()
-        out = getattr(torch.ops.fastkv, name)(*arguments, backend)
-        results.append([*out, *(a for a in arguments if isinstance(a, torch.Tensor))])
-    for expected, got in zip(*results):
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
 def test_tokens_join_in_place():
     pairs = normal(1, 2, 30, 16), normal(1, 2, 30, 16, seed=1)
     inside = torch.rand(1, 2, 30, device=DEVICE) > 0.3
-    state = Centroids.empty(1, 2, 4, 16, 16, DEVICE)
-    expected = state.add(*pairs, inside)
-    addresses = [t.data_ptr() for t in state.tensors()]
-    ops.centroids_add(state, *pairs, inside)
-    assert addresses == [t.data_ptr() for t in state.tensors()]
-    for got, want in zip(state.tensors(), expected.tensors()):
+    parts = Centroids.empty(1, 2, 4, 16, 16, DEVICE)
+    expected = parts.add(*pairs, inside)
+    addresses = [t.data_ptr() for t in parts.tensors()]
+    lengths = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
+    state = make_state(*(rows[:, :, :0] for rows in pairs), lengths, parts=parts)
+    ops.remember(*pairs, inside, state, make_spec(correction="centroids"))
+    assert addresses == [t.data_ptr() for t in parts.tensors()]
+    for got, want in zip(parts.tensors(), expected.tensors()):
         assert torch.equal(got, want)
 
 
-def test_wrong_estimates_are_refused():
+def test_wrong_centroids_are_refused():
     case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)
-    slots = (case.q, case.keys, case.values, case.lengths, case.moments, SCALE)
-    case.keys[case.keys.isnan()] = 0
-    with pytest.raises(FastKVError, match=r"mass must be one of jensen, cosh, .* got 'true'"):
-        ops.decode_attention(*slots, mass="true")
-    with pytest.raises(FastKVError, match="cosh needs moments with a spread"):
-        ops.decode_attention(*slots, mass="cosh")
-    case.centroids.keys = case.centroids.keys.half()
+    centroids = case.state.parts
+    centroids.keys = centroids.keys.half()
     with pytest.raises(FastKVError, match="centroids in float32"):
         case.kernel()
-    case.centroids.keys = torch.full((1, 2, 3, 32), NAN, device=DEVICE)
+    centroids.keys = torch.full((1, 2, 3, 32), NAN, device=DEVICE)
     with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):
         case.kernel()
     centroids = Centroids.empty(1, 2, 3, 64, 64, DEVICE)

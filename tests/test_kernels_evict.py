@@ -5,7 +5,7 @@ Which tokens stay must agree exactly. The moments may differ from fp64 by twice 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ from fastkv import FastKVError, reference
 from fastkv.kernels import evict as module
 from fastkv.kernels.evict import evict
 from fastkv.kernels.moment_scores import moment_scores
-from fastkv.reference import Moments
+from fastkv.reference import LayerState, Moments
 
 from .conftest import examples
 from .pairwise import covering
+from .states import DEVICE, Workspace, copied, make_spec, make_state, uninitialised_is_nan
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
 
 
@@ -30,14 +30,12 @@ NAN = float("nan")
 class Case:
     """One problem; slots that hold nothing are NaN and at impossible positions."""
 
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    lengths: Tensor
-    seen: Tensor
-    moments: Moments
+    state: LayerState
     scores: Tensor
-    slope: Tensor
+    tickets: Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.tickets = torch.zeros(self.state.exact.lengths.numel(), dtype=torch.int32, device=DEVICE)
 
     @classmethod
     def make(cls, batch, heads, dim, slots, dtype, lengths, evicted, *, scores="normal", mean=0.5, count=None, seed=0):
@@ -67,82 +65,74 @@ class Case:
             ranked[..., 1::5] = NAN
             ranked[..., 2::5] = -0.0
             ranked[..., 3::7] = -torch.inf
-        case = cls(
-            keys=(normal(batch, heads, slots, dim) + mean).to(dtype),
-            values=(normal(batch, heads, slots, dim) - mean).to(dtype),
-            positions=order.to(DEVICE, torch.int32),
-            lengths=held.int(),
-            seen=torch.full((batch,), span, device=DEVICE),
-            moments=moments,
-            scores=ranked,
-            slope=torch.full((batch, heads, dim, dim), NAN, dtype=torch.float16, device=DEVICE),
-        )
-        case.keys[~used], case.values[~used], case.scores[~used], case.positions[~used] = NAN, NAN, NAN, -(2**31)
-        return case
+        keys = (normal(batch, heads, slots, dim) + mean).to(dtype)
+        values = (normal(batch, heads, slots, dim) - mean).to(dtype)
+        positions, seen = order.to(DEVICE, torch.int32), torch.full((batch,), span, device=DEVICE)
+        moments.slope = torch.full((batch, heads, dim, dim), NAN, dtype=torch.float16, device=DEVICE)
+        keys[~used], values[~used], ranked[~used], positions[~used] = NAN, NAN, NAN, -(2**31)
+        return cls(make_state(keys, values, held.int(), positions, seen, moments), ranked)
 
-    def tensors(self):
-        return [self.keys, self.values, self.positions, self.lengths, self.seen, *self.moments.tensors(), self.slope]
+    def forget(self, order, slope=True):
+        """Know no more of the evicted than moments of this order, and no slope of them."""
+        m = self.state.moments
+        known = [m.key_mean, m.value_mean, m.cross][: 0 if order is None else order + 2]
+        self.state.moments = Moments(m.count, *known)
+        if order == 1 and slope:
+            self.state.moments.slope = m.slope
 
-    def reference(self, dtype, tokens, sinks, recent, order):
-        """positions, keys, values, lengths and moments afterwards."""
-        slots = self.keys.shape[2]
-        valid = torch.arange(slots, device=DEVICE) < self.lengths[..., None]
-        positions = self.positions.long()
-        protected = (positions < sinks) | (positions >= self.seen[:, None, None] - recent)
-        selection = reference.select(self.scores, positions, valid, protected, tokens)
-        m = self.moments
-        parts = [m.key_mean, m.value_mean, m.cross][: 0 if order is None else order + 2]
-        moments = Moments(m.count.clone(), *(t.to(dtype, copy=True) for t in parts))
-        keys, values, lengths = self.keys.to(dtype, copy=True), self.values.to(dtype, copy=True), self.lengths.clone()
-        none = slice(0, 0)
-        reference.compact(
-            keys, values, positions, lengths, moments,
-            keys[:, :, none], values[:, :, none], positions[:, :, none], valid, selection,
-        )  # fmt: skip
-        return positions, keys, values, lengths, moments
+    def specified(self, dtype, spec):
+        """The state afterwards, by `select` and `compact`."""
+        state = copied(self.state, dtype)
+        slots, positions = state.exact, state.exact.positions.long()
+        valid = torch.arange(slots.limit, device=DEVICE) < slots.lengths[..., None]
+        protected = (positions < spec.sinks) | (positions >= state.seen[:, None, None] - spec.recent)
+        selection = reference.select(self.scores, positions, valid, protected, spec.tokens)
+        state.moments.slope = None
+        reference.compact(valid, selection, None, state, spec)
+        return state
 
-    def kernel(self, tokens, sinks, recent, order, tickets=None, slope=True):
-        m = self.moments
-        evict(
-            keys=self.keys, values=self.values, positions=self.positions, lengths=self.lengths, seen=self.seen,
-            count=m.count, key_mean=m.key_mean, value_mean=m.value_mean, cross=m.cross,
-            slope=self.slope if slope else None, scores=self.scores, tokens=tokens, sinks=sinks, recent=recent,
-            order=order, tickets=tickets,
-        )  # fmt: skip
+    def kernel(self, tokens, sinks=0, recent=0):
+        """The launcher on this state, which it changes."""
+        batch, heads, slots, dim = self.state.exact.keys.shape
+        scratch = Workspace.allocate(batch, heads, 1, slots, dim, DEVICE)
+        self.state.scratch = replace(scratch, tickets=self.tickets).tensors()
+        with uninitialised_is_nan():
+            evict(self.scores, None, self.state, make_spec(tokens=tokens, sinks=sinks, recent=recent))
 
 
 def check(case, tokens, sinks=0, recent=0, order=1, slope=True):
     """Run both and compare."""
-    dropped = case.lengths > tokens
-    truth = case.reference(torch.float64, tokens, sinks, recent, order)
-    usual = case.reference(torch.float32, tokens, sinks, recent, order)
-    before = [t.clone() for t in case.tensors()]
-    tickets = torch.zeros(case.lengths.numel(), dtype=torch.int32, device=DEVICE)
-    case.kernel(tokens, sinks, recent, order, tickets, slope)
-    assert (tickets == 0).all()
-    positions, keys, values, lengths, moments = truth
-    assert torch.equal(case.lengths, lengths)
-    assert torch.equal(case.moments.count, moments.count)
-    assert torch.equal(case.seen, before[4])
+    case.forget(order, slope)
+    dropped = case.state.exact.lengths > tokens
+    spec = make_spec(tokens=tokens, sinks=sinks, recent=recent)
+    truth, usual = (case.specified(dtype, spec) for dtype in (torch.float64, torch.float32))
+    before = copied(case.state)
+    case.kernel(tokens, sinks, recent)
+    assert (case.tickets == 0).all()
+    mine, theirs = case.state.exact, truth.exact
+    lengths, moments = theirs.lengths, truth.moments
+    assert torch.equal(mine.lengths, lengths)
+    assert torch.equal(case.state.moments.count, moments.count)
+    assert torch.equal(case.state.seen, before.seen)
     for b, h in torch.cartesian_prod(*map(torch.arange, lengths.shape)).tolist():
         held = slice(0, int(lengths[b, h]))
-        mine, theirs = case.positions[b, h, held].argsort(), positions[b, h, held].argsort()
-        assert torch.equal(case.positions[b, h, held][mine].long(), positions[b, h, held][theirs])
-        assert torch.equal(case.keys[b, h, held][mine].double(), keys[b, h, held][theirs])
-        assert torch.equal(case.values[b, h, held][mine].double(), values[b, h, held][theirs])
+        by, other = mine.positions[b, h, held].argsort(), theirs.positions[b, h, held].argsort()
+        assert torch.equal(mine.positions[b, h, held][by], theirs.positions[b, h, held][other])
+        assert torch.equal(mine.keys[b, h, held][by].double(), theirs.keys[b, h, held][other])
+        assert torch.equal(mine.values[b, h, held][by].double(), theirs.values[b, h, held][other])
         if not dropped[b, h]:  # then nothing at all has changed
-            for tensor, old in zip(case.tensors(), before):
+            for (_, tensor), (_, old) in zip(case.state.named_tensors(), before.named_tensors()):
                 index = (b, h) if tensor.dim() > 1 else b
                 assert torch.equal(tensor[index].nan_to_num(7), old[index].nan_to_num(7))
     for name in ("key_mean", "value_mean", "cross")[: 0 if order is None else order + 2]:
         want = getattr(moments, name)
         error, limit = (
-            (getattr(m, name).double() - want).abs().amax().item() for m in (case.moments, usual[-1])
+            (getattr(m, name).double() - want).abs().amax().item() for m in (case.state.moments, usual.moments)
         )  # fmt: skip
         assert error <= 2 * limit + 3e-7 * max(1.0, want.abs().max().item()), name
     if order == 1 and slope and dropped.any():
         want = moments.cross[dropped] / moments.count[dropped][:, None, None]
-        error = (case.slope[dropped].double() - want).abs() / want.abs().clamp(min=1e-3)
+        error = (case.state.moments.slope[dropped].double() - want).abs() / want.abs().clamp(min=1e-3)
         assert error.max().item() < 1.1e-3
 
 
@@ -192,24 +182,26 @@ def test_evict_does_what_repeated_single_evictions_do():
     """The moments of a set do not depend on how it arrived."""
     together = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
     single = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
-    together.kernel(24, 0, 0, 1)
+    together.kernel(24)
     for tokens in range(39, 23, -1):
         # Scores belong to tokens: look them up again, since slots have moved.
         fresh = Case.make(1, 1, 64, 40, torch.float32, (40,), (6,))
-        by_position = torch.zeros(100, device=DEVICE).scatter_(0, fresh.positions[0, 0].long(), fresh.scores[0, 0])
-        single.scores = by_position[single.positions.long()]
-        single.kernel(tokens, 0, 0, 1)
-    assert torch.allclose(together.moments.cross, single.moments.cross, atol=1e-4)
-    assert sorted(together.positions[0, 0, :24].tolist()) == sorted(single.positions[0, 0, :24].tolist())
+        places, scores = fresh.state.exact.positions[0, 0].long(), fresh.scores[0, 0]
+        by_position = torch.zeros(100, device=DEVICE).scatter_(0, places, scores)
+        single.scores = by_position[single.state.exact.positions.long()]
+        single.kernel(tokens)
+    assert torch.allclose(together.state.moments.cross, single.state.moments.cross, atol=1e-4)
+    stored = (sorted(case.state.exact.positions[0, 0, :24].tolist()) for case in (together, single))
+    assert next(stored) == next(stored)
 
 
 def test_evict_refuses():
     case = Case.make(1, 1, 64, 100, torch.float32, (30,), (6,))
     with pytest.raises(FastKVError, match="at most 64"):
-        case.kernel(20, 0, 0, 1)
+        case.kernel(20)
     case.scores = case.scores.expand(2, 1, 100)
     with pytest.raises(FastKVError, match="scores must have shape"):
-        case.kernel(90, 0, 0, 1)
+        case.kernel(90)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -241,12 +233,13 @@ def test_evict_property(
 
 def check_scores(case, attention, matrix, means, scale=0.2):
     """moment_scores against attention times reference.moment_residual."""
-    m, held = case.moments, torch.arange(case.keys.shape[2], device=DEVICE) < case.lengths[..., None]
+    m, slots = case.state.moments, case.state.exact
+    held = slots.valid
     given_matrix = None
     if matrix == "slope":
-        given_matrix = (m.cross / m.count.clamp(min=1)[..., None, None]).to(case.keys.dtype)
+        given_matrix = (m.cross / m.count.clamp(min=1)[..., None, None]).to(slots.keys.dtype)
         m.cross = given_matrix.float() * m.count[..., None, None]
-    if matrix == "cross" or (case.keys.dtype == torch.float32 and matrix):
+    if matrix == "cross" or (slots.keys.dtype == torch.float32 and matrix):
         given_matrix = m.cross
     weight = torch.rand(held.shape, device=DEVICE) if attention else None
     if attention:
@@ -256,13 +249,13 @@ def check_scores(case, attention, matrix, means, scale=0.2):
         parts = [m.value_mean if means else None, m.cross if matrix else None]
         parts = [None if t is None else t.to(dtype) for t in parts]
         moments = Moments(m.count, None, *parts)
-        residual = reference.moment_residual(case.keys.to(dtype), case.values.to(dtype), moments, scale)
+        residual = reference.moment_residual(slots.keys.to(dtype), slots.values.to(dtype), moments, scale)
         return torch.where(held, residual if weight is None else residual * weight, 0)
 
     truth, usual = specified(torch.float64), specified(torch.float32)
     out = torch.full(held.shape, NAN, device=DEVICE)
     returned = moment_scores(
-        attention=weight, keys=case.keys, values=case.values, lengths=case.lengths,
+        attention=weight, keys=slots.keys, values=slots.values, lengths=slots.lengths,
         value_mean=m.value_mean if means else None, matrix=given_matrix, count=m.count, scale=scale, out=out,
     )  # fmt: skip
     assert returned is out

@@ -7,36 +7,27 @@ from hypothesis import strategies as st
 
 from fastkv import reference
 from fastkv.errors import FastKVError
-from fastkv.kernels import prefill_attention as module
 from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Moments
 
-from .conftest import examples
 from .pairwise import covering
+from .states import copied, make_spec, make_state, uninitialised_is_nan
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
 # place.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1.6e-2}
 
 
-class _Torch:
-    """torch, whose `empty` holds NaN."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, *args, **kwargs):
-        return torch.empty(*args, **kwargs).fill_(float("nan"))
-
-
 @pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(module, "torch", _Torch())
+def poisoned_outputs():
+    with uninitialised_is_nan():
+        yield
 
 
 def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None, num=9, dtype=torch.float32,
          evicted=20, size=1.0, padding=True, seed=0, spare=3):  # fmt: skip
-    """Arguments in `dtype`. Unused slots and padding rows hold NaN; q and the block are views, as in Hugging Face."""
+    """Block in `dtype` (q, k, v, valid) and state. Unused slots and padding rows hold NaN; q, k and v are views, as in
+    Hugging Face, and not all slots are looked at."""
     value_dim = value_dim or dim
     generator = torch.Generator().manual_seed(seed)
 
@@ -50,43 +41,33 @@ def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None
     valid = torch.ones(batch, num, dtype=torch.bool)
     if padding:
         valid[-1, : num // 2] = False
-    past = Moments.empty(batch, heads, dim, value_dim, dtype=torch.float64)
+    past = Moments.empty(batch, heads, dim, value_dim)
     if evicted:
         mask = torch.ones(batch, heads, evicted, dtype=torch.bool)
         mask[0, 0] = False  # one head that evicted nothing
-        past = past.add(
-            randn(batch, heads, evicted, dim).double(), randn(batch, heads, evicted, value_dim).double(), mask
-        )
-    tensors = {
-        "q": (randn(batch, num, heads * groups, dim) * size).transpose(1, 2),
-        "keys": torch.where(inside, randn(batch, heads, slots + spare, dim), float("nan"))[:, :, :slots],
-        "values": torch.where(inside, randn(batch, heads, slots + spare, value_dim), float("nan"))[:, :, :slots],
-        "lengths": lengths.to(torch.int32),
-        "new_keys": randn(batch, num, heads, dim).transpose(1, 2),
-        "new_values": randn(batch, num, heads, value_dim).transpose(1, 2),
-        "new_valid": valid,
-    }
-    for name in ("new_keys", "new_values"):
-        tensors[name].masked_fill_(~valid[:, None, :, None], float("nan"))
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, past
-
-
-def cast(moments, dtype):
-    return Moments(moments.count, *(t.to(dtype) for t in moments.tensors()[1:]))
-
-
-def check(tensors, past, scale=0.125, softcap=None, order=1, slope=False):
-    dtype = tensors["q"].dtype
-    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
-    moments = cast(past, torch.float32)
-    exact, exact_lse = reference.prefill_attention(
-        *wide.values(), cast(moments, torch.float64), scale, softcap, order=order
+        past = past.add(randn(batch, heads, evicted, dim), randn(batch, heads, evicted, value_dim), mask)
+    q = (randn(batch, num, heads * groups, dim) * size).transpose(1, 2)
+    keys, values = (
+        torch.where(inside, randn(batch, heads, slots + spare, one), float("nan")).to(dtype) for one in (dim, value_dim)
     )
-    plain, plain_lse = reference.prefill_attention(*tensors.values(), moments, scale, softcap, order=order)
-    shadow = None
+    k, v = (randn(batch, num, heads, one).transpose(1, 2) for one in (dim, value_dim))
+    for rows in (k, v):
+        rows.masked_fill_(~valid[:, None, :, None], float("nan"))
+    state = make_state(keys, values, lengths.to(torch.int32), moments=past)
+    state.exact.filled = slots
+    return (*(t.to(dtype) for t in (q, k, v)), valid), state
+
+
+def check(block, state, scale=0.125, softcap=None, order=1, slope=False):
+    q, k, v, valid = block
+    dtype, spec = q.dtype, make_spec(scale, softcap, order)
+    wide = copied(state, torch.float64)
+    exact, exact_lse = reference.prefill_attention(q.double(), k.double(), v.double(), valid, wide, spec)
+    plain, plain_lse = reference.prefill_attention(*block, state, spec)
     if slope:
-        shadow = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(torch.bfloat16)
-    out, lse = prefill_attention(**tensors, moments=moments, scale=scale, softcap=softcap, order=order, slope=shadow)
+        state, m = copied(state), state.moments
+        state.moments.slope = (m.cross / m.count.clamp(min=1)[..., None, None]).to(torch.bfloat16)
+    out, lse = prefill_attention(*block, state, spec)
     assert out.dtype == dtype and out.shape == exact.shape and lse.dtype == torch.float32
     assert out.isfinite().all()
     empty = exact_lse == -float("inf")
@@ -127,45 +108,45 @@ def test_odd_sizes(slots, num):
 
 
 def test_empty_heads_and_padding_only():
-    tensors, past = case(held=0, evicted=0)
-    tensors["new_valid"][0] = False
-    out, lse = check(tensors, past)
+    block, state = case(held=0, evicted=0)
+    block[3][0] = False
+    out, lse = check(block, state)
     assert (out[0] == 0).all() and (lse[0] == -float("inf")).all()
 
 
 @pytest.mark.parametrize("size", [300.0, 3e3])
 def test_huge_logits(size):
-    tensors, past = case(size=size)
-    assert (tensors["q"].abs().max() * 0.125 * 64**0.5) > 500
-    check(tensors, past)
+    block, state = case(size=size)
+    assert (block[0].abs().max() * 0.125 * 64**0.5) > 500
+    check(block, state)
 
 
 def test_logits_of_ten_thousand_of_either_sign():
-    tensors, past = case(evicted=0, dim=16)
-    tensors["q"][:] = 100.0
-    for name in ("keys", "new_keys"):
-        tensors[name].copy_(tensors[name].sign() * 50.0)  # NaN stays NaN
-    check(tensors, past)
+    block, state = case(evicted=0, dim=16)
+    block[0][:] = 100.0
+    for keys in (state.exact.keys, block[1]):
+        keys.copy_(keys.sign() * 50.0)  # NaN stays NaN
+    check(block, state)
 
 
 def test_no_moments_is_no_correction():
-    tensors, _ = case(evicted=0)
-    without = prefill_attention(**tensors, moments=None, scale=0.1)
-    empty = prefill_attention(**tensors, moments=Moments.empty(2, 1, 64, 64), scale=0.1)
+    block, state = case(evicted=0)
+    without = prefill_attention(*block, state, make_spec(0.1))
+    empty = prefill_attention(*block, state, make_spec(0.1, order=1))
     assert torch.equal(without[0], empty[0]) and torch.equal(without[1], empty[1])
 
 
 def test_order_of_slots_does_not_matter():
-    tensors, past = case(held=40, batch=1)
-    moved = torch.randperm(40)
-    out, lse = check(tensors, past)
-    tensors["keys"], tensors["values"] = tensors["keys"][:, :, moved], tensors["values"][:, :, moved]
-    other, other_lse = check(tensors, past)
+    block, state = case(held=40, batch=1)
+    moved = torch.cat([torch.randperm(40), torch.arange(40, 43)])
+    out, lse = check(block, state)
+    state.exact.keys, state.exact.values = (rows[:, :, moved] for rows in (state.exact.keys, state.exact.values))
+    other, other_lse = check(block, state)
     torch.testing.assert_close(out, other)
     torch.testing.assert_close(lse, other_lse)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 4, 7]),
     slots=st.integers(0, 9),
@@ -178,19 +159,19 @@ def test_order_of_slots_does_not_matter():
     seed=st.integers(0, 10**6),
 )
 def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, seed):
-    tensors, past = case(
+    block, state = case(
         batch=1, groups=groups, dim=16, slots=slots, num=num, evicted=evicted, dtype=dtype, size=size, seed=seed
     )
-    check(tensors, past, 0.25, softcap, order)
+    check(block, state, 0.25, softcap, order)
 
 
 def test_refusals_say_what_to_do():
-    tensors, past = case()
-    moments = cast(past, torch.float32)
-    loose = {**tensors, "keys": tensors["keys"].transpose(0, 1).contiguous().transpose(0, 1)[:, :, ::2]}
-    loose["values"] = tensors["values"][:, :, ::2]
+    block, state = case()
+    loose = copied(state)
+    loose.exact.keys = loose.exact.keys.transpose(0, 1).contiguous().transpose(0, 1)[:, :, ::2]
+    loose.exact.values, loose.exact.filled = loose.exact.values[:, :, ::2], loose.exact.keys.shape[2]
     with pytest.raises(FastKVError, match="leading slots of a contiguous cache"):
-        prefill_attention(**loose, moments=moments, scale=1.0)
-    wide, past = case(dim=272, num=2, slots=2)
+        prefill_attention(*block, loose, make_spec(order=1))
+    block, state = case(dim=272, num=2, slots=2)
     with pytest.raises(FastKVError, match="head_dim up to 256"):
-        prefill_attention(**wide, moments=None, scale=1.0)
+        prefill_attention(*block, state, make_spec())

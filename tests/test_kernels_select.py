@@ -14,36 +14,16 @@ from fastkv.reference import Moments, Selection
 
 from .conftest import examples
 from .pairwise import covering, named
+from .states import DEVICE, copied, make_spec, make_state, uninitialised_is_nan
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def poison(*shape, dtype=torch.float32):
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
-
-
 @pytest.fixture(autouse=True)
-def poisoned_scratch(monkeypatch):
+def poisoned_scratch():
     """Outputs and scratch start as NaN, or as a large wrong number: an element nobody writes shows."""
-    real = torch.empty
-
-    def empty(*args, **kwargs):
-        tensor = real(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 101)
-
-    for module in (select_module, compact_module):
-        monkeypatch.setattr(module, "torch", _Torch(empty))
-
-
-class _Torch:
-    """torch, with another `empty`."""
-
-    def __init__(self, empty):
-        self.empty = empty
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
+    with uninitialised_is_nan():
+        yield
 
 
 def check_select(scores, positions, valid, protected, tokens):
@@ -144,7 +124,8 @@ def test_select_any_case(data):
 
 
 def random_state(batch, heads, slots, used, dim, value_dim, block, dtype, seed, evicted=50, shift=0.0):
-    """Tensors of a state with `used` candidates in slots, a block, and moments of `evicted` earlier tokens."""
+    """A state with `used` candidates in slots and float64 moments of `evicted` earlier tokens, a block, which of all
+    these are tokens, and their positions."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -167,18 +148,12 @@ def random_state(batch, heads, slots, used, dim, value_dim, block, dtype, seed, 
     new_values.masked_fill_(~fresh[..., None], float("nan"))
     places = torch.full((batch, heads, slots), -7, dtype=torch.int32)
     places[..., :used] = positions[..., :used]
-    state = {
-        "keys": keys.contiguous(),
-        "values": values.contiguous(),
-        "positions": places,
-        "lengths": held.to(torch.int32),
-    }
-    block_tensors = {"new_keys": new_keys, "new_values": new_values, "new_positions": positions[..., used:]}
     old = Moments.empty(batch, heads, dim, value_dim, dtype=torch.float64).add(
         torch.randn(batch, heads, evicted, dim, generator=generator).double() + shift,
         torch.randn(batch, heads, evicted, value_dim, generator=generator).double() + shift,
     )
-    return state, block_tensors, valid, positions, old
+    state = make_state(keys.contiguous(), values.contiguous(), held.to(torch.int32), places, moments=old)
+    return state, (new_keys, new_values, positions[..., used:]), valid, positions
 
 
 def cast(moments, dtype, order):
@@ -187,47 +162,50 @@ def cast(moments, dtype, order):
     return Moments(*fields[: {None: 1, 0: 3, 1: 4}[order]])
 
 
-def rows_of(state, head, length):
+def with_moments(state, dtype, order, floating=None):
+    """A copy of a state whose moments, and perhaps all that is floating, have another precision."""
+    moments, state = cast(state.moments, dtype, order), copied(state, floating)
+    state.moments = moments
+    return state
+
+
+def rows_of(slots, head, length):
     """The set of stored tokens as sorted (position, key, value) rows."""
-    place = state["positions"][head][:length]
+    place = slots.positions[head][:length]
     order = place.argsort()
-    return place[order], state["keys"][head][:length][order], state["values"][head][:length][order]
+    return place[order], slots.keys[head][:length][order], slots.values[head][:length][order]
 
 
-def check_compact(state, block, valid, positions, old, tokens, order=1, slope=True, seed=0):
+def check_compact(state, block, valid, positions, tokens, order=1, slope=True, seed=0):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(valid.shape, generator=generator)
-    selection = reference.select(scores, positions, valid, torch.zeros_like(valid), tokens)
-    exact = {n: t.clone().double() if t.is_floating_point() else t.clone() for n, t in state.items()}
-    exact_moments = cast(old, torch.float64, order)
-    same = {n: t.clone() for n, t in state.items()}
-    same_moments = cast(old, torch.float32, order)
-    wide = {n: t.double() if t.is_floating_point() else t for n, t in block.items()}
-    args = ("keys", "values", "positions", "lengths")
-    reference.compact(*(exact[n] for n in args), exact_moments, *wide.values(), valid, selection)
-    reference.compact(*(same[n] for n in args), same_moments, *block.values(), valid, selection)
+    selection, spec = reference.select(scores, positions, valid, torch.zeros_like(valid), tokens), make_spec()
+    exact = with_moments(state, torch.float64, order, torch.float64)
+    same, got = with_moments(state, torch.float32, order), with_moments(state, torch.float32, order)
+    reference.compact(valid, selection, (block[0].double(), block[1].double(), block[2]), exact, spec)
+    reference.compact(valid, selection, block, same, spec)
+    shadow = None
+    if slope and order == 1:
+        shadow = got.moments.slope = torch.empty_like(got.moments.cross, dtype=torch.bfloat16)
+    compact(valid, selection, block, got, spec)
 
-    got_moments = cast(old, torch.float32, order)
-    shadow = poison(*got_moments.cross.shape, dtype=torch.bfloat16) if slope and order == 1 else None
-    before = {n: t.clone() for n, t in state.items()}
-    compact(**state, moments=got_moments, **block, valid=valid, kept=selection.kept, slope=shadow)
-
-    assert torch.equal(state["lengths"].long(), selection.counts)
-    used = valid.shape[-1] - block["new_keys"].shape[2]
+    slots = got.exact
+    assert torch.equal(slots.lengths.long(), selection.counts)
+    used = valid.shape[-1] - block[0].shape[2]
     for b in range(valid.shape[0]):
         for h in range(valid.shape[1]):
             length = int(selection.counts[b, h])
-            for mine, theirs in zip(rows_of(state, (b, h), length), rows_of(same, (b, h), length)):
+            for mine, theirs in zip(rows_of(slots, (b, h), length), rows_of(same.exact, (b, h), length)):
                 assert torch.equal(mine, theirs)
             stay = selection.kept[b, h, : min(used, length)].nonzero()[:, 0]
-            assert torch.equal(state["positions"][b, h, stay], before["positions"][b, h, stay])
-    assert torch.equal(got_moments.count, exact_moments.count)
-    for mine, theirs, right in zip(got_moments.tensors()[1:], same_moments.tensors()[1:], exact_moments.tensors()[1:]):
+            assert torch.equal(slots.positions[b, h, stay], state.exact.positions[b, h, stay])
+    assert torch.equal(got.moments.count, exact.moments.count)
+    for mine, theirs, right in zip(*(one.moments.tensors()[1:] for one in (got, same, exact))):
         assert mine.isfinite().all()
         error, allowed = (mine - right).abs().max(), (theirs - right).abs().max()
         assert error <= 2 * allowed + 1e-6 * (1 + right.abs().max()), (error, allowed)
     if shadow is not None:
-        wanted = got_moments.cross / got_moments.count.clamp(min=1)[..., None, None]
+        wanted = got.moments.cross / got.moments.count.clamp(min=1)[..., None, None]
         torch.testing.assert_close(shadow.float(), wanted, rtol=2**-7, atol=1e-30)
 
 
@@ -260,8 +238,7 @@ def test_compact_orders(order, evicted):
 
 def test_compact_does_not_cancel():
     """Keys far from zero: raw sums in fp32 would lose four digits here."""
-    state, block, valid, positions, old = random_state(1, 1, 64, 60, 64, 64, 20, torch.float32, 5, shift=30.0)
-    check_compact(state, block, valid, positions, old, 20)
+    check_compact(*random_state(1, 1, 64, 60, 64, 64, 20, torch.float32, 5, shift=30.0), 20)
 
 
 @pytest.mark.parametrize("rows", [16, 40])
@@ -297,11 +274,11 @@ def test_compact_any_case(used, spare, block, tokens, order, seed):
 
 def test_selection_round_trip():
     """What `select` keeps is what `compact` of the reference would keep from its own selection."""
-    state, block, valid, positions, old = random_state(1, 2, 30, 24, 16, 16, 6, torch.float32, 11)
+    state, block, valid, positions = random_state(1, 2, 30, 24, 16, 16, 6, torch.float32, 11)
     scores = torch.randn(valid.shape)
     kept, counts = select(scores=scores, positions=positions, valid=valid, tokens=20, protected=torch.zeros_like(valid))
     assert isinstance(reference.select(scores, positions, valid, ~valid, 20), Selection)
-    moments = cast(old, torch.float32, 1)
-    compact(**state, moments=moments, **block, valid=valid, kept=kept)
-    assert torch.equal(state["lengths"].long(), counts)
-    assert torch.equal(moments.count, old.count + (valid & ~kept).sum(-1))
+    old, state = state.moments.count.clone(), with_moments(state, torch.float32, 1)
+    compact(valid, Selection(kept, counts), block, state, make_spec())
+    assert torch.equal(state.exact.lengths.long(), counts)
+    assert torch.equal(state.moments.count, old + (valid & ~kept).sum(-1))

@@ -1,48 +1,76 @@
 """Every operator passes opcheck on every backend, and all backends drive a whole model to the same tokens."""
 
+import inspect
+import typing
+
 import pytest
 import torch
-from fastkv.ops._register import flat, flat_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastkv
 from fastkv import ops, reference
-from fastkv.reference import Centroids, Moments
+from fastkv.ops.operator import flat, restored
+from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 
 from .conftest import examples
 from .models import build, generate, prompt
 from .pairwise import named
+from .states import BACKENDS, assert_same, copied, make_spec
 
 B, HKV, G, C, T, D = 1, 2, 2, 10, 3, 16
-BACKENDS = ["reference", "triton", "auto"]  # the last is what a CPU runs
 
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def moments():
-    """Of 7 and 12 tokens: with the lengths of `slots` each head has seen 16."""
-    gone = torch.arange(12) < torch.tensor([[[7], [12]]])
-    pairs = randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2)
-    return Moments.empty(B, HKV, D, D, spread=True).add(*pairs, gone)
+def pairs(num):
+    return randn(B, HKV, num, D, seed=1), randn(B, HKV, num, D, seed=2)
+
+
+def evicted(*counts, spread=False):
+    """Moments of the first so many of twelve tokens of each head."""
+    gone = torch.arange(12) < torch.tensor(counts)[None, :, None]
+    return Moments.empty(B, HKV, D, D, spread=spread).add(*pairs(12), gone)
 
 
 def centroids(num):
     """Of 3 and 12 tokens, so that with many of them some of the first head are unused."""
-    gone = torch.arange(12) < torch.tensor([[[3], [12]]])
-    return Centroids.empty(B, HKV, num, D, D).add(randn(B, HKV, 12, D, seed=1), randn(B, HKV, 12, D, seed=2), gone)
+    return Centroids.empty(B, HKV, num, D, D).add(*pairs(12), torch.arange(12) < torch.tensor([[[3], [12]]]))
 
 
-def parts(num=None):
-    return flat_parts(None if num is None else centroids(num))
-
-
-def slots():
-    positions = torch.arange(C, dtype=torch.int32).repeat(B, HKV, 1)
+def slots(ragged=False, attention=True):
+    """9 and 4 tokens; the heads own 10 slots each, or 10 and 6 of 18."""
+    place = (18,) if ragged else (HKV, C)
     lengths = torch.tensor([[9, 4]], dtype=torch.int32)
-    return randn(B, HKV, C, D, seed=3), randn(B, HKV, C, D, seed=4), positions, lengths
+    positions = torch.arange(place[-1], dtype=torch.int32).expand(B, *place).contiguous()
+    made = Slots(randn(B, *place, D, seed=3), randn(B, *place, D, seed=4), lengths, positions)
+    made.attention = torch.zeros(B, *place) if attention else None
+    if ragged:
+        made.starts, made.limit, made.filled = torch.tensor([[0, 10, 16]], dtype=torch.int32), 10, 10
+    return made
+
+
+def layer(ragged=False, attention=True, counts=(7, 12), spread=False, parts=None):
+    """A layer of which every head has seen 16 tokens."""
+    known = None if parts is None else centroids(parts)
+    seen = torch.tensor([16])
+    return LayerState(slots(ragged, attention), seen, evicted(*counts, spread=spread), parts=known)
+
+
+def vector(ragged=False, attention=True):
+    """A layer with 5 and 2 more tokens that have no value, in slots like `slots`."""
+    state, place = layer(ragged, attention, counts=(2, 10)), (12,) if ragged else (HKV, 5)
+    positions = (torch.arange(place[-1], dtype=torch.int32) % C).expand(B, *place).contiguous()
+    state.approx = Slots(randn(B, *place, D, seed=7), None, torch.tensor([[5, 2]], dtype=torch.int32), positions)
+    state.approx.attention = torch.zeros(B, *place)
+    if ragged:
+        state.approx.starts, state.approx.limit = torch.tensor([[0, 7, 11]], dtype=torch.int32), 7
+        state.approx.filled = 7
+    turn = randn(C, D // 2, seed=9)
+    state.recovery = Recovery(randn(HKV, D, D, seed=8) / 4, turn.cos(), turn.sin())
+    return state
 
 
 def block():
@@ -54,114 +82,150 @@ def token():
     return randn(B, HKV, 1, D, seed=8), randn(B, HKV, 1, D, seed=9)
 
 
-def approx():
-    """Slots with a key only, the map from keys to values, cos and sin."""
-    positions = torch.arange(5, dtype=torch.int32).repeat(B, HKV, 1)
-    turn = randn(C, D // 2, seed=9)
-    lengths = torch.tensor([[5, 2]], dtype=torch.int32)
-    return randn(B, HKV, 5, D, seed=7), positions, lengths, randn(HKV, D, D, seed=8) / 4, turn.cos(), turn.sin()
-
-
-def slab():
-    """As `slots`, but the heads own 10 and 6 of 18 slots: slab, positions, lengths and starts."""
-    positions = torch.arange(18, dtype=torch.int32).repeat(B, 1)
-    starts = torch.tensor([[0, 10, 16]], dtype=torch.int32)
-    return randn(B, 18, D, seed=3), randn(B, 18, D, seed=4), positions, slots()[3], starts
-
-
-def approx_slab():
-    """As `approx`, but the heads own 7 and 4 of 12 slots; and starts."""
-    positions = torch.arange(12, dtype=torch.int32).repeat(B, 1) % C
-    starts = torch.tensor([[0, 7, 11]], dtype=torch.int32)
-    return (randn(B, 12, D, seed=7), positions, *approx()[2:]), starts
-
-
 def candidates():
     return torch.arange(C, dtype=torch.int32).repeat(B, HKV, 1), torch.rand(B, HKV, C) > 0.2
 
 
-CASES = {
-    "decode_attention": lambda: (
-        randn(B, HKV * G, D), *slots()[:2], slots()[3], *flat(moments()), *parts(), 0.3, None, 1, "jensen",
-        None, None, None, [],
+def compaction(new):
+    """Which of the slots and of `new` further tokens are tokens, and which of them stay."""
+    valid = torch.arange(C + new) < torch.tensor([[[9], [4]]])
+    valid[..., C:] = True
+    positions = torch.arange(C + new, dtype=torch.int32).repeat(B, HKV, 1)
+    return valid, reference.select(randn(B, HKV, C + new), positions, valid, torch.zeros_like(valid), 6)
+
+
+def case(*arguments, **options):
+    return arguments, options
+
+
+def step(state, backend, append=True, **spec):
+    new = token() if append else (None, None)
+    return case(randn(B, HKV * G, D), *new, state, make_spec(0.3, backend=backend, **spec))
+
+
+def attend(state, backend, **spec):
+    real = torch.ones(B, T, dtype=torch.bool)
+    return case(randn(B, HKV * G, T, D), *block()[:2], real, state, make_spec(0.3, backend=backend, **spec))
+
+
+def shrink(state, backend, scores, chosen=False):
+    spec = make_spec(backend=backend, tokens=6, spare=3, sinks=1, recent=2)
+    return case(scores, reference.select_slots(scores, state, spec).kept if chosen else None, state, spec)
+
+
+QUERIES = {"positions": torch.arange(C).repeat(B, HKV, 1), "query_positions": torch.tensor([[7, 8, 9]])}
+CASES = {  # the name of the operator, and what is special about the case
+    "decode_step": lambda b: step(layer(), b, order=1),
+    "decode_step without a token": lambda b: step(layer(attention=False), b, append=False, order=0),
+    "decode_step with a softcap": lambda b: step(layer(spread=True), b, softcap=4.0, correction="cosh"),
+    "decode_step with centroids": lambda b: step(layer(parts=5), b, correction="centroids"),
+    "decode_step of unequal heads": lambda b: step(layer(ragged=True, parts=4), b, correction="centroids"),
+    "decode_step of unequal heads with a softcap": lambda b: step(layer(True, spread=True), b, softcap=4.0, order=1),
+    "decode_step without values": lambda b: step(vector(), b, softcap=4.0, correction="vector+moments"),
+    "decode_step without values and token": lambda b: step(vector(True, False), b, False, correction="vector+mean"),
+    "decode_step of unequal heads without values": lambda b: step(vector(True), b, correction="vector"),
+    "prefill_attention": lambda b: attend(layer(), b, order=1),
+    "prefill_attention with the cosh mass": lambda b: attend(layer(spread=True), b, correction="cosh", softcap=4.0),
+    "prefill_attention with centroids": lambda b: attend(layer(parts=5), b, correction="centroids"),
+    "evicted_mass": lambda b: case(randn(B, HKV * G, T, D), layer(), make_spec(0.3, order=1, backend=b)),
+    "evicted_mass of nothing": lambda b: case(randn(B, HKV * G, T, D), layer(), make_spec(0.3, backend=b)),
+    "evicted_mass of centroids": lambda b: case(
+        randn(B, HKV * G, T, D), layer(parts=5), make_spec(0.3, 4.0, correction="centroids", backend=b)
     ),
-    "decode_step": lambda: (
-        randn(B, HKV * G, D), *token(), *slots(),
-        torch.tensor([16]), *flat(moments()), *parts(), 0.3, 4.0, 1, "cosh", torch.zeros(B, HKV, C), None, None, [],
+    "remember": lambda b: case(
+        *block()[:2], torch.rand(B, HKV, T) > 0.2, layer(parts=5), make_spec(correction="centroids", backend=b)
     ),
-    "centroid_attention": lambda: (randn(B, HKV * G, T, D), *parts(5), 0.3, 4.0),
-    "centroids_add": lambda: (*parts(5), *block()[:2], torch.rand(B, HKV, T) > 0.2),
-    "evict": lambda: (*slots(), torch.tensor([16]), *flat(moments()), randn(B, HKV, C), 6, 1, 2, None, None, None),
-    "prefill_attention": lambda: (
-        randn(B, HKV * G, T, D), *slots()[:2], slots()[3], *block()[:2], torch.ones(B, T, dtype=torch.bool),
-        *flat(moments()), 0.3, None, 1, "cosh",
+    "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
+    "compact without a block": lambda b: case(*compaction(0), None, layer(spread=True), make_spec(backend=b)),
+    "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
+    "evict what is chosen": lambda b: shrink(layer(spread=True), b, randn(B, HKV, C), True),
+    "evict from unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
+    "select": lambda b: case(
+        randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b
     ),
-    "select": lambda: (randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4),
-    "compact": lambda: (*slots(), *flat(moments()), *block(), *compaction()),
-    "keydiff_scores": lambda: (randn(B, HKV, C, D), "mean", "cosine", candidates()[1]),
-    "manifold_scores": lambda: (randn(B, HKV, C, D), None, "l2", candidates()[1]),
-    "sketch": lambda: (randn(B, HKV, C, D), 4, "cholesky", 0),
-    "leverage_scores": lambda: (randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False),
-    "vector_decode_attention": lambda: (
-        randn(B, HKV * G, D), *slots()[:2], slots()[3], *approx(), *flat(moments()), 0.3, None, 1,
-        *[None] * 6, [],
+    "keydiff_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
+    "manifold_scores": lambda b: case(randn(B, HKV, C, D), mask=candidates()[1], backend=b),
+    "sketch": lambda b: case(randn(B, HKV, C, D), 4, "cholesky", 0),
+    "sketched_leverage": lambda b: case(
+        randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False, b
     ),
-    "vector_decode_step": lambda: (
-        randn(B, HKV * G, D), *token(), *slots(), torch.tensor([16]), *approx(), *flat(moments()), 0.3, 4.0, 1,
-        torch.zeros(B, HKV, C), torch.zeros(B, HKV, 5), *[None] * 4, [],
+    "noncausal_attention_mass": lambda b: case(randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, backend=b),
+    "window_attention": lambda b: case(
+        randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
+        query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
     ),
-    "noncausal_attention_mass": lambda: (randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, None, None),
-    "window_scores": lambda: (
-        randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, None, candidates()[0], torch.tensor([[7, 8, 9]]),
-        candidates()[1], torch.ones(B, T, dtype=torch.bool), randn(B, HKV * G, T), 1,
-    ),
-    "moment_scores": lambda: (torch.rand(B, HKV, C), randn(B, HKV, C, D), randn(B, HKV, C, D), *flat(moments()), 0.3),
+    "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, b),
 }  # fmt: skip
 
-RAGGED = {
-    "decode_attention": lambda: (
-        randn(B, HKV * G, D), *slab()[:2], slab()[3], *flat(moments()), *parts(4), 0.3, None, 1, "cosh",
-        torch.zeros(B, 18), slab()[4], 9, [],
-    ),
-    "decode_step": lambda: (
-        randn(B, HKV * G, D), *token(), *slab()[:4], torch.tensor([16]), *flat(moments()), *parts(5), 0.3, 4.0, 1,
-        "jensen", torch.zeros(B, 18), slab()[4], 10, [],
-    ),
-    "evict": lambda: (
-        *slab()[:4], torch.tensor([16]), *flat(moments()), randn(B, HKV, 9), 0, 1, 2, slab()[4], 3, None,
-    ),
-    "vector_decode_attention": lambda: (
-        randn(B, HKV * G, D), *slab()[:2], slab()[3], *approx_slab()[0], *flat(moments()), 0.3, None, 1,
-        None, torch.zeros(B, 12), slab()[4], 10, approx_slab()[1], 7, [],
-    ),
-    "vector_decode_step": lambda: (
-        randn(B, HKV * G, D), *token(), *slab()[:4], torch.tensor([16]), *approx_slab()[0], *flat(moments()), 0.3, 4.0,
-        1, torch.zeros(B, 18), torch.zeros(B, 12), slab()[4], 10, approx_slab()[1], 7, [],
-    ),
-}  # fmt: skip
 
-
-def compaction():
-    valid = torch.ones(B, HKV, C + T, dtype=torch.bool)
-    kept = reference.select(randn(B, HKV, C + T), torch.arange(C + T).int().repeat(B, HKV, 1), valid, ~valid, 6)
-    return valid, kept.kept, kept.counts
+def flattened(name, backend):
+    """The operator, its arguments in one row as torch passes them, and the states that are among them."""
+    operator = name.split()[0]
+    function, (arguments, options) = getattr(ops, operator), CASES[name](backend)
+    bound, kinds = inspect.signature(function).bind(*arguments, **options), typing.get_type_hints(function)
+    bound.apply_defaults()
+    pieces = [piece for one, given in bound.arguments.items() for piece in flat(kinds[one], given)]
+    found = [given for given in bound.arguments.values() if isinstance(given, LayerState)]
+    return getattr(torch.ops.fastkv, operator), pieces, found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name, backend):
-    torch.library.opcheck(getattr(torch.ops.fastkv, name).default, (*CASES[name](), backend))
+    operator, pieces, _ = flattened(name, backend)
+    torch.library.opcheck(operator.default, tuple(pieces))
 
 
 def test_every_operator_is_checked():
     names = torch._C._dispatch_get_all_op_names()
-    assert {name for name in names if name.startswith("fastkv::")} == {f"fastkv::{name}" for name in CASES}
+    checked = {f"fastkv::{name.split()[0]}" for name in CASES}
+    assert {name for name in names if name.startswith("fastkv::")} == checked
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", RAGGED)
-def test_opcheck_of_unequal_heads(name, backend):
-    torch.library.opcheck(getattr(torch.ops.fastkv, name).default, (*RAGGED[name](), backend))
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_is_its_function(name):
+    """Through the dispatcher, where arguments are flat, and without: the same results and changes, bit for bit."""
+    runs = []
+    for opaque in (False, True):
+        torch.manual_seed(0)
+        if opaque:
+            operator, pieces, found = flattened(name, "auto")
+            out = operator(*pieces)
+        else:
+            arguments, options = CASES[name]("auto")
+            out, found = getattr(ops, name.split()[0])(*arguments, **options), arguments
+        runs.append(([out] if isinstance(out, torch.Tensor) else list(out or []), found))
+    (results, found), (others, states) = runs
+    assert all(torch.equal(one, other) for one, other in zip(results, others, strict=True))
+    for one, other in zip((one for one in found if isinstance(one, LayerState)), states, strict=True):
+        assert_same(one, other)
+
+
+def test_flat_states_come_back_whole():
+    for state in (vector(ragged=True), layer(parts=3, spread=True)):
+        state.scratch, state.exact.memory = [torch.zeros(3)], torch.zeros(B, HKV, C)
+        state.moments.slope = torch.zeros(B, HKV, D, D).half()
+        back = restored(LayerState, flat(LayerState, state))
+        assert dict(back.named_tensors()).keys() == dict(state.named_tensors()).keys()
+        assert all(one is other for (_, one), (_, other) in zip(back.named_tensors(), state.named_tensors()))
+        assert back.scratch == state.scratch
+        for one, other in zip(back.tiers.values(), state.tiers.values(), strict=True):
+            assert (one.limit, one.filled) == (other.limit, other.filled)
+        assert (back.recovery is None) == (state.recovery is None)
+    for spec in (make_spec(), make_spec(0.1, 2.5, 1, backend="cpu", tokens=3, spare=4, sinks=5, recent=6)):
+        assert restored(type(spec), flat(type(spec), spec)) == spec
+
+
+def sorted_slots(state):
+    """Tokens in order of position, and zeros where nothing is stored."""
+    state, slots = copied(state), state.exact
+    order = torch.where(slots.valid, slots["positions"], C + T + 1).argsort(-1)
+    for name in ("keys", "values", "positions"):
+        rows = slots[name]
+        rows = rows.flatten(3) if rows.dim() > 3 else rows[..., None]
+        rows = rows.gather(2, order[..., None].expand_as(rows)).masked_fill(~slots.valid[..., None], 0)
+        setattr(state.exact, name, rows)
+    return state
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -170,25 +234,19 @@ def test_backends_agree(name):
     results, states = [], []
     for backend in BACKENDS:
         torch.manual_seed(0)
-        arguments = CASES[name]()
-        out = getattr(torch.ops.fastkv, name)(*arguments, backend)
+        operator, pieces, found = flattened(name, backend)
+        out = operator(*pieces)
         results.append([out] if isinstance(out, torch.Tensor) else list(out or []))
-        states.append([a for a in arguments if isinstance(a, torch.Tensor)])
+        states.append([sorted_slots(state) if name.split()[0] in ("evict", "compact") else state
+                       for state in found])  # fmt: skip
     for expected, *others in zip(*results):
         for got in others:
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    if name in ("evict", "compact"):
-        for state in states:
-            keys, values, positions, lengths = state[:4]
-            held = torch.arange(C) < lengths[..., None]
-            order = torch.where(held, positions, C + T + 1).argsort(-1)
-            state[2] = positions.gather(-1, order).masked_fill(~held, 0)
-            for index in (0, 1):
-                rows = state[index].gather(2, order[..., None].expand_as(keys))
-                state[index] = rows.masked_fill(~held[..., None], 0)
     for expected, *others in zip(*states):
         for got in others:
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+            for (one, mine), (other, theirs) in zip(got.named_tensors(), expected.named_tensors(), strict=True):
+                assert one == other
+                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=examples(200))
@@ -205,9 +263,10 @@ def test_decode_attention_backends_agree(lengths, evicted, order, softcap, seed)
     state = Moments.empty(1, 2, 16, 16).add(*gone)
     held = torch.tensor([lengths], dtype=torch.int32)
     expected = ops.decode_attention(q, keys, values, held, state, 0.3, softcap, order=order, backend="reference")
-    got = ops.decode_attention(q, keys, values, held, state, 0.3, softcap, order=order, backend="triton")
-    for mine, theirs in zip(got, expected):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    for backend in ("cpu", "triton"):
+        got = ops.decode_attention(q, keys, values, held, state, 0.3, softcap, order=order, backend=backend)
+        for mine, theirs in zip(got, expected):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fastkv.state import LayerState, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVError, ops
+from fastkv.cache.layout import LayerConfig, Layout, cost, layout_of, spec_of
 from fastkv.cache.selection import keep_best
-from fastkv.config import LayerPlan, Plan
+from fastkv.config import Config
+from fastkv.corrections import NONE
 from fastkv.parallel import Parallel
 from fastkv.policies import KeyDiff, Signals, get
 from fastkv.reference import Moments, Selection, compact, select
 
 from .conftest import examples
+from .states import make_spec, make_state
 
 CASES = settings(max_examples=examples(500))
 F64 = torch.float64
@@ -166,8 +168,9 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
     rng = random.Random(seed)
     least = max(sinks + recent, 1)
     tokens = [least + (rng.randrange(more + 1) if kind == "fixed" else more) for _ in range(heads)]
-    plan = Plan(KeyDiff(sliding_window=share), Budget(tokens=least, sinks=sinks, recent=recent))
-    rule = LayerPlan(plan, 0, Layout(tuple(tokens), adaptive=kind == "adaptive"), 1.0)
+    config = Config(KeyDiff(sliding_window=share), Budget(tokens=least, sinks=sinks, recent=recent))
+    layout = Layout(tuple(tokens), NONE, adaptive=kind == "adaptive")
+    rule = LayerConfig(config, 0, layout, spec_of(config, layout, 1.0))
     seen = [rng.choice([rng.randrange(4), rng.randint(8, 24)]) for _ in range(batch)]
     number = grid(batch, heads, lambda b, h: min(seen[b], rng.choice([places, places, rng.randint(0, places)])))
     held = grid(batch, heads, lambda b, h: rng.sample(range(seen[b]), number[b][h]))
@@ -286,8 +289,8 @@ def test_compact_conserves_every_token(batch, heads, seed, slots, new, order):
     counts = torch.full((batch, heads), -1, dtype=torch.int32)
     new_positions = torch.tensor(new_places, dtype=torch.int32).view(batch, heads, new)
     before = positions.clone()
-    selection = Selection(kept, kept.sum(-1))
-    compact(keys, values, positions, counts, moments, new_keys, new_values, new_positions, valid, selection)
+    state = make_state(keys, values, counts, positions, moments=moments)
+    compact(valid, Selection(kept, kept.sum(-1)), (new_keys, new_values, new_positions), state, make_spec())
     for b, h in each(batch, heads):
         expected = sorted(stay[b][h], key=lambda one: one[1])
         assert int(counts[b, h]) == len(expected)
@@ -317,10 +320,10 @@ def test_evict_conserves_every_token(ragged, batch, heads, seed, sinks, recent, 
     if ragged:
         starts, slots = slabs_of(slots, rooms)
     counts = torch.tensor(lengths).int()
-    ops.evict(
-        *slots, counts, torch.tensor(seen), moments, torch.tensor(scores), max(8 - drop, 0), sinks, recent,
-        starts=starts, drop=drop if ragged else None, backend="reference",
-    )  # fmt: skip
+    known = counts, slots[2], torch.tensor(seen), moments
+    state = make_state(*slots[:2], *known, starts=starts, limit=8 if ragged else -1)
+    spec = make_spec(backend="reference", tokens=max(8 - drop, 0), spare=drop, sinks=sinks, recent=recent)
+    ops.evict(torch.tensor(scores), None, state, spec)
     for b, h in each(batch, heads):
         tokens = max(rooms[b][h] - drop, 0)
         candidates = [
@@ -407,16 +410,16 @@ def test_decoding_is_softmax_over_all_tokens(step, ragged, batch, heads, seed, g
         starts, (*slots, received) = slabs_of([*slots, received], rooms)
     q = torch.randn(batch, heads * groups, D, generator=generator, dtype=F64)
     counts, seen = torch.tensor(lengths).int(), torch.randint(30, 60, (batch,), generator=generator)
-    rest = dict(order=order, attention=received, starts=starts, width=6 if ragged else None, backend="reference")
+    state = make_state(*slots[:2], counts, slots[2], seen.clone(), moments, starts=starts, attention=received)
+    if ragged:
+        state.exact.limit = state.exact.filled = 6
+    spec, k, v = make_spec(SCALE, softcap, order, backend="reference"), None, None
     if step:
         token = grid(batch, heads, lambda b, h: pairs(1, generator))
         k, v = rows_of(token, 1, 0.0)
-        now = seen.clone()
-        results = ops.decode_step(q, k, v, *slots, counts, now, moments, SCALE, softcap, **rest)
-        assert torch.equal(now, seen + 1)
         held = grid(batch, heads, lambda b, h: held[b][h] + token[b][h])
-    else:
-        results = ops.decode_attention(q, *slots[:2], counts, moments, SCALE, softcap, **rest)
+    results = ops.decode_step(q, k, v, state, spec)
+    assert torch.equal(state.seen, seen + step)
     out, retained, evicted = results
     for b, h in each(batch, heads):
         assert int(counts[b, h]) == len(held[b][h])
@@ -447,10 +450,9 @@ def test_a_block_is_softmax_over_its_past(batch, heads, seed, groups, num, order
     gone, moments = evicted_before(batch, heads, rng, generator, 1)
     q = torch.randn(batch, heads * groups, num, D, generator=generator, dtype=F64)
     slots, new = rows_of(held, 5, 7.0), rows_of(block, num, 0.0)
-    rest = (torch.tensor(real), moments, SCALE, softcap)
-    out, lse = ops.prefill_attention(
-        q, *slots, torch.tensor(lengths).int(), *new, *rest, order=order, backend="reference"
-    )
+    state = make_state(*slots, torch.tensor(lengths).int(), moments=moments)
+    spec = make_spec(SCALE, softcap, order, backend="reference")
+    out, lse = ops.prefill_attention(q, *new, torch.tensor(real), state, spec)
     for b, head, t in ((b, head, t) for b in range(batch) for head in range(heads * groups) for t in range(num)):
         h = head // groups
         past = held[b][h] + [block[b][h][i] for i in range(t + 1) if real[b][i]]
@@ -518,19 +520,19 @@ def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kin
 def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, name, sharing, layers, every, slope):
     """Of states as they are allocated, with all that a policy makes them hold; one token more would not fit."""
     budget = Budget(bytes=total, sinks=1, recent=2, heads=sharing, layers=layers)
-    plan = Plan(get(name), budget, evict_every=every)
+    config = Config(get(name), budget, evict_every=every)
     like = torch.empty(1, heads, 0, dim, dtype=dtype, device="meta")
 
     def layout(tokens):
-        return plan.layout(0, heads, tokens, None, slope, Parallel())
+        return layout_of(config, 0, heads, tokens, None, slope, Parallel())
 
     def spent(tokens):
-        return LayerState.allocate(like, like, layout(tokens)).nbytes()
+        return layout(tokens).allocate(like, like).nbytes()
 
-    cost = LayerState.cost(like, like, layout)
-    assert cost.fixed + cost.per_token * 17 == spent(17)
+    price = cost(like, like, layout)
+    assert price.fixed + price.per_token * 17 == spent(17)
     try:
-        tokens = [budget.layer_tokens(layer, num_layers, 0, cost) for layer in range(num_layers)]
+        tokens = [budget.layer_tokens(layer, num_layers, 0, price) for layer in range(num_layers)]
     except FastKVError:
         assert layers == "pyramid" or num_layers * spent(3) > total
         return

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from fastkv.ops.vector import vector_decode_attention, vector_decode_step, vector_workspace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import FastKVError, ops
-from fastkv.kernels import _launch, decode_attention, vector_decode
 from fastkv.kernels import evict as evict_kernel
-from fastkv.reference import Moments
+from fastkv.reference import LayerState, Moments, Recovery, Slots
 
 from .conftest import examples
 from .pairwise import covering
+from .states import assert_same, copied, make_spec, make_state, splits
 
 HEADS, G, D, SCALE = 3, 2, 16, 0.3
-BACKENDS = ["reference", "triton"]
+BACKENDS = ["reference", "cpu", "triton"]
+EXACTLY = dict(atol=0, rtol=0)
 GAP = 5  # slots of a slab that no head owns
 F64 = torch.float64
 
@@ -48,14 +46,6 @@ def slab_of(rows, starts, size):
     for b, h, first, end in stretches(starts):
         slab[b, first:end] = rows[b, h, : end - first]
     return slab
-
-
-@contextmanager
-def splits(number):
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (_launch, decode_attention, vector_decode):
-            patch.setattr(module, "num_splits", lambda pairs, slots: number)
-        yield
 
 
 def evicted(batch, order=1):
@@ -102,25 +92,25 @@ def test_decoding_equals_that_on_equal_slots(backend, step, owned, order, softca
     seen = torch.randint(50, 90, (batch,))
     q, k, v = normal(batch, HEADS * G, D), normal(batch, HEADS, 1, D), normal(batch, HEADS, 1, D)
 
-    def run(keys, values, positions, lengths, received, **ragged):
-        arguments = dict(order=order, attention=received, backend=backend, **ragged)
-        if not step:
-            return ops.decode_attention(q, keys, values, lengths, moments, SCALE, softcap, **arguments)
-        slots, rest = (keys, values, positions, lengths, seen.clone()), (moments, SCALE, softcap)
-        return ops.decode_step(q, k, v, *slots, *rest, **arguments)
+    def run(state):
+        spec = make_spec(SCALE, softcap, order, backend=backend)
+        return ops.decode_step(q, *((k, v) if step else (None, None)), state, spec)
 
-    equal = [t.clone() for t in (keys, values, positions, lengths, received)]
-    slabs = [slab_of(t, starts, size) for t in (keys, values, positions)]
-    slabs += [lengths.clone(), slab_of(received, starts, size)]
+    known = seen, moments
+    equal = make_state(keys, values, lengths, positions, *known, attention=received)
+    slabs = [slab_of(t, starts, size) for t in (keys, values, positions, received)]
+    ragged = dict(starts=starts, attention=slabs[3])
+    state = make_state(*slabs[:2], lengths, slabs[2], *known, **ragged, limit=width)
+    equal, state, wide = copied(equal), copied(state), copied(state)
+    wide.exact.limit = wide.exact.filled = size
     with splits(parts):
-        expected, got = run(*equal), run(*slabs, starts=starts, width=width)
-        unbounded = run(*[t.clone() for t in slabs[:3]], lengths.clone(), slabs[4].clone(), starts=starts)
+        expected, got, unbounded = run(equal), run(state), run(wide)
     for mine, theirs in zip(got, expected):
         assert torch.equal(mine, theirs)
     torch.testing.assert_close(unbounded[0], got[0], atol=1e-5, rtol=1e-5)
-    for index in (0, 1, 2, 4):
-        assert torch.equal(slabs[index], slab_of(equal[index], starts, size))
-    assert torch.equal(slabs[3], equal[3])
+    for name in ("keys", "values", "positions", "attention"):
+        assert torch.equal(getattr(state.exact, name), slab_of(getattr(equal.exact, name), starts, size))
+    assert torch.equal(state.exact.lengths, equal.exact.lengths) and torch.equal(state.seen, equal.seen)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,8 +120,9 @@ def test_a_full_head_stores_nothing(backend):
     slabs = [normal(2, size, D), normal(2, size, D), torch.randint(0, 9, (2, size), dtype=torch.int32)]
     before = [t.clone() for t in slabs]
     q, k, v = normal(2, HEADS * G, D), normal(2, HEADS, 1, D), normal(2, HEADS, 1, D)
-    moments, seen = Moments(torch.tensor([[7, 7, 10], [10, 11, 9]])), torch.tensor([11, 11])
-    ops.decode_step(q, k, v, *slabs, lengths, seen, moments, SCALE, order=None, starts=starts, width=5, backend=backend)
+    moments, seen = Moments(torch.tensor([[7, 9, 10], [10, 11, 9]])), torch.tensor([11, 11])
+    state = make_state(*slabs[:2], lengths, slabs[2], seen, moments, starts=starts, limit=5)
+    ops.decode_step(q, k, v, state, make_spec(SCALE, backend=backend))
     for b, h, slot in ((0, 2, 7), (1, 1, 1)):
         before[0][b, slot], before[1][b, slot], before[2][b, slot] = k[b, h, 0], v[b, h, 0], 11
     for now, then in zip(slabs, before):
@@ -148,22 +139,21 @@ def test_steps_share_scratch(backend):
     q = normal(2, HEADS * G, D)
     token = [normal(2, HEADS, 1, D), normal(2, HEADS, 1, D)]
     slabs = [normal(2, size, D), normal(2, size, D), torch.zeros(2, size, dtype=torch.int32)]
-    lengths, seen = torch.tensor([[0, 0, 70], [0, 60, 0]], dtype=torch.int32), torch.tensor([75, 75])
+    lengths = torch.tensor([[0, 0, 70], [0, 60, 0]], dtype=torch.int32)
+    state = make_state(*slabs[:2], lengths, slabs[2], torch.tensor([75, 75]), moments, starts=starts, limit=80)
+    state.exact.attention = torch.zeros(2, size)
+    spec = make_spec(SCALE, order=1, backend=backend)
     with splits(4):
-        scratch = ops.workspace(q[:, :, None], slabs[0], attention=True, starts=starts, width=80, backend=backend)
+        scratch = ops.workspace(HEADS * G, state, spec)
     assert len(scratch) == (5 if backend == "triton" else 0)
     runs = []
-    for room in (scratch, None):
-        state = [t.clone() for t in (*slabs, lengths, seen)]
-        received = torch.zeros(2, size)
-        outs = []
+    for room in (scratch, []):
+        run, outs = copied(state), []
+        run.scratch = room
         for _ in range(4):
             with splits(4):
-                outs += ops.decode_step(
-                    q, *token, *state, moments, SCALE, attention=received, starts=starts, width=80, scratch=room,
-                    backend=backend,
-                )  # fmt: skip
-        runs.append((*outs, *state, received))
+                outs += ops.decode_step(q, *token, run, spec)
+        runs.append((*outs, *(tensor for _, tensor in run.named_tensors())))
     assert all(torch.equal(a, b) for a, b in zip(*runs))
     if scratch:
         assert not scratch[3].any()
@@ -209,10 +199,9 @@ def test_every_head_shrinks_below_its_own_slots(
     held = lengths.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evict_kernel, "MAX_SCAN", scan)
-        ops.evict(
-            *slabs, lengths, torch.full((batch,), span), moments, scores, -1, sinks, recent, starts=starts, drop=drop,
-            backend=backend,
-        )  # fmt: skip
+        known = torch.full((batch,), span), moments
+        state = make_state(*slabs[:2], lengths, slabs[2], *known, starts=starts, limit=most)
+        ops.evict(scores, None, state, make_spec(backend=backend, spare=drop, sinks=sinks, recent=recent))
     for b, h, first, end in stretches(starts):
         length, tokens = int(held[b, h]), max(end - first - drop, 0)
         place = before[2][b, first:end].tolist()
@@ -248,28 +237,36 @@ def test_shrinking_equals_that_of_equal_slots(backend):
     lengths = torch.tensor([[20, 14, 17], [3, 20, 0]], dtype=torch.int32)
     scores, seen = normal(2, HEADS, 20), torch.tensor([20, 20])
     slabs = [slab_of(t, starts, size) for t in (keys, values, positions)]
-    results = []
-    for slots, ragged in (((keys, values, positions), {}), (slabs, dict(starts=starts, drop=drop))):
-        moments, held = Moments.empty(2, HEADS, D, D), lengths.clone()
-        ops.evict(*slots, held, seen, moments, scores, 14, 2, 3, **ragged, backend=backend)
-        results.append((held, *moments.tensors()))
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-    valid = torch.arange(20) < results[0][0][..., None]
-    for rows, slab in zip((keys, values, positions), slabs):
-        assert torch.equal(rows[valid], slab[:, : 20 * HEADS].reshape(rows.shape)[valid])
+    shrink = make_spec(backend=backend, tokens=14, spare=drop, sinks=2, recent=3)
+    equal = make_state(keys, values, lengths.clone(), positions, seen, Moments.empty(2, HEADS, D, D))
+    state = make_state(*slabs[:2], lengths.clone(), slabs[2], seen, Moments.empty(2, HEADS, D, D))
+    state.exact.starts, state.exact.limit = starts, 20
+    for one in (equal, state):
+        ops.evict(scores, None, one, shrink)
+    for one, other in zip(*([one.exact.lengths, *one.moments.tensors()] for one in (equal, state))):
+        torch.testing.assert_close(one, other, **(dict(atol=1e-5, rtol=1e-5) if backend == "cpu" else EXACTLY))
+    for b, h, first, _ in stretches(starts):
+        held = int(equal.exact.lengths[b, h])
+        own = [(getattr(equal.exact, name)[b, h, :held], getattr(state.exact, name)[b, first : first + held])
+               for name in ("positions", "keys", "values")]  # fmt: skip
+        by = [place.argsort() if backend == "cpu" else slice(None) for place in own[0]]  # a CPU leaves them in place
+        assert all(torch.equal(one[by[0]], other[by[1]]) for one, other in own)
 
 
-def test_shrinking_needs_to_know_how_far():
+def test_wrong_shrinking_is_refused():
     starts, size = deal([[4, 2, 3]])
     slabs = [normal(1, size, D), normal(1, size, D), torch.zeros(1, size, dtype=torch.int32)]
-    state = (*slabs, torch.ones(1, HEADS, dtype=torch.int32), torch.tensor([9]), Moments(torch.zeros(1, HEADS).long()))
-    for backend, message in (("reference", "needs drop"), ("triton", "got None; pass drop")):
-        with pytest.raises(FastKVError, match=message):
-            ops.evict(*state, normal(1, HEADS, 4), 3, 0, 0, starts=starts, backend=backend)
+
+    def shrink(starts, spare):
+        moments = Moments(torch.zeros(1, HEADS).long())
+        state = make_state(*slabs[:2], torch.ones(1, HEADS, dtype=torch.int32), slabs[2], torch.tensor([9]), moments)
+        state.exact.starts = starts
+        ops.evict(normal(1, HEADS, 4), None, state, make_spec(backend="triton", tokens=3, spare=spare))
+
     with pytest.raises(FastKVError, match="at most 64 tokens of a head, got 65"):
-        ops.evict(*state, normal(1, HEADS, 4), 3, 0, 0, starts=starts, drop=65, backend="triton")
+        shrink(starts, 65)
     with pytest.raises(FastKVError, match="starts must have shape"):
-        ops.evict(*state, normal(1, HEADS, 4), 3, 0, 0, starts=starts.repeat(2, 1), drop=1, backend="triton")
+        shrink(starts.repeat(2, 1), 1)
 
 
 class Vector:
@@ -331,6 +328,11 @@ class Vector:
             received = weights.mean(0)
             yield b, h, out, lse, top, received[: held + 1], received[held + 1 :]
 
+    def place(self, backend):
+        """Position of the next token: kernels count what is known, which in a layer is what was seen."""
+        known = self.lengths + self.approx_lengths + self.moments.count
+        return known if backend == "triton" else self.seen[:, None].expand_as(known)
+
     def check(self, backend, ragged, approx_ragged, scratch=False):
         starts, size = deal(self.owned)
         approx_starts, approx_size = deal(self.approx_owned)
@@ -340,41 +342,43 @@ class Vector:
                 return rows.clone()
             return slab_of(rows, approx_starts, approx_size) if approx else slab_of(rows, starts, size)
 
-        slots = [laid(self.keys), laid(self.values), laid(self.positions), self.lengths.clone(), self.seen.clone()]
-        known = [laid(self.approx_keys, True), laid(self.approx_positions, True), self.approx_lengths.clone()]
-        received, approx_received = laid(self.received[0]), laid(self.received[1], True)
-        options = dict(starts=starts, width=self.width) if ragged else {}
-        options |= dict(approx_starts=approx_starts, approx_width=self.approx_width) if approx_ragged else {}
+        exact = Slots(laid(self.keys), laid(self.values), self.lengths.clone(), laid(self.positions))
+        keys, positions = laid(self.approx_keys, True), laid(self.approx_positions, True)
+        approx = Slots(keys, None, self.approx_lengths.clone(), positions)
+        exact.attention, approx.attention = laid(self.received[0]), laid(self.received[1], True)
+        if ragged:
+            exact.starts, exact.limit, exact.filled = starts, self.width, self.width
+        if approx_ragged:
+            approx.starts, approx.limit, approx.filled = approx_starts, self.approx_width, self.approx_width
+        recovery = Recovery(self.weight, self.cos, self.sin)
+        state = LayerState(exact, self.seen.clone(), self.moments, approx, recovery=recovery)
+        spec = make_spec(SCALE, self.softcap, self.order, backend=backend)
         if scratch:
-            options["scratch"] = vector_workspace(
-                self.q[:, :, None], slots[0], known[0], attention=True, **options, backend=backend
-            )
-        fixed = (self.weight, self.cos, self.sin, self.moments, SCALE, self.softcap)
-        out, lse_retained, lse_evicted = vector_decode_step(
-            self.q, self.k, self.v, *slots, *known, *fixed, order=self.order, attention=received,
-            approx_attention=approx_received, **options, backend=backend,
-        )  # fmt: skip
+            state.scratch = ops.workspace(HEADS * G, state, spec)
+        out, lse_retained, lse_evicted = ops.decode_step(self.q, self.k, self.v, state, spec)
         keys, values, positions = self.keys.clone(), self.values.clone(), self.positions.clone()
         sums = [t.double() for t in self.received]
-        for b, h, *truth, exact, extra in self.solve():
+        for b, h, *truth, values_get, keys_get in self.solve():
             slot = int(self.lengths[b, h])
             keys[b, h, slot], values[b, h, slot] = self.k[b, h, 0], self.v[b, h, 0]
-            positions[b, h, slot] = slot + self.approx_lengths[b, h] + self.moments.count[b, h]
-            sums[0][b, h, : slot + 1] += exact
-            sums[1][b, h, : len(extra)] += extra
+            positions[b, h, slot] = self.place(backend)[b, h]
+            sums[0][b, h, : slot + 1] += values_get
+            sums[1][b, h, : len(keys_get)] += keys_get
             rows = slice(h * G, h * G + G)
             for got, want in zip((out[b, rows], lse_retained[b, rows], lse_evicted[b, rows]), truth):
                 torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
-        for got, rows in zip(slots, (keys, values, positions)):
+        for got, rows in zip((exact.keys, exact.values, exact.positions), (keys, values, positions)):
             assert torch.equal(got, laid(rows))
-        assert torch.equal(slots[3], self.lengths + 1) and torch.equal(slots[4], self.seen + 1)
-        assert torch.equal(known[0], laid(self.approx_keys, True))
-        torch.testing.assert_close(received.double(), laid(sums[0]), atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(approx_received.double(), laid(sums[1], True), atol=2e-6, rtol=1e-5)
-        for got, was, approx in ((received, self.received[0], False), (approx_received, self.received[1], True)):
-            starting = laid(was, approx)
-            unused = torch.arange(was.shape[2]) >= (self.approx_lengths if approx else self.lengths + 1)[..., None]
-            same = laid(unused, approx) != 0  # also what nobody owns
+        assert torch.equal(exact.lengths, self.lengths + 1) and torch.equal(state.seen, self.seen + 1)
+        assert torch.equal(approx.keys, laid(self.approx_keys, True))
+        assert torch.equal(approx.lengths, self.approx_lengths)
+        torch.testing.assert_close(exact.attention.double(), laid(sums[0]), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(approx.attention.double(), laid(sums[1], True), atol=2e-6, rtol=1e-5)
+        received = (exact.attention, self.received[0]), (approx.attention, self.received[1])
+        for keyless, (got, was) in enumerate(received):
+            starting = laid(was, keyless)
+            unused = torch.arange(was.shape[2]) >= (self.approx_lengths if keyless else self.lengths + 1)[..., None]
+            same = laid(unused, keyless) != 0  # also what nobody owns
             assert torch.equal(got[same], starting[same])
 
 
@@ -401,13 +405,17 @@ def test_vector_attention_is_the_step_without_its_token(backend):
     case = Vector([[6, 3, 9]], [[4, 0, 7]], 1, None, 0)
     starts, size = deal(case.owned)
     slots = [slab_of(t, starts, size) for t in (case.keys, case.values, case.positions)]
-    known = (case.approx_keys, case.approx_positions, case.approx_lengths, case.weight, case.cos, case.sin)
-    rest = (*known, case.moments, SCALE)
-    sums = [torch.zeros(1, HEADS, case.approx_width) for _ in range(2)]
-    ragged = dict(starts=starts, width=case.width, backend=backend)
-    step = vector_decode_step(
-        case.q, case.k, case.v, *slots, case.lengths, case.seen, *rest, approx_attention=sums[0], **ragged
-    )
-    again = vector_decode_attention(case.q, *slots[:2], case.lengths, *rest, approx_attention=sums[1], **ragged)
-    for one, other in zip((*step, sums[0]), (*again, sums[1])):
+    approx = Slots(case.approx_keys, None, case.approx_lengths, case.approx_positions)
+    approx.attention = torch.zeros(1, HEADS, case.approx_width)
+    state = make_state(
+        *slots[:2], case.lengths, slots[2], case.seen, case.moments, starts=starts, limit=case.width, approx=approx,
+        recovery=Recovery(case.weight, case.cos, case.sin),
+    )  # fmt: skip
+    spec = make_spec(SCALE, order=1, backend=backend)
+    step = ops.decode_step(case.q, case.k, case.v, state, spec)
+    stored, received = copied(state), approx.attention.clone()
+    state.approx.attention.zero_()
+    again = ops.decode_step(case.q, None, None, state, spec)
+    for one, other in zip((*step, received), (*again, state.approx.attention)):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+    assert_same(state, stored, but=["approx.attention"])

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from fastkv.errors import FastKVError
 from fastkv.reference import Moments, append, decode_attention, decode_step, merge_partials, prefill_attention
 
+from .states import assert_same, copied, make_spec, make_state
+
 F64 = torch.float64
 
 
@@ -147,12 +149,14 @@ def test_step_is_append_then_attend():
     keys, values, positions = randn(2, 3, 5, 8), randn(2, 3, 5, 8), torch.zeros(2, 3, 5, dtype=torch.int32)
     lengths, seen = torch.tensor([[2, 3, 0], [4, 1, 2]], dtype=torch.int32), torch.tensor([9, 7])
     q, k, v = randn(2, 6, 8, seed=7), randn(2, 3, 1, 8, seed=8), randn(2, 3, 1, 8, seed=9)
-    copy = [t.clone() for t in (keys, values, positions, lengths)]
-    append(*copy, k, v, seen)
-    expected = decode_attention(q, copy[0], copy[1], copy[3], None, 0.4)
-    got = decode_step(q, k, v, keys, values, positions, lengths, seen, None, 0.4)
+    state = make_state(keys, values, lengths, positions, seen)
+    copy = copied(state)
+    append(copy.exact, k, v, seen)
+    copy.seen += 1
+    expected = decode_attention(q, copy.exact.keys, copy.exact.values, copy.exact.lengths, None, 0.4)
+    got = decode_step(q, k, v, state, make_spec(0.4))
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
-    assert all(torch.equal(a, b) for a, b in zip((keys, values, positions, lengths), copy))
+    assert_same(state, copy)
     assert torch.equal(seen, torch.tensor([10, 8]))
     assert torch.equal(keys[0, 1, 3], k[0, 1, 0]) and int(positions[1, 0, 4]) == 7
 
@@ -167,7 +171,8 @@ def test_a_block_equals_its_queries_one_by_one(num, softcap):
     valid = torch.ones(2, num, dtype=torch.bool)
     valid[1, : num // 3] = False
     moments = Moments.empty(2, 2, 8, 8, dtype=F64).add(randn(2, 2, 9, 8, seed=5), randn(2, 2, 9, 8, seed=6))
-    out, lse = prefill_attention(q, keys, values, lengths, new_keys, new_values, valid, moments, 0.4, softcap)
+    state = make_state(keys, values, lengths, moments=moments)
+    out, lse = prefill_attention(q, new_keys, new_values, valid, state, make_spec(0.4, softcap, order=1))
     for row in range(2):
         for t in {num // 3, num // 2, num - 1}:
             for head in range(2):

@@ -1,0 +1,79 @@
+"""What operations take, made from a few tensors: one layer's state and its spec. And what kernels run with."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from fastkv import corrections
+from fastkv.kernels import _launch as launch
+from fastkv.kernels import decode_attention, vector_decode
+from fastkv.reference import LayerState, Moments, Slots, Spec
+
+Workspace, num_splits, CTAS = launch.Workspace, launch.num_splits, launch.CTAS
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["reference", "cpu", "triton", "auto"]
+OF_ORDER = {None: "none", 0: "mean", 1: "moments"}  # the corrections that read moments of this order
+
+
+def make_spec(scale=1.0, softcap=None, order=None, *, correction=None, **rest):
+    """A spec whose correction has a name or, without one, reads moments up to `order`."""
+    return Spec(scale, softcap, corrections.get(correction or OF_ORDER[order]), **rest)
+
+
+def make_state(keys, values, lengths, positions=None, seen=None, moments=None, *, starts=None, attention=None,
+               limit=-1, **rest):  # fmt: skip
+    """A state of these tensors, not of copies; nothing seen and nothing evicted unless it is said.
+
+    Args: rest: approx, parts, recovery and scratch of `LayerState`.
+    """
+    if seen is None:
+        seen = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+    if moments is None:
+        moments = Moments(torch.zeros_like(lengths, dtype=torch.int64))
+    slots = Slots(keys, values, lengths, positions, starts, attention, limit=limit)
+    return LayerState(slots, seen, moments, **rest)
+
+
+def copied(state, dtype=None):
+    """The same numbers in memory of their own, and floating ones in `dtype`, if there is one."""
+    twin = copy.deepcopy(state)
+    for name, tensor in list(twin.named_tensors()):
+        if dtype is not None and tensor.is_floating_point():
+            twin.replace(name, tensor.to(dtype))
+    return twin
+
+
+def assert_same(state, expected, but=()):
+    """Every tensor is equal bit for bit, unused slots included, except for those with one of these names."""
+    mine, theirs = dict(state.named_tensors()), dict(expected.named_tensors())
+    assert mine.keys() == theirs.keys()
+    for name in mine.keys() - set(but):
+        assert torch.equal(mine[name].nan_to_num(1e4), theirs[name].to(mine[name].dtype).nan_to_num(1e4)), name
+
+
+@contextmanager
+def uninitialised_is_nan():
+    """What `torch.empty` and its like make is NaN, or the largest integer: an element that nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@contextmanager
+def splits(number):
+    """The decode kernels split the slots of a head so often, which is otherwise a function of the shape."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch, decode_attention, vector_decode):
+            patch.setattr(module, "num_splits", lambda pairs, slots: number)
+        yield
