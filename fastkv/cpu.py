@@ -301,7 +301,8 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     else:
         leaving = kept.to(torch.uint8).argsort(dim=-1, stable=True)[..., : slots - tokens]
     gone = hiding(used.gather(-1, leaving))
-    moments.copy_(moments.add(reference.rows_at(keys, leaving), reference.rows_at(values, leaving), gone))
+    left_keys, left_values = (reference.rows_at(exact[name], leaving) for name in ("keys", "values"))
+    moments.copy_(moments.add(left_keys, left_values, gone))
     # As many slots beyond `tokens` stay as there are holes before it. The holes come first in `target`, the slots that
     # stay first in `source`; what follows in both are the slots beyond that leave, each onto itself.
     stays = torch.ones_like(used, dtype=torch.uint8).scatter_(-1, leaving, 0)[..., tokens:]

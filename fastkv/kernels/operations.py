@@ -16,24 +16,8 @@ from . import prefill_attention as prefill
 from . import select as selection
 from . import vector_decode as vector
 from ._launch import Workspace
-from .compact import compact
-from .evict import evict
-
-__all__ = [
-    "compact",
-    "decode_step",
-    "evict",
-    "evicted_mass",
-    "keydiff_scores",
-    "manifold_scores",
-    "moment_scores",
-    "noncausal_attention_mass",
-    "observed_attention",
-    "prefill_attention",
-    "select",
-    "sketched_leverage",
-    "workspace",
-]
+from .compact import compact as compact
+from .evict import evict as evict
 
 
 def workspace(num_heads: int, state: LayerState) -> list[Tensor]:

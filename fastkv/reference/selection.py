@@ -91,7 +91,7 @@ def compact(
     assert slots.values is not None
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
-    gone = moments.add(slots.keys[:, :, :used], slots.values[:, :, :used], evicted[..., :used])
+    gone = moments.add(slots["keys"][:, :, :used], slots["values"][:, :, :used], evicted[..., :used])
     every = {name: rows[:, :, :used] for name, rows in slots.moving().items()}
     if block is not None:
         gone = gone.add(*block[:2], evicted[..., used:])

@@ -55,7 +55,7 @@ class Slots:
         return {name: rows for name in self.MOVING if (rows := getattr(self, name)) is not None}
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Rows for `moving` of tokens with these keys, values [B, Hkv, N, D] and positions [B, Hkv, N]."""
+        """Rows for `moving` of tokens with these keys, values [B, Hkv, N, D] and positions [B, Hkv, N], as stored."""
         return {"keys": keys, "values": values, "positions": positions}
 
     def deal(self, capacities: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class Slots:
                     setattr(self, name, torch.cat([slab, slab.new_zeros(len(slab), missing, *slab.shape[2:])], 1))
 
     def __getitem__(self, name: str) -> Tensor:
-        """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...]."""
+        """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...], as read by attention."""
         rows: Tensor = getattr(self, name)
         return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)
 
