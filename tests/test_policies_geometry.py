@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama
 from fastkv import ops
 from fastkv.errors import FastKVError
 from fastkv.policies import KeyDiff, Signals
+from fastkv.policies.baselines import KNorm
 from fastkv.policies.compactor import Compactor, Leverage, NonCausal
-from fastkv.policies.knorm import KNorm
 from fastkv.policies.manifold import Manifold, WindowedManifold
 from fastkv.reference import Moments
 from fastkv.reference.geometry import sketch_matrix

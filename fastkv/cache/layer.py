@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..backend import resolve
 from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery
-from .eviction import evict
+from . import compaction, selection, signals
 from .layout import LayerConfig, Layout, cost, layout_of, spec_of
 from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
@@ -197,3 +198,26 @@ class LayerCache:
     def nbytes(self) -> int:
         """Bytes of the state; the workspace counts its own."""
         return 0 if self.state is None else self.state.nbytes()
+
+
+def evict(state: LayerState, rule: LayerConfig) -> None:
+    """Shrink every head to its budget; heads that hold fewer tokens lose none.
+
+    All slots are looked at, used or not (the host counts on no slot being free), so that shapes never differ.
+    """
+    exact, spare = state.exact, rule.layout.spare
+    told = signals.of_steps(signals.candidates(state, None, rule), state, rule)
+    told, scores = signals.score(told, rule)
+    if state.approx is not None:
+        kept = selection.keep_best(told, scores, state.seen, rule)
+        compaction.store(state, told, kept, 0, rule, full=True)
+        return
+    if exact.memory is not None:
+        told = replace(told, positions=told.positions.clone())  # eviction moves them
+    chosen = None
+    if state.parts is not None:  # what leaves has to be known before anything moves
+        chosen = selection.keep_slots(told, scores, state, rule).kept
+        compaction.remember(state, told, chosen, spare, rule)
+    ops.evict(scores, chosen, state, rule.spec)
+    exact.filled = exact.limit - spare
+    compaction.finish(state, told)

@@ -7,19 +7,17 @@ from typing import Any
 
 from ..errors import FastKVError
 from .base import Policy, Signals
+from .baselines import KNorm, Random, Streaming
 from .compactor import Compactor, Leverage, NonCausal
 from .criticalkv import CriticalKV
 from .duoattention import DuoAttention
 from .fastkv import FastKV
 from .h2o import H2O
 from .keydiff import KeyDiff
-from .knorm import KNorm
 from .kvzip import KVzip
 from .manifold import Manifold, WindowedManifold
 from .momentkv import MomentKV
-from .random import Random
 from .snapkv import PyramidKV, SnapKV
-from .streaming import Streaming
 from .tova import TOVA
 
 ALL: tuple[type[Policy], ...] = (

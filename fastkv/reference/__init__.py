@@ -21,7 +21,6 @@ Computation is in float32, or in float64 if the inputs are float64.
 
 from .attention import append, collect, decode_attention, decode_step, merge_partials, most_attended, prefill_attention
 from .centroids import Centroids, centroid_estimate
-from .evicted import Evicted, compute_dtype
 from .gather import flat_index, pack, rows_at, unpack
 from .geometry import (
     check_leverage,
@@ -32,7 +31,7 @@ from .geometry import (
     noncausal_attention_mass,
     sketched_leverage,
 )
-from .moments import Moments, moment_estimate, moment_residual, moment_scores
+from .moments import Evicted, Moments, compute_dtype, moment_estimate, moment_residual, moment_scores
 from .scores import (
     check_keydiff,
     check_pool,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from .evicted import Evicted, compute_dtype
 from .gather import add_to_slab
-from .moments import Moments
+from .moments import Evicted, Moments, compute_dtype
 from .state import LayerState, Slots, Spec
 
 QUERY_CHUNK = 256  # queries per logits tile: bounds prefill scratch at [B, Hq, QUERY_CHUNK, N] without changing results

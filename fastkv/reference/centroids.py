@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from .evicted import Evicted, compute_dtype
 from .gather import added_at, rows_at
-from .moments import MASSES
+from .moments import MASSES, Evicted, compute_dtype
 
 VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].

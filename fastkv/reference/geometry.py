@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
 from .attention import masked_softmax, softcapped
-from .evicted import compute_dtype
+from .moments import compute_dtype
 
 METRICS = ("l2", "l1", "linf", "cosine")
 LEVERAGE_METHODS = ("cholesky", "qr", "svd", "exact", "srht")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
 from .attention import grouped_logits, masked_softmax
-from .evicted import compute_dtype
+from .moments import compute_dtype
 
 ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
 DISTANCES = ("cosine", "dot", "euclidean")

@@ -12,9 +12,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .evicted import Evicted
 from .gather import unpack
-from .moments import Moments
+from .moments import Evicted, Moments
 
 
 @dataclass
