@@ -422,8 +422,8 @@ MUTATIONS = [
     bug(
         "a slot that is not in use is attended to",
         "cpu.py",
-        'showing(torch.arange(slots, device="cpu") < lengths',
-        'showing(torch.arange(slots, device="cpu") <= lengths',
+        'torch.arange(slots, device="cpu") < lengths.repeat_interleave',
+        'torch.arange(slots, device="cpu") <= lengths.repeat_interleave',
         "cpu.py::test_a_step",
     ),
     bug(
@@ -462,6 +462,13 @@ MUTATIONS = [
         "cpu.py::test_a_block",
     ),
     bug(
+        "of no token, what is attended to is no number",
+        "cpu.py",
+        "empty = k is None and not bool(slots.lengths.all())",
+        "empty = False",
+        "cpu.py::test_a_step_without_a_token",
+    ),
+    bug(
         "holes are filled with what leaves",
         "cpu.py",
         "descending=True",
@@ -475,7 +482,49 @@ MUTATIONS = [
         "None",
         "cpu.py::test_an_eviction",
     ),
-    # Centroids of what was evicted.
+    # Operators, and what is remembered of what was evicted.
+    bug(
+        "an operator reads all slots instead of those that may be filled",
+        "ops/operator.py",
+        "filled=numbers[0], limit=numbers[1])",
+        "filled=numbers[1], limit=numbers[1])",
+        "ops.py::test_flat_states_come_back_whole",
+    ),
+    bug(
+        "an operator forgets what tokens are protected",
+        "ops/operator.py",
+        "{spec.sinks} {spec.recent}",
+        "0 0",
+        "ops.py::test_flat_states_come_back_whole",
+    ),
+    bug(
+        "two keys take the room of two pairs",
+        "corrections/vector.py",
+        "tokens - extra // 2",
+        "tokens - extra",
+        "corrections.py::test_two_keys_take_the_room_of_a_pair",
+    ),
+    bug(
+        "a state with centroids is read as moments",
+        "corrections/__init__.py",
+        "if state.parts is not None:",
+        "if False:",
+        "corrections.py::test_reading_prefers_centroids",
+    ),
+    bug(
+        "centroids cost nothing",
+        "corrections/centroids.py",
+        "sketch=shape.heads * shape.pair / SHARE, part=part, least=LEAST * part",
+        "part=part",
+        "corrections.py::test_the_cost_is_what_the_state_holds",
+    ),
+    bug(
+        "the reference falls back on the CPU's functions",
+        "backend.py",
+        'MODULES = {"reference": ".reference"',
+        'MODULES = {"reference": ".cpu"',
+        "backend.py::test_the_reference_calls_no_other_backend",
+    ),
     bug(
         "joined centroids forget how far apart they were",
         "reference/centroids.py",

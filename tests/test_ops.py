@@ -204,7 +204,7 @@ def test_an_operator_is_its_function(name):
 def test_flat_states_come_back_whole():
     for state in (vector(ragged=True), layer(parts=3, spread=True)):
         state.scratch, state.exact.memory = [torch.zeros(3)], torch.zeros(B, HKV, C)
-        state.moments.slope = torch.zeros(B, HKV, D, D).half()
+        state.moments.slope, state.exact.filled = torch.zeros(B, HKV, D, D).half(), 9
         back = restored(LayerState, flat(LayerState, state))
         assert dict(back.named_tensors()).keys() == dict(state.named_tensors()).keys()
         assert all(one is other for (_, one), (_, other) in zip(back.named_tensors(), state.named_tensors()))

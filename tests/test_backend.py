@@ -1,0 +1,133 @@
+"""Which backend runs, why one cannot, and that each runs what it says."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+
+from fastkv import FastKVError, backend, cpu, ops, reference
+from fastkv.backend import BACKENDS, MODULES, check_backend, implementation, resolve, why_not
+
+from .test_ops import CASES
+
+CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+
+
+def test_auto_is_what_suits_the_device():
+    assert [resolve("auto", device) for device in (CPU, CUDA, OTHER)] == ["cpu", "triton", "reference"]
+    for name in MODULES:
+        assert all(resolve(name, device) == name for device in (CPU, CUDA, OTHER))
+    assert BACKENDS == ("auto", *MODULES)
+
+
+def test_an_unknown_backend_is_refused():
+    for ask in (lambda: resolve("cuda", CPU), lambda: implementation("evict", "cuda", "cpu")):
+        with pytest.raises(FastKVError) as error:
+            ask()
+        assert str(error.value) == "backend must be one of auto, reference, cpu, triton, got 'cuda'"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_a_backend_lacks_the_reference_does(name):
+    module = import_module(f"fastkv{MODULES[name]}")
+    for function in ("decode_step", "prefill_attention", "evict", "compact", "remember", "evicted_mass", "select"):
+        own = getattr(module, function, None) or getattr(reference, function)
+        found = implementation(function, name, "cpu")
+        assert found is own and callable(found)
+    assert implementation("remember", name, "cpu") is reference.remember  # no other has one
+    assert implementation("select", "cpu", "cpu") is reference.select
+    assert implementation("evict", "auto", "cpu") is cpu.evict
+
+
+def test_a_name_that_nobody_has():
+    with pytest.raises(AttributeError, match="no_such_operation"):
+        implementation("no_such_operation", "reference", "cpu")
+
+
+def test_reasons(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(backend, "why_no_triton", lambda: None)
+    assert why_not("reference", OTHER, torch.float64, 12, 99, 999) is None
+    assert why_not("cpu", CPU, torch.float64, 12, 99, 999) is None
+    assert why_not("cpu", CUDA) == "the model is on cuda"
+    assert why_not("triton", CUDA) is None
+    for options, reason in (
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 256, got 24"),
+        ({"head_dim": 272}, "head_dim must be a multiple of 16 up to 256, got 272"),
+        ({"groups": 17}, "at most 16 query heads may share a KV head, got 17"),
+        ({"evict_every": 65}, "evict_every may be at most 64, got 65"),
+    ):
+        assert why_not("triton", CUDA, **options).endswith(reason)
+    for edge in ({"head_dim": 256}, {"head_dim": 16}, {"groups": 16}, {"evict_every": 64}):
+        assert why_not("triton", CUDA, **edge) is None
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert why_not("triton", CPU) is None
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert "Triton's interpreter, which is off" in why_not("triton", CPU)
+    monkeypatch.setattr(backend, "why_no_triton", lambda: "triton is not installed")
+    assert why_not("triton", CUDA) == "triton is not installed"
+
+
+def test_a_backend_that_cannot_run_is_refused(monkeypatch):
+    monkeypatch.setattr(backend, "why_no_triton", lambda: None)
+    sizes = torch.float32, 64, 4
+    check_backend("auto", CPU, *sizes, 999)
+    with pytest.raises(FastKVError) as error:
+        check_backend("cpu", CUDA, *sizes, 1)
+    assert str(error.value) == "backend='cpu' cannot run: the model is on cuda; use backend='reference'"
+    with pytest.raises(FastKVError) as error:
+        check_backend("auto", CUDA, *sizes, 65)
+    assert str(error.value) == "the Triton kernels cannot run: evict_every may be at most 64, got 65; lower it"
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Functions of a module raise when they are called; what was looked up before is forgotten."""
+
+    def poison(module):
+        for name, value in vars(module).items():
+            if callable(value) and getattr(value, "__module__", None) == module.__name__:
+                monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+
+    implementation.cache_clear()
+    yield poison
+    implementation.cache_clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_calls_no_other_backend(name, poisoned):
+    from fastkv.kernels import operations
+
+    poisoned(cpu)
+    poisoned(operations)
+    arguments, options = CASES[name]("reference")
+    getattr(ops, name.split()[0])(*arguments, **options)
+
+
+def test_poison_works(poisoned):
+    poisoned(cpu)
+    arguments, options = CASES["decode_step"]("auto")
+    with pytest.raises(pytest.fail.Exception, match="decode_step was called"):
+        ops.decode_step(*arguments, **options)
+
+
+IMPORTS = """
+import sys
+from fastkv import backend, ops
+from fastkv.backend import implementation
+for name in ("decode_step", "prefill_attention", "evict", "compact", "remember", "select"):
+    implementation(name, "reference", "cpu")
+print([name for name in ("fastkv.cpu", "fastkv.kernels", "triton") if name in sys.modules])
+implementation("evict", "auto", "cpu")
+print("fastkv.cpu" in sys.modules)
+"""
+
+
+def test_a_backend_is_imported_on_first_use():
+    result = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:2] == ["[]", "True"]

@@ -1,0 +1,157 @@
+"""What each correction remembers of evicted tokens, mixes into attention and costs, by its name."""
+
+import pytest
+import torch
+
+from fastkv import Budget, FastKVError, corrections
+from fastkv.budget import LayerCost
+from fastkv.cache.layout import cost, layout_of
+from fastkv.config import Config
+from fastkv.corrections import Shape
+from fastkv.parallel import Parallel
+from fastkv.policies import get
+from fastkv.reference import Centroids, Moments
+
+from .states import make_spec, make_state
+
+B, HKV, D, DV = 2, 3, 16, 8
+NAMES = corrections.names()
+MIXED_IN = {  # order of the moments, whether they have a spread; another class; or nothing
+    "none": None,
+    "mean": (0, False),
+    "moments": (1, False),
+    "cosh": (1, True),
+    "centroids": Centroids,
+    "vector": None,
+    "vector+mean": (0, False),
+    "vector+moments": (1, False),
+}
+
+
+def state_of(name, order=1):
+    """A state that remembers what the correction asks for, and no less than moments of the given order."""
+    correction, rows = corrections.get(name), torch.randn(B, HKV, 5, D)
+    values = rows[..., :DV]
+    moments = Moments.empty(B, HKV, D, DV, order=order, spread=correction.spread).add(rows, values)
+    parts = correction.empty(B, Shape(HKV, D, DV, 4), 40, rows.device)
+    return make_state(rows, values, torch.full((B, HKV), 5), moments=moments, parts=parts)
+
+
+def layout(name, tokens, heads=HKV, slope=False):
+    config = Config(get("keydiff"), Budget(tokens=tokens, sinks=1, recent=2), correction=corrections.get(name))
+    return layout_of(config, 0, heads, tokens, None, slope, Parallel())
+
+
+def test_all_are_known_by_name():
+    assert list(MIXED_IN) == NAMES and len(set(NAMES)) == len(NAMES)
+    for one in corrections.ALL:
+        assert corrections.get(one.name) is one
+        hash(one)  # frozen
+    assert corrections.get(True).name == "moments"
+    assert corrections.get(False) is corrections.get(None) is corrections.NONE
+
+
+def test_an_unknown_name_is_refused_with_all_there_are():
+    for bad in ("median", "", "Moments", 3):
+        with pytest.raises(FastKVError) as error:
+            corrections.get(bad)
+        assert str(error.value) == f"correction must be one of auto, {', '.join(NAMES)}, got {bad!r}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_mixed_in(name):
+    """Of a state that knows more than the correction reads, too; tensors are the state's own."""
+    state, wanted = state_of(name), MIXED_IN[name]
+    found = corrections.get(name).evicted(state)
+    assert make_spec(correction=name).evicted(state) is found or isinstance(found, Moments)
+    if wanted is None:
+        assert found is None
+    elif wanted is Centroids:
+        assert found is state.parts
+    else:
+        assert (found.order, found.spread is not None) == wanted
+        assert found.key_mean is state.moments.key_mean and found.count is state.moments.count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_remembered_besides_moments(name):
+    """Nothing, or centroids in a sixteenth of the bytes of the pairs that stay: no fewer than four of a head."""
+    correction, device = corrections.get(name), torch.device("cpu")
+    for tokens, itemsize in ((1, 2), (700, 2), (1000, 4)):
+        shape = Shape(HKV, D, DV, itemsize)
+        found = correction.empty(B, shape, tokens, device)
+        if name != "centroids":
+            assert found is None and correction.kind is None
+            continue
+        assert found.kind == correction.kind == "centroids" and not any(part.any() for part in found.tensors())
+        assert found.keys.shape == (B, HKV, found.num, D) and found.values.shape == (B, HKV, found.num, DV)
+        assert all(part.dtype == torch.float32 for part in found.tensors())
+        room = B * HKV * tokens * (D + DV) * itemsize / 16
+        one = found.nbytes() // found.num
+        assert found.nbytes() <= room < found.nbytes() + one or (found.num == 4 and room < 5 * one)
+
+
+@pytest.mark.parametrize("slope", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cost_is_what_the_state_holds(name, dtype, slope):
+    keys, values = torch.zeros(1, HKV, 0, D, dtype=dtype), torch.zeros(1, HKV, 0, DV, dtype=dtype)
+    price = cost(keys, values, lambda tokens: layout(name, tokens, slope=slope))
+    for tokens in (8, 64, 500, 1002):
+        assert price.spent(tokens) == layout(name, tokens, slope=slope).allocate(keys, values).nbytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_what_is_made_costs(name):
+    pairs = LayerCost(10.0, 7)
+    assert (corrections.get(name).cost(Shape(HKV, D, DV, 4), pairs) == pairs) == (name != "centroids")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_have_the_moments_that_are_read(name):
+    state = layout(name, 20).allocate(*torch.zeros(2, 1, HKV, 0, D))
+    correction = corrections.get(name)
+    assert state.moments.order == correction.order
+    assert (state.moments.spread is not None) == correction.spread == (name == "cosh")
+    assert (state.parts is not None) == (name == "centroids")
+    assert (state.approx is not None) == correction.key_only == name.startswith("vector")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_keys_take_the_room_of_a_pair(name):
+    correction = corrections.get(name)
+    for keep in (None, 0.1, 0.4, 0.9):
+        for tokens, reserved in ((1, 0), (20, 3), (21, 15), (100, 100)):
+            pairs, keys = correction.split(tokens, reserved, keep, [True, False, True])
+            assert pairs[1] == tokens and pairs[0] == pairs[2]
+            if not correction.key_only:
+                assert keys == () and pairs[0] == tokens
+                continue
+            keys = keys or (0, 0, 0)
+            assert keys[1] == 0 and keys[0] == keys[2] == 2 * (tokens - pairs[0])
+            assert pairs[0] >= min(max(reserved, 1), tokens)
+    assert correction.split(20, 3, None, [False, False]) == ((20, 20), ())
+    if correction.key_only:  # p_a = min(p_c / 2, (1 - p_c) / 2) of every prompt token (VECTOR, Sec. 4.3)
+        for keep in (0.25, 0.5, 0.75):
+            _, keys = correction.split(round(1000 * keep), 1, keep, [True])
+            assert keys == (2 * round(1000 * min((1 - keep) / 2, keep / 2)),)
+
+
+@pytest.mark.parametrize("known", [None, 0, 1])
+@pytest.mark.parametrize("order", [None, 0, 1])
+def test_reading_takes_what_is_known_up_to_an_order(order, known):
+    expected = "none" if order is None or known is None else ["mean", "moments"][min(order, known)]
+    assert corrections.reading(state_of("none", known), order).name == expected
+
+
+def test_reading_prefers_centroids():
+    for order in (None, 0, 1):
+        assert corrections.reading(state_of("centroids"), order) is corrections.get("centroids")
+
+
+def test_reading_moments_with_a_spread_has_the_cosh_mass():
+    state, q = state_of("cosh"), torch.randn(B, HKV, 2, D)
+    mass = corrections.reading(state, 1).evicted(state).log_mass(q, 0.3)
+    torch.testing.assert_close(mass, corrections.get("cosh").evicted(state).log_mass(q, 0.3), rtol=0, atol=0)
+    state.moments.spread = None
+    assert (mass > corrections.get("moments").evicted(state).log_mass(q, 0.3)).all()
