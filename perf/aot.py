@@ -6,17 +6,15 @@
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
 expected, needs more shared memory than the chip has, takes a ticket without a barrier before it, or has so few
-instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are those in `AOT`
-of each module in fastkv/kernels.
+instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are in
+`perf.variants`.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -28,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
-import fastkv.kernels
-from fastkv.kernels import Variant, stages
-from fastkv.kernels._launch import INTERPRET
+from fastkv.kernels._launch import INTERPRET, stages
+
+from .variants import AOT, Variant
 
 MAX_SPILL = 16  # bytes
 LEAST_CODE = 64  # instructions; the shortest kernel has 120, one that was compiled to nothing had 16
@@ -169,12 +167,10 @@ def check(variant: Variant, arch: str) -> bool:
 
 
 def variants(kernel: str | None) -> list[Variant]:
-    """The variants declared by every kernel module, or by one."""
-    modules = sorted(m.name for m in pkgutil.iter_modules(fastkv.kernels.__path__) if not m.name.startswith("_"))
-    if kernel is not None and kernel not in modules:
-        raise SystemExit(f"no kernel module named {kernel!r}; there are {', '.join(modules)}")
-    chosen = modules if kernel is None else [kernel]
-    return [v for name in chosen for v in importlib.import_module(f"fastkv.kernels.{name}").AOT]
+    """The variants of every kernel module, or of one."""
+    if kernel is not None and kernel not in AOT:
+        raise SystemExit(f"no kernel module named {kernel!r}; there are {', '.join(AOT)}")
+    return [v for name in AOT if kernel in (None, name) for v in AOT[name]]
 
 
 def sample(found: list[Variant]) -> list[Variant]:

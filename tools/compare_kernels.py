@@ -59,6 +59,14 @@ def code_of(variant: Any, chip: str, stages: Any) -> str:
     raise RuntimeError(f"none of {', '.join(TEXT)} among the stages {', '.join(passes)}")
 
 
+def variants_of(kernels: Any) -> list[Any]:
+    """All variants of the tree that is imported; until there was `perf.variants`, each kernel module had its own."""
+    if importlib.util.find_spec("perf.variants"):
+        return [v for some in importlib.import_module("perf.variants").AOT.values() for v in some]
+    names = [m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_")]
+    return [v for name in names for v in getattr(importlib.import_module(f"fastkv.kernels.{name}"), "AOT", ())]
+
+
 def write(file: Path, tree: Path, archs: list[str]) -> None:
     """Digests of all variants of a tree, added to what the file has."""
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # read when triton is imported
@@ -75,8 +83,7 @@ def write(file: Path, tree: Path, archs: list[str]) -> None:
         if hasattr(module, "stages")
     )
     found: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    names = [m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_")]
-    variants = [v for name in names for v in getattr(importlib.import_module(f"fastkv.kernels.{name}"), "AOT", ())]
+    variants = variants_of(kernels)
     wanted = [(v, chip) for v in variants for chip in archs if not v.arches or chip in v.arches]
     for number, (variant, chip) in enumerate(wanted, 1):
         key = f"{variant.kernel.__name__} | {variant.name} | {chip}"

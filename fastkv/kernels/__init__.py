@@ -6,7 +6,3 @@ slots of a head are), what launchers need through `_launch`. Nothing here is imp
 or on the CPU under Triton's interpreter. Every kernel reads lengths on the device, never synchronises with the host and
 writes every element of its outputs.
 """
-
-from ._launch import Variant, stages
-
-__all__ = ["Variant", "stages"]

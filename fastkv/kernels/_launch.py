@@ -1,10 +1,8 @@
-"""What launchers share: checks, sizes, the scratch of split kernels, and how a kernel is compiled ahead of time."""
+"""What launchers share: checks, sizes, the scratch of split kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,52 +14,8 @@ from ..reference import Centroids, LayerState
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 MAX_HEAD_DIM = 256
-CUDA_ARCHES, HIP_ARCHES = VENDORS = ("80", "90", "100"), ("gfx942",)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
 SMS = 132
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way a kernel is compiled, as data for `perf.aot`. A kernel module lists its own in `AOT`.
-
-    An argument in neither `types` nor `constants` is None (an absent tensor); INTERP is False.
-
-    Attributes:
-        types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
-        div16: integer arguments that are multiples of 16 (pointers always are).
-        wide: 16-byte loads are expected.  arches: where it is used, all if empty ("80", "90", "100", "gfx942").
-    """
-
-    name: str
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    div16: tuple[str, ...] = ()
-    num_warps: int = 4
-    num_stages: int = 3
-    wide: bool = True
-    arches: tuple[str, ...] = ()
-
-
-def variant(
-    name: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str] | None = None, *,
-    given: Mapping[str, Any] | None = None, even: tuple[str, ...] = ("stride_",), **options: Any,
-) -> Variant:  # fmt: skip
-    """A variant from tables of a whole module: what this kernel does not take is left out.
-
-    Args:
-        types: of arguments, where a pointer is not to fp32, a scale not fp32, another number not i32.
-        given: tensors that may be None, and whether they are there.  options: further attributes of the variant.
-        even: how the names of numbers that are multiples of 16 begin.
-    """
-    usual = {"scale": "fp32", "softcap": "fp32"} | dict(types or {})
-    absent = {"INTERP", *constants, *(n for n, there in (given or {}).items() if not there)}
-    names = [n for n in kernel.arg_names if n not in absent]
-    found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
-    used = {n: value for n, value in constants.items() if n in kernel.arg_names}
-    return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
 
 
 def pow2(number: int, least: int = 1) -> int:

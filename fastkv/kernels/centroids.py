@@ -21,7 +21,7 @@ from ..errors import FastKVError, check_groups
 from ..reference import Centroids
 from ._attention import LN2, _normalise
 from ._evicted import _centroid_partial
-from ._launch import INTERPRET, check_centroids, check_head_dim, pow2, variant
+from ._launch import INTERPRET, check_centroids, check_head_dim, pow2
 
 # padded head_dim: (rows, dimensions of a key at a time, warps)
 BLOCKS = {16: (64, 16, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (32, 32, 4)}
@@ -79,16 +79,3 @@ def centroid_attention(
             BLOCK_C=BLOCK_C, BLOCK_K=block_k, HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=warps,
         )  # fmt: skip
     return out, lse
-
-
-def _variant(dim: int, dtype: str = "bf16", capped: bool = False):
-    rows, block_k, warps = BLOCKS[pow2(dim, 16)]
-    constants = dict(
-        HEADS=8, G=4, D=dim, DV=dim, BLOCK_V=pow2(dim), BLOCK_M=rows, BLOCK_C=BLOCK_C, BLOCK_K=block_k, HAS_CAP=capped
-    )
-    name = f"centroids {dtype} D{dim}" + " cap" * capped
-    return variant(name, _centroid_kernel, constants, dict(q_ptr=f"*{dtype}"), num_warps=warps)
-
-
-AOT = [_variant(dim) for dim in (64, 80, 128, 256)]
-AOT += [_variant(128, "fp16", capped=True), _variant(128, "fp32"), _variant(256, capped=True)]

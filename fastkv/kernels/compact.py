@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
 from ._attention import _dot32, _store_spread
-from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, variant
+from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # per tile
@@ -390,36 +390,3 @@ def compact(
         keys, values, positions, k, v, new_positions, lists, tally, num, capacity, used, *strides,
         HEADS=heads, **shape, ROWS=ROWS,
     )  # fmt: skip
-
-
-_TYPES = {
-    **dict.fromkeys(("keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "slope_ptr"), "*bf16"),
-    **dict.fromkeys(("positions_ptr", "new_positions_ptr", "lists_ptr", "listed_ptr", "lengths_ptr"), "*i32"),
-    **dict.fromkeys(("tally_ptr", "count_ptr"), "*i64"),
-    **dict.fromkeys(("kept_ptr", "valid_ptr"), "*u8"),
-}
-
-
-def _variant(
-    name: str, kernel, dim: int, splits: int = 1, spread: bool = False, even=("N", "stride_k", "stride_v"), **launch
-):
-    constants = dict(
-        HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), ROWS=ROWS, COLUMNS=COLUMNS, BLOCK=PLAN, SPLITS=splits,
-        HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
-    )  # fmt: skip
-    given = dict(spread_ptr=spread, part_spread_ptr=spread)
-    return variant(name, kernel, constants, _TYPES, given=given, even=even, **launch)
-
-
-def _merging(kernel, dim: int, splits: int, spread: bool = False):
-    name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
-    launch = dict(num_warps=WARPS[pow2(dim, 64)], num_stages=2)
-    return _variant(name, kernel, dim, splits, spread, even=("stride_",), **launch)
-
-
-AOT = [_variant("compact plan D128", _plan_kernel, 128, num_stages=1)]
-AOT += [_variant(f"compact move D{dim}", _move_kernel, dim) for dim in (64, 80, 128, 256)]
-AOT += [_merging(_moments_kernel, dim, 1) for dim in (64, 80, 128, 256)]
-AOT += [_merging(_moments_kernel, 128, 4), _merging(_merge_kernel, 128, 4), _merging(_merge_kernel, 256, 4)]
-AOT += [_merging(_moments_kernel, dim, splits, True) for dim, splits in ((128, 1), (128, 4), (256, 1))]
-AOT += [_merging(_merge_kernel, 128, 4, True)]

@@ -36,11 +36,8 @@ from ._attention import (
 )
 from ._evicted import CENTROIDS, Terms, _evicted_partial
 from ._launch import (
-    DTYPES,
-    HIP_ARCHES,
     INTERPRET,
     MIN_ROWS,
-    VENDORS,
     Workspace,
     addressed,
     check_contiguous,
@@ -50,7 +47,6 @@ from ._launch import (
     on_hip,
     pow2,
     stages,
-    variant,
 )
 
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
@@ -239,55 +235,3 @@ def decode_step(
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted
-
-
-_TYPES = {
-    **dict.fromkeys(("lengths_ptr", "positions_ptr", "starts_ptr", "tickets_ptr"), "*i32"),
-    **dict.fromkeys(("count_ptr", "seen_ptr"), "*i64"),
-}
-
-
-def _variant(
-    head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
-    capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: bool = False,
-):  # fmt: skip
-    constants, num_warps, num_stages = _constants(
-        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, splits, order, spread, capped, arches == HIP_ARCHES
-    )
-    given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
-    given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
-    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
-    given |= dict(
-        matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value, attention_ptr=attention,
-        logits_ptr=attention, starts_ptr=ragged,
-    )  # fmt: skip
-    half = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
-    name = (
-        f"decode {dtype} D{head_dim} G{groups} splits {splits} "
-        + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
-        + (f" {matrix}" if order == 1 and matrix != dtype else "")
-        + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged
-    )  # fmt: skip
-    return variant(
-        name, _decode_attention_kernel, constants, _TYPES | half | dict(matrix_ptr=f"*{matrix}"),
-        given=given, even=() if ragged else ("slots", "pool"),
-        num_warps=num_warps, num_stages=num_stages, arches=arches,
-    )  # fmt: skip
-
-
-KINDS = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
-AOT = (
-    [_variant(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)]
-    + [_variant(128, s, o) for s in (1, 16) for o in (None, 0)]
-    + [_variant(d, s, 1, attention=True, capped=True) for d in (128, 256) for s in (1, 16)]
-    + [_variant(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS]
-    + [_variant(128, 32, 1, groups=16, attention=True), _variant(128, 8, 1, groups=3), _variant(128, 4, 1, groups=1)]
-    + [_variant(128, 4, 1, append=False), _variant(128, 4, 1, "fp16", "fp16")]
-    + [_variant(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))]
-    + [_variant(d, s, 1, attention=True, ragged=True) for d, s in KINDS]
-    + [_variant(d, s, 1, spread=True) for d, s in KINDS]
-    + [_variant(128, 16, 0, spread=True), _variant(128, 16, 1, spread=True, capped=True)]
-    + [_variant(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in KINDS]
-    + [_variant(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)]
-)

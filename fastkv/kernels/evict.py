@@ -24,18 +24,7 @@ from torch import Tensor
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
 from ._attention import _add_spread, _dot32, _holes, _load_rows, _move_rows, _some, _stretch
-from ._launch import (
-    HIP_ARCHES,
-    INTERPRET,
-    VENDORS,
-    Workspace,
-    addressed,
-    check_contiguous,
-    check_head_dim,
-    on_hip,
-    pow2,
-    variant,
-)
+from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_head_dim, on_hip, pow2
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
@@ -232,50 +221,3 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         moments.cross, moments.slope, moments.spread, scores, starts, found, found_slots, tickets, slots, width, drop,
         spec.sinks, spec.recent, candidates, **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip
-
-
-EVEN = ("slots", "width")  # multiples of 16 where heads are equal
-_TYPES = {
-    **dict.fromkeys(("positions_ptr", "lengths_ptr", "starts_ptr", "candidate_slots_ptr", "tickets_ptr"), "*i32"),
-    **dict.fromkeys(("seen_ptr", "count_ptr", "candidate_keys_ptr"), "*i64"),
-}
-
-
-def _variant(
-    head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False,
-):  # fmt: skip
-    constants, chunks, num_warps = _constants(8, slots, slots - tokens, head_dim, spread, arches == HIP_ARCHES)
-    given = dict(
-        key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
-        slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
-    )  # fmt: skip
-    name = f"evict {dtype} D{head_dim} slots {slots} drop {slots - tokens} order {order}" + " slope" * slope
-    return variant(
-        name + " ragged" * ragged + " spread 1" * spread, _evict_kernel, constants,
-        _TYPES | dict.fromkeys(("keys_ptr", "values_ptr", "slope_ptr"), f"*{dtype}"),
-        given=given, even=("candidates",) if ragged else (*EVEN, "candidates"), num_warps=num_warps, arches=arches,
-    )  # fmt: skip
-
-
-def _candidates(name: str, drop: int, ragged: bool = False):
-    constants = dict(HEADS=8, BLOCK_C=MAX_SCAN, R=drop)
-    options = dict(wide=False) if ragged else dict(even=EVEN)
-    return variant(
-        f"evict candidates {name}", _candidates_kernel, constants, _TYPES, given=dict(starts_ptr=ragged), **options
-    )
-
-
-AOT = (
-    [_variant(d, 1040, 1024) for d in (64, 80, 96, 128)]
-    + [_variant(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in VENDORS]
-    + [_variant(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)]
-    + [_variant(128, 144, 128), _variant(128, 2048, 1984), _variant(128, 16400, 16384)]
-    + [_variant(128, 544, 512, dtype=t) for t in ("bf16", "fp16", "fp32")]
-    + [_candidates("drop 16", 16), _candidates("drop 64", 64), _candidates("ragged", 64, True)]
-    + [_variant(d, 1040, 1024, ragged=True) for d in (64, 128)]
-    + [_variant(128, 16400, 16384, ragged=True), _variant(128, 1040, 1024, 0, slope=False, spread=True)]
-    + [_variant(d, 1040, 1024, spread=True) for d in (64, 128)]
-    + [_variant(256, 1040, 1024, arches=a, spread=True) for a in VENDORS]
-    + [_variant(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS]
-)

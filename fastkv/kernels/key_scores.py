@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference.geometry import check_metric
-from ._launch import check_head_dim, check_like, pow2, variant
+from ._launch import check_head_dim, check_like, pow2
 
 BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}  # rows per tile, by padded head_dim
 LEAST_ROWS = 512  # of a split
@@ -182,21 +182,3 @@ def manifold_scores(
     """
     check_metric(metric, window)
     return _scores(keys, metric, False, window, mask)
-
-
-_TYPES = dict(keys_ptr="*bf16", order_ptr="*i64", mask_ptr="*u8", lengths_ptr="*i64", counts_ptr="*i32")
-
-
-def _variant(kernel, dim: int, metric: str, real: str):
-    width = pow2(dim, 16)
-    flags = dict(
-        HEADS=8, D=dim, BD=width, BLOCK_N=BLOCK_N[width], SPLITS=4, HAS_ORDER=real == "order", HAS_MASK=real == "mask",
-        UNIT=metric == "unit", METRIC=METRICS.get(metric),
-    )  # fmt: skip
-    name = f"{kernel.__name__.strip('_')} D{dim} {metric} {real}"
-    return variant(name, kernel, flags, _TYPES, even=("N", "window", "rows_per_split", "stride_"))
-
-
-AOT = [_variant(_sum_kernel, dim, "unit", "mask") for dim in (64, 80, 128, 256)]
-AOT += [_variant(_score_kernel, dim, "keydiff", "mask") for dim in (64, 80, 128, 256)]
-AOT += [_variant(_sum_kernel, 128, "sum", "order"), _variant(_score_kernel, 128, "linf", "order")]

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import FastKVError
 from ..reference.geometry import RIDGE
 from ._attention import _dot, _dot32
-from ._launch import CUDA_ARCHES, HIP_ARCHES, INTERPRET, check_head_dim, check_like, on_hip, pow2, stages, variant
+from ._launch import INTERPRET, check_head_dim, check_like, on_hip, pow2, stages
 
 WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split
@@ -174,17 +174,3 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
     _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, **flags)
     return scores
-
-
-def _variant(kernel, dim: int, hip: bool):
-    tile, warps = _tile(pow2(dim), hip)
-    flags = dict(HEADS=8, D=dim, BD=pow2(dim), K=64, BK=64, BLOCK_N=tile, HAS_MASK=True, CENTRE=True)
-    types = dict(keys_ptr="*bf16", sketch_ptr="*bf16", mask_ptr="*u8", counts_ptr="*i32")
-    return variant(
-        f"leverage {kernel.__name__.strip('_')} D{dim}", kernel, flags, types, even=("N", "rows_per_split", "stride_"),
-        num_warps=warps, num_stages=2, arches=HIP_ARCHES if hip else CUDA_ARCHES,
-    )  # fmt: skip
-
-
-KERNELS = (_gram_kernel, _norm_kernel)
-AOT = [_variant(kernel, dim, hip) for hip in (False, True) for kernel in KERNELS for dim in (64, 80, 128, 256)]

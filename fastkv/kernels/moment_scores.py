@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ._attention import _dot, _dot32
-from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, stages, variant
+from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, stages
 
 BLOCKS = {64: (64, 32, 4), 128: (64, 32, 4), 256: (64, 32, 8)}  # padded head_dim -> slots, matrix rows, warps
 FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8)}
@@ -100,17 +100,3 @@ def moment_scores(
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(3),
     )  # fmt: skip
     return out
-
-
-def _variant(head_dim: int, matrix: str | None = "bf16", dtype: str = "bf16", attention: bool = True):
-    types = dict(keys_ptr=f"*{dtype}", values_ptr=f"*{dtype}", lengths_ptr="*i32", count_ptr="*i64")
-    constants, num_warps = _constants("fp32" in (matrix, dtype), head_dim)
-    given = dict(matrix_ptr=matrix, attention_ptr=attention)
-    name = f"moment_scores {dtype} D{head_dim} matrix {matrix}" + " attention" * attention
-    types |= dict(matrix_ptr=f"*{matrix}")
-    return variant(name, _moment_scores_kernel, constants, types, given=given, even=("slots",), num_warps=num_warps)
-
-
-AOT = [_variant(d) for d in (64, 80, 96, 128, 256)] + [_variant(d, "fp32") for d in (128, 256)]
-AOT += [_variant(128, None), _variant(128, attention=False)]
-AOT += [_variant(128, "fp16", "fp16"), _variant(128, "fp32", "fp32")]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ._attention import _dot, _logits2
-from ._launch import CUDA_ARCHES, INTERPRET, check_head_dim, check_like, pow2, stages, variant
+from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -193,23 +193,3 @@ def noncausal_attention_mass(
     _lse_kernel[(chunks * triton.cdiv(chunk, rows), batch * heads, groups)](*inputs, lse, *sizes, **flags)
     _column_kernel[(chunks * triton.cdiv(chunk, columns), batch * heads)](*inputs, lse, mass, *sizes, **flags)
     return mass
-
-
-_TYPES = dict(q_ptr="*bf16", keys_ptr="*bf16", order_ptr="*i64", count_ptr="*i64")
-
-
-def _variant(kernel, dim: int, ordered: bool = False):
-    rows, columns, warps = (SINGLE[pow2(dim)][0], 256, 8) if kernel is _single_kernel else DOUBLE[pow2(dim)]
-    flags = dict(
-        HEADS=8, G=4, D=dim, BD=pow2(dim), HAS_ORDER=ordered, HAS_CAP=False, BLOCK_M=rows, BLOCK_N=columns,
-        BLOCK_C=columns,
-    )  # fmt: skip
-    return variant(
-        f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}", kernel, flags, _TYPES,
-        even=("chunk", "N", "stride_"), num_warps=warps, num_stages=2,
-        arches=() if kernel is not _single_kernel or pow2(dim) * 256 <= _room(2, hip=True) else CUDA_ARCHES,
-    )  # fmt: skip
-
-
-AOT = [_variant(_single_kernel, dim) for dim in (64, 80, 128, 256)] + [_variant(_single_kernel, 128, True)]
-AOT += [_variant(kernel, dim) for kernel in (_lse_kernel, _column_kernel) for dim in (128, 256)]

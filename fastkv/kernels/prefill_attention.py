@@ -20,7 +20,7 @@ from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
 from ._attention import LN2, _dot, _logits2, _normalise, _softmax_update
 from ._evicted import Terms, _seed
-from ._launch import CUDA_ARCHES, HIP_ARCHES, INTERPRET, check_contiguous, check_head_dim, pow2, stages, variant
+from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, stages
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
@@ -148,26 +148,3 @@ def prefill_attention(
         HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=warps, num_stages=stages(depth),
     )  # fmt: skip
     return out, lse
-
-
-def _variant(dim: int, dtype="bf16", slope=True, order=1, groups=4, hip=False, spread=False):
-    rows, tile, warps, depth = BLOCKS[pow2(dim, 16)]
-    flags = dict(
-        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows,
-        BLOCK_N=CAP_TILE_HIP if hip else tile, SEED=SEED[pow2(dim)], ORDER=order, HAS_SLOPE=slope,
-        HAS_CAP=groups != 4, SPREAD=spread,
-    )  # fmt: skip
-    half = ("q_ptr", "keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "out_ptr", *("slope_ptr",) * slope)
-    types = dict.fromkeys(half, f"*{dtype}") | dict(lengths_ptr="*i32", new_valid_ptr="*u8", count_ptr="*i64")
-    name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
-    return variant(
-        name, _prefill_kernel, flags, types, given=dict(spread_ptr=spread), even=("slots", "stride_"),
-        num_warps=warps, num_stages=depth, arches=() if groups == 4 else HIP_ARCHES if hip else CUDA_ARCHES,
-    )  # fmt: skip
-
-
-AOT = [_variant(dim) for dim in (64, 80, 128, 256)]
-AOT += [_variant(128, slope=False), _variant(128, "fp16", slope=False), _variant(128, order=-1)]
-AOT += [_variant(128, "fp16", groups=7, hip=hip) for hip in (False, True)]
-AOT += [_variant(dim, spread=True) for dim in (64, 128, 256)]
-AOT += [_variant(128, slope=False, spread=True), _variant(128, order=0, spread=True)]

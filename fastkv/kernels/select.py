@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import check_like, pow2, variant
+from ._launch import check_like, pow2
 
 TILE = 8192  # candidates held in registers
 WARPS = {1024: 4, 2048: 8, 4096: 8, 8192: 16}  # by tile
@@ -190,18 +190,3 @@ def select(
         HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, num_warps=WARPS[block],
     )  # fmt: skip
     return kept, counts
-
-
-_TYPES = {
-    **dict.fromkeys(("positions_ptr", "key_ptr"), "*i32"),
-    **dict.fromkeys(("valid_ptr", "protected_ptr", "kept_ptr"), "*u8"),
-    **dict.fromkeys(("seen_ptr", "counts_ptr"), "*i64"),
-}
-AOT = [
-    variant(
-        f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}", _select_kernel,
-        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), _TYPES, even=("N",), num_warps=WARPS[block],
-        num_stages=1,
-    )
-    for block, single, mask in ((1024, True, True), (2048, True, False), (8192, True, True), (8192, False, False))
-]  # fmt: skip

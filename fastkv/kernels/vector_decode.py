@@ -39,11 +39,8 @@ from ._attention import (
 )
 from ._evicted import Terms, _moment_partial
 from ._launch import (
-    DTYPES,
-    HIP_ARCHES,
     INTERPRET,
     MIN_ROWS,
-    VENDORS,
     Workspace,
     addressed,
     check_contiguous,
@@ -53,7 +50,6 @@ from ._launch import (
     on_hip,
     pow2,
     stages,
-    variant,
 )
 
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
@@ -318,45 +314,3 @@ def vector_decode_step(
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted
-
-
-_TYPES = {
-    **dict.fromkeys(("lengths_ptr", "positions_ptr", "starts_ptr", "tickets_ptr"), "*i32"),
-    **dict.fromkeys(("approx_positions_ptr", "approx_lengths_ptr", "approx_starts_ptr"), "*i32"),
-    **dict.fromkeys(("count_ptr", "seen_ptr"), "*i64"),
-}
-
-
-def _variant(
-    head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
-    capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
-):  # fmt: skip
-    constants, num_warps, num_stages = _constants(
-        8, groups, head_dim, splits, splits, order, capped, DTYPES[dtype], DTYPES[matrix], arches == HIP_ARCHES
-    )
-    given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
-    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict(matrix_ptr=order == 1)
-    # where heads are unequal attention is usually collected, too
-    collected = ("starts_ptr", "approx_starts_ptr", "attention_ptr", "approx_attention_ptr", "logits_ptr")
-    given |= dict.fromkeys(collected, ragged)
-    half = ("q_ptr", "keys_ptr", "values_ptr", "approx_keys_ptr", "out_ptr", "k_ptr", "v_ptr")
-    types = _TYPES | dict.fromkeys(half, f"*{dtype}") | dict.fromkeys(("weight_ptr", "matrix_ptr"), f"*{matrix}")
-    name = (
-        f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
-        + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append + " ragged" * ragged
-    )  # fmt: skip
-    return variant(
-        name, _vector_decode_kernel, constants, types,
-        given=given, even=() if ragged else ("slots", "approx_slots", "pool", "approx_pool"),
-        num_warps=num_warps, num_stages=num_stages, arches=arches,
-    )  # fmt: skip
-
-
-AOT = (
-    [_variant(d, 8) for d in (64, 80, 96, 128, 256)]
-    + [_variant(128, s, o) for s in (1, 8) for o in (None, 0)]
-    + [_variant(d, 4, matrix="fp32", capped=True, arches=a) for d in (128, 256) for a in VENDORS]
-    + [_variant(128, 4, dtype="fp32", matrix="fp32")]
-    + [_variant(128, 1, groups=16, append=False), _variant(128, 8, dtype="fp16", matrix="fp16")]
-    + [_variant(d, 8, ragged=True) for d in (64, 128, 256)]
-)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import check_groups, check_shape
 from ._attention import LOG2E, _dot, _logits2
-from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages, variant
+from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (keys per tile, warps, stages)
 BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
@@ -216,22 +216,3 @@ def window_scores(
         *inputs, lse, shares, scores, scale, softcap or 1.0, num, length, *strides, **sizes, **launch
     )
     return scores
-
-
-_TYPES = dict(q_ptr="*bf16", keys_ptr="*bf16", query_valid_ptr="*u8", places_ptr="*i32", query_places_ptr="*i64")
-
-
-def _variant(kernel, dim: int, **change):
-    tile, warps, depth = BLOCKS[pow2(dim, 16)]
-    flags = dict(
-        HEADS=8, G=4, D=dim, BD=pow2(dim), ROWS=MAX_ROWS, BLOCK_N=tile, CAUSAL=True, HAS_PLACES=True, HAS_CAP=False,
-        HAS_MASS=True, HAS_QUERIES=True, QUERIES=32,
-    )  # fmt: skip
-    return variant(
-        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}", kernel, flags | change, _TYPES,
-        even=("N", "keys_per_split", "stride_"), num_warps=warps, num_stages=depth, wide=kernel is not _merge_kernel,
-    )  # fmt: skip
-
-
-AOT = [_variant(kernel, dim) for kernel in (_lse_kernel, _column_kernel) for dim in (64, 80, 128, 256)]
-AOT += [_variant(_lse_kernel, 128, HAS_CAP=True), _variant(_merge_kernel, 128)]
