@@ -62,14 +62,14 @@ def build_parser() -> Parser:
     kinds = calibrate.add_subparsers(title="what", dest="what", required=True, metavar="WHAT", parser_class=LazyParser)
     kinds.add_parser(
         "vector",
-        module=".calibration.fit.vector",
+        module=".calibration.fit_vector",
         help="maps from keys to values, for correction='vector'",
         description="Fit a linear map from keys to values for every KV head, and report its held-out R^2.",
         epilog="example: fastkv calibrate vector --model PATH --text corpus/ --out vector.safetensors",
     )
     kinds.add_parser(
         "context",
-        module=".calibration.fit.context",
+        module=".calibration.fit_context",
         help="how much of a prompt a quality needs, for Budget(quality=...)",
         description="Fit how the quality of answers falls with the share of the context that is kept, for each policy.",
         epilog="example: fastkv calibrate context --model PATH --policies keydiff,compactor --out calibration",

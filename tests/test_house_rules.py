@@ -33,20 +33,20 @@ ROOMS = [
     "cpu",
     "parallel",
     "rotary",
-    "state",
     "kernels",
     "ops",
+    "corrections",
     "policies",
     "calibration",
     "config",
     "cache",
     "integrations",
-    "alone",
     "module",
     "api",
     "demo",
     "evaluation",
-    "calibration.fit",  # the files of calibration are read by the core, and written by what measures with it
+    "calibration.fit_context",  # the core reads the files of calibration; what measures with it writes them
+    "calibration.fit_vector",
     "cli",
 ]
 

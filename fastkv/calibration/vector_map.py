@@ -19,8 +19,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..errors import FastKVError
-from .files import replace_file
-from .fingerprint import describe, fingerprint
+from .files import describe, fingerprint, replace_file
 
 HEADER = "fastkv.vector"  # the one metadata entry; its presence says what the file is
 VERSION = 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...cache.held_prompt import HeldPrompt
-from ...calibration.nll import context_nll
+from ...calibration.quality import context_nll
 from ...config import Config
 from ...errors import FastKVError
 from .cache import FastKVCache

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,63 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...errors import FastKVError
-from ...evaluation import common
-from ...evaluation.equal_bytes import is_full
-from ...rotary import Rotary
-from ..fingerprint import describe, fingerprint
-from ..vector_map import VectorMap, required_r2
-from .texts import sequences
+from ..demo.tasks import TASKS
+from ..errors import FastKVError
+from ..evaluation import common
+from ..evaluation.equal_bytes import is_full
+from ..rotary import Rotary
+from .files import describe, fingerprint
+from .vector_map import VectorMap, required_r2
 
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
 CUTOFF = 1e-10
 # Values that vary less than this share of their energy are constant up to rounding: there is nothing to explain.
 CONSTANT = 1e-12
+
+
+def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int) -> Iterator[Tensor]:
+    """Token ids of the text, [1, length] int64 each, until there are `tokens` of them or the text ends.
+
+    Documents are packed one after the other, as in pre-training, and cut into sequences; each starts with the
+    tokenizer's start token if it has the habit of adding one. The last, shorter rest is dropped.
+
+    Args: source: a file, a folder whose .txt and .md files are read in order of their paths, "-" for standard input, or
+        "demo" for the texts of `fastkv.demo.tasks`, drawn from seeds that neither its training nor its evaluation uses.
+    Raises: FastKVError if the text cannot be read, or if it is shorter than one sequence.
+    """
+    if length < 2 or tokens < length:
+        raise FastKVError(
+            f"calibration needs sequences of at least 2 tokens and at least one of them, got length {length} and "
+            f"{tokens} tokens; choose a larger number"
+        )
+    start = [] if tokenizer.bos_token_id not in tokenizer("").input_ids else [tokenizer.bos_token_id]
+    step = length - len(start)
+    waiting: list[int] = []
+    made = 0
+    for text in _generated(length) if source == common.DEMO else common.documents(source):
+        waiting += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        while len(waiting) >= step and made + length <= tokens:
+            yield torch.tensor([start + waiting[:step]])
+            waiting, made = waiting[step:], made + length
+        if made + length > tokens:
+            return
+    if not made:
+        raise FastKVError(
+            f"{source} has {len(waiting)} tokens, but expected at least one sequence of {length}; use more text or a "
+            "smaller length"
+        )
+
+
+def _generated(length: int) -> Iterator[str]:
+    """Texts of every task in turn, with their question and answer; negative seeds are nobody else's."""
+    if length < common.SHORTEST:
+        raise FastKVError(
+            f"generated texts have at least {common.SHORTEST} tokens, got length {length}; choose a larger one"
+        )
+    for index in count():
+        yield common.demo_text(TASKS[index % len(TASKS)], length, seed=-1 - index)
 
 
 class Sums:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ... import policies
-from ...api import patched
-from ...budget import Budget
-from ...demo.tasks import Sample
-from ...errors import FastKVError
-from ...evaluation import common, looks
-from ..fingerprint import describe, fingerprint
-from ..nll import context_nll
-from ..quality import QualityCurve, retained, save
-from .texts import TEXTS
+from .. import policies
+from ..api import patched
+from ..budget import Budget
+from ..demo.tasks import ADJECTIVES, NOUNS, PLACES, TASKS, TRANSITIVE, Sample, generate, max_questions
+from ..errors import FastKVError
+from ..evaluation import common, looks
+from .files import describe, fingerprint
+from .quality import QualityCurve, context_nll, retained, save
 
 PENALTY = 2.0
 STEEPEST = 50.0  # a curve beyond it is a step
@@ -34,6 +34,10 @@ LENGTHS = (256, 512, 1024)
 SINKS, RECENT = 4, 16
 FLOOR = 0.05  # nats per token below which an answer counts as certain
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of the NLL whose curves are drawn
+
+FILLERS = ("varied", "repeated", "random")
+QUESTIONS = 4  # at most, for each text; they share its compressed context
+FACT_EVERY, MOST_FACTS = 96, 48  # tokens of an English text for each fact; no adjective or noun is used twice
 
 
 class Triple(NamedTuple):
@@ -53,6 +57,72 @@ class Asked(NamedTuple):
     context: Tensor
     rests: Tensor
     answers: Tensor
+
+
+def demo_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
+    """A text of the bundled model's own language, about `length` tokens with one question and answer.
+
+    The tasks take turns; in every second round the filler is two sentences over and over, which are easy to predict.
+    """
+    task = TASKS[seed % len(TASKS)]
+    sample = generate(task, length, seed, min(QUESTIONS, max_questions(task, length)))
+    if seed // len(TASKS) % 2 == 0:
+        return sample
+    sentences = [f"{sentence} ." for sentence in sample.context.removesuffix(" .").split(" . ")]
+    stated = [_is_fact(sentence) for sentence in sentences]
+    filler = [sentence for sentence, fact in zip(sentences, stated) if not fact]
+    middle = len(filler) // 2
+    again = cycle(sorted(filler, key=len)[middle : middle + 2])  # of middle length, which keeps that of the text
+    words = " ".join(sentence if fact else next(again) for sentence, fact in zip(sentences, stated))
+    return Sample(words, sample.questions, sample.answers)
+
+
+def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
+    """Facts in English prose, about `length` tokens by this tokenizer, for any model.
+
+    Filler takes turns: `varied` sentences, two `repeated` ones, or log lines of `random` digits.
+    """
+    rng = random.Random(f"{length}/{seed}")
+    kind = FILLERS[seed % len(FILLERS)]
+    count = max(2, min(length // FACT_EVERY, MOST_FACTS))
+    owners = [f"{adjective} {noun}" for adjective, noun in zip(rng.sample(ADJECTIVES, count), rng.sample(NOUNS, count))]
+    codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
+    facts = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
+    again = cycle([_prose(rng), _prose(rng)])
+    filler = {"varied": lambda: _prose(rng), "repeated": lambda: next(again), "random": lambda: _log(rng)}[kind]
+
+    sentences = list(facts)
+    room = length - sum(_tokens(tokenizer, sentence) for sentence in facts)
+    while room > 0:
+        sentences.append(filler())
+        room -= _tokens(tokenizer, sentences[-1])
+    rng.shuffle(sentences)
+    asked = rng.sample(range(count), min(QUESTIONS, count))
+    questions = [f"Question: What is the access code of the {owners[one]}? Answer:" for one in asked]
+    return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
+
+
+TEXTS: dict[str, Callable[[PreTrainedTokenizerBase, int, int], Sample]] = {"demo": demo_text, "english": english_text}
+
+
+def _is_fact(sentence: str) -> bool:
+    """Whether a sentence of the bundled model's language states something that may be asked for."""
+    return sentence.startswith(("the code of", "the friend of", "the box of"))
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, sentence: str) -> int:
+    return len(tokenizer(f" {sentence}", add_special_tokens=False).input_ids)
+
+
+def _prose(rng: random.Random) -> str:
+    """A sentence that could stand in a story."""
+    who, what = (f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(2))
+    return f"{who.capitalize()} {rng.choice(TRANSITIVE)} {what} in the {rng.choice(PLACES)}."
+
+
+def _log(rng: random.Random) -> str:
+    """A line that nobody could predict."""
+    return f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
 
 
 @torch.no_grad()
