@@ -84,7 +84,7 @@ def build_parser() -> Parser:
     )
     commands.add_parser(
         "fidelity",
-        module=".evaluation.fidelity_run",
+        module=".evaluation.fidelity",
         help="how close every policy comes to the full cache on a text, at equal bytes",
         description="Compare attention outputs, evicted mass and next tokens of every policy and budget with the full "
         "cache, all at equal bytes. Writes fidelity.json and a picture.",

@@ -18,8 +18,7 @@ from fastkv import Budget, FastKVCache, FastKVError, reference
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
-from fastkv.evaluation.fidelity import compare, measure, read_full
-from fastkv.evaluation.fidelity_run import add_arguments, run
+from fastkv.evaluation.fidelity import add_arguments, compare, measure, read_full, run
 from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .models import build, policy, prompt

@@ -23,7 +23,7 @@ from ..api import patched
 from ..budget import Budget
 from ..demo.tasks import ADJECTIVES, NOUNS, PLACES, TASKS, TRANSITIVE, Sample, generate, max_questions
 from ..errors import FastKVError
-from ..evaluation import common, looks
+from ..evaluation import common
 from .files import describe, fingerprint
 from .quality import QualityCurve, context_nll, retained, save
 
@@ -288,7 +288,7 @@ def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate context`."""
     option = partial(common.option, parser)
-    common.add_model(parser)
+    common.add_model(parser, ".")
     common.add_policies(parser)
     option("--samples", 12, "texts of each length")
     option("--lengths", LENGTHS, "tokens of the texts")
@@ -299,19 +299,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that the file holds for whatever is asked"
     )
     parser.add_argument("--query-aware", action="store_true", help=aware)
-    common.add_out(parser, ".")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure and fit every policy, print alpha, beta and residual, and write context.json and context.png."""
-    console = looks.console_of()
+    console = common.console_of()
     common.check_some("policies", options.policies)
     for name in options.policies:
         policies.get(name)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     measured: dict[str, list[Triple]] = {}
-    with looks.progress(console) as progress:
+    with common.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
         for name in options.policies:
             progress.update(bar, description=name)
@@ -332,14 +331,12 @@ def run(options: argparse.Namespace) -> None:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
             f"triples {curve.triples}",
-            highlight=False,
         )
     file = options.out / "context.json"
     save(file, curves)
     write_plot([(curve, measured[curve.policy]) for curve in curves], options.out / "context.png")
     console.print(
         f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).",
-        highlight=False,
     )
 
 
@@ -367,7 +364,7 @@ def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Pa
     every = [triple.nll for _, triples in fitted for triple in triples]
     norm, colours = Normalize(min(every), max(every)), colormaps["viridis"]
     shares = torch.linspace(0, 1, 201, dtype=torch.float64)
-    figure = looks.figure(4.2 * len(fitted) + 1.0, 4.2)
+    figure = common.figure(4.2 * len(fitted) + 1.0, 4.2)
     axes = figure.subplots(1, len(fitted), sharey=True, squeeze=False)[0]
     for axis, (curve, triples) in zip(axes, fitted):
         keep, nll, quality = (list(column) for column in zip(*triples))
@@ -377,7 +374,7 @@ def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Pa
             axis.plot(shares, line, color=colours(norm(float(level))), label=f"NLL {level:.2f}", linewidth=2)
         axis.set_title(curve.policy, fontsize=11)
         axis.set_xlabel("share of the context kept")
-        looks.finish(axis, legend=True)
+        common.finish(axis, legend=True)
     axes[0].set_ylabel("quality: NLL ratio of the answers")
     axes[0].set_ylim(-0.02, 1.04)
     figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), label="NLL of the context, nats per token")

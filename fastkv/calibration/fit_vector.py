@@ -16,7 +16,6 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,13 +206,12 @@ def pre_rope_pairs(model: PreTrainedModel, rotary: Rotary, ids: Tensor) -> Itera
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate vector`."""
     option = partial(common.option, parser)
-    common.add_model(parser)
+    common.add_model(parser, "vector.safetensors", "file to write", "FILE")
     option("--text", common.DEMO, "a file, a folder of .txt and .md files, - for standard input, or demo", "PATH")
     option("--length", 2048, "tokens of a sequence")
     option("--tokens", 200_000, "tokens in all")
     edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
     option("--boundary", 1.0, edge, "S")
-    option("--out", Path("vector.safetensors"), "file to write", "FILE")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -231,11 +229,9 @@ def run(options: argparse.Namespace) -> None:
     console.print(
         f"{sum(usable)} of {len(usable)} heads exceed the threshold of {fitted.threshold:.2f} and may drop values; the "
         f"others evict plainly.\n{options.out} written, from {fitted.tokens:,} tokens. Use it:",
-        highlight=False,
     )
     console.print(
         f'  fastkv.patch(model, correction="vector", vector="{options.out}")',
-        highlight=False,
         soft_wrap=True,
         markup=False,
     )

@@ -18,7 +18,7 @@ from .. import Budget, FastKVError, patched, policies
 from ..demo import MODEL_DIR, policy_of
 from ..demo.measure import Measured, Questions, make_questions, measure, relative_error
 from ..demo.tasks import TASKS
-from . import common, looks
+from . import common
 from .equal_bytes import EVICT_EVERY, equal_bytes
 
 PREFILLS = ("whole", "context", "blocks")
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
     Raises: FastKVError if something cannot be compared, or if the directory cannot be written.
     """
-    started, console, settings = time.perf_counter(), looks.console_of(), settings_of(options)
+    started, console, settings = time.perf_counter(), common.console_of(), settings_of(options)
     if not (MODEL_DIR / "config.json").is_file():
         raise FastKVError(f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again")
     model, tokenizer = common.load(common.DEMO, device="cpu")
@@ -108,14 +108,14 @@ def run(options: argparse.Namespace) -> list[Row]:
     texts = settings.context, settings.samples, settings.seed
     rows = list(compare(model, [make_questions(tokenizer, task, *texts) for task in settings.tasks], settings, console))
     console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
-    console.print(explain(settings), highlight=False)
+    console.print(explain(settings))
     record = {"versions": common.versions(), "threads": torch.get_num_threads(), "settings": vars(settings)}
     common.write_json(settings.out / "demo.json", {**record, "rows": [asdict(row) for row in rows]})
     title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
     write_plot(rows, settings.out / "demo.png", title)
     seconds = time.perf_counter() - started
     files = f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'}"
-    console.print(f"{files} written; {seconds:.0f} s in all", highlight=False)
+    console.print(f"{files} written; {seconds:.0f} s in all")
     return rows
 
 
@@ -130,7 +130,7 @@ def compare(
         for budget in settings.budgets
         if prefill != "blocks" or not policy_of(policy).rereads
     ]
-    with looks.progress(console) as progress:
+    with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=1 + len(caches))
         full = [measure(model, questions, timed=place == 0) for place, questions in enumerate(asked)]
         yield summarise(("full", "whole", settings.context), asked, full, full)
@@ -180,7 +180,7 @@ def summarise(
 def table_of(rows: list[Row], tasks: Sequence[str], *, roomy: bool = True) -> Table:
     """The rows as a table; accuracy over all tasks and for each. It is 80 columns wide unless `roomy`."""
     numbers = ("budget", "kept", "right", *tasks, "KiB", "share", "tok/s", "error")
-    table = looks.table(("policy", "prefill"), numbers, padding=(0, int(roomy)))
+    table = common.table(("policy", "prefill"), numbers, padding=(0, int(roomy)))
     for before, row in zip([rows[0], *rows], rows):
         if (row.policy == "full", row.prefill) != (before.policy == "full", before.prefill):
             table.add_section()
@@ -221,22 +221,22 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     modes = list(dict.fromkeys(row.prefill for row in compressed))
     policies = list(dict.fromkeys(row.policy for row in compressed))
     sizes = sorted({row.budget: row.nbytes / 2**10 for row in compressed if row.policy == policies[-1]}.values())
-    figure = looks.figure(4.6 * len(modes) + 0.8, 7.4)
+    figure = common.figure(4.6 * len(modes) + 0.8, 7.4)
     axes = figure.subplots(2, len(modes), sharex=True, sharey="row", squeeze=False)
     for (accuracy, error), mode in zip(axes.T, modes):
         accuracy.set_title(TITLES.get(mode, f"prompt read in blocks of {mode} tokens"), fontsize=11)
-        accuracy.axhline(100 * full.accuracy, label="full cache", **looks.DASHED)
+        accuracy.axhline(100 * full.accuracy, label="full cache", **common.DASHED)
         for index, policy in enumerate(policies):
             line = sorted((r for r in compressed if (r.policy, r.prefill) == (policy, mode)), key=lambda r: r.nbytes)
-            style, x = looks.style(index), [row.nbytes / 2**10 for row in line]
+            style, x = common.style(index), [row.nbytes / 2**10 for row in line]
             accuracy.plot(x, [100 * row.accuracy for row in line], label=policy, **style)
             error.plot(x, [row.error for row in line], **style)
-        looks.ticks(error, sizes)
+        common.ticks(error, sizes)
         error.set_xlabel(f"cache, KiB per sequence (full cache: {full.nbytes / 2**10:.0f})")
         accuracy.set_ylim(-4, 104)
         error.set_ylim(0, 1.06 * max(row.error for row in compressed))
-        looks.finish(accuracy)
-        looks.finish(error)
+        common.finish(accuracy)
+        common.finish(error)
     axes[0][0].set_ylabel("answers right, %")
     axes[1][0].set_ylabel("attention output,\nmean relative error")
-    looks.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(modes))
+    common.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(modes))

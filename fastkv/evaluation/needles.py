@@ -30,9 +30,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..demo import tasks as demo
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
-from . import common, looks, ruler
-from .ruler.niah import KINDS
-from .ruler.text import Sample, Tokenizer, counter, scatter
+from . import common, ruler
+from .haystack import Sample, Tokenizer, counter, scatter
+from .ruler import KINDS
 
 TASKS = (*KINDS, *demo.TASKS)
 DEMO_TASK, TASK = "facts", "niah_single_2"  # of the bundled model, and of others
@@ -182,7 +182,7 @@ def placed(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int
 def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
     """Write the heat map as a PNG: lengths to the right, depths downwards, accuracy in every cell."""
     columns, rows = len(found.lengths), len(found.depths)
-    figure = looks.figure(2.6 + 0.8 * columns, 1.8 + 0.45 * rows)
+    figure = common.figure(2.6 + 0.8 * columns, 1.8 + 0.45 * rows)
     axis = figure.subplots()
     image = axis.imshow(found.accuracy, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     for row, marks in enumerate(found.accuracy):
@@ -211,7 +211,7 @@ def _statements(question: str, reply: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv needles`."""
     option = partial(common.option, parser)
-    common.add_model(parser)
+    common.add_model(parser, "fastkv-needles")
     task = (
         f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, which "
         "knows only the words of the last three)"
@@ -224,7 +224,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--seed", 0, "of the texts")
     haystack = "file or folder of .txt and .md files to hide needles in (default: generated)"
     parser.add_argument("--haystack", metavar="DIR", help=haystack)
-    common.add_out(parser, "fastkv-needles")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
@@ -233,7 +232,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     Raises: FastKVError if the model, the task, a policy, a budget, a length, a depth or the directory cannot be used,
         if the tokenizer does not know the words, or if the directory holds results of other settings.
     """
-    console = console or looks.console_of()
+    console = console or common.console_of()
     task = options.task or (DEMO_TASK if options.model == common.DEMO else TASK)
     shared = ("model", "samples", "seed", "haystack", "lengths", "depths")
     settings = {"task": task, **{name: getattr(options, name) for name in shared}}
@@ -245,7 +244,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         with common.fitted(model, one, options) as budget, torch.no_grad():
             common.check_bytes(one.name, model(start, use_cache=True).past_key_values, budget)
     rows, total = [], len(options.lengths) * len(options.depths) * options.samples
-    with looks.progress(console) as progress:
+    with common.progress(console) as progress:
         for one in plan:
             bar = progress.add_task(one.name, total=total)
             if one.record is None:
@@ -262,7 +261,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     console.print(
         f"Share of {task} needles found, {options.samples} texts for each length and depth; KiB is the largest cache "
         f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}",
-        highlight=False,
     )
     return rows
 
@@ -301,7 +299,7 @@ def measured(
 def table_of(rows: list[Row]) -> Table:
     """The rows as a table: bytes, and accuracy over all depths, of all lengths and of each."""
     lengths = rows[0].found.lengths
-    table = looks.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
+    table = common.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
     for row in rows:
         marks = [sum(column) / len(column) for column in zip(*row.found.accuracy)]
         means = [sum(marks) / len(marks), *marks]

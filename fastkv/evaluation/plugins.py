@@ -1,41 +1,62 @@
-"""FastKVLM: the model "fastkv" of lm-evaluation-harness, a transformers model with a compressed cache.
+"""What lm-evaluation-harness loads from fastkv: the model "fastkv" and the tasks of RULER.
 
-Generation goes through `model.generate` as in the harness's own model, in left-padded batches. Log-likelihoods need a
-choice, because the harness reads context and continuation in one forward, in which every token attends before anything
-is evicted, so that compression would never be seen:
+The model is a transformers model with a compressed cache. It generates as the harness's own model does, in left-padded
+batches. Log-likelihoods need a choice, because the harness reads context and continuation in one forward, in which
+every token attends before anything is evicted, so that compression would never be seen:
 
     stream   the whole text is read in blocks of `prefill_block` tokens, and every block attends to what is left of the
              blocks before it. The model is scored while it reads; also right for rolling perplexity.
     prefix   the context but its last token is read and compressed, then its last token and the continuation are scored
              on what is left. A continuation of one token, a letter of a multiple choice, is affected too.
 
-Neither changes a score while everything fits into the budget.
+Neither changes a score while everything fits into the budget. With several GPUs, `accelerate launch` starts one process
+for each, every process evaluates its share of the requests, and the harness gathers the answers; a model that needs
+several GPUs is spread over them by `parallelize=True`.
 
-Several GPUs, on one node or several: `accelerate launch` starts one process for each, every process evaluates its share
-of the requests with its own copy of the model, and the harness gathers the answers. A model that needs several GPUs is
-spread over them by `parallelize=True`.
+The tasks, fastkv_ruler_niah_single_1 and so on, are in `tasks/*.yaml`. They are not the harness's own "ruler", which
+need downloads. The group fastkv_ruler has the eleven that need no data, fastkv_ruler_qa the other two:
+
+    fastkv eval --model PATH --tasks fastkv_ruler --metadata max_seq_lengths=[4096,8192] num_samples=20
+
+What can be chosen is metadata, as for the harness's own tasks:
+
+    max_seq_lengths    tokens of prompt and answer, a number or a list (4096)
+    num_samples        texts of every length (100; the paper has 500)
+    seed               of the texts (0)
+    tokenizer          folder or name; by default that of the model
+    haystack           file or folder of .txt and .md files instead of generated essays
+    squad, hotpotqa    the files that fastkv_ruler_qa_1 and fastkv_ruler_qa_2 read
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import torch
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..api import patch, unpatch
 from ..budget import Budget
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from ..policies import Policy
-from .common import FULL, to_budget
+from . import ruler
+from .common import FOREIGN, FULL, first_line, to_budget, unknown_share
+from .haystack import Sample, Tokenizer
 
 MODES = ("auto", "stream", "prefix")
+SETTINGS = ("prefill_block", "evict_every", "correction", "mode", "vector")  # of `set_cache`
+PREFIX = "fastkv_ruler_"
+LENGTHS, SAMPLES = 4096, 100
 
 Request = tuple[Any, list[int], list[int]]  # what the harness calls it, tokens of the context and of the continuation
 Answer = tuple[float, bool]  # log-likelihood of the continuation, and whether greedy decoding would give it
@@ -66,17 +87,13 @@ class FastKVLM(HFLM):
         pretrained: Any,
         policy: str | Policy = "momentkv",
         budget: int | str | Budget = 1024,
-        prefill_block: int | None = None,
-        evict_every: int = 16,
-        correction: str | bool | None = "auto",
-        mode: str = "auto",
-        vector: str | Path | None = None,
         sinks: int = 4,
         recent: int = 32,
         layers: str | Sequence[float] = "uniform",
         heads: str = "uniform",
         **kwargs: Any,
     ) -> None:
+        settings = {name: kwargs.pop(name) for name in SETTINGS if name in kwargs}
         super().__init__(pretrained, **kwargs)
         if hasattr(self, "accelerator"):
             # The harness numbers processes within a node, and only where a node has several GPUs.
@@ -84,16 +101,7 @@ class FastKVLM(HFLM):
         adapted: Any = self.model
         self.patched: Any = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
         self.patched.register_forward_hook(self._measure)
-        shares = {"sinks": sinks, "recent": recent, "layers": layers, "heads": heads}
-        self.set_cache(
-            policy,
-            to_budget(budget, **shares),
-            prefill_block=prefill_block,
-            evict_every=evict_every,
-            correction=correction,
-            mode=mode,
-            vector=vector,
-        )
+        self.set_cache(policy, to_budget(budget, sinks=sinks, recent=recent, layers=layers, heads=heads), **settings)
 
     def set_cache(
         self,
@@ -198,3 +206,111 @@ class FastKVLM(HFLM):
             chosen = score[:length].gather(1, target[:, None])
             answers.append((float(chosen.sum()), bool((score[:length].argmax(-1) == target).all())))
         return answers
+
+
+class RulerTask(ConfigurableTask):
+    """One of the thirteen; the prompt is the text, greedy decoding answers, RULER's own metric marks.
+
+    Metrics: "score", the mean over all texts; with several lengths also "score_4096" and so on.
+
+    Args: config: of the harness: the name of the task, and the metadata above.
+    Raises: FastKVError for metadata that cannot be used, or a file that is missing.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        metadata = config.get("metadata") or {}
+        self.kind = config["task"].removeprefix(PREFIX)
+        self.lengths = whole_numbers("max_seq_lengths", metadata.get("max_seq_lengths", LENGTHS))
+        super().__init__(
+            config={
+                **{name: value for name, value in config.items() if name != "class"},
+                "output_type": "generate_until",
+                "test_split": "test",
+                "doc_to_text": "prompt",
+                "doc_to_target": "answers",
+                "num_fewshot": 0,
+                "metric_list": [
+                    {"metric": name, "aggregation": mean, "higher_is_better": True}
+                    for name in ("score", *(f"score_{length}" for length in self.lengths if len(self.lengths) > 1))
+                ],
+                "process_results": self.marks,
+                "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0},
+            }
+        )
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write the texts, which the harness would download, and leave as much room for an answer as they do."""
+        from datasets import Dataset
+
+        metadata = self.config.metadata or {}
+        (samples,) = whole_numbers("num_samples", metadata.get("num_samples", SAMPLES), most=1)
+        (seed,) = whole_numbers("seed", metadata.get("seed", 0), most=1, least=0)
+        tokenizer = tokenizer_of(metadata)
+        essays = self.kind in ruler.KINDS and ruler.KINDS[self.kind].haystack == "essay"
+        text = metadata.get("haystack") if essays else None
+        data = metadata.get(ruler.SOURCES[self.kind].option) if self.kind in ruler.SOURCES else None
+        rows = []
+        for length in self.lengths:
+            texts = written(self.kind, tokenizer, length, samples, seed, text, data)
+            rows += [{"prompt": one.prompt, "answers": one.answers, "length": length} for one in texts]
+        self.dataset = {"test": Dataset.from_list(rows)}
+        self.config.generation_kwargs["max_gen_toks"] = texts[0].tokens_to_generate
+
+    def marks(self, doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+        """The score of one answer, under the names of the metrics it counts for."""
+        mark = ruler.TASKS[self.kind].metric(results[0], tuple(doc["answers"]))
+        return {"score": mark, **({f"score_{doc['length']}": mark} if len(self.lengths) > 1 else {})}
+
+
+@lru_cache(maxsize=32)  # the harness loads a task anew for each cache it evaluates
+def written(
+    kind: str, tokenizer: Tokenizer, length: int, samples: int, seed: int, text: str | None, data: str | None
+) -> tuple[Sample, ...]:
+    """The texts of one length; a warning where the tokenizer does not know their words."""
+    indices = tqdm(range(samples), desc=f"writing {kind}, {length} tokens", leave=False)
+    found = tuple(ruler.generate(kind, tokenizer, length, seed, index, text=text, data=data) for index in indices)
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        unknown = unknown_share(tokenizer, tokenizer(found[0].prompt, verbose=False).input_ids)
+        if unknown > FOREIGN:
+            warnings.warn(
+                f"the tokenizer does not know {unknown:.0%} of the words of {kind}, so that its score means nothing; "
+                "the bundled model reads the tasks of fastkv needles and fastkv demo",
+                stacklevel=2,
+            )
+    return found
+
+
+@lru_cache(maxsize=4)
+def _loaded(name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise FastKVError(
+            f"cannot load a tokenizer from {name} ({first_line(error)}); name another with --metadata tokenizer=PATH"
+        ) from error
+
+
+def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that lengths are counted with: of the metadata, or of the model that is evaluated.
+
+    Raises: FastKVError if there is none.
+    """
+    given = metadata.get("tokenizer") or metadata.get("pretrained")
+    if given is None:
+        raise FastKVError(
+            "RULER needs a tokenizer to write texts of a length, got none; pass --metadata tokenizer=PATH or "
+            "--model_args pretrained=PATH"
+        )
+    return _loaded(given) if isinstance(given, str) else given
+
+
+def whole_numbers(name: str, value: Any, most: int | None = None, least: int = 1) -> tuple[int, ...]:
+    """One or several numbers of the metadata, each once. Raises FastKVError for anything else."""
+    numbers = tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else (value,)
+    whole = all(isinstance(one, int) and not isinstance(one, bool) and one >= least for one in numbers)
+    if not whole or not numbers or len(numbers) > (most or len(numbers)):
+        raise FastKVError(
+            f"metadata {name} must be {'a whole number' if most == 1 else 'whole numbers'} of at least {least}, got "
+            f"{value!r}; for example {name}={1024 if least else 0}"
+        )
+    return numbers

@@ -1,4 +1,4 @@
-"""What a RULER text is, what it hides things in, and how it gets its length: as many filler units as fit.
+"""What a text of RULER is, what it hides things in, and how it gets its length: as many filler units as fit.
 
 Filler is one line over and over, generated prose, or the user's own files, sentence by sentence.
 """
@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ...demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
-from ...errors import FastKVError
-from ..common import documents
+from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
+from ..errors import FastKVError
+from .common import documents
 
 T = TypeVar("T")
 
