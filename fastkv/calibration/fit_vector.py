@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -54,11 +53,19 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
             f"calibration needs sequences of at least 2 tokens and at least one of them, got length {length} and "
             f"{tokens} tokens; choose a larger number"
         )
-    start = [] if tokenizer.bos_token_id not in tokenizer("").input_ids else [tokenizer.bos_token_id]
+    if source != common.DEMO:
+        texts = common.documents(source)
+    elif length < common.SHORTEST:
+        raise FastKVError(
+            f"generated texts have at least {common.SHORTEST} tokens, got length {length}; choose a larger one"
+        )
+    else:  # of every task in turn; negative seeds are nobody else's
+        texts = (common.demo_text(TASKS[index % len(TASKS)], length, seed=-1 - index) for index in count())
+    start = common.start_of(tokenizer)
     step = length - len(start)
     waiting: list[int] = []
     made = 0
-    for text in _generated(length) if source == common.DEMO else common.documents(source):
+    for text in texts:
         waiting += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         while len(waiting) >= step and made + length <= tokens:
             yield torch.tensor([start + waiting[:step]])
@@ -70,16 +77,6 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
             f"{source} has {len(waiting)} tokens, but expected at least one sequence of {length}; use more text or a "
             "smaller length"
         )
-
-
-def _generated(length: int) -> Iterator[str]:
-    """Texts of every task in turn, with their question and answer; negative seeds are nobody else's."""
-    if length < common.SHORTEST:
-        raise FastKVError(
-            f"generated texts have at least {common.SHORTEST} tokens, got length {length}; choose a larger one"
-        )
-    for index in count():
-        yield common.demo_text(TASKS[index % len(TASKS)], length, seed=-1 - index)
 
 
 class Sums:
@@ -216,34 +213,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Fit, print R^2 of every head, write the file and say how to use it."""
-    console = Console()
+    console = Console(highlight=False)
     model, tokenizer = common.load(options.model)
     batches = sequences(options.text, tokenizer, options.length, options.tokens)
-    columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,} tokens"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as shown:
-        bar = shown.add_task("", total=options.tokens // options.length * options.length)
+    with common.progress(console) as shown:
+        bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
         fitted = fit(model, batches, boundary=options.boundary, progress=lambda n: shown.update(bar, completed=n))
     fitted.save(options.out)
     console.print(table_of(fitted))
     usable = [use for layer in fitted.weights for use in fitted.usable(layer)]
     console.print(
         f"{sum(usable)} of {len(usable)} heads exceed the threshold of {fitted.threshold:.2f} and may drop values; the "
-        f"others evict plainly.\n{options.out} written, from {fitted.tokens:,} tokens. Use it:",
+        f"others evict plainly.\n{options.out} written, from {fitted.tokens:,} tokens. Use it:"
     )
-    console.print(
-        f'  fastkv.patch(model, correction="vector", vector="{options.out}")',
-        soft_wrap=True,
-        markup=False,
-    )
+    use = f'  fastkv.patch(model, correction="vector", vector="{options.out}")'
+    console.print(use, soft_wrap=True, markup=False)
 
 
 def table_of(fitted: VectorMap) -> Table:
     """Held-out R^2, one row a layer and one column a KV head; heads that fall back to plain eviction say so."""
-    table = Table(title="held-out R² of values predicted from keys")
-    table.add_column("layer", justify="right")
-    for head in range(max(len(r2) for r2 in fitted.r2.values())):
-        table.add_column(f"head {head}", justify="right")
-    table.add_column("mean", justify="right")
+    heads = range(max(len(r2) for r2 in fitted.r2.values()))
+    table = Table(
+        "layer", *(f"head {head}" for head in heads), "mean", title="held-out R² of values predicted from keys"
+    )
+    for column in table.columns:
+        column.justify = "right"
     for layer, r2 in fitted.r2.items():
         cells = [f"{x:.3f}{'' if use else ' plain'}" for x, use in zip(r2.tolist(), fitted.usable(layer))]
         table.add_row(str(layer), *cells, f"{r2.mean():.3f}")

@@ -19,10 +19,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 TASKS: tuple[str, ...] = ("facts", "pairs", "hops")
 
@@ -151,29 +147,6 @@ def num_facts(task: str, length: int) -> int:
 def max_questions(task: str, length: int) -> int:
     """How many questions of `task` a text of `length` tokens can answer without asking for a fact twice."""
     return num_facts(task, length) // (2 if task == "pairs" else 1)
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word of `VOCABULARY`, `<bos>` in front; pads on the left."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {word: i for i, word in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", ids["<bos>"])]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=8192,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def _facts(rng: random.Random, count: int, paired: bool) -> tuple[list[str], list[str], list[str]]:
