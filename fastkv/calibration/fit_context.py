@@ -69,7 +69,7 @@ def demo_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sam
     if seed // len(TASKS) % 2 == 0:
         return sample
     sentences = [f"{sentence} ." for sentence in sample.context.removesuffix(" .").split(" . ")]
-    stated = [_is_fact(sentence) for sentence in sentences]
+    stated = [sentence.startswith(("the code of", "the friend of", "the box of")) for sentence in sentences]
     filler = [sentence for sentence, fact in zip(sentences, stated) if not fact]
     middle = len(filler) // 2
     again = cycle(sorted(filler, key=len)[middle : middle + 2])  # of middle length, which keeps that of the text
@@ -82,36 +82,28 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
 
     Filler takes turns: `varied` sentences, two `repeated` ones, or log lines of `random` digits.
     """
-    rng = random.Random(f"{length}/{seed}")
-    kind = FILLERS[seed % len(FILLERS)]
-    count = max(2, min(length // FACT_EVERY, MOST_FACTS))
-    owners = [f"{adjective} {noun}" for adjective, noun in zip(rng.sample(ADJECTIVES, count), rng.sample(NOUNS, count))]
-    codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
-    facts = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
-    again = cycle([_prose(rng), _prose(rng)])
-    filler = {"varied": lambda: _prose(rng), "repeated": lambda: next(again), "random": lambda: _log(rng)}[kind]
 
-    sentences = list(facts)
-    room = length - sum(_tokens(tokenizer, sentence) for sentence in facts)
+    def tokens(sentence: str) -> int:
+        return len(tokenizer(f" {sentence}", add_special_tokens=False).input_ids)
+
+    rng = random.Random(f"{length}/{seed}")
+    num = max(2, min(length // FACT_EVERY, MOST_FACTS))
+    owners = [f"{adjective} {noun}" for adjective, noun in zip(rng.sample(ADJECTIVES, num), rng.sample(NOUNS, num))]
+    codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
+    sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
+    again = cycle([_prose(rng), _prose(rng)])
+    filler = {"varied": lambda: _prose(rng), "repeated": lambda: next(again), "random": lambda: _log(rng)}
+    room = length - sum(map(tokens, sentences))
     while room > 0:
-        sentences.append(filler())
-        room -= _tokens(tokenizer, sentences[-1])
+        sentences.append(filler[FILLERS[seed % len(FILLERS)]]())
+        room -= tokens(sentences[-1])
     rng.shuffle(sentences)
-    asked = rng.sample(range(count), min(QUESTIONS, count))
+    asked = rng.sample(range(num), min(QUESTIONS, num))
     questions = [f"Question: What is the access code of the {owners[one]}? Answer:" for one in asked]
     return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
 
 
 TEXTS: dict[str, Callable[[PreTrainedTokenizerBase, int, int], Sample]] = {"demo": demo_text, "english": english_text}
-
-
-def _is_fact(sentence: str) -> bool:
-    """Whether a sentence of the bundled model's language states something that may be asked for."""
-    return sentence.startswith(("the code of", "the friend of", "the box of"))
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, sentence: str) -> int:
-    return len(tokenizer(f" {sentence}", add_special_tokens=False).input_ids)
 
 
 def _prose(rng: random.Random) -> str:
@@ -326,7 +318,11 @@ def run(options: argparse.Namespace) -> None:
                 progress=partial(progress.advance, bar),
             )
         progress.update(bar, description="measured")
-    curves = [_curve(name, triples, model.config, options) for name, triples in measured.items()]
+    shape, words, curves = fingerprint(model.config), describe(model.config), []
+    for name, triples in measured.items():
+        alpha, beta = fit(triples, options.penalty)
+        error, aware = residual(triples, alpha, beta), options.query_aware
+        curves.append(QualityCurve(alpha, beta, name, shape, words, len(triples), error, aware))
     for curve in curves:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
@@ -337,21 +333,6 @@ def run(options: argparse.Namespace) -> None:
     write_plot([(curve, measured[curve.policy]) for curve in curves], options.out / "context.png")
     console.print(
         f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).",
-    )
-
-
-def _curve(policy: str, triples: Sequence[Triple], config: Any, options: argparse.Namespace) -> QualityCurve:
-    """The fit to the triples of one policy, with what identifies it."""
-    alpha, beta = fit(triples, options.penalty)
-    return QualityCurve(
-        alpha=alpha,
-        beta=beta,
-        policy=policy,
-        fingerprint=fingerprint(config),
-        model=describe(config),
-        triples=len(triples),
-        residual=residual(triples, alpha, beta),
-        query_aware=options.query_aware,
     )
 
 

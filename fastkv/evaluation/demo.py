@@ -6,7 +6,9 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ QUICK = {"context": 512, "budgets": (64, 128), "policies": ("momentkv", "streami
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv demo`; those that are not given are `QUICK` or `DEFAULTS`."""
-    add = parser.add_argument
+    add = partial(parser.add_argument, default=argparse.SUPPRESS)
     add("--context", type=int, metavar="N", help="tokens of a prompt and its answer")
     add("--budgets", type=common.listed(int), metavar="N,...", help="sizes of the cache, tokens per KV head")
     add("--equal", choices=("bytes", "tokens"), help=common.EQUAL)
@@ -59,12 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, metavar="N", help="texts for each task")
     add("--seed", type=int, metavar="N", help="seed of the first text; the others follow it")
     add("--out", type=Path, metavar="DIR", help="where the files go (default: fastkv-demo)")
-    add("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
+    parser.add_argument("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
 
 
 def settings_of(options: argparse.Namespace) -> argparse.Namespace:
     """The options with all defaults. Raises FastKVError if something cannot be compared."""
-    given = {name: value for name, value in vars(options).items() if name in DEFAULTS and value is not None}
+    given = {name: value for name, value in vars(options).items() if name in DEFAULTS}
     chosen = argparse.Namespace(**{**DEFAULTS, **(QUICK if options.quick else {}), **given})
     for name, least in (("context", common.SHORTEST), ("samples", 1), ("blocks", 1)):
         if getattr(chosen, name) < least:
@@ -159,22 +161,12 @@ def summarise(
 ) -> Row:
     """One row from the measurements of a cache and of the full cache, one of each for every task."""
     right = {one.task: got.right.float().mean().item() for one, got in zip(asked, measured)}
+    kept, speed = measured[0].kept, measured[0].tokens_per_second
+    nbytes, whole = (max(one.nbytes for one in caches) for caches in (measured, full))
     errors = [relative_error(got.attention, exact.attention) for got, exact in zip(measured, full)]
-    speed, kept = measured[0].tokens_per_second, measured[0].kept
     assert speed is not None
-    policy, prefill, budget = name
-    return Row(
-        policy=policy,
-        prefill=prefill,
-        budget=budget,
-        kept=float(budget) if kept is None else kept,
-        accuracy=sum(right.values()) / len(right),
-        accuracy_of=right,
-        nbytes=max(got.nbytes for got in measured),
-        share=max(got.nbytes for got in measured) / max(exact.nbytes for exact in full),
-        tokens_per_second=speed,
-        error=sum(errors) / len(errors),
-    )
+    kept = float(name[2]) if kept is None else kept
+    return Row(*name, kept, fmean(right.values()), right, nbytes, nbytes / whole, speed, fmean(errors))
 
 
 def table_of(rows: list[Row], tasks: Sequence[str], *, roomy: bool = True) -> Table:
@@ -184,18 +176,10 @@ def table_of(rows: list[Row], tasks: Sequence[str], *, roomy: bool = True) -> Ta
     for before, row in zip([rows[0], *rows], rows):
         if (row.policy == "full", row.prefill) != (before.policy == "full", before.prefill):
             table.add_section()
-        table.add_row(
-            row.policy,
-            row.prefill,
-            str(row.budget),
-            f"{row.kept:.0f}",
-            f"{row.accuracy:.0%}",
-            *(f"{row.accuracy_of[task]:.0%}" for task in tasks),
-            f"{row.nbytes / 2**10:.0f}",
-            f"{row.share:.1%}",
-            f"{row.tokens_per_second:.0f}",
-            f"{row.error:.3f}",
-        )
+        accuracy = (f"{one:.0%}" for one in (row.accuracy, *(row.accuracy_of[task] for task in tasks)))
+        speed = f"{row.tokens_per_second:.0f}"
+        cells = (*accuracy, f"{row.nbytes / 2**10:.0f}", f"{row.share:.1%}", speed, f"{row.error:.3f}")
+        table.add_row(row.policy, row.prefill, str(row.budget), f"{row.kept:.0f}", *cells)
     return table
 
 

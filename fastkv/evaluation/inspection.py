@@ -472,18 +472,13 @@ def _about_length(report: Report) -> str:
     before, whole, windowed = report.mean("spread", 0), report.mean("spread"), report.mean("window_spread")
     if len(report.lengths) < LENGTHS:
         return f"{report.tokens} tokens are too few to see whether the centroid dilutes; try a longer --context."
-    seen = f"from {before:.3f} at {report.lengths[0]} tokens to {whole:.3f} at {report.tokens}"
+    seen = f"(spread from {before:.3f} at {report.lengths[0]} tokens to {whole:.3f} at {report.tokens})"
     if whole >= FALLING * before:
-        return f"Distances from the mean key do not even out with length (spread {seen}): no windows needed so far."
+        return f"Distances from the mean key do not even out with length {seen}: no windows needed so far."
+    said = f"Distances from the mean key even out with length {seen}"
     if windowed >= REGAINED * whole:
-        return (
-            f"Distances from the mean key even out with length (spread {seen}), less so in windows of {report.window} "
-            f"({windowed:.3f}): give manifold a window."
-        )
-    return (
-        f"Distances from the mean key even out with length (spread {seen}), in windows of {report.window} as well "
-        f"({windowed:.3f}): a window would not help manifold here."
-    )
+        return f"{said}, less so in windows of {report.window} ({windowed:.3f}): give manifold a window."
+    return f"{said}, in windows of {report.window} as well ({windowed:.3f}): a window would not help manifold here."
 
 
 def _about_leverage(report: Report) -> list[str]:

@@ -1,16 +1,7 @@
-"""Needle in a haystack: accuracy over the depth of the needle and the length of the text, as a table and a heat map.
-
-    fastkv needles --model PATH --policies keydiff --budgets 512 --lengths 1024,4096 --depths 0,0.5,1
-
-    from fastkv.evaluation import needles
-
-    with fastkv.patched(model, "keydiff", budget=512):
-        found = needles.grid(model, tokenizer, lengths=(1024, 4096), depths=(0, 0.5, 1), samples=10)
-    needles.write_plot(found, "keydiff.png", "KeyDiff, 512 tokens")
+"""`fastkv needles`: accuracy over the depth of a needle and the length of the text, as a table and heat maps.
 
 The tasks are RULER's needles, and those of `fastkv.demo.tasks` for the bundled model, whose tokenizer knows only the
-words of those. The command keeps a JSON file and a heat map of each finished cache in `--out`; given again, it goes on
-where it was interrupted.
+words of those. A JSON file and a heat map of each finished cache stay in `--out`; the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -31,7 +22,7 @@ from ..demo import tasks as demo
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from . import common, ruler
-from .haystack import Sample, Tokenizer, counter, scatter
+from .haystack import Sample, Tokenizer, check_depth, counter, scatter
 from .ruler import KINDS
 
 TASKS = (*KINDS, *demo.TASKS)
@@ -89,42 +80,35 @@ def grid(
 
     All depths of a length have the same texts but for the place of the needle, and so have all models.
 
-    Args:
-        task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called after each text.
-    Raises: FastKVError for an unknown task, a depth outside of 0 to 1, or no lengths, depths or samples.
+    Args: task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called after each text.
     """
     if not lengths or not depths or samples < 1:
         raise FastKVError(
             f"a grid needs at least one length, depth and sample, got {lengths}, {depths} and {samples}; add some"
         )
-    accuracy = []
-    for depth in depths:
-        row = []
-        for length in lengths:
-            marks = 0.0
-            for index in range(samples):
-                sample = needle(task, tokenizer, length, depth, seed, index, text)
-                marks += ruler.score(sample, answer(model, tokenizer, sample))
-                if progress is not None:
-                    progress()
-            row.append(marks / samples)
-        accuracy.append(tuple(row))
-    return Grid(task, tuple(lengths), tuple(depths), samples, seed, tuple(accuracy))
+
+    def found(depth: float, length: int, index: int) -> float:
+        sample = needle(task, tokenizer, length, depth, seed, index, text)
+        mark = ruler.score(sample, answer(model, tokenizer, sample))
+        if progress is not None:
+            progress()
+        return mark
+
+    accuracy = tuple(
+        tuple(sum(found(depth, length, index) for index in range(samples)) / samples for length in lengths)
+        for depth in depths
+    )
+    return Grid(task, tuple(lengths), tuple(depths), samples, seed, accuracy)
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
     """What greedy decoding writes behind the prompt, at most `sample.tokens_to_generate` tokens."""
-    inputs = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
+    read = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
     generate: Any = model.generate
-    written = generate(
-        input_ids=inputs.input_ids,
-        attention_mask=inputs.attention_mask,
-        max_new_tokens=sample.tokens_to_generate,
-        do_sample=False,
-        pad_token_id=padding,
-    )
-    return str(tokenizer.decode(written[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+    written = generate(**inputs, max_new_tokens=sample.tokens_to_generate, do_sample=False, pad_token_id=padding)
+    return str(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def needle(
@@ -147,36 +131,27 @@ def needle(
 
 
 def placed(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int) -> Sample:
-    """A text of the bundled model's language whose asked fact (all its statements) is at `depth`, 0 to 1.
+    """A text of `fastkv.demo.tasks.generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
 
-    It is `fastkv.demo.tasks.generate(task, length, seed)` with those statements moved: the same words, exactly `length`
-    tokens with the answer.
-    Raises: FastKVError for a depth outside of 0 to 1, a length too short, or a tokenizer of another language.
+    It has the same words, exactly `length` tokens with the answer.
     """
-    if not 0 <= depth <= 1:
-        raise FastKVError(f"the depth of a needle must be from 0 to 1, got {depth}; pass a share of the text")
+    check_depth(depth)
     try:
         told = demo.generate(task, length, seed)
     except ValueError as error:
         raise FastKVError(f"{task} cannot be written: {error}") from error
     question, reply = told.questions[0], told.answers[0]
     asked = _statements(question, reply)
-    rest = [sentence for sentence in _sentences(told.context) if sentence not in asked]
+    sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
+    rest = [sentence for sentence in sentences if sentence not in asked]
     context = " ".join(scatter(rest, asked, [depth] * len(asked)))
     prompt, tokens = f"{context} {question}", len(reply.split())
     if counter(tokenizer)(prompt) + tokens != length:
         raise FastKVError(
             f"{task} is for the tokenizer of the bundled model, got one with other tokens; choose a niah task instead"
         )
-    return Sample(
-        task=task,
-        prompt=prompt,
-        context=context,
-        question=question,
-        answers=(reply.removesuffix(" ."),),
-        tokens_to_generate=tokens,
-        metadata={"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)},
-    )
+    metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
+    return Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
 
 
 def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
@@ -191,15 +166,10 @@ def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
             axis.text(column, row, f"{mark:.0%}", ha="center", va="center", fontsize=8, color=colour)
     axis.set_xticks(range(columns), [f"{length:,}" for length in found.lengths])
     axis.set_yticks(range(rows), [f"{depth:.0%}" for depth in found.depths])
-    axis.set_xlabel("tokens of text, question and answer")
-    axis.set_ylabel("depth of the needle")
+    axis.set(xlabel="tokens of text, question and answer", ylabel="depth of the needle")
     axis.set_title(title or found.task, fontsize=11)
     figure.colorbar(image, ax=axis, label=f"accuracy, {found.samples} texts a cell")
     figure.savefig(path)
-
-
-def _sentences(context: str) -> list[str]:
-    return [f"{sentence} ." for sentence in context.removesuffix(" .").split(" . ")]
 
 
 def _statements(question: str, reply: str) -> list[str]:
@@ -227,11 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Measure the full cache and every cache that has no file yet, and print the table.
-
-    Raises: FastKVError if the model, the task, a policy, a budget, a length, a depth or the directory cannot be used,
-        if the tokenizer does not know the words, or if the directory holds results of other settings.
-    """
+    """Measure the full cache and every cache that has no file yet, and print the table."""
     console = console or common.console_of()
     task = options.task or (DEMO_TASK if options.model == common.DEMO else TASK)
     shared = ("model", "samples", "seed", "haystack", "lengths", "depths")

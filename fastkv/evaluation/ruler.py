@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import chain, cycle, islice, repeat
+from itertools import chain, count, cycle, islice, repeat
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from .haystack import (
     Sample,
     Tokenizer,
     Units,
+    check_depth,
     counter,
     drafted,
     from_files,
@@ -101,10 +102,7 @@ KINDS = {
 
 
 def niah(request: Request) -> Draft:
-    """Needles at random depths, those asked for at `request.depth` if it is given; keys and values are all different.
-
-    Raises: FastKVError for a depth outside of 0 to 1.
-    """
+    """Needles at random depths, those asked for at `request.depth` if it is given; keys and values all differ."""
     kind, rng = KINDS[request.task], request.rng()
     keys = _different(kind.keys, rng, kind.num_keys)
     values = _different(kind.values, rng, kind.num_keys * kind.num_values)
@@ -114,10 +112,7 @@ def niah(request: Request) -> Draft:
     needles = [_needle(kind, key, value) for key, value in pairs]
     depths = [place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), len(needles))]
     if request.depth is not None:
-        if not 0 <= request.depth <= 1:
-            raise FastKVError(
-                f"the depth of a needle must be from 0 to 1, got {request.depth}; pass a share of the text"
-            )
+        check_depth(request.depth)
         depths = [request.depth if key in asked else depth for depth, (key, _) in zip(depths, pairs)]
 
     filler = Units(_filler(kind, request, {*keys, *values}))
@@ -168,43 +163,32 @@ def _filler(kind: Kind, request: Request, taken: set[str]) -> Iterator[str]:
     if kind.haystack == "noise":
         return repeat(NOISE)
     if kind.haystack == "needles":
-        return _distractors(kind, rng, taken)
+        pairs = ((MAKE[kind.keys](rng), MAKE[kind.values](rng)) for _ in count())
+        return (_needle(kind, *pair) for pair in pairs if not taken.intersection(pair))
     return prose(rng) if request.text is None else from_files(request.text, rng)
 
 
-def _distractors(kind: Kind, rng: random.Random, taken: set[str]) -> Iterator[str]:
-    """Needles without end whose keys and values are not `taken`."""
+def _drawn(kind: str, rng: random.Random) -> Iterator[str]:
+    """Different keys, values, variables or coded words without end."""
+    taken: set[str] = set()
     while True:
-        key, value = MAKE[kind.keys](rng), MAKE[kind.values](rng)
-        if key not in taken and value not in taken:
-            yield _needle(kind, key, value)
+        word = MAKE[kind](rng)
+        if word not in taken:
+            taken.add(word)
+            yield word
 
 
 def _different(kind: str, rng: random.Random, number: int) -> list[str]:
-    """`number` different keys, values or variables, in the order in which they were drawn."""
-    drawn: dict[str, None] = {}
-    while len(drawn) < number:
-        drawn[MAKE[kind](rng)] = None
-    return list(drawn)
+    return list(islice(_drawn(kind, rng), number))
 
 
-def _words(rng: random.Random) -> str:
-    return f"{rng.choice((*ADJECTIVES, *KEY_FIRST))}-{rng.choice((*NOUNS, *KEY_SECOND))}"
-
-
-def _number(rng: random.Random) -> str:
-    return str(rng.randrange(10**6, 10**7))
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-def _variable(rng: random.Random) -> str:
-    return "".join(rng.choices(ascii_uppercase, k=NAME))
-
-
-MAKE = {"words": _words, "numbers": _number, "uuids": _uuid, "variables": _variable}
+MAKE: dict[str, Callable[[random.Random], str]] = {
+    "words": lambda rng: f"{rng.choice((*ADJECTIVES, *KEY_FIRST))}-{rng.choice((*NOUNS, *KEY_SECOND))}",
+    "numbers": lambda rng: str(rng.randrange(10**6, 10**7)),
+    "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+    "variables": lambda rng: "".join(rng.choices(ascii_uppercase, k=NAME)),
+    "codes": lambda rng: "".join(rng.choices(ascii_lowercase, k=LETTERS)),
+}
 
 
 def _statements(names: Sequence[str], value: int) -> list[str]:
@@ -274,7 +258,7 @@ def frequent_words(request: Request) -> Draft:
     A unit is one word. There is a word for every 50 tokens of the length, as in RULER.
     """
     rng = request.rng()
-    words = [DOTS, *islice(_coded(rng), max(ASKED + 1, request.length // 50))]
+    words = [DOTS, *islice(_drawn("codes", rng), max(ASKED + 1, request.length // 50))]
     ranks, order = Units(_zeta(len(words))), Units(iter(rng.random, None))
 
     def write(units: int) -> tuple[str, dict[str, Any]]:
@@ -303,7 +287,7 @@ def _vocabulary(rng: random.Random, number: int) -> Iterator[str]:
     A list takes no more than those, so its common words are no more English than the others: only counting finds them.
     """
     english = set(english_words())
-    coded = (word for word in _coded(rng) if not english & {word[1:], word[:-1], word})
+    coded = (word for word in _drawn("codes", rng) if not english & {word[1:], word[:-1], word})
     pool = [*english_words(), *islice(coded, max(0, number - len(english)))]
     rng.shuffle(pool)
     return chain(pool, coded)
@@ -315,16 +299,6 @@ def english_words() -> tuple[str, ...]:
     every = {*ADJECTIVES, *ADVERBS, *INTRANSITIVE, *KEY_FIRST, *KEY_SECOND, *NOUNS, *PLACES, *TRANSITIVE}
     words = sorted(word for word in every if len(word) >= SHORTEST)
     return tuple(word for word in words if not any(other in word for other in words if other != word))
-
-
-def _coded(rng: random.Random) -> Iterator[str]:
-    """Different random words of `LETTERS` letters without end."""
-    taken: set[str] = set()
-    while True:
-        word = "".join(rng.choices(ascii_lowercase, k=LETTERS))
-        if word not in taken:
-            taken.add(word)
-            yield word
 
 
 def _zeta(words: int) -> Iterator[int]:
@@ -374,7 +348,6 @@ def questions_on_documents(request: Request) -> Draft:
     """Documents in random order: those the answer needs, then others of the same article, then any, repeated at need.
 
     The question is one of the file's, in an order that depends on the seed only, whatever the length.
-    Raises: FastKVError if the file is missing or something else, saying where to get it.
     """
     paragraphs, questions = _load(request.task, request.data)
     order = list(range(len(questions)))
@@ -459,22 +432,17 @@ def string_match_all(prediction: str, answers: Sequence[str]) -> float:
 
     Case does not matter, and control characters separate words. Raises: FastKVError without a reference string.
     """
-    found = _found(prediction, answers)
-    return sum(found) / len(found)
-
-
-def string_match_part(prediction: str, answers: Sequence[str]) -> float:
-    """1 if any of the reference strings, which say the same, occurs in the prediction, else 0; otherwise as above."""
-    return float(any(_found(prediction, answers)))
-
-
-def _found(prediction: str, answers: Sequence[str]) -> list[bool]:
     if isinstance(answers, str) or not answers:
         raise FastKVError(
             f"a prediction is marked with a sequence of at least one answer, got {answers!r}; pass a tuple"
         )
     text = CONTROL.sub("\n", prediction).lower()
-    return [answer.lower() in text for answer in answers]
+    return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def string_match_part(prediction: str, answers: Sequence[str]) -> float:
+    """1 if any of the reference strings, which say the same, occurs in the prediction, else 0; otherwise as above."""
+    return float(string_match_all(prediction, answers) > 0)
 
 
 @dataclass(frozen=True)
