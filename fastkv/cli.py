@@ -34,49 +34,56 @@ class LazyParser(Parser):
         return super().parse_known_args(args, namespace)
 
 
-COMMANDS = {  # name: module, what it does, example
-    "demo": (
-        ".evaluation.demo",
-        "ask the bundled model questions over long generated texts, with the full cache and with compressed caches of "
-        "every policy; prints a table and writes demo.json and demo.png",
-        "--context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
+COMMANDS: dict[str, dict[str, str]] = {
+    "demo": dict(
+        module=".evaluation.demo",
+        help="ask the bundled model questions over long generated texts, with the full cache and with compressed caches "
+        "of every policy; prints a table and writes demo.json and demo.png",
+        epilog="--context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
     ),
-    "calibrate": ("", "fit what VECTOR and quality budgets need to know of a model, and write it to a file", ""),
-    "calibrate vector": (
-        ".calibration.fit_vector",
-        "fit a linear map from keys to values for every KV head, for correction='vector', and report its held-out R^2",
-        "--model PATH --text corpus/ --out vector.safetensors",
+    "calibrate": dict(
+        help="fit what VECTOR and quality budgets need to know of a model, and write it to a file",
+        epilog="vector --model PATH --text corpus/ --out vector.safetensors",
     ),
-    "calibrate context": (
-        ".calibration.fit_context",
-        "fit how the quality of answers falls with the share of a prompt that is kept, for Budget(quality=...)",
-        "--model PATH --policies keydiff,compactor --out calibration",
+    "calibrate vector": dict(
+        module=".calibration.fit_vector",
+        help="fit a linear map from keys to values for every KV head, for correction='vector', and report its held-out "
+        "R^2",
+        epilog="--model PATH --text corpus/ --out vector.safetensors",
     ),
-    "inspect": (
-        ".evaluation.inspection",
-        "measure the keys and values a model makes of a text, and say which policy that suits; writes inspect.json and "
-        "inspect.png",
-        "--model demo --text demo --context 2048 --out inspection",
+    "calibrate context": dict(
+        module=".calibration.fit_context",
+        help="fit how the quality of answers falls with the share of a prompt that is kept, for Budget(quality=...)",
+        epilog="--model PATH --policies keydiff,compactor --out calibration",
     ),
-    "fidelity": (
-        ".evaluation.fidelity",
-        "compare attention outputs, evicted mass and next tokens of every policy and budget with the full cache, all "
-        "at equal bytes; writes fidelity.json and a picture",
-        "--model demo --budgets 128,256 --seeds 5 --out fidelity",
+    "inspect": dict(
+        module=".evaluation.inspection",
+        help="measure the keys and values a model makes of a text, and say which policy that suits; writes inspect.json "
+        "and inspect.png",
+        epilog="--model demo --text demo --context 2048 --out inspection",
     ),
-    "needles": (
-        ".evaluation.needles",
-        "hide a needle at every depth of texts of every length and ask for it, with the full cache and with every "
+    "fidelity": dict(
+        module=".evaluation.fidelity",
+        help="compare attention outputs, evicted mass and next tokens of every policy and budget with the full cache, "
+        "all at equal bytes; writes fidelity.json and a picture",
+        epilog="--model demo --budgets 128,256 --seeds 5 --out fidelity",
+    ),
+    "needles": dict(
+        module=".evaluation.needles",
+        help="hide a needle at every depth of texts of every length and ask for it, with the full cache and with every "
         "policy and budget; writes a JSON file and a heat map for each, and skips what is finished the next time",
-        "--model PATH --policies keydiff,snapkv --budgets 256 --lengths 4096,16384",
+        epilog="--model PATH --policies keydiff,snapkv --budgets 256 --lengths 4096,16384",
     ),
-    "eval": (
-        ".evaluation.harness",
-        "run lm-evaluation-harness tasks with the full cache and with every policy and budget; what is finished is "
+    "eval": dict(
+        module=".evaluation.harness",
+        help="run lm-evaluation-harness tasks with the full cache and with every policy and budget; what is finished is "
         "kept and skipped the next time; needs pip install fastkv[eval]",
-        "--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
+        epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
     ),
-    "doctor": ("", "print versions, devices, backends and attention implementations, and why one is not available", ""),
+    "doctor": dict(
+        help="print versions, devices, backends and attention implementations, and why one is not available",
+        epilog="",
+    ),
 }
 
 
@@ -88,14 +95,12 @@ def build_parser() -> Parser:
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=LazyParser
     )
     groups = {"": commands}
-    for name, (module, does, example) in COMMANDS.items():
+    for name, command in COMMANDS.items():
         group, _, last = name.rpartition(" ")
-        shown = f"example: fastkv {name} {example}".rstrip()
-        made = groups[group].add_parser(
-            last, module=module, help=does, description=f"{does[0].upper()}{does[1:]}.", epilog=shown
-        )
+        about = f"{command['help'][0].upper()}{command['help'][1:]}."
+        example = f"example: fastkv {name} {command['epilog']}".rstrip()
+        made = groups[group].add_parser(last, **{**command, "description": about, "epilog": example})
         if name == "calibrate":
-            made.epilog = "example: fastkv calibrate vector --model PATH --text corpus/ --out vector.safetensors"
             groups[name] = made.add_subparsers(
                 title="what", dest="what", required=True, metavar="WHAT", parser_class=LazyParser
             )

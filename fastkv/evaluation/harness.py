@@ -111,11 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Evaluate every cache that has no file yet, print the table, and write results.json and results.png.
-
-    Raises: FastKVError if the harness, a task, its dataset, the model, a policy, a budget or the directory cannot be
-        used, or if the directory holds results of other settings.
-    """
+    """Evaluate every cache that has no file yet, print the table, and write results.json and results.png."""
     check_harness()
     tasks = list(common.listed()(options.tasks))
     common.check_some("tasks", tasks)
@@ -153,7 +149,15 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
             rows.append(row)
     lm.set_cache(common.FULL)
     if lm.rank == 0:
-        report(rows, plan[0].settings, options, console)
+        used = {**common.versions(), "lm_eval": importlib.metadata.version("lm_eval")}
+        record = {"versions": used, "settings": plan[0].settings, "rows": [asdict(row) for row in rows]}
+        common.write_json(options.out / "results.json", record)
+        write_plot(rows, options.out / "results.png", f"{options.model}: score over cache size")
+        console.print(table_of(rows))
+        console.print(
+            "KiB is the largest cache of one sequence, everything counted; share: of the full cache.\n"
+            f"{options.out / 'results.png'} and {options.out / 'results.json'} written",
+        )
     return rows
 
 
@@ -220,19 +224,6 @@ def evaluate(
     return row, {name: results[name] for name in KEPT if name in results}
 
 
-def report(rows: list[Row], settings: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
-    """Print the table and write results.json and results.png."""
-    used = {**common.versions(), "lm_eval": importlib.metadata.version("lm_eval")}
-    record = {"versions": used, "settings": settings, "rows": [asdict(row) for row in rows]}
-    common.write_json(options.out / "results.json", record)
-    write_plot(rows, options.out / "results.png", f"{options.model}: score over cache size")
-    console.print(table_of(rows))
-    console.print(
-        "KiB is the largest cache of one sequence, everything counted; share: of the full cache.\n"
-        f"{options.out / 'results.png'} and {options.out / 'results.json'} written",
-    )
-
-
 def table_of(rows: Sequence[Row]) -> Table:
     """The rows as a table: bytes, share of the full cache, first metric of each task with its standard error."""
     tasks, titles = list(rows[0].scores), []
@@ -243,13 +234,9 @@ def table_of(rows: Sequence[Row]) -> Table:
     table = common.table(("policy",), ("budget", "KiB", "share", *titles))
     for row in rows:
         firsts = [row.scores[task][0] for task in tasks]
-        table.add_row(
-            row.policy,
-            row.budget,
-            f"{row.nbytes / 2**10:.0f}",
-            f"{row.nbytes / rows[0].nbytes:.1%}",
-            *(f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}") for one in firsts),
-        )
+        marks = (f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}") for one in firsts)
+        share = f"{row.nbytes / rows[0].nbytes:.1%}"
+        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", share, *marks)
     return table
 
 
@@ -322,26 +309,19 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
 
 
 def culprit(manager: Any, task: str) -> str:
-    """The first task of a group or tag that cannot be loaded, or the task itself."""
-    for name in members(manager.task_index.get(task)):
+    """The first task of a group or tag of the harness's index that cannot be loaded, or the task itself."""
+    from lm_eval.tasks._index import Kind
+
+    entry = manager.task_index.get(task)
+    kind = None if entry is None else entry.kind
+    names = sorted(entry.tags) if kind is Kind.TAG else entry.cfg.get("task") or [] if kind is Kind.GROUP else []
+    for one in names:
+        name = one.get("group") or one.get("task") if isinstance(one, dict) else one
         try:
             manager.load([name])
         except (OSError, ValueError, ImportError):
             return culprit(manager, name)
     return task
-
-
-def members(entry: Any) -> list[str]:
-    """The names in a group or tag of the harness's index; none for a task, or for what is not in the index."""
-    from lm_eval.tasks._index import Kind
-
-    if entry is None or entry.kind not in (Kind.GROUP, Kind.TAG):
-        return []
-    if entry.kind is Kind.TAG:
-        return sorted(entry.tags)
-    entries = entry.cfg.get("task") or []
-    names = [one.get("group") or one.get("task") if isinstance(one, dict) else one for one in entries]
-    return [name for name in names if isinstance(name, str)]
 
 
 def advice(source: Any, name: str) -> str:

@@ -170,18 +170,17 @@ class FastKVLM(HFLM):
             tokens = (context + continuation)[-(self.max_length + 1) :]
             by_context.setdefault(tuple(tokens[: -len(continuation)]), []).append(index)
         size = self.max_batch_size if self.batch_size == "auto" else self.batch_size
+        batches = [
+            (key, found[at : at + size]) for key, found in by_context.items() for at in range(0, len(found), size)
+        ]
         answers: dict[int, Answer] = {}
-        shown = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
-        for context_tokens, indices in by_context.items():
-            for start in range(0, len(indices), size):
-                batch = indices[start : start + size]
-                scores = self._score(context_tokens, [requests[index][2] for index in batch])
-                for index, answer in zip(batch, scores):
-                    answers[index] = answer
-                    if requests[index][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
-                shown.update(len(batch))
-        shown.close()
+        silent = disable_tqdm or self.rank != 0
+        for context_tokens, batch in tqdm(batches, disable=silent, desc="Running loglikelihood requests"):
+            scores = self._score(context_tokens, [requests[index][2] for index in batch])
+            for index, answer in zip(batch, scores):
+                answers[index] = answer
+                if requests[index][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
         return [answers[index] for index in range(len(requests))]
 
     @torch.no_grad()
