@@ -34,11 +34,11 @@ class LazyParser(Parser):
         return super().parse_known_args(args, namespace)
 
 
-COMMANDS: dict[str, dict[str, str]] = {
+COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".evaluation.demo",
-        help="ask the bundled model questions over long generated texts, with the full cache and with compressed caches "
-        "of every policy; prints a table and writes demo.json and demo.png",
+        help="ask the bundled model questions over long generated texts, with the full cache and with caches of "
+        "every policy; prints a table and writes demo.json and demo.png",
         epilog="--context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
     ),
     "calibrate": dict(
@@ -47,8 +47,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     ),
     "calibrate vector": dict(
         module=".calibration.fit_vector",
-        help="fit a linear map from keys to values for every KV head, for correction='vector', and report its held-out "
-        "R^2",
+        help="fit a map from keys to values for every KV head, for correction='vector', and report its held-out R^2",
         epilog="--model PATH --text corpus/ --out vector.safetensors",
     ),
     "calibrate context": dict(
@@ -58,8 +57,8 @@ COMMANDS: dict[str, dict[str, str]] = {
     ),
     "inspect": dict(
         module=".evaluation.inspection",
-        help="measure the keys and values a model makes of a text, and say which policy that suits; writes inspect.json "
-        "and inspect.png",
+        help="measure the keys and values a model makes of a text, and say which policy that suits; writes "
+        "inspect.json and inspect.png",
         epilog="--model demo --text demo --context 2048 --out inspection",
     ),
     "fidelity": dict(
@@ -76,8 +75,8 @@ COMMANDS: dict[str, dict[str, str]] = {
     ),
     "eval": dict(
         module=".evaluation.harness",
-        help="run lm-evaluation-harness tasks with the full cache and with every policy and budget; what is finished is "
-        "kept and skipped the next time; needs pip install fastkv[eval]",
+        help="run lm-evaluation-harness tasks with the full cache and with every policy and budget; what is finished "
+        "is kept and skipped the next time; needs pip install fastkv[eval]",
         epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
     ),
     "doctor": dict(

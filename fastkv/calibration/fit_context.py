@@ -149,8 +149,6 @@ def make_triples(
         query_aware: compress a context together with its first question instead, as when a prompt is read for one
             answer; contexts then survive much stronger compression, but only for that question.
         progress: called after each text.
-
-    Raises: FastKVError for a patched model, an unknown text, or numbers that cannot be used.
     """
     common.check_stock("context calibration", model)
     if text not in TEXTS:
@@ -231,8 +229,6 @@ def fit(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, flo
 
     The unknowns are the steepness at the smallest and at the largest NLL: a scan of both finds the right valley, L-BFGS
     in float64 its bottom. Deterministic. If all NLLs are equal, alpha = 0. Steepness stays within +-50.
-
-    Raises: FastKVError for no triples, numbers out of range, or a penalty that is not positive.
     """
     if not triples:
         raise FastKVError(

@@ -46,7 +46,6 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
 
     Args: source: a file, a folder whose .txt and .md files are read in order of their paths, "-" for standard input, or
         "demo" for the texts of `fastkv.demo.tasks`, drawn from seeds that neither its training nor its evaluation uses.
-    Raises: FastKVError if the text cannot be read, or if it is shorter than one sequence.
     """
     if length < 2 or tokens < length:
         raise FastKVError(
@@ -135,8 +134,6 @@ def fit(
         progress: called after each batch with the number of tokens read so far.
 
     Returns: the maps, on the CPU.
-    Raises: FastKVError if the model is patched or training, has no full-attention layer or a rotary embedding that
-        cannot be undone, if fewer than two sequences come, or if the model's keys or values are not finite.
     """
     threshold = required_r2(boundary)
     _check(model, held_out)

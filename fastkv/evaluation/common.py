@@ -118,7 +118,7 @@ def policy_for(model: str, policy: str) -> Any:
 def documents(source: str) -> Iterator[str]:
     """The text of a file, of the .txt and .md files of a folder in order of their paths, or of standard input ("-").
 
-    Pieces end with a line, as far as lines are shorter than a piece. Raises: FastKVError if it cannot be read.
+    Pieces end with a line, as far as lines are shorter than a piece.
     """
     path = Path(source)
     if source == "-":
@@ -312,10 +312,7 @@ class Planned:
 
 
 def planned(options: argparse.Namespace, settings: dict[str, Any]) -> list[Planned]:
-    """Every cache of the options, the stock one first, and what the folder of --out knows of it.
-
-    Raises: FastKVError for a policy or a budget that is none, or a folder with results of other settings.
-    """
+    """Every cache of the options, the stock one first, and what the folder of --out knows of it."""
     check_some("policies", options.policies)
     check_some("budgets", options.budgets)
     for policy in options.policies:

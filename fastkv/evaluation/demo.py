@@ -97,10 +97,7 @@ class Row:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """Measure every cache, print the table and write demo.json and demo.png.
-
-    Raises: FastKVError if something cannot be compared, or if the directory cannot be written.
-    """
+    """Measure every cache, print the table and write demo.json and demo.png."""
     started, console, settings = time.perf_counter(), common.console_of(), settings_of(options)
     if not (MODEL_DIR / "config.json").is_file():
         raise FastKVError(f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again")

@@ -120,10 +120,7 @@ class Fidelity:
 
 @torch.no_grad()
 def read_full(model: PreTrainedModel, tokens: Tensor, steps: int) -> Full:
-    """Run the stock model over tokens [B, N], the last `steps` of them one at a time.
-
-    Raises: FastKVError if the model is patched or in training, or unless 2 <= steps < N.
-    """
+    """Run the stock model over tokens [B, N], the last `steps` of them one at a time."""
     common.check_stock("read_full", model)
     check_steps(tokens.shape[1], steps)
     cache = model(tokens[:, :-steps], use_cache=True, logits_to_keep=1).past_key_values
@@ -136,7 +133,6 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     """Run the patched model over tokens [B, N], the last `steps` of them one at a time, and compare.
 
     Args: tokens, steps: as `read_full` got them, without padding; full: what it returned.
-    Raises: FastKVError if the model is not patched, or unless 2 <= steps < N.
     """
     check_steps(tokens.shape[1], steps)
     cache = FastKVCache(model)
@@ -406,10 +402,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Measure every cache, print the table, and write fidelity.json and a picture into `options.out`.
-
-    Raises: FastKVError if the model, the text, a policy or a number cannot be used.
-    """
+    """Measure every cache, print the table, and write fidelity.json and a picture into `options.out`."""
     console = console or common.console_of(112)
     preset, options = PRESETS[options.figure], argparse.Namespace(**vars(options))
     options.correction = options.correction or preset.correction

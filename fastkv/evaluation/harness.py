@@ -272,8 +272,6 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
     """The harness's task manager, after all tasks were loaded once.
 
     Args: tasks: names or YAML files.  include_path: folder with the user's YAML files.  metadata: for all tasks.
-    Raises: FastKVError for a task that does not exist, whose dataset cannot be read, or that needs a package that is
-        not there; it says what to do.
     """
     from lm_eval.tasks import TaskManager
 
@@ -316,7 +314,7 @@ def culprit(manager: Any, task: str) -> str:
     kind = None if entry is None else entry.kind
     names = sorted(entry.tags) if kind is Kind.TAG else entry.cfg.get("task") or [] if kind is Kind.GROUP else []
     for one in names:
-        name = one.get("group") or one.get("task") if isinstance(one, dict) else one
+        name = str(one.get("group") or one.get("task")) if isinstance(one, dict) else one
         try:
             manager.load([name])
         except (OSError, ValueError, ImportError):

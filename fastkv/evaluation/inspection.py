@@ -325,10 +325,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> Report:
-    """Print the table and the advice, and write inspect.json and inspect.png into `options.out`.
-
-    Raises: FastKVError if the model, the text, the context or the directory cannot be used.
-    """
+    """Print the table and the advice, and write inspect.json and inspect.png into `options.out`."""
     console = console or common.console_of()
     if options.context is not None and options.context < LEAST:
         raise FastKVError(f"context must be at least {LEAST} tokens, got {options.context}; give a larger one")

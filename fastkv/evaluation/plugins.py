@@ -74,8 +74,6 @@ class FastKVLM(HFLM):
         mode: how log-likelihoods are measured, see above; "auto" is stream with a prefill_block and prefix without.
         sinks, recent, layers, heads: as in `Budget`.
         kwargs: everything else that the harness's own model takes.
-    Raises:
-        FastKVError: if the model or an argument cannot be used.
 
     A budget that follows the prompt (keep, quality) must not see the padding of a batch: its batches have one sequence.
     With a `prefill_block`, padding shifts where blocks of generation prompts begin; batches of one sequence avoid it.
@@ -112,10 +110,7 @@ class FastKVLM(HFLM):
         mode: str = "auto",
         **settings: Any,
     ) -> None:
-        """Give the model another cache; arguments as in the constructor. The model is not loaded again.
-
-        Raises: FastKVError if it cannot; the cache is then what it was.
-        """
+        """Give the model another cache; arguments as in the constructor. The model is not loaded again."""
         if mode not in MODES:
             raise FastKVError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if policy != FULL and mode == "stream" and prefill_block is None:
@@ -213,7 +208,6 @@ class RulerTask(ConfigurableTask):
     Metrics: "score", the mean over all texts; with several lengths also "score_4096" and so on.
 
     Args: config: of the harness: the name of the task, and the metadata above.
-    Raises: FastKVError for metadata that cannot be used, or a file that is missing.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -290,10 +284,7 @@ def _loaded(name: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that lengths are counted with: of the metadata, or of the model that is evaluated.
-
-    Raises: FastKVError if there is none.
-    """
+    """The tokenizer that lengths are counted with: of the metadata, or of the model that is evaluated."""
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if given is None:
         raise FastKVError(

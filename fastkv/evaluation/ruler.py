@@ -430,7 +430,7 @@ def _hotpot(content: Any, paragraphs: dict[str, int]) -> Iterator[Question]:
 def string_match_all(prediction: str, answers: Sequence[str]) -> float:
     """Share of the reference strings that occur in the prediction, 0 to 1; of every task but question answering.
 
-    Case does not matter, and control characters separate words. Raises: FastKVError without a reference string.
+    Case does not matter, and control characters separate words.
     """
     if isinstance(answers, str) or not answers:
         raise FastKVError(
@@ -486,8 +486,6 @@ def generate(
         depth: where to put the needles that are asked for, 0 to 1; at random places if None. For niah tasks.
         text: file or folder of .txt and .md files for the essays; generated prose if None. For niah tasks with essays.
         data: the file with the questions. For qa tasks, which need it.
-    Raises: FastKVError for an unknown task, an argument that is not for it, a file that cannot be used, or a length
-        that is too short.
     """
     if task not in TASKS:
         raise FastKVError(f"expected one of the tasks {', '.join(TASKS)}, got {task!r}; choose one of them")
