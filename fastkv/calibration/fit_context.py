@@ -141,14 +141,11 @@ def make_triples(
     from counting as spoilt: without it, 0.9999 and 0.999 would differ by a factor of ten.
 
     Args:
-        model: stock, in eval mode.  tokenizer: its own.  policy: name.
         keeps: shares of the context to try. A share below sinks and recent tokens is measured, and reported, as theirs.
-        lengths: tokens of the texts.  samples: texts of each length.
-        seed: of the first text; the others follow.
-        text: "english" for any model, "demo" for the bundled one.
+        lengths: tokens of the texts.  samples: texts of each length.  seed: of the first text; the others follow.
+        text: "english" for any model, "demo" for the bundled one.  progress: called after each text.
         query_aware: compress a context together with its first question instead, as when a prompt is read for one
             answer; contexts then survive much stronger compression, but only for that question.
-        progress: called after each text.
     """
     common.check_stock("context calibration", model)
     if text not in TEXTS:

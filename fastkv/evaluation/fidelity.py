@@ -152,15 +152,10 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     heads = Heads(**{one.name: of(one.name) for one in fields(Heads)})
     layers, num_heads = list(witnesses), heads.mass.shape[-1]
     outputs = (run[layers].double().unflatten(-1, (num_heads, -1)) for run in (attention, full.attention))
-    return Fidelity(
-        layers=layers,
-        heads=heads,
-        error=distance(*outputs),
-        agreement=log_probs.argmax(-1) == full.log_probs.argmax(-1),
-        kl=(full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1),
-        excess=negative_log_likelihood(log_probs, tokens) - full.nll,
-        cache=cache,
-    )
+    agreement = log_probs.argmax(-1) == full.log_probs.argmax(-1)
+    kl = (full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1)
+    excess = negative_log_likelihood(log_probs, tokens) - full.nll
+    return Fidelity(layers, heads, distance(*outputs), agreement, kl, excess, cache)
 
 
 class Witness:
@@ -241,9 +236,8 @@ def compare(
 ) -> Heads:
     """Attention over the stored and over the evicted pairs, and how `out` and the estimate differ from it.
 
-    Args:
-        q [B, Hq, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv].  stored: [B, Hkv, S] bool.
-        out: [B, Hq, Dv], what the layer returned.  estimate: of f_E [B, Hq, Dv] and log Z_E [B, Hq].
+    Args: q [B, Hq, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv]; stored [B, Hkv, S] bool; out [B, Hq, Dv], what the
+        layer returned; estimate: of f_E [B, Hq, Dv] and log Z_E [B, Hq].
     """
     batch, num_heads, dim = q.shape
     logits = scale * q.double().reshape(batch, keys.shape[1], -1, dim) @ keys.double().mT
@@ -435,9 +429,9 @@ def default_policies(options: argparse.Namespace) -> tuple[str, ...]:
 
 def check(options: argparse.Namespace) -> None:
     """Raise FastKVError for what is wrong already before a model is loaded."""
-    shortest = options.context // max(PRESETS[options.figure].shorter)
+    divisor = max(PRESETS[options.figure].shorter)
+    least, shortest = common.SHORTEST * divisor, options.context // divisor
     if shortest < common.SHORTEST:
-        least = common.SHORTEST * max(PRESETS[options.figure].shorter)
         raise FastKVError(f"context must be at least {least} tokens, got {options.context}; give a larger one")
     check_steps(shortest, options.steps)
     if options.seeds < 1:
@@ -476,9 +470,8 @@ def texts_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Tenso
 
 def compared(model: Any, texts: list[Tensor], options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Every policy at every budget, for every context."""
-    budgets = {
-        tokens: equal_bytes(model.config, tokens, model.dtype, sinks=SINKS, recent=RECENT) for tokens in options.budgets
-    }
+    shares = {"sinks": SINKS, "recent": RECENT}
+    budgets = {tokens: equal_bytes(model.config, tokens, model.dtype, **shares) for tokens in options.budgets}
     caches = [(policy, tokens) for tokens in options.budgets for policy in options.policies]
     settings = {"evict_every": EVICT_EVERY, "correction": options.correction, "vector": options.vector}
     for policy, tokens in caches:

@@ -365,7 +365,6 @@ def measure(model: Any, ids: Tensor, options: argparse.Namespace, console: Conso
     """Run the model over tokens [N] and measure each full-attention layer."""
     lengths, window = prefix_lengths(len(ids)), window_length(len(ids))
     with common.progress(console) as progress:
-        bar = progress.add_task("reading", total=None)
         cached = list(read(model, ids))
         if not cached:
             raise FastKVError(
@@ -377,12 +376,8 @@ def measure(model: Any, ids: Tensor, options: argparse.Namespace, console: Conso
             rotary = Rotary.of(model).to(model.device)
         except FastKVError as error:
             why = str(error)
-        progress.update(bar, description="measuring", total=len(cached))
-        layers = []
-        for index, keys, values in cached:
-            layers.append(measure_layer(index, keys, values, lengths, window, rotary))
-            progress.advance(bar)
-        progress.update(bar, description="done")
+        shown = progress.track(cached, description="measuring")
+        layers = [measure_layer(*layer, lengths, window, rotary) for layer in shown]
     return Report(options.model, options.text, len(ids), lengths, window, layers, why)
 
 
@@ -445,6 +440,7 @@ Means over the KV heads of a layer, {report.tokens} tokens of {report.text}.
 def advice(report: Report) -> list[str]:
     """Sentences derived from the means over all layers and heads; see the thresholds at the top of this file."""
     anchor, uneven = report.mean("anchor"), report.mean("key_spread")
+    even = f"their norms are even (std {uneven:.0%})"
     if uneven > EVEN:
         first = (
             f"Key norms vary (std {uneven:.0%} of the mean), which a cosine does not see: try manifold, which ranks by "
@@ -452,17 +448,24 @@ def advice(report: Report) -> list[str]:
         )
     elif anchor >= ALIGNED:
         first = (
-            f"Keys share a direction (anchor similarity {anchor:.2f}) and their norms are even (std {uneven:.0%}), so "
-            "a key differs from the others by its direction: try keydiff."
+            f"Keys share a direction (anchor similarity {anchor:.2f}) and {even}, so a key differs from the others by "
+            "its direction: try keydiff."
         )
     else:
         first = (
-            f"Keys point in many directions (anchor similarity {anchor:.2f}) and their norms are even (std "
-            f"{uneven:.0%}), so the mean key says little about any of them: try policies that look at attention, "
-            "momentkv or snapkv."
+            f"Keys point in many directions (anchor similarity {anchor:.2f}) and {even}, so the mean key says little "
+            "about any of them: try policies that look at attention, momentkv or snapkv."
         )
     caution = "This is a hint from the geometry of one text; fastkv eval measures what a policy costs."
-    return [first, _about_length(report), *_about_leverage(report), caution]
+    advised = [first, _about_length(report)]
+    if report.no_rotary is None:
+        leverage = report.mean("leverage")
+        held = f"A tenth of the tokens holds {leverage:.0%} of the leverage"
+        if leverage >= SINGULAR:
+            advised.append(f"{held}, so some keys are unlike any mixture of the others: compactor can tell them apart.")
+        else:
+            advised.append(f"{held}, little more than an even share: leverage alone tells compactor little.")
+    return [*advised, caution]
 
 
 def _about_length(report: Report) -> str:
@@ -476,16 +479,6 @@ def _about_length(report: Report) -> str:
     if windowed >= REGAINED * whole:
         return f"{said}, less so in windows of {report.window} ({windowed:.3f}): give manifold a window."
     return f"{said}, in windows of {report.window} as well ({windowed:.3f}): a window would not help manifold here."
-
-
-def _about_leverage(report: Report) -> list[str]:
-    if report.no_rotary is not None:
-        return []
-    leverage = report.mean("leverage")
-    held = f"A tenth of the tokens holds {leverage:.0%} of the leverage"
-    if leverage >= SINGULAR:
-        return [f"{held}, so some keys are unlike any mixture of the others: compactor can tell them apart."]
-    return [f"{held}, little more than an even share: leverage alone tells compactor little."]
 
 
 def write_plot(report: Report, path: Path) -> None:

@@ -273,16 +273,6 @@ def written(
     return found
 
 
-@lru_cache(maxsize=4)
-def _loaded(name: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise FastKVError(
-            f"cannot load a tokenizer from {name} ({first_line(error)}); name another with --metadata tokenizer=PATH"
-        ) from error
-
-
 def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer that lengths are counted with: of the metadata, or of the model that is evaluated."""
     given = metadata.get("tokenizer") or metadata.get("pretrained")
@@ -292,6 +282,16 @@ def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
             "--model_args pretrained=PATH"
         )
     return _loaded(given) if isinstance(given, str) else given
+
+
+@lru_cache(maxsize=4)
+def _loaded(name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise FastKVError(
+            f"cannot load a tokenizer from {name} ({first_line(error)}); name another with --metadata tokenizer=PATH"
+        ) from error
 
 
 def whole_numbers(name: str, value: Any, most: int | None = None, least: int = 1) -> tuple[int, ...]:
