@@ -80,8 +80,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
     ),
     "doctor": dict(
-        help="print versions, devices, backends and attention implementations, and why one is not available",
-        epilog="",
+        help="print versions, devices, backends and attention implementations, and why one is not available", epilog=""
     ),
 }
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import policies
@@ -180,14 +181,10 @@ def _tokenise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample
     if query_aware:  # the last token of the question waits: what is read after compression predicts the answer
         context += questions[0][:-1]
         questions, answers = [questions[0][-1:]], answers[:1]
-    width = max(len(question) + len(answer) for question, answer in zip(questions, answers))
-    rests = torch.zeros(len(questions), width, dtype=torch.long)
-    wanted = torch.zeros_like(rests, dtype=torch.bool)
-    for row, (question, answer) in enumerate(zip(questions, answers)):
-        end = len(question) + len(answer)
-        rests[row, :end] = torch.tensor(question + answer)
-        wanted[row, len(question) : end] = True
-    return Asked(*(each.to(model.device) for each in (torch.tensor([context]), rests, wanted)))
+    rests = [torch.tensor(question + answer) for question, answer in zip(questions, answers)]
+    wanted = [torch.arange(len(rest)) >= len(question) for rest, question in zip(rests, questions)]
+    padded = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (rests, wanted))
+    return Asked(torch.tensor([context], device=model.device), *padded)
 
 
 def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked: Asked) -> list[Triple]:
@@ -319,13 +316,13 @@ def run(options: argparse.Namespace) -> None:
     for curve in curves:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
-            f"triples {curve.triples}",
+            f"triples {curve.triples}"
         )
     file = options.out / "context.json"
     save(file, curves)
     write_plot([(curve, measured[curve.policy]) for curve in curves], options.out / "context.png")
     console.print(
-        f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).",
+        f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r})."
     )
 
 

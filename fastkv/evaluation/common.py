@@ -196,12 +196,12 @@ def check_some(name: str, entries: Sequence[Any], known: Sequence[str] | None = 
         raise FastKVError(f"{name} must be of {', '.join(known or ())}, got {unknown[0]!r}")
 
 
-def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str, metavar: str = "N") -> None:
+def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str, metavar: str = "N") -> argparse.Action:
     """An option whose kind is that of its default, which the help names; names: one or several."""
     several = default if isinstance(default, tuple) else (default,)
     kind: Any = Path if isinstance(default, Path) else type(several[0])
     shown = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in several)
-    parser.add_argument(
+    return parser.add_argument(
         *names.split(),
         type=listed(kind) if isinstance(default, tuple) else kind,
         default=default,

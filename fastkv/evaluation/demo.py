@@ -6,7 +6,6 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,49 +24,34 @@ from .equal_bytes import EVICT_EVERY, equal_bytes
 
 PREFILLS = ("whole", "context", "blocks")
 TITLES = {"whole": "prompt read whole", "context": "text compressed before the question"}
-DEFAULTS: dict[str, Any] = {
-    "context": 1024,
-    "budgets": (128, 256),
-    "equal": "bytes",
-    "policies": tuple(policies.names()),
-    "tasks": TASKS,
-    "samples": 6,
-    "seed": 0,
-    "prefill": ("whole", "blocks"),
-    "blocks": 256,
-    "sinks": 4,  # these and the most recent tokens are never evicted
-    "recent": 16,
-    "out": Path("fastkv-demo"),
+OPTIONS: dict[str, tuple[Any, str, str]] = {  # default, help and what it is called there
+    "context": (1024, "tokens of a prompt and its answer", "N"),
+    "budgets": ((128, 256), "sizes of the cache, tokens per KV head", "N"),
+    "policies": (tuple(policies.names()), "policies to compare", "NAME"),
+    "tasks": (TASKS, "kinds of questions", "NAME"),
+    "samples": (6, "texts for each task", "N"),
+    "seed": (0, "of the first text; the others follow it", "N"),
+    "prefill": (("whole", "blocks"), "prompt at once (whole), text before the question (context), or blocks", "MODE"),
+    "blocks": (256, "tokens of a block when the prompt is read in blocks", "N"),
+    "out": (Path("fastkv-demo"), "where the files go", "DIR"),
 }
+FIXED = {"sinks": 4, "recent": 16}  # tokens that are never evicted: the first and the last
 QUICK = {"context": 512, "budgets": (64, 128), "policies": ("momentkv", "streaming"), "samples": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv demo`; those that are not given are `QUICK` or `DEFAULTS`."""
-    add = partial(parser.add_argument, default=argparse.SUPPRESS)
-    add("--context", type=int, metavar="N", help="tokens of a prompt and its answer")
-    add("--budgets", type=common.listed(int), metavar="N,...", help="sizes of the cache, tokens per KV head")
-    add("--equal", choices=("bytes", "tokens"), help=common.EQUAL)
-    add("--policies", type=common.listed(), metavar="NAME,...", help="policies to compare (default: all)")
-    add("--tasks", type=common.listed(), metavar="NAME,...", help="kinds of questions (default: all)")
-    add(
-        "--prefill",
-        type=common.listed(),
-        metavar="MODE,...",
-        help="whole: the prompt at once; context: compressed before the question is known; blocks "
-        "(default: whole,blocks)",
-    )
-    add("--blocks", type=int, metavar="N", help="tokens of a block when the prompt is read in blocks")
-    add("--samples", type=int, metavar="N", help="texts for each task")
-    add("--seed", type=int, metavar="N", help="seed of the first text; the others follow it")
-    add("--out", type=Path, metavar="DIR", help="where the files go (default: fastkv-demo)")
+    """The options of `fastkv demo`; those that are not given are `QUICK` or `OPTIONS`."""
+    for name, described in OPTIONS.items():
+        common.option(parser, f"--{name}", *described).default = argparse.SUPPRESS
+    parser.add_argument("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
     parser.add_argument("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
 
 
 def settings_of(options: argparse.Namespace) -> argparse.Namespace:
     """The options with all defaults. Raises FastKVError if something cannot be compared."""
-    given = {name: value for name, value in vars(options).items() if name in DEFAULTS}
-    chosen = argparse.Namespace(**{**DEFAULTS, **(QUICK if options.quick else {}), **given})
+    defaults = {name: default for name, (default, _, _) in OPTIONS.items()}
+    given = {name: value for name, value in vars(options).items() if name in (*defaults, "equal")}
+    chosen = argparse.Namespace(**{**defaults, **FIXED, **(QUICK if options.quick else {}), **given})
     for name, least in (("context", common.SHORTEST), ("samples", 1), ("blocks", 1)):
         if getattr(chosen, name) < least:
             raise FastKVError(f"{name} must be at least {least}, got {getattr(chosen, name)}")
@@ -129,9 +113,13 @@ def compare(
         for budget in settings.budgets
         if prefill != "blocks" or not policy_of(policy).rereads
     ]
+
+    def answers(later: bool = False) -> list[Measured]:
+        return [measure(model, one, timed=one is asked[0], question_later=later) for one in asked]
+
     with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=1 + len(caches))
-        full = [measure(model, questions, timed=place == 0) for place, questions in enumerate(asked)]
+        full = answers()
         yield summarise(("full", "whole", settings.context), asked, full, full)
         progress.advance(bar)
         for policy, prefill, tokens in caches:
@@ -144,10 +132,7 @@ def compare(
                 with torch.no_grad():
                     first = model(asked[0].prompts[:1, :1], use_cache=True).past_key_values
                 common.check_bytes(policy, first, budget)
-                measured = [
-                    measure(model, questions, timed=place == 0, question_later=prefill == "context")
-                    for place, questions in enumerate(asked)
-                ]
+                measured = answers(later=prefill == "context")
             yield summarise((policy, str(block or prefill), tokens), asked, measured, full)
             progress.advance(bar)
         progress.update(bar, description="done")

@@ -156,7 +156,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         console.print(table_of(rows))
         console.print(
             "KiB is the largest cache of one sequence, everything counted; share: of the full cache.\n"
-            f"{options.out / 'results.png'} and {options.out / 'results.json'} written",
+            f"{options.out / 'results.png'} and {options.out / 'results.json'} written"
         )
     return rows
 
@@ -258,8 +258,7 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
         for index, policy in enumerate(dict.fromkeys(row.policy for row in compressed)):
             line = sorted((row for row in compressed if row.policy == policy), key=lambda row: row.nbytes)
             firsts = [row.scores[task][0] for row in line]
-            x, y = [row.nbytes / 2**10 for row in line], [first.value for first in firsts]
-            bars = [first.stderr or 0.0 for first in firsts]
+            x, y, bars = zip(*((row.nbytes / 2**10, one.value, one.stderr or 0.0) for row, one in zip(line, firsts)))
             panel.errorbar(x, y, yerr=bars, capsize=3, label=policy, **common.style(index))
         panel.set_title(task, fontsize=11)
         panel.set_ylabel(full.scores[task][0].metric.removesuffix(",none"))

@@ -138,12 +138,19 @@ class Request:
         return random.Random(f"{self.task}/{self.length}/{self.seed}/{self.index}/{purpose}")
 
 
+Writer: TypeAlias = Callable[[int], tuple[str, dict[str, Any]]]  # the context with that many filler units, metadata
 Draft: TypeAlias = Callable[[int], Sample]  # the sample with that many filler units
+
+
+def hidden(filler: Units[str], between: str, needles: Sequence[str], depths: Sequence[float]) -> Writer:
+    """How to write a context of so many units of filler with the needles in it, and its metadata."""
+    known = {"needles": tuple(needles), "depths": tuple(depths)}
+    return lambda units: (between.join(scatter(filler.take(units), needles, depths)), known)
 
 
 def drafted(
     request: Request,
-    write: Callable[[int], tuple[str, dict[str, Any]]],
+    write: Writer,
     *,
     before: str,
     question: str,

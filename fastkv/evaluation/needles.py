@@ -226,7 +226,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     console.print(table_of(rows))
     console.print(
         f"Share of {task} needles found, {options.samples} texts for each length and depth; KiB is the largest cache "
-        f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}",
+        f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}"
     )
     return rows
 

@@ -39,6 +39,7 @@ from .haystack import (
     counter,
     drafted,
     from_files,
+    hidden,
     longest,
     prose,
     scatter,
@@ -128,10 +129,7 @@ def niah(request: Request) -> Draft:
         f"the {kind.values}, because a question about them follows."
     )
 
-    def write(units: int) -> tuple[str, dict[str, Any]]:
-        context = between.join(scatter(filler.take(units), needles, depths))
-        return context, {"needles": tuple(needles), "depths": tuple(depths)}
-
+    write = hidden(filler, between, needles, depths)
     return drafted(request, write, before=task, question=question, answers=answers, tokens=TOKENS["niah"])
 
 
@@ -146,10 +144,7 @@ def tracking(request: Request) -> Draft:
     example = "\n".join([TRACKING, "", *shown_text, "", f"{_tracked(shown_value)} {', '.join(shown)}."])
     statements, depths, question = _statements(asked, value), _depths(rng), _tracked(value)
 
-    def write(units: int) -> tuple[str, dict[str, Any]]:
-        context = "\n".join(scatter(filler.take(units), statements, depths))
-        return context, {"needles": tuple(statements), "depths": tuple(depths)}
-
+    write = hidden(filler, "\n", statements, depths)
     before, answers = f"{example}\n\n{TRACKING}", tuple(asked)
     return drafted(request, write, before=before, question=question, answers=answers, tokens=TOKENS["vt"])
 
