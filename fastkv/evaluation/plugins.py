@@ -110,7 +110,7 @@ class FastKVLM(HFLM):
         mode: str = "auto",
         **settings: Any,
     ) -> None:
-        """Give the model another cache; arguments as in the constructor. The model is not loaded again."""
+        """Give the model another cache, arguments as in the constructor; what is refused leaves the cache as it was."""
         if mode not in MODES:
             raise FastKVError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if policy != FULL and mode == "stream" and prefill_block is None:
