@@ -124,7 +124,8 @@ def documents(source: str) -> Iterator[str]:
     if source == "-":
         yield from _pieces(sys.stdin, "standard input")
         return
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES)
+    inside = (one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
+    files = [path] if path.is_file() else sorted(inside)
     if not files:
         what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
         raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {DEMO}")
