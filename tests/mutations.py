@@ -362,7 +362,7 @@ MUTATIONS = [
     ),
     bug(
         "tova averages slots instead of tokens",
-        "policies/tova.py",
+        "policies/snapkv.py",
         "weights = signals.attention.gather(-1, order)",
         "weights = signals.attention",
         f"{ATTENTION}::test_tova_is_the_mean_over_all_heads_and_keeps_the_same_tokens_in_each",

@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
+from fastkv.calibration import fit_context as context
 from fastkv.calibration import quality
-from fastkv.calibration.fingerprint import describe, fingerprint
-from fastkv.calibration.fit import context
-from fastkv.calibration.fit.context import Triple, fit, make_triples, residual
-from fastkv.calibration.fit.texts import FILLERS, demo_text, english_text
-from fastkv.calibration.nll import context_nll
-from fastkv.calibration.quality import QualityCurve, keep_for, retained, save
+from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration.fit_context import FILLERS, Triple, demo_text, english_text, fit, make_triples, residual
+from fastkv.calibration.quality import QualityCurve, context_nll, keep_for, retained, save
 from fastkv.demo import MODEL_DIR, load
 
 from .models import FAMILIES, build

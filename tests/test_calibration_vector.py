@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.calibration.fingerprint import describe, fingerprint
-from fastkv.calibration.fit import texts
-from fastkv.calibration.fit.vector import Sums, add_arguments, fit, pre_rope_pairs, run
+from fastkv.calibration import fit_vector
+from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration.fit_vector import TASKS, Sums, add_arguments, fit, pre_rope_pairs, run
 from fastkv.calibration.vector_map import HEADER, VERSION, VectorMap, required_r2
 from fastkv.demo import MODEL_DIR, load
+from fastkv.demo.tasks import generate
 from fastkv.evaluation import common
 from fastkv.rotary import Rotary
 
@@ -485,7 +486,7 @@ def test_text_is_packed_and_cut_into_sequences(bundled, tmp_path, monkeypatch):
     expected = [[tokenizer.bos_token_id, *whole[start : start + 3]] for start in range(0, 15, 3)]
 
     def read(source, tokens=1000):
-        return [ids.tolist() for ids in texts.sequences(source, tokenizer, 4, tokens)]
+        return [ids.tolist() for ids in fit_vector.sequences(source, tokenizer, 4, tokens)]
 
     assert read(str(tmp_path)) == [[row] for row in expected]
     assert read(str(tmp_path), tokens=11) == [[row] for row in expected[:2]]
@@ -508,16 +509,16 @@ def test_a_tokenizer_without_a_start_token_gets_none(bundled, tmp_path):
 
     path = tmp_path / "a.txt"
     path.write_text(" ".join(WORDS))
-    ids = torch.cat(list(texts.sequences(str(path), Bare(), 8, 1000)))
+    ids = torch.cat(list(fit_vector.sequences(str(path), Bare(), 8, 1000)))
     assert ids.flatten().tolist() == [tokenizer.vocab[word] for word in WORDS]
 
 
 def test_demo_texts_are_generated_and_nobody_elses(bundled):
     _, tokenizer = bundled
-    ids = list(texts.sequences("demo", tokenizer, 128, 1000))
+    ids = list(fit_vector.sequences("demo", tokenizer, 128, 1000))
     assert [batch.shape for batch in ids] == [(1, 128)] * 7
     assert all((batch[:, 0] == tokenizer.bos_token_id).all() for batch in ids)
-    again = list(texts.sequences("demo", tokenizer, 128, 1000))
+    again = list(fit_vector.sequences("demo", tokenizer, 128, 1000))
     assert all(torch.equal(one, other) for one, other in zip(ids, again))
     assert len({tuple(batch[0].tolist()) for batch in ids}) == 7
     assert tokenizer.unk_token_id not in torch.cat(ids)
@@ -527,7 +528,7 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
     _, tokenizer = bundled
 
     def read(source, length=8, tokens=100):
-        return list(texts.sequences(str(source), tokenizer, length, tokens))
+        return list(fit_vector.sequences(str(source), tokenizer, length, tokens))
 
     path = tmp_path / "a.txt"
     refused("nothing there", read, path)
@@ -556,7 +557,7 @@ def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
     calibrate("--length", "128", "--tokens", "1300", "--out", str(path), "--boundary", "0.5")
     printed = capsys.readouterr().out
     read = VectorMap.load(path, model.config)
-    direct = fit(model, texts.sequences("demo", tokenizer, 128, 1300), boundary=0.5)
+    direct = fit(model, fit_vector.sequences("demo", tokenizer, 128, 1300), boundary=0.5)
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
     for layer, r2 in read.r2.items():
@@ -577,7 +578,7 @@ def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
     path = MODEL_DIR / "vector.safetensors"
     stored = VectorMap.load(path, model.config)
     assert path.stat().st_size <= 2**18 and list(stored.weights) == [0, 1, 2, 3]
-    samples = [texts.generate(task, 512, seed) for task in texts.TASKS for seed in (0, 1)]
+    samples = [generate(task, 512, seed) for task in TASKS for seed in (0, 1)]
     rotary, measured = Rotary.of(model), {}
     for sample in samples:
         ids = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt").input_ids

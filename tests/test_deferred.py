@@ -8,7 +8,7 @@ import torch
 
 import fastkv
 from fastkv.calibration import quality
-from fastkv.calibration.fingerprint import describe, fingerprint
+from fastkv.calibration.files import describe, fingerprint
 from fastkv.errors import FastKVError
 
 from .models import FAMILIES, build, generate, prompt

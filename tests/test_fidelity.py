@@ -18,8 +18,7 @@ from fastkv import Budget, FastKVCache, FastKVError, reference
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
-from fastkv.evaluation.fidelity import compare, measure, read_full
-from fastkv.evaluation.fidelity_run import add_arguments, run
+from fastkv.evaluation.fidelity import add_arguments, compare, measure, read_full, run
 from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .models import build, policy, prompt
@@ -44,7 +43,7 @@ def measured(model, tokens, *args, steps=STEPS, **kwargs):
 def test_a_budget_larger_than_the_context_changes_nothing(name, base, rule):
     got = measured(build(name, base), text(), rule, 80)
     assert got.error.max() < 1e-5 and got.heads.own_error.max() < 1e-5
-    left = [name for layer in got.cache.layers for name in ("attend", "decode") if name in vars(layer)]
+    left = [name for layer in got.cache.layers for name in ("attend", "step") if name in vars(layer)]
     assert not left, "nothing is left in the cache"
     assert got.kl.abs().max() < 1e-8 and got.agreement.all() and got.excess.abs().max() < 1e-4
     assert (got.heads.mass == 0).all() and (got.heads.log_evicted == -math.inf).all()
@@ -79,7 +78,7 @@ def positions_of(state):
 
 def spy_on_attention(monkeypatch):
     """The list that every decoded token of every compressed layer will be added to."""
-    steps, pairs, attend, decode = [], {}, FastKVLayer.attend, FastKVLayer.decode
+    steps, pairs, attend, decode = [], {}, FastKVLayer.attend, FastKVLayer.step
 
     def remembered(layer, k, v):
         before = pairs.get(id(layer), (k[:, :, :0], v[:, :, :0]))
@@ -95,11 +94,11 @@ def spy_on_attention(monkeypatch):
         stored = positions_of(self.state)
         out = decode(self, q, k, v, scale, softcap, *rest)
         tensors = [one.double() for one in (q[:, :, 0], keys, values)]
-        steps.append(Step(self.layer, *tensors, stored, scale, softcap, out[:, :, 0].double()))
+        steps.append(Step(self.cache.layer, *tensors, stored, scale, softcap, out[:, :, 0].double()))
         return out
 
     monkeypatch.setattr(FastKVLayer, "attend", read)
-    monkeypatch.setattr(FastKVLayer, "decode", step)
+    monkeypatch.setattr(FastKVLayer, "step", step)
     return steps
 
 

@@ -15,18 +15,21 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 from fastkv import FastKVError
 from fastkv.demo import load
 from fastkv.demo.tasks import generate
-from fastkv.evaluation import geometry
-from fastkv.evaluation.geometry import MOST_POINTS, Dimensions, dimensions, nearest_distances
+from fastkv.evaluation import inspection as geometry
 from fastkv.evaluation.inspection import (
     DEMO_CONTEXT,
     MOST,
+    MOST_POINTS,
+    Dimensions,
     Layer,
     Report,
     add_arguments,
     advice,
+    dimensions,
     explain,
     measure,
     measure_layer,
+    nearest_distances,
     read,
     run,
     table_of,

@@ -247,7 +247,7 @@ def test_refused_settings_leave_the_cache_as_it_was(compressed, settings, messag
     compressed.set_cache("keydiff", 64)
     with pytest.raises(FastKVError, match=message):
         compressed.set_cache("snapkv", 48, **settings)
-    assert fastkv.FastKVCache(compressed.patched).plan.policy.name == "keydiff"
+    assert fastkv.FastKVCache(compressed.patched).config.policy.name == "keydiff"
 
 
 def test_rolling_likelihood_has_no_prefix(compressed):

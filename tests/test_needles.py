@@ -73,7 +73,7 @@ def test_the_haystack_can_be_a_folder_and_the_shares_the_users(tmp_path):
     read, answer = [], needles.answer
 
     def keep(model, tokenizer, sample):
-        read.append((sample, fastkv.FastKVCache(model).plan.budget if "_fastkv_config" in vars(model) else None))
+        read.append((sample, fastkv.FastKVCache(model).config.budget if "_fastkv_config" in vars(model) else None))
         return answer(model, tokenizer, sample)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,9 +16,8 @@ from fastkv.demo import load
 from fastkv.demo.tasks import TASKS as DEMO_TASKS
 from fastkv.demo.tasks import generate as demo_text
 from fastkv.evaluation import TASK_FILES, needles, ruler
-from fastkv.evaluation.ruler import string_match_all, string_match_part
-from fastkv.evaluation.ruler.text import NOISE, SENTENCES, Request, Units, longest, prose, scatter
-from fastkv.evaluation.ruler.words import _english
+from fastkv.evaluation.haystack import NOISE, SENTENCES, Request, Units, longest, prose, scatter
+from fastkv.evaluation.ruler import english_words, string_match_all, string_match_part
 
 from .conftest import examples
 
@@ -217,7 +216,7 @@ def test_common_words(length, often, seldom):
 
 def test_no_word_of_a_long_list_gives_itself_away():
     """The share of coined words is the same among common and other words, within four standard errors."""
-    english, common, others = set(_english()), [], []
+    english, common, others = set(english_words()), [], []
     assert len(english) > 250 and not any(one != other and one in other for one in english for other in english)
     for index in range(20):
         sample = ruler.generate("cwe", by_words, 8000, index=index)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.calibration.fingerprint import fingerprint
+from fastkv.calibration.files import fingerprint
 from fastkv.calibration.vector_map import VectorMap
 from fastkv.errors import FastKVError
 

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from fastkv.demo.tasks import VOCABULARY, build_tokenizer
+from fastkv.demo.tasks import VOCABULARY
 
-from .demo_model.circuit import ROPE_THETA, initialise
+from .demo_model.circuit import ROPE_THETA, build_tokenizer, initialise
 from .demo_model.training import HELD_OUT, Stage, steps
 
 FOLDER = Path(__file__).parent.parent / "build" / "second_model"

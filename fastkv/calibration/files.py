@@ -1,11 +1,60 @@
-"""Writing a file so that whoever reads it sees the old one or the whole new one."""
+"""What every fitted file needs: which model it belongs to, and a write that is whole or not at all."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ..errors import FastKVError
+
+FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def fingerprint(config: Any) -> str:
+    """16 hexadecimal digits that are equal for models of the same shape, whatever their weights, dtype or patches.
+
+    Hashed are the fields that decide what a layer, a head and a position mean: type, sizes, heads, rotary parameters
+    and kinds of layers of the text model. A fine-tuned model keeps the fingerprint of its base: a fit transfers there
+    approximately, so fit again if the weights moved far.
+
+    Args: config: of a transformers model, also a multimodal one.
+    """
+    described = json.dumps(_shape(config), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def describe(config: Any) -> str:
+    """The model in one line, for headers and messages: `llama, 4 layers of width 256, 4 query and 2 KV heads of 64`."""
+    shape = _shape(config)
+    return (
+        f"{shape['model_type']}, {shape['num_hidden_layers']} layers of width {shape['hidden_size']}, "
+        f"{shape['num_attention_heads']} query and {shape['num_key_value_heads']} KV heads of {shape['head_dim']}, "
+        f"vocabulary of {shape['vocab_size']}"
+    )
+
+
+def _shape(config: Any) -> dict[str, Any]:
+    """The fields, in a form that does not depend on which of them a config spells out and which it leaves out."""
+    text = config.get_text_config(decoder=True)
+    shape = {name: getattr(text, name) for name in FIELDS}
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
+    shape["num_key_value_heads"] = getattr(text, "num_key_value_heads", None) or heads
+    shape["head_dim"] = getattr(text, "head_dim", None) or text.hidden_size // heads
+    shape["layer_types"] = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
+    shape["rope"] = _plain(getattr(text, "rope_parameters", None))
+    return shape
+
+
+def _plain(value: Any) -> Any:
+    """Nested dictionaries without empty entries and with every number a float: 10000 and 10000.0 are the same base."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def replace_file(path: Path, content: bytes) -> None:

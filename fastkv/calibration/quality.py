@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError
-from .files import replace_file
-from .fingerprint import describe, fingerprint
+from .files import describe, fingerprint, replace_file
 
 FORMAT = "fastkv context calibration"
 VERSION = 1
@@ -32,6 +31,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("policy", "fingerprint", "model"), (str,)),
     "query_aware": (bool,),
 }
+NUMBERS = ("alpha", "beta", "triples", "residual", "query_aware")  # the order of a file
 STRAIGHT = 1e-12  # below this |k| the curve is its straight limit, to double precision
 
 
@@ -82,6 +82,45 @@ def _bent(k: Tensor) -> Tensor:
     return torch.where(k.abs() < STRAIGHT, 1.0, k)
 
 
+def context_nll(
+    hidden: Tensor,
+    ids: Tensor,
+    head: Callable[[Tensor], Tensor],
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    chunk: int = 512,
+) -> Tensor:
+    """Mean negative log-likelihood of the tokens of each text, in nats (Compactor, Sec. 3.5, with an empty context).
+
+    NLL(c) = - mean over i >= 1 of log p(ids_i | ids_<i).  The first token has no prediction and does not count; neither
+    does padding, on either side. A text with fewer than two tokens has 0.
+
+    Args:
+        hidden: [B, N, H], what the language-model head reads, of every position.
+        ids: [B, N] tokens.  head: hidden states [..., H] to logits [..., V].
+        softcap: of the final logits (Gemma 2), or None.
+        mask: [B, N], nonzero for tokens, zero for padding; None if there is none.
+        chunk: rows of logits that exist at once, at least one for each text.
+
+    Returns: [B] fp64.  Cost: one head product per position, chunk * V logits in memory, no host sync.
+    """
+    rows, length = ids.shape
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    counted = real[:, 1:] & real[:, :-1]
+    total = torch.zeros(rows, dtype=torch.float64, device=hidden.device)
+    step = max(1, chunk // max(rows, 1))
+    for start in range(0, length - 1, step):
+        end = min(start + step, length - 1)
+        logits = head(hidden[:, start:end])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        said = logits.gather(-1, ids[:, start + 1 : end + 1, None])[..., 0]
+        missed = logits.logsumexp(-1) - said
+        total += torch.where(counted[:, start:end], missed, 0.0).double().sum(1)
+    return total / counted.sum(1).clamp(min=1)
+
+
 @dataclass(frozen=True)
 class QualityCurve:
     """The fitted curve of one model and policy.
@@ -113,14 +152,12 @@ class QualityCurve:
 
 
 def save(path: str | Path, curves: Iterable[QualityCurve]) -> None:
-    """Write curves of one model; those of other policies that the file already holds stay in it.
+    """Write curves of one model, whole or not at all; those of other policies that the file already holds stay in it.
 
-    The new file replaces the old one in one step: a failure leaves the old one as it was.
     Raises: FastKVError for curves of several models, or for a file that holds something else or cannot be written.
     """
-    path, new = Path(path), {curve.policy: curve for curve in curves}
-    known = _read(path) if path.exists() else {}
-    merged = {**known, **new}
+    path = Path(path)
+    merged = {**(_read(path) if path.exists() else {}), **{curve.policy: curve for curve in curves}}
     models = {curve.fingerprint: curve.model for curve in merged.values()}
     if len(models) != 1:
         raise FastKVError(
@@ -128,28 +165,17 @@ def save(path: str | Path, curves: Iterable[QualityCurve]) -> None:
             "model's curves to a file of its own"
         )
     ((shape, model),) = models.items()
-    shared = ("policy", "fingerprint", "model")
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "fingerprint": shape,
-        "model": model,
-        "curves": {
-            policy: {name: value for name, value in asdict(merged[policy]).items() if name not in shared}
-            for policy in sorted(merged)
-        },
-    }
+    entries = {policy: {name: getattr(merged[policy], name) for name in NUMBERS} for policy in sorted(merged)}
+    content = {"format": FORMAT, "version": VERSION, "fingerprint": shape, "model": model, "curves": entries}
     replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def load(path: str | Path, config: Any, policy: str) -> QualityCurve:
     """The curve of `policy` for the model with this transformers `config`.
 
-    Raises: FastKVError for a file that is missing, unreadable, damaged, of a later format, of another model, or without
-        the policy.
+    Raises: FastKVError for a file that is not one, of a later format, of another model, or without the policy.
     """
-    path = Path(path)
-    curves = _read(path)
+    curves = _read(Path(path))
     fitted = next(iter(curves.values()))
     if fitted.fingerprint != fingerprint(config):
         raise FastKVError(
@@ -169,32 +195,32 @@ def _read(path: Path) -> dict[str, QualityCurve]:
     again = "delete it and run fastkv calibrate context"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise FastKVError(f"{path} must be a context calibration, got other JSON; {again}")
+        if content["version"] > VERSION:
+            raise FastKVError(
+                f"{path} has format version {content['version']}, this fastkv reads up to {VERSION}; update fastkv"
+            )
+        shared = {name: content[name] for name in ("fingerprint", "model")}
+        curves = {policy: _curve({**entry, "policy": policy, **shared}) for policy, entry in content["curves"].items()}
     except FileNotFoundError:
         raise FastKVError(f"there is no calibration file {path}; make one with fastkv calibrate context") from None
     except OSError as error:
         raise FastKVError(f"cannot read the calibration file {path} ({error.strerror}); check the path") from error
-    except ValueError as error:
-        raise FastKVError(f"{path} must be a JSON calibration file, got something damaged; {again}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise FastKVError(f"{path} must be a context calibration, got other JSON; {again}")
-    version = content.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise FastKVError(f"{path} has format version {version}, this fastkv reads up to {VERSION}; update fastkv")
-    try:
-        curves = {policy: _curve(policy, content, entry) for policy, entry in content["curves"].items()}
+    except FastKVError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FastKVError(f"{path} must list curves with their numbers, got something damaged; {again}") from error
+        raise FastKVError(
+            f"{path} must be JSON with curves and their numbers, got something damaged; {again}"
+        ) from error
     if not curves:
         raise FastKVError(f"{path} must hold at least one curve, got none; {again}")
     return curves
 
 
-def _curve(policy: str, content: dict[str, Any], entry: dict[str, Any]) -> QualityCurve:
-    """One entry of a file, checked. Raises ValueError, KeyError or TypeError for whatever is not one."""
-    values = {**entry, "policy": policy, "fingerprint": content["fingerprint"], "model": content["model"]}
+def _curve(values: dict[str, Any]) -> QualityCurve:
+    """One entry of a file. Raises KeyError or TypeError for whatever is not one."""
     for name, kinds in KINDS.items():
-        if type(values[name]) not in kinds:
-            raise TypeError(f"{name} is of another type")
-        if float in kinds and not math.isfinite(values[name]):
-            raise ValueError(f"{name} is not finite")
+        if type(values[name]) not in kinds or (float in kinds and not math.isfinite(values[name])):
+            raise TypeError(f"{name} is not finite or of another type")
     return QualityCurve(**{name: values[name] for name in KINDS})

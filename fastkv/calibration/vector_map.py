@@ -19,11 +19,11 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..errors import FastKVError
-from .files import replace_file
-from .fingerprint import describe, fingerprint
+from .files import describe, fingerprint, replace_file
 
 HEADER = "fastkv.vector"  # the one metadata entry; its presence says what the file is
 VERSION = 1
+FACTS = {"fingerprint": str, "model": str, "tokens": int, "threshold": float}
 
 
 def required_r2(boundary: float = 1.0, approximated: float = 1.0) -> float:
@@ -93,13 +93,8 @@ class VectorMap:
 
         Raises: FastKVError if it cannot be written; a file that was there before is then still there.
         """
-        header = {
-            "version": VERSION,
-            "fingerprint": self.fingerprint,
-            "model": self.model,
-            "tokens": self.tokens,
-            "threshold": float(self.threshold),
-        }
+        facts = {name: getattr(self, name) for name in FACTS}
+        header = {"version": VERSION, **facts, "threshold": float(self.threshold)}
         tensors = {f"weight.{layer}": weight.contiguous() for layer, weight in self.weights.items()}
         tensors |= {f"r2.{layer}": r2.contiguous() for layer, r2 in self.r2.items()}
         replace_file(Path(path), to_bytes(tensors, {HEADER: json.dumps(header, sort_keys=True)}))
@@ -113,30 +108,32 @@ class VectorMap:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                header = _header(path, file.metadata())
+                header = _header(path, file.metadata() or {})
                 _check_model(path, header["fingerprint"], header["model"], config)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise FastKVError(
-                f"{path} cannot be read as a file of maps from keys to values ({_reason(error)}); write one with "
-                "fastkv calibrate vector"
+                f"{path} cannot be read as a file of maps from keys to values "
+                f"({getattr(error, 'strerror', None) or error}); write one with fastkv calibrate vector"
             ) from error
-        weights = {_layer(name): t for name, t in tensors.items() if name.startswith("weight.")}
-        r2 = {_layer(name): t for name, t in tensors.items() if name.startswith("r2.")}
-        _check_tensors(path, weights, r2, tensors, config)
-        facts = {name: header[name] for name in ("threshold", "fingerprint", "model", "tokens")}
-        return cls(dict(sorted(weights.items())), dict(sorted(r2.items())), **facts)
+        layers = range(config.get_text_config(decoder=True).num_hidden_layers)
+        weights = {i: tensors.pop(f"weight.{i}") for i in layers if f"weight.{i}" in tensors}
+        r2 = {i: tensors.pop(f"r2.{i}") for i in layers if f"r2.{i}" in tensors}
+        whole = not tensors and weights and weights.keys() == r2.keys()
+        if not whole or not all(_fits(weight, r2[i]) for i, weight in weights.items()):
+            raise _damaged(path)
+        return cls(weights, r2, **{name: header[name] for name in FACTS})
 
 
-def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
+def _header(path: Any, metadata: dict[str, str]) -> dict[str, Any]:
     """The parsed header of a file that this version can read."""
-    if HEADER not in (metadata or {}):
+    if HEADER not in metadata:
         raise FastKVError(
             f"{path} is a safetensors file, but expected one with maps from keys to values, got one without the header "
             f"{HEADER}; write one with fastkv calibrate vector"
         )
     try:
-        header = json.loads((metadata or {})[HEADER])
+        header = json.loads(metadata[HEADER])
         version = int(header["version"])
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path) from error
@@ -145,8 +142,7 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
             f"{path} has format {version}, but this fastkv reads formats up to {VERSION}; update fastkv or write the "
             "file again with fastkv calibrate vector"
         )
-    kinds = {"fingerprint": str, "model": str, "tokens": int, "threshold": float}
-    if any(type(header.get(name)) is not kind for name, kind in kinds.items()):
+    if any(type(header.get(name)) is not kind for name, kind in FACTS.items()):
         raise _damaged(path)
     return header
 
@@ -160,23 +156,10 @@ def _check_model(what: Any, fitted: str, model: str, config: Any) -> None:
         )
 
 
-def _check_tensors(
-    path: Any, weights: dict[int, Tensor], r2: dict[int, Tensor], tensors: dict[str, Tensor], config: Any
-) -> None:
-    """Raise FastKVError unless every layer has a weight [Hkv, Dk, Dv] fp32 and an R^2 [Hkv] fp64, and nothing else."""
-    text = config.get_text_config(decoder=True)
-    layers = range(text.num_hidden_layers)
-    fits = weights.keys() == r2.keys() and len(tensors) == 2 * len(weights) > 0 and all(i in layers for i in weights)
-    fits = fits and all(w.ndim == 3 and w.dtype == torch.float32 for w in weights.values())
-    fits = fits and all(r2[i].shape == w.shape[:1] and r2[i].dtype == torch.float64 for i, w in weights.items())
-    if not fits or not all(torch.isfinite(t).all() for t in tensors.values()):
-        raise _damaged(path)
-
-
-def _layer(name: str) -> int:
-    """The number in `weight.7`; -1, which no model has, for anything else."""
-    number = name.partition(".")[2]
-    return int(number) if number.isdecimal() else -1
+def _fits(weight: Tensor, r2: Tensor) -> bool:
+    """Whether they are finite, [Hkv, Dk, Dv] fp32 and [Hkv] fp64."""
+    kinds = (weight.ndim, weight.dtype, r2.dtype, r2.shape) == (3, torch.float32, torch.float64, weight.shape[:1])
+    return kinds and all(bool(tensor.isfinite().all()) for tensor in (weight, r2))
 
 
 def _damaged(path: Any) -> FastKVError:
@@ -184,8 +167,3 @@ def _damaged(path: Any) -> FastKVError:
         f"{path} is damaged, expected a header and tensors as fastkv writes them, got something else; write it again "
         "with fastkv calibrate vector"
     )
-
-
-def _reason(error: Exception) -> str:
-    """What the operating system or safetensors says, without the path, which the sentence has already."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -86,21 +86,15 @@ def measure(
             logits.append(model(word, past_key_values=cache).logits[:, -1])
     guesses = torch.stack(logits, 1).argmax(-1)
     rows = len(questions.prompts)
-    measured = Measured(
-        right=(guesses == questions.answers).all(-1),
-        attention=torch.stack([torch.cat(steps, 1) for steps in recorded]),
-        nbytes=cache_bytes(cache) // rows,
-        kept=kept_tokens(cache),
-        tokens_per_second=None,
-    )
-    if not timed:
-        return measured
-    word = questions.answers[:, -1:]
-    start = time.perf_counter()
-    for _ in range(SPEED_STEPS):
-        word = model(word, past_key_values=cache).logits[:, -1:].argmax(-1)
-    seconds = time.perf_counter() - start
-    return Measured(**{**vars(measured), "tokens_per_second": rows * SPEED_STEPS / seconds})
+    speed, rows = None, len(questions.prompts)
+    attention = torch.stack([torch.cat(steps, 1) for steps in recorded])
+    nbytes, kept = cache_bytes(cache) // rows, kept_tokens(cache)
+    if timed:
+        word, start = questions.answers[:, -1:], time.perf_counter()
+        for _ in range(SPEED_STEPS):
+            word = model(word, past_key_values=cache).logits[:, -1:].argmax(-1)
+        speed = rows * SPEED_STEPS / (time.perf_counter() - start)
+    return Measured((guesses == questions.answers).all(-1), attention, nbytes, kept, speed)
 
 
 def relative_error(attention: Tensor, full: Tensor) -> float:

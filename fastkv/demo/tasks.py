@@ -18,11 +18,8 @@ The bar separates `Sample.questions` from `Sample.answers`.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 TASKS: tuple[str, ...] = ("facts", "pairs", "hops")
 
@@ -90,6 +87,8 @@ TRANSITIVE = (
 PREPOSITIONS = (
     "near behind under above beside across around toward beyond past without with from inside outside"
 ).split()
+PRONOUNS = "they he she we".split()
+CONJUNCTIONS = "and but while because so when before after".split()
 TIMES = "morning evening spring summer autumn winter afternoon night".split()
 
 VOCABULARY: tuple[str, ...] = tuple(
@@ -153,32 +152,10 @@ def max_questions(task: str, length: int) -> int:
     return num_facts(task, length) // (2 if task == "pairs" else 1)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word of `VOCABULARY`, `<bos>` in front; pads on the left."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {word: i for i, word in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", ids["<bos>"])]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=8192,
-        clean_up_tokenization_spaces=False,
-    )
-
-
 def _facts(rng: random.Random, count: int, paired: bool) -> tuple[list[str], list[str], list[str]]:
     """Statements, questions and answers of `facts` or `pairs`; every fact is asked for once, in random order."""
-    keys = [f"{KEY_FIRST[i % len(KEY_FIRST)]} {KEY_SECOND[i // len(KEY_FIRST)]}" for i in _distinct(rng, count)]
+    places = rng.sample(range(len(KEY_FIRST) * len(KEY_SECOND)), count)
+    keys = [f"{KEY_FIRST[i % len(KEY_FIRST)]} {KEY_SECOND[i // len(KEY_FIRST)]}" for i in places]
     values = [_value(rng) for _ in keys]
     statements = [f"the code of {key} is {value} ." for key, value in zip(keys, values)]
     if not paired:
@@ -226,7 +203,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 def _clause(rng: random.Random) -> str:
-    subject = rng.choice((_noun_phrase, _noun_phrase, _noun_phrase, _pronoun))(rng)
+    subject = rng.choice((_noun_phrase, _noun_phrase, _noun_phrase, lambda rng: rng.choice(PRONOUNS)))(rng)
     if rng.random() < 0.4:
         verb = rng.choice(INTRANSITIVE)
         tail = (_place(rng), rng.choice(ADVERBS), "")[rng.randrange(3)]
@@ -248,47 +225,24 @@ def _noun_phrase(rng: random.Random) -> str:
     return f"{adjective}{rng.choice(PLURALS)}"
 
 
-def _pronoun(rng: random.Random) -> str:
-    return rng.choice(("they", "he", "she", "we"))
-
-
 def _place(rng: random.Random) -> str:
     if rng.random() < 0.3:
         return f"in the {rng.choice(PLACES)}"
     return f"{rng.choice(PREPOSITIONS)} the {rng.choice((*NOUNS, *PLACES))}"
 
 
-def _short(rng: random.Random) -> str:
-    return f"{rng.choice(PLURALS)} {rng.choice(INTRANSITIVE)}"
-
-
-def _weather(rng: random.Random) -> str:
-    return f"it was {rng.choice(('', 'very '))}{rng.choice(ADJECTIVES)} in the {rng.choice((*TIMES, *PLACES))}"
-
-
-def _existence(rng: random.Random) -> str:
-    return f"there were {rng.randrange(2, 10)} {rng.choice(ADJECTIVES)} {rng.choice(PLURALS)} {_place(rng)}"
-
-
-def _timed(rng: random.Random) -> str:
-    return f"in the {rng.choice(TIMES)} , {_clause(rng)}"
-
-
-def _joined(rng: random.Random) -> str:
-    first = _clause(rng)
-    conjunction = rng.choice(("and", "but", "while", "because", "so", "when", "before", "after"))
-    return f"{first} {conjunction} {_clause(rng)}"
-
-
-_SENTENCES = (_clause, _clause, _clause, _short, _weather, _existence, _timed, _joined)
+_SENTENCES: tuple[Callable[[random.Random], str], ...] = (
+    *(_clause, _clause, _clause),
+    lambda rng: f"{rng.choice(PLURALS)} {rng.choice(INTRANSITIVE)}",
+    lambda rng: f"it was {rng.choice(('', 'very '))}{rng.choice(ADJECTIVES)} in the {rng.choice((*TIMES, *PLACES))}",
+    lambda rng: f"there were {rng.randrange(2, 10)} {rng.choice(ADJECTIVES)} {rng.choice(PLURALS)} {_place(rng)}",
+    lambda rng: f"in the {rng.choice(TIMES)} , {_clause(rng)}",
+    lambda rng: f"{_clause(rng)} {rng.choice(CONJUNCTIONS)} {_clause(rng)}",
+)
 
 
 def _value(rng: random.Random) -> str:
     return " ".join(str(rng.randrange(10, 100)) for _ in range(VALUE_WORDS))
-
-
-def _distinct(rng: random.Random, count: int) -> list[int]:
-    return rng.sample(range(len(KEY_FIRST) * len(KEY_SECOND)), count)
 
 
 def _shuffled(rng: random.Random, items: list) -> list:

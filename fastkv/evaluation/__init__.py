@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FastKVError
 
 if TYPE_CHECKING:
-    from .lm_eval_model import FastKVLM
+    from .plugins import FastKVLM
 
 __all__ = ["TASK_FILES", "FastKVLM"]
 
@@ -30,13 +30,13 @@ if importlib.util.find_spec("lm_eval") is not None:
     from lm_eval.api.registry import model_registry
 
     # By name, so that whoever only wants fidelity does not wait for the harness's models to be imported.
-    model_registry.register("fastkv", target="fastkv.evaluation.lm_eval_model:FastKVLM")
+    model_registry.register("fastkv", target="fastkv.evaluation.plugins:FastKVLM")
 
 
 def __getattr__(name: str) -> Any:
     if name != "FastKVLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_harness()
-    from .lm_eval_model import FastKVLM
+    from .plugins import FastKVLM
 
     return FastKVLM

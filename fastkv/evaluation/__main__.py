@@ -33,10 +33,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """What `lm_eval` does, with fastkv's tasks beside those of --include_path.
-
-    Raises: FastKVError if fastkv refuses, or if a dataset cannot be reached; it says how to use a copy.
-    """
+    """What `lm_eval` does, with fastkv's tasks beside those of --include_path."""
     from lm_eval._cli import HarnessCLI
     from lm_eval.config.evaluate_config import EvaluatorConfig
     from lm_eval.utils import setup_logging

@@ -1,4 +1,4 @@
-"""What the commands that measure share: models and texts, options of a command line, results that are kept."""
+"""What the commands that measure share: models and texts, options, results that are kept, tables and pictures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from typing import Any, TextIO
 
 import torch
 import transformers
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -37,17 +41,16 @@ SHORTEST = 96  # tokens of a generated text
 FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
 SUFFIXES = (".txt", ".md")
 PIECE = 1 << 20  # characters read at a time, so that a large file is read only as far as it is needed
+COLOURS = ("#d1495b", "#00798c", "#edae49", "#5f4b8b", "#8d99ae", "#3a7d44", "#b56576", "#2f4858")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")  # with the colours, forty different pairs
+DASHED: dict[str, Any] = {"color": "#444444", "linestyle": (0, (4, 3)), "linewidth": 1.2}  # what others compare with
 
 
 # Models.
 
 
 def load(name: str, device: str | None = None) -> tuple[Any, Any]:
-    """A stock model in eval mode, and its tokenizer.
-
-    Args: name: a folder or a name; "demo" is the bundled model; device: by default a GPU if there is one.
-    Raises: FastKVError if there is no such causal language model.
-    """
+    """A stock model in eval mode, by default on a GPU if there is one, and its tokenizer; name: also "demo"."""
     model: Any
     tokenizer: Any
     transformers.utils.logging.disable_progress_bar()
@@ -115,28 +118,23 @@ def policy_for(model: str, policy: str) -> Any:
 def documents(source: str) -> Iterator[str]:
     """The text of a file, of the .txt and .md files of a folder in order of their paths, or of standard input ("-").
 
-    Pieces end with a line, as far as lines are shorter than a piece. Raises: FastKVError if it cannot be read.
+    Pieces end with a line, as far as lines are shorter than a piece.
     """
+    path = Path(source)
     if source == "-":
         yield from _pieces(sys.stdin, "standard input")
         return
-    for path in _files(Path(source)):
-        try:
-            with open(path, encoding="utf-8") as file:
-                yield from _pieces(file, str(path))
-        except OSError as error:
-            raise FastKVError(f"cannot read the text {path} ({error.strerror}); choose another one") from error
-
-
-def _files(path: Path) -> list[Path]:
-    """The file, or the texts in the folder and below."""
-    if path.is_file():
-        return [path]
-    found = sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
-    if not found:
+    inside = (one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
+    files = [path] if path.is_file() else sorted(inside)
+    if not files:
         what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
         raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {DEMO}")
-    return found
+    for one in files:
+        try:
+            with open(one, encoding="utf-8") as file:
+                yield from _pieces(file, str(one))
+        except OSError as error:
+            raise FastKVError(f"cannot read the text {one} ({error.strerror}); choose another one") from error
 
 
 def _pieces(file: TextIO, name: str) -> Iterator[str]:
@@ -151,6 +149,11 @@ def demo_text(task: str, tokens: int, seed: int) -> str:
     """A generated text of so many tokens that ends with a question and its answer."""
     sample = generate(task, tokens, seed)
     return f"{sample.context} {sample.questions[0]} {sample.answers[0]}"
+
+
+def start_of(tokenizer: Any) -> list[int]:
+    """The start token, if the tokenizer has the habit of adding one."""
+    return [tokenizer.bos_token_id] if tokenizer.bos_token_id in tokenizer("").input_ids else []
 
 
 def unknown_share(tokenizer: Any, ids: Tensor | Sequence[int]) -> float:
@@ -176,9 +179,8 @@ def listed(kind: Callable[[str], Any] = str) -> Callable[[str], tuple[Any, ...]]
     """How argparse reads `a,b`: each once, as `kind`."""
 
     def parse(text: str) -> tuple[Any, ...]:
-        parts = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
         try:
-            return tuple(kind(part) for part in parts)
+            return tuple(dict.fromkeys(kind(part.strip()) for part in text.split(",") if part.strip()))
         except ValueError:
             whole = "whole numbers" if kind is int else "numbers"
             raise argparse.ArgumentTypeError(f"expected {whole} separated by commas, got {text!r}") from None
@@ -195,12 +197,12 @@ def check_some(name: str, entries: Sequence[Any], known: Sequence[str] | None = 
         raise FastKVError(f"{name} must be of {', '.join(known or ())}, got {unknown[0]!r}")
 
 
-def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str, metavar: str = "N") -> None:
+def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str, metavar: str = "N") -> argparse.Action:
     """An option whose kind is that of its default, which the help names; names: one or several."""
     several = default if isinstance(default, tuple) else (default,)
     kind: Any = Path if isinstance(default, Path) else type(several[0])
     shown = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in several)
-    parser.add_argument(
+    return parser.add_argument(
         *names.split(),
         type=listed(kind) if isinstance(default, tuple) else kind,
         default=default,
@@ -209,19 +211,17 @@ def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str,
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """--model."""
+def add_model(
+    parser: argparse.ArgumentParser, out: str, what: str = "where the files go", metavar: str = "DIR"
+) -> None:
+    """--model and --out."""
     option(parser, "--model", DEMO, "folder or name of the model; demo is the bundled one", "PATH")
+    option(parser, "--out", Path(out), what, metavar)
 
 
 def add_policies(parser: argparse.ArgumentParser) -> None:
     """--policies."""
     option(parser, "--policies --policy", POLICIES, "policies", "NAME")
-
-
-def add_out(parser: argparse.ArgumentParser, default: str) -> None:
-    """--out."""
-    option(parser, "--out", Path(default), "where the files go", "DIR")
 
 
 def make_folder(path: Path) -> None:
@@ -254,7 +254,6 @@ def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
     """A `Budget` from what fits into a command line: 512, "512", "keep=0.25", "bytes=2000000" or "quality=0.95".
 
     Args: shares: sinks, recent, layers and heads, as in `Budget`; a ready Budget has its own.
-    Raises: FastKVError if it is none of these.
     """
     if isinstance(value, Budget):
         return value
@@ -270,8 +269,8 @@ def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
     return Budget(**{unit: amount}, **shares)
 
 
-def wanted(text: str, options: argparse.Namespace) -> Budget:
-    """One of the budgets of the options, with their shares. Raises FastKVError if it is none."""
+def given(text: str, options: argparse.Namespace, model: Any = None) -> Budget:
+    """One of the budgets of the options; for a model in the bytes of its tokens, unless the options share tokens."""
     layers: Any = options.layers
     if layers not in ("uniform", "pyramid"):
         try:
@@ -280,13 +279,8 @@ def wanted(text: str, options: argparse.Namespace) -> Budget:
             raise FastKVError(
                 f"layers must be uniform, pyramid, or a weight for each layer, got {layers!r}; for example 2,1,1,1"
             ) from None
-    return to_budget(text, sinks=options.sinks, recent=options.recent, layers=layers, heads=options.heads)
-
-
-def given(text: str, options: argparse.Namespace, model: Any) -> Budget:
-    """`wanted`, tokens turned into the bytes that so many take unless the options share tokens; shares stay."""
-    budget = wanted(text, options)
-    if options.equal == "tokens" or budget.tokens is None:
+    budget = to_budget(text, sinks=options.sinks, recent=options.recent, layers=layers, heads=options.heads)
+    if model is None or options.equal == "tokens" or budget.tokens is None:
         return budget
     return equal_bytes(model.config, budget, model.dtype, evict_every=options.evict_every)
 
@@ -314,22 +308,18 @@ class Planned:
         return self.file.stem
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Write the file, whole or not at all: an interrupted run leaves no half of one."""
+        """Write the file."""
         write_json(self.file, {"settings": self.settings, **record})
 
 
 def planned(options: argparse.Namespace, settings: dict[str, Any]) -> list[Planned]:
-    """Every cache of the options, the stock one first, and what the folder of --out knows of it.
-
-    Raises: FastKVError for a policy or a budget that is none, or if the folder cannot be written or holds results of
-        other settings.
-    """
+    """Every cache of the options, the stock one first, and what the folder of --out knows of it."""
     check_some("policies", options.policies)
     check_some("budgets", options.budgets)
     for policy in options.policies:
         demo.policy_of(policy)
     for budget in options.budgets:
-        wanted(budget, options)
+        given(budget, options)
     make_folder(options.out)
     shared = {**settings, **{name: getattr(options, name) for name in CACHE}}
     shared = json.loads(json.dumps(shared, default=str))
@@ -379,3 +369,90 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 def first_line(error: BaseException) -> str:
     """What an exception says first, to stand inside a sentence."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
+
+
+# Tables and pictures.
+
+
+def console_of(width: int = 100, **options: Any) -> Console:
+    """The terminal, or `width` columns where the output goes to a file."""
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False, **options)
+
+
+def progress(console: Console) -> Progress:
+    """Bars that say what is done, how many of how many, and for how long."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+def table(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
+    """An empty table with words on the left and numbers on the right; options: of rich."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, **options)
+    for title in left:
+        made.add_column(title, no_wrap=True)
+    for title in right:
+        made.add_column(title, justify="right", no_wrap="\n" not in title)
+    return made
+
+
+def cells(numbers: Mapping[str, float | None], columns: Mapping[str, tuple[str, str]]) -> list[str]:
+    """The named numbers in the format of their columns (title, format), - for None."""
+    known = ((numbers[name], form) for name, (_, form) in columns.items())
+    return ["-" if number is None else form.format(number) for number, form in known]
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, inches, without any global state of pyplot."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+def style(index: int) -> dict[str, Any]:
+    """How the line of that number is drawn; the first is the thickest."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linewidth": 2.4 if index == 0 else 1.6,
+        "markersize": 7 if index == 0 else 6,
+        "zorder": 30 - index,
+    }
+
+
+def finish(axis: Any, title: str = "", *, legend: bool = False, layers: bool = False) -> None:
+    """A title, a light grid and no frame; layers: along the axis, whole numbers only, with zero in sight."""
+    axis.grid(color="#dddddd", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    if title:
+        axis.set_title(title, fontsize=10)
+    if legend:
+        axis.legend(frameon=False, fontsize=9)
+    if layers:
+        axis.set_xlabel("layer")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        from_zero(axis)
+
+
+def from_zero(axis: Any) -> None:
+    """Stretch the axis until zero is in sight."""
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, 0), max(high, 0))
+
+
+def ticks(axis: Any, places: Sequence[float], base: float = 10) -> None:
+    """A logarithmic x axis that is labelled at these places only."""
+    axis.set_xscale("log", base=base)
+    axis.set_xticks(places, [f"{place:.0f}" for place in places])
+    axis.set_xticks([], minor=True)
+
+
+def save(figure: Any, path: Any, title: str, *, legend_of: Any = None, columns: int = 3) -> None:
+    """Write the picture, with the legend of one axis below all of them."""
+    if legend_of is not None:
+        handles, labels = legend_of.get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False, fontsize=9
+        )
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(path)

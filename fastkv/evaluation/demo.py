@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,54 +19,39 @@ from .. import Budget, FastKVError, patched, policies
 from ..demo import MODEL_DIR, policy_of
 from ..demo.measure import Measured, Questions, make_questions, measure, relative_error
 from ..demo.tasks import TASKS
-from . import common, looks
+from . import common
 from .equal_bytes import EVICT_EVERY, equal_bytes
 
 PREFILLS = ("whole", "context", "blocks")
 TITLES = {"whole": "prompt read whole", "context": "text compressed before the question"}
-DEFAULTS: dict[str, Any] = {
-    "context": 1024,
-    "budgets": (128, 256),
-    "equal": "bytes",
-    "policies": tuple(policies.names()),
-    "tasks": TASKS,
-    "samples": 6,
-    "seed": 0,
-    "prefill": ("whole", "blocks"),
-    "blocks": 256,
-    "sinks": 4,  # these and the most recent tokens are never evicted
-    "recent": 16,
-    "out": Path("fastkv-demo"),
+OPTIONS: dict[str, tuple[Any, str, str]] = {  # default, help and what it is called there
+    "context": (1024, "tokens of a prompt and its answer", "N"),
+    "budgets": ((128, 256), "sizes of the cache, tokens per KV head", "N"),
+    "policies": (tuple(policies.names()), "policies to compare", "NAME"),
+    "tasks": (TASKS, "kinds of questions", "NAME"),
+    "samples": (6, "texts for each task", "N"),
+    "seed": (0, "of the first text; the others follow it", "N"),
+    "prefill": (("whole", "blocks"), "prompt at once (whole), text before the question (context), or blocks", "MODE"),
+    "blocks": (256, "tokens of a block when the prompt is read in blocks", "N"),
+    "out": (Path("fastkv-demo"), "where the files go", "DIR"),
 }
+FIXED = {"sinks": 4, "recent": 16}  # tokens that are never evicted: the first and the last
 QUICK = {"context": 512, "budgets": (64, 128), "policies": ("momentkv", "streaming"), "samples": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv demo`; those that are not given are `QUICK` or `DEFAULTS`."""
-    add = parser.add_argument
-    add("--context", type=int, metavar="N", help="tokens of a prompt and its answer")
-    add("--budgets", type=common.listed(int), metavar="N,...", help="sizes of the cache, tokens per KV head")
-    add("--equal", choices=("bytes", "tokens"), help=common.EQUAL)
-    add("--policies", type=common.listed(), metavar="NAME,...", help="policies to compare (default: all)")
-    add("--tasks", type=common.listed(), metavar="NAME,...", help="kinds of questions (default: all)")
-    add(
-        "--prefill",
-        type=common.listed(),
-        metavar="MODE,...",
-        help="whole: the prompt at once; context: compressed before the question is known; blocks "
-        "(default: whole,blocks)",
-    )
-    add("--blocks", type=int, metavar="N", help="tokens of a block when the prompt is read in blocks")
-    add("--samples", type=int, metavar="N", help="texts for each task")
-    add("--seed", type=int, metavar="N", help="seed of the first text; the others follow it")
-    add("--out", type=Path, metavar="DIR", help="where the files go (default: fastkv-demo)")
-    add("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
+    """The options of `fastkv demo`; those that are not given are `QUICK` or `OPTIONS`."""
+    for name, described in OPTIONS.items():
+        common.option(parser, f"--{name}", *described).default = argparse.SUPPRESS
+    parser.add_argument("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
+    parser.add_argument("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
 
 
 def settings_of(options: argparse.Namespace) -> argparse.Namespace:
     """The options with all defaults. Raises FastKVError if something cannot be compared."""
-    given = {name: value for name, value in vars(options).items() if name in DEFAULTS and value is not None}
-    chosen = argparse.Namespace(**{**DEFAULTS, **(QUICK if options.quick else {}), **given})
+    defaults = {name: default for name, (default, _, _) in OPTIONS.items()}
+    given = {name: value for name, value in vars(options).items() if name in (*defaults, "equal")}
+    chosen = argparse.Namespace(**{**defaults, **FIXED, **(QUICK if options.quick else {}), **given})
     for name, least in (("context", common.SHORTEST), ("samples", 1), ("blocks", 1)):
         if getattr(chosen, name) < least:
             raise FastKVError(f"{name} must be at least {least}, got {getattr(chosen, name)}")
@@ -95,11 +81,8 @@ class Row:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """Measure every cache, print the table and write demo.json and demo.png.
-
-    Raises: FastKVError if something cannot be compared, or if the directory cannot be written.
-    """
-    started, console, settings = time.perf_counter(), looks.console_of(), settings_of(options)
+    """Measure every cache, print the table and write demo.json and demo.png."""
+    started, console, settings = time.perf_counter(), common.console_of(), settings_of(options)
     if not (MODEL_DIR / "config.json").is_file():
         raise FastKVError(f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again")
     model, tokenizer = common.load(common.DEMO, device="cpu")
@@ -108,14 +91,14 @@ def run(options: argparse.Namespace) -> list[Row]:
     texts = settings.context, settings.samples, settings.seed
     rows = list(compare(model, [make_questions(tokenizer, task, *texts) for task in settings.tasks], settings, console))
     console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
-    console.print(explain(settings), highlight=False)
+    console.print(explain(settings))
     record = {"versions": common.versions(), "threads": torch.get_num_threads(), "settings": vars(settings)}
     common.write_json(settings.out / "demo.json", {**record, "rows": [asdict(row) for row in rows]})
     title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
     write_plot(rows, settings.out / "demo.png", title)
     seconds = time.perf_counter() - started
     files = f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'}"
-    console.print(f"{files} written; {seconds:.0f} s in all", highlight=False)
+    console.print(f"{files} written; {seconds:.0f} s in all")
     return rows
 
 
@@ -130,9 +113,13 @@ def compare(
         for budget in settings.budgets
         if prefill != "blocks" or not policy_of(policy).rereads
     ]
-    with looks.progress(console) as progress:
+
+    def answers(later: bool = False) -> list[Measured]:
+        return [measure(model, one, timed=one is asked[0], question_later=later) for one in asked]
+
+    with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=1 + len(caches))
-        full = [measure(model, questions, timed=place == 0) for place, questions in enumerate(asked)]
+        full = answers()
         yield summarise(("full", "whole", settings.context), asked, full, full)
         progress.advance(bar)
         for policy, prefill, tokens in caches:
@@ -145,10 +132,7 @@ def compare(
                 with torch.no_grad():
                     first = model(asked[0].prompts[:1, :1], use_cache=True).past_key_values
                 common.check_bytes(policy, first, budget)
-                measured = [
-                    measure(model, questions, timed=place == 0, question_later=prefill == "context")
-                    for place, questions in enumerate(asked)
-                ]
+                measured = answers(later=prefill == "context")
             yield summarise((policy, str(block or prefill), tokens), asked, measured, full)
             progress.advance(bar)
         progress.update(bar, description="done")
@@ -159,43 +143,25 @@ def summarise(
 ) -> Row:
     """One row from the measurements of a cache and of the full cache, one of each for every task."""
     right = {one.task: got.right.float().mean().item() for one, got in zip(asked, measured)}
+    kept, speed = measured[0].kept, measured[0].tokens_per_second
+    nbytes, whole = (max(one.nbytes for one in caches) for caches in (measured, full))
     errors = [relative_error(got.attention, exact.attention) for got, exact in zip(measured, full)]
-    speed, kept = measured[0].tokens_per_second, measured[0].kept
     assert speed is not None
-    policy, prefill, budget = name
-    return Row(
-        policy=policy,
-        prefill=prefill,
-        budget=budget,
-        kept=float(budget) if kept is None else kept,
-        accuracy=sum(right.values()) / len(right),
-        accuracy_of=right,
-        nbytes=max(got.nbytes for got in measured),
-        share=max(got.nbytes for got in measured) / max(exact.nbytes for exact in full),
-        tokens_per_second=speed,
-        error=sum(errors) / len(errors),
-    )
+    kept = float(name[2]) if kept is None else kept
+    return Row(*name, kept, fmean(right.values()), right, nbytes, nbytes / whole, speed, fmean(errors))
 
 
 def table_of(rows: list[Row], tasks: Sequence[str], *, roomy: bool = True) -> Table:
     """The rows as a table; accuracy over all tasks and for each. It is 80 columns wide unless `roomy`."""
     numbers = ("budget", "kept", "right", *tasks, "KiB", "share", "tok/s", "error")
-    table = looks.table(("policy", "prefill"), numbers, padding=(0, int(roomy)))
+    table = common.table(("policy", "prefill"), numbers, padding=(0, int(roomy)))
     for before, row in zip([rows[0], *rows], rows):
         if (row.policy == "full", row.prefill) != (before.policy == "full", before.prefill):
             table.add_section()
-        table.add_row(
-            row.policy,
-            row.prefill,
-            str(row.budget),
-            f"{row.kept:.0f}",
-            f"{row.accuracy:.0%}",
-            *(f"{row.accuracy_of[task]:.0%}" for task in tasks),
-            f"{row.nbytes / 2**10:.0f}",
-            f"{row.share:.1%}",
-            f"{row.tokens_per_second:.0f}",
-            f"{row.error:.3f}",
-        )
+        accuracy = (f"{one:.0%}" for one in (row.accuracy, *(row.accuracy_of[task] for task in tasks)))
+        speed = f"{row.tokens_per_second:.0f}"
+        cells = (*accuracy, f"{row.nbytes / 2**10:.0f}", f"{row.share:.1%}", speed, f"{row.error:.3f}")
+        table.add_row(row.policy, row.prefill, str(row.budget), f"{row.kept:.0f}", *cells)
     return table
 
 
@@ -221,22 +187,22 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     modes = list(dict.fromkeys(row.prefill for row in compressed))
     policies = list(dict.fromkeys(row.policy for row in compressed))
     sizes = sorted({row.budget: row.nbytes / 2**10 for row in compressed if row.policy == policies[-1]}.values())
-    figure = looks.figure(4.6 * len(modes) + 0.8, 7.4)
+    figure = common.figure(4.6 * len(modes) + 0.8, 7.4)
     axes = figure.subplots(2, len(modes), sharex=True, sharey="row", squeeze=False)
     for (accuracy, error), mode in zip(axes.T, modes):
         accuracy.set_title(TITLES.get(mode, f"prompt read in blocks of {mode} tokens"), fontsize=11)
-        accuracy.axhline(100 * full.accuracy, label="full cache", **looks.DASHED)
+        accuracy.axhline(100 * full.accuracy, label="full cache", **common.DASHED)
         for index, policy in enumerate(policies):
             line = sorted((r for r in compressed if (r.policy, r.prefill) == (policy, mode)), key=lambda r: r.nbytes)
-            style, x = looks.style(index), [row.nbytes / 2**10 for row in line]
+            style, x = common.style(index), [row.nbytes / 2**10 for row in line]
             accuracy.plot(x, [100 * row.accuracy for row in line], label=policy, **style)
             error.plot(x, [row.error for row in line], **style)
-        looks.ticks(error, sizes)
+        common.ticks(error, sizes)
         error.set_xlabel(f"cache, KiB per sequence (full cache: {full.nbytes / 2**10:.0f})")
         accuracy.set_ylim(-4, 104)
         error.set_ylim(0, 1.06 * max(row.error for row in compressed))
-        looks.finish(accuracy)
-        looks.finish(error)
+        common.finish(accuracy)
+        common.finish(error)
     axes[0][0].set_ylabel("answers right, %")
     axes[1][0].set_ylabel("attention output,\nmean relative error")
-    looks.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(modes))
+    common.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(modes))

@@ -42,7 +42,6 @@ def equal_bytes(
             part of the bytes.
         dtype: of keys and values.
         shares: sinks, recent, layers and heads, as in `Budget`, where `tokens` is a number.
-    Raises: FastKVError if the model has no full-attention layer, a share is not one, or the budget is not in tokens.
     """
     # Tokens that cannot hold sinks and recent are refused here, in tokens.
     budget = tokens if isinstance(tokens, Budget) else Budget(tokens=tokens, **shares)
@@ -66,7 +65,6 @@ def stored_bytes(cache: FastKVCache) -> int:
     """Bytes per sequence that the compressed layers hold: slots, positions, scores and moments.
 
     `nbytes()` without what no budget can change: sliding-window layers and the kernels' working memory.
-    Raises: FastKVError for an empty cache.
     """
     states = _states(cache)
     stock = [layer for layer in cache.layers if not isinstance(layer, FastKVLayer)]
@@ -100,7 +98,6 @@ def assert_equal_bytes(caches: Mapping[str, FastKVCache], bound: int) -> None:
     """Check that every named cache uses the bytes it was given: no more, and less than one token per head fewer.
 
     Args: caches: filled; bound: bytes per sequence, `Budget.bytes` of all of them.
-    Raises: FastKVError naming the first cache that breaks the bound.
     """
     for name, cache in caches.items():
         held, token = stored_bytes(cache), token_bytes(cache)

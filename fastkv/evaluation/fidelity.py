@@ -1,4 +1,4 @@
-"""How close a compressed cache comes to the full one on a text, without any task or data set.
+"""`fastkv fidelity`: how close a compressed cache comes to the full one on a text, without any task or data set.
 
 Both caches read the same first tokens and are then fed the same further ones, one at a time. Two comparisons:
 
@@ -14,20 +14,33 @@ hidden states, and the moments summarise what their own layer has evicted. All c
 
 from __future__ import annotations
 
+import argparse
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import corrections, policies
+from ..api import patched
+from ..demo import policy_of
 from ..demo.measure import cache_bytes, kept_tokens, record_attention
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..reference import LayerState, joined
-from .common import check_stock
-from .equal_bytes import stored_bytes
+from . import common
+from .equal_bytes import EVICT_EVERY, equal_bytes, stored_bytes
+
+VECTORLESS = frozenset({"duoattention"})  # fixes what each head keeps, and so does VECTOR
+SINKS, RECENT = 4, 16  # never evicted, as in `fastkv demo`
 
 
 @dataclass(frozen=True)
@@ -107,11 +120,8 @@ class Fidelity:
 
 @torch.no_grad()
 def read_full(model: PreTrainedModel, tokens: Tensor, steps: int) -> Full:
-    """Run the stock model over tokens [B, N], the last `steps` of them one at a time.
-
-    Raises: FastKVError if the model is patched or in training, or unless 2 <= steps < N.
-    """
-    check_stock("read_full", model)
+    """Run the stock model over tokens [B, N], the last `steps` of them one at a time."""
+    common.check_stock("read_full", model)
     check_steps(tokens.shape[1], steps)
     cache = model(tokens[:, :-steps], use_cache=True, logits_to_keep=1).past_key_values
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
@@ -123,7 +133,6 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     """Run the patched model over tokens [B, N], the last `steps` of them one at a time, and compare.
 
     Args: tokens, steps: as `read_full` got them, without padding; full: what it returned.
-    Raises: FastKVError if the model is not patched, or unless 2 <= steps < N.
     """
     check_steps(tokens.shape[1], steps)
     cache = FastKVCache(model)
@@ -143,15 +152,10 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     heads = Heads(**{one.name: of(one.name) for one in fields(Heads)})
     layers, num_heads = list(witnesses), heads.mass.shape[-1]
     outputs = (run[layers].double().unflatten(-1, (num_heads, -1)) for run in (attention, full.attention))
-    return Fidelity(
-        layers=layers,
-        heads=heads,
-        error=distance(*outputs),
-        agreement=log_probs.argmax(-1) == full.log_probs.argmax(-1),
-        kl=(full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1),
-        excess=negative_log_likelihood(log_probs, tokens) - full.nll,
-        cache=cache,
-    )
+    agreement = log_probs.argmax(-1) == full.log_probs.argmax(-1)
+    kl = (full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1)
+    excess = negative_log_likelihood(log_probs, tokens) - full.nll
+    return Fidelity(layers, heads, distance(*outputs), agreement, kl, excess, cache)
 
 
 class Witness:
@@ -232,9 +236,8 @@ def compare(
 ) -> Heads:
     """Attention over the stored and over the evicted pairs, and how `out` and the estimate differ from it.
 
-    Args:
-        q [B, Hq, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv].  stored: [B, Hkv, S] bool.
-        out: [B, Hq, Dv], what the layer returned.  estimate: of f_E [B, Hq, Dv] and log Z_E [B, Hq].
+    Args: q [B, Hq, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv]; stored [B, Hkv, S] bool; out [B, Hq, Dv], what the
+        layer returned; estimate: of f_E [B, Hq, Dv] and log Z_E [B, Hq].
     """
     batch, num_heads, dim = q.shape
     logits = scale * q.double().reshape(batch, keys.shape[1], -1, dim) @ keys.double().mT
@@ -324,33 +327,20 @@ class Row:
 
 def summarise(name: tuple[str, int, int], measured: Fidelity, full: Full) -> Row:
     """One row; name: policy, context and budget."""
-    policy, context, budget = name
-    heads = measured.heads
-    numbers = {
-        "error": measured.error,
-        "own_error": heads.own_error,
-        "cosine": heads.cosine,
-        "retained_cosine": heads.retained_cosine,
-        "mass": heads.mass,
-        "estimated_mass": heads.estimated_mass,
-        "gap": heads.gap,
-    }
-    means = {one: known(number.nanmean()) for one, number in numbers.items()}
-    errors = measured.error.mean((0, 2, 3))
-    kept = kept_tokens(measured.cache)
+    names = ("own_error", "cosine", "retained_cosine", "mass", "estimated_mass", "gap")
+    numbers = {"error": measured.error, **{one: getattr(measured.heads, one) for one in names}}
+    agreement, errors, kept = measured.agreement.double(), measured.error.mean((0, 2, 3)), kept_tokens(measured.cache)
     assert kept is not None
-    texts = {"error": errors, "own_error": heads.own_error.mean((0, 2, 3)), "kl": measured.kl.mean(-1)}
-    texts["agreement"] = measured.agreement.double().mean(-1)
+    texts = {"error": errors, "own_error": measured.heads.own_error.mean((0, 2, 3)), "kl": measured.kl.mean(-1)}
+    texts["agreement"] = agreement.mean(-1)
     return Row(
-        policy=policy,
-        context=context,
-        budget=budget,
+        *name,
         kept=kept,
         nbytes=stored_bytes(measured.cache),
         full_nbytes=full.nbytes,
-        **means,  # type: ignore[arg-type]
+        **{one: known(number.nanmean()) for one, number in numbers.items()},  # type: ignore[arg-type]
         standard_error=(errors.std() / math.sqrt(len(errors))).item() if len(errors) > 1 else None,
-        agreement=measured.agreement.double().mean().item(),
+        agreement=agreement.mean().item(),
         kl=measured.kl.mean().item(),
         perplexity_ratio=measured.excess.mean().exp().item(),
         layers=measured.layers,
@@ -365,3 +355,284 @@ def summarise(name: tuple[str, int, int], measured: Fidelity, full: Full) -> Row
 def known(number: Tensor) -> float | None:
     """A number, or None for NaN, which JSON does not have."""
     return None if number.isnan() else number.item()
+
+
+class Preset(NamedTuple):
+    """What an option is where the command line does not say: the plain comparison, or a figure of the paper."""
+
+    policies: tuple[str, ...] = ()
+    budgets: tuple[int, ...] = (128, 256)
+    correction: str = "auto"
+    shorter: tuple[int, ...] = (1,)  # divisors of the context, each measured
+
+
+PRESETS = {
+    None: Preset(),
+    2: Preset(("h2o",), (64, 128, 256, 512), "none", (4, 2, 1)),
+    3: Preset(("h2o", "momentkv"), (128,)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv fidelity`."""
+    add, option = parser.add_argument, partial(common.option, parser)
+    common.add_model(parser, "fastkv-fidelity")
+    option("--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, generated ones", "FILE")
+    option("--context", 1024, "tokens of a text")
+    option("--steps", 48, "last tokens of it that are fed one at a time", "T")
+    add("--policies", "--policy", type=common.listed(), metavar="NAME,...", help="policies to compare (default: all)")
+    sizes = "sizes of the cache, tokens per KV head (default: 128,256)"
+    add("--budgets", "--budget", type=common.listed(int), metavar="N,...", help=sizes)
+    auto = "of all policies; auto is what the policy's paper does (the default); vector... keeps some keys only"
+    add("--correction", choices=("auto", *corrections.names()), help=auto)
+    beside = "what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)"
+    add("--vector", type=Path, metavar="FILE", help=beside)
+    option("--seeds", 5, "texts, or stretches of the text", "K")
+    figure = (
+        "measure and draw what this figure of the MomentKV paper shows: 2, why eviction errs; 3, what the moments "
+        "recover (the second policy against the first)"
+    )
+    add("--figure", type=int, choices=(2, 3), help=figure)
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
+    """Measure every cache, print the table, and write fidelity.json and a picture into `options.out`."""
+    console = console or common.console_of(112)
+    preset, options = PRESETS[options.figure], argparse.Namespace(**vars(options))
+    options.correction = options.correction or preset.correction
+    options.budgets = options.budgets or preset.budgets
+    options.policies = options.policies or preset.policies or default_policies(options)
+    check(options)
+    common.make_folder(options.out)
+    model, tokenizer = common.load(options.model)
+    common.check_length("context", options.context, model, options.model)
+    contexts = [options.context // divisor for divisor in preset.shorter]
+    texts = [texts_of(tokenizer, options, context).to(model.device) for context in contexts]
+    rows = list(compared(model, texts, options, console))
+    console.print(table_of(rows))
+    console.print(explain(rows, options.steps))
+    chosen = ("model", "text", "context", "steps", "policies", "budgets", "correction", "vector", "seeds", "figure")
+    record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
+    common.write_json(options.out / "fidelity.json", {**record, "rows": [asdict(row) for row in rows]})
+    picture = options.out / ("fidelity.png" if options.figure is None else f"figure{options.figure}.png")
+    PICTURES[options.figure](rows, picture)
+    console.print(f"{picture} and {options.out / 'fidelity.json'} written")
+    return rows
+
+
+def default_policies(options: argparse.Namespace) -> tuple[str, ...]:
+    """All policies; DuoAttention only where there is a pattern for it, with the bundled model, and without VECTOR."""
+    without = VECTORLESS if options.correction.startswith("vector") else ()
+    known = [name for name in policies.names() if name != "duoattention" or options.model == common.DEMO]
+    return tuple(name for name in known if name not in without)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise FastKVError for what is wrong already before a model is loaded."""
+    divisor = max(PRESETS[options.figure].shorter)
+    least, shortest = common.SHORTEST * divisor, options.context // divisor
+    if shortest < common.SHORTEST:
+        raise FastKVError(f"context must be at least {least} tokens, got {options.context}; give a larger one")
+    check_steps(shortest, options.steps)
+    if options.seeds < 1:
+        raise FastKVError(f"seeds must be at least 1, got {options.seeds}; give the number of texts")
+    if options.figure == 2 and len(options.policies) != 1:
+        raise FastKVError(f"figure 2 is about one policy, got {len(options.policies)}; name one with --policies")
+    if options.figure == 3 and (len(options.policies) != 2 or len(options.budgets) != 1):
+        raise FastKVError(
+            f"figure 3 compares two policies at one budget, got {len(options.policies)} and {len(options.budgets)}; "
+            "name them with --policies and --budgets"
+        )
+    for policy in options.policies:
+        policy_of(policy)
+
+
+def texts_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Tensor:
+    """Tokens [K, context]: generated texts with seeds 0, 1, ..., or consecutive stretches of the given text."""
+    if options.text == common.DEMO:
+        wholes = [common.demo_text("facts", context, seed) for seed in range(options.seeds)]
+        stretches = [tokenizer(whole).input_ids[:context] for whole in wholes]
+    else:
+        start = common.start_of(tokenizer)
+        ids = tokenizer("".join(common.documents(options.text)), add_special_tokens=False).input_ids
+        each = context - len(start)
+        stretches = [start + ids[index * each :][:each] for index in range(options.seeds)]
+    short = next((stretch for stretch in stretches if len(stretch) < context), None)
+    if short is not None:
+        raise FastKVError(
+            f"the text {options.text} is too short for {options.seeds} stretches of {context} tokens, the last has "
+            f"{len(short)}; give a longer text, a smaller --context or fewer --seeds"
+        )
+    tokens = torch.tensor(stretches)
+    common.check_known(tokenizer, tokens, options.model, options.text, "give a text in its vocabulary")
+    return tokens
+
+
+def compared(model: Any, texts: list[Tensor], options: argparse.Namespace, console: Console) -> Iterator[Row]:
+    """Every policy at every budget, for every context."""
+    shares = {"sinks": SINKS, "recent": RECENT}
+    budgets = {tokens: equal_bytes(model.config, tokens, model.dtype, **shares) for tokens in options.budgets}
+    caches = [(policy, tokens) for tokens in options.budgets for policy in options.policies]
+    settings = {"evict_every": EVICT_EVERY, "correction": options.correction, "vector": options.vector}
+    for policy, tokens in caches:
+        with patched(model, policy_of(policy), budgets[tokens], **settings):
+            model(texts[0][:1, :1])  # a budget that is too small is refused now and not after minutes
+    with common.progress(console) as progress:
+        bar = progress.add_task("full cache", total=len(texts) * (1 + len(caches)))
+        for text in texts:
+            progress.update(bar, description=f"{text.shape[1]} tokens, full cache")
+            full = read_full(model, text, options.steps)
+            progress.advance(bar)
+            for policy, tokens in caches:
+                progress.update(bar, description=f"{text.shape[1]} tokens, {policy}, {tokens}")
+                with patched(model, policy_of(policy), budgets[tokens], **settings):
+                    measured = measure(model, text, options.steps, full)
+                common.check_bytes(policy, measured.cache, budgets[tokens])
+                yield summarise((policy, text.shape[1], tokens), measured, full)
+                progress.advance(bar)
+        progress.update(bar, description="done")
+
+
+COLUMNS = {  # attribute: title and format
+    "kept": ("kept", "{:.0f}"),
+    "nbytes": ("KiB", "{:.0f}"),
+    "error": ("error", "{:.3f}"),
+    "standard_error": ("±", "{:.3f}"),
+    "own_error": ("own", "{:.3f}"),
+    "cosine": ("cosine", "{:.3f}"),
+    "mass": ("mass", "{:.3f}"),
+    "estimated_mass": ("est.", "{:.3f}"),
+    "gap": ("gap", "{:.2f}"),
+    "agreement": ("top-1", "{:.0%}"),
+    "kl": ("KL", "{:.2g}"),
+    "perplexity_ratio": ("ppl", "{:.3f}"),
+}
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """A row for each cache, a section for each context and budget."""
+    several = len({row.context for row in rows}) > 1
+    titles = (*["context"] * several, "budget", *(title for title, _ in COLUMNS.values()))
+    table = common.table(("policy",), titles, padding=(0, 1, 0, 0))
+    for before, row in zip([rows[0], *rows], rows):
+        if (row.context, row.budget) != (before.context, before.budget):
+            table.add_section()
+        numbers = common.cells({**vars(row), "nbytes": row.nbytes / 2**10}, COLUMNS)
+        table.add_row(row.policy, *[str(row.context)] * several, str(row.budget), *numbers)
+    return table
+
+
+def explain(rows: Sequence[Row], steps: int) -> str:
+    """What the columns are."""
+    sizes = {row.context: f"{row.full_nbytes / 2**10:.0f} KiB for {row.context} tokens" for row in rows}
+    return f"""
+Means over {len(rows[0].by_text["error"])} text(s), the last {steps} tokens of each fed one at a time.
+The full cache takes {", ".join(sizes.values())}.
+  budget      tokens per KV head that a cache without moments keeps; all policies get its bytes (KiB)
+  kept        tokens per KV head that this cache keeps
+  error, ±    mean |o - full| / |full| of attention outputs, against the run of the full cache; standard error
+  own         the same with full from all pairs that the layer itself was given: what eviction costs there
+  cosine      of the evicted tokens' output with its estimate from the moments; - without moments
+  mass, est.  share of the attention that the evicted tokens should get, and its estimate
+  gap         log mass of the evicted tokens minus log of its estimate (Jensen)
+  top-1, KL   equal most likely next tokens, and divergence of the next-token distribution, nats
+  ppl         perplexity of the fed tokens, relative to the full cache
+"""
+
+
+def write_errors(rows: Sequence[Row], path: Path) -> None:
+    """A column for each budget, a line for each policy: errors of every layer, below without those of lower layers."""
+    budgets = list(dict.fromkeys(row.budget for row in rows))
+    figure = common.figure(4.6 * len(budgets) + 0.8, 7.4)
+    axes = figure.subplots(2, len(budgets), sharex=True, sharey="row", squeeze=False)
+    for column, budget in enumerate(budgets):
+        shown = {row.policy: row for row in rows if row.budget == budget}
+        for axis, name in zip(axes[:, column], ("error", "own_error")):
+            lines(axis, shown, name)
+            common.finish(axis, layers=True)
+        size = max(row.nbytes for row in shown.values()) / 2**10
+        axes[0][column].set_title(f"cache of {size:.0f} KiB, {budget} tokens without moments", fontsize=11)
+    axes[0][0].set_ylabel("against the full cache")
+    axes[1][0].set_ylabel("against the layer's own pairs")
+    title = f"attention output after up to {rows[0].context} tokens, mean relative error"
+    common.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(budgets))
+
+
+def write_figure_2(rows: Sequence[Row], path: Path) -> None:
+    """Why eviction errs: how much attention is lost, and in which direction it would have pointed. As Figure 2."""
+    longest, smallest = max(row.context for row in rows), min(row.budget for row in rows)
+    rows = sorted(rows, key=lambda row: (row.context, row.budget))
+    one = next(row for row in rows if (row.context, row.budget) == (longest, smallest))
+    figure, sizes = common.figure(13, 7), f"{smallest} of {longest} tokens"
+    (mass, cosine, away), (error, masses, errors) = figure.subplots(2, 3)
+    for axis, name, title in (
+        (mass, "mass", "(a) evicted mass"),
+        (cosine, "retained_cosine", "(b) cosine of evicted and retained output"),
+        (error, "own_error", "(d) relative error"),
+    ):
+        with_spread(axis, one, name, 0)
+        mean = getattr(one, name)
+        if mean is not None:
+            axis.axhline(mean, label=f"mean {mean:.3f}", **common.DASHED)
+        common.finish(axis, f"{title}, {sizes}", legend=True, layers=True)
+    away.plot(one.layers, [1 - value for value in by_layer(one, "retained_cosine")], **common.style(0))
+    common.finish(away, f"(c) 1 - cosine, {sizes}", layers=True)
+    for index, context in enumerate(dict.fromkeys(row.context for row in rows)):
+        line = {row.budget: row.mass for row in rows if row.context == context}
+        masses.plot(line.keys(), line.values(), label=f"{context} tokens", **common.style(index))
+    common.ticks(masses, sorted({row.budget for row in rows}), base=2)
+    common.from_zero(masses)
+    masses.set_xlabel("budget, tokens per head")
+    common.finish(masses, "(e) evicted mass", legend=True)
+    lines(errors, {f"budget {row.budget}": row for row in rows if row.context == longest}, "own_error")
+    common.finish(errors, f"(f) relative error, {longest} tokens", legend=True, layers=True)
+    common.save(figure, path, f"what eviction by {one.policy} costs within a layer; bands span the heads")
+
+
+def write_figure_3(rows: Sequence[Row], path: Path) -> None:
+    """How much of the first policy's error the second recovers. As Figure 3."""
+    base, better = rows
+    figure = common.figure(13, 4)
+    samples, layers, cosine = figure.subplots(1, 3)
+    pairs = base.by_text["own_error"], better.by_text["own_error"]
+    samples.scatter(*pairs, color=common.COLOURS[0], s=28, zorder=3)
+    end = 1.08 * max(*pairs[0], *pairs[1], 1e-12)
+    samples.plot([0, end], [0, end], **common.DASHED)
+    samples.set(xlim=(0, end), ylim=(0, end), xlabel=base.policy, ylabel=better.policy)
+    common.finish(samples, "(a) relative error of each text")
+    lines(layers, {row.policy: row for row in rows}, "own_error")
+    before, after = by_layer(base, "own_error"), by_layer(better, "own_error")
+    for place, old, new in zip(base.layers, before, after):
+        if old > max(before) / 100:  # the change of next to nothing says nothing
+            layers.annotate(
+                f"{new / old - 1:+.0%}", (place, max(old, new)), (0, 6), textcoords="offset points", ha="center"
+            )
+    layers.margins(y=0.15)
+    common.finish(layers, "(b) relative error of each layer, and its change", legend=True, layers=True)
+    with_spread(cosine, better, "cosine", 1)
+    cosine.set_ylim(top=1.02)
+    common.finish(cosine, f"(c) cosine of evicted output and estimate, {better.policy}", layers=True)
+    sizes = f"over {base.context} tokens, each in the bytes of {base.budget} tokens"
+    common.save(figure, path, f"{better.policy} against {base.policy} {sizes}")
+
+
+PICTURES = {None: write_errors, 2: write_figure_2, 3: write_figure_3}  # by number of the paper's figure
+
+
+def by_layer(row: Row, name: str, reduce: Callable[[Iterable[float]], float] = fmean) -> list[float]:
+    """One number for each layer, over its heads; NaN, which is not drawn, where none is known."""
+    layers = [[head for head in layer if head is not None] for layer in row.by_head[name]]
+    return [reduce(heads) if heads else float("nan") for heads in layers]
+
+
+def lines(axis: Any, rows: Mapping[str, Row], name: str) -> None:
+    """One number of every row, over the layers."""
+    for index, (label, row) in enumerate(rows.items()):
+        axis.plot(row.layers, by_layer(row, name), label=label, **common.style(index))
+
+
+def with_spread(axis: Any, row: Row, name: str, index: int) -> None:
+    """The mean of every layer in a band from its lowest to its highest head."""
+    low, high = by_layer(row, name, min), by_layer(row, name, max)
+    axis.fill_between(row.layers, low, high, color=common.COLOURS[index], alpha=0.15, linewidth=0)
+    axis.plot(row.layers, by_layer(row, name), **common.style(index))

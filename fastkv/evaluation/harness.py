@@ -26,7 +26,7 @@ from rich.table import Table
 from .. import demo
 from ..budget import Budget
 from ..errors import FastKVError
-from . import TASK_FILES, check_harness, common, looks
+from . import TASK_FILES, check_harness, common
 
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config", "git_hash")
@@ -89,7 +89,7 @@ def scores_of(results: dict[str, Any]) -> dict[str, list[Score]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv eval`."""
     add, option = parser.add_argument, partial(common.option, parser)
-    common.add_model(parser)
+    common.add_model(parser, "fastkv-eval")
     tasks = "tasks of lm-evaluation-harness, your own in --include-path, or their YAML files"
     add("--tasks", required=True, metavar="NAME,...", help=tasks)
     common.add_caches(parser)
@@ -108,15 +108,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     told = "what tasks can be told, as max_seq_lengths=[4096,8192] num_samples=20, or a JSON object"
     add("--metadata", nargs="+", default=[], metavar="K=V", help=told)
     add("--include-path", metavar="DIR", help="folder with task YAML files of your own")
-    common.add_out(parser, "fastkv-eval")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Evaluate every cache that has no file yet, print the table, and write results.json and results.png.
-
-    Raises: FastKVError if the harness, a task, its dataset, the model, a policy, a budget or the directory cannot be
-        used, or if the directory holds results of other settings.
-    """
+    """Evaluate every cache that has no file yet, print the table, and write results.json and results.png."""
     check_harness()
     tasks = list(common.listed()(options.tasks))
     common.check_some("tasks", tasks)
@@ -126,7 +121,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     metadata = {"pretrained": pretrained, "seed": options.seed, **metadata_of(options.metadata)}
     manager = load_tasks(tasks, options.include_path, metadata)
     lm = load_model(pretrained, options)
-    console = console or looks.console_of(quiet=lm.rank != 0)
+    console = console or common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
     longest = max(lengths) if isinstance(lengths, list) else lengths
     if longest > lm.max_length:
@@ -142,19 +137,27 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     rows = []
     for place, one in enumerate(plan, 1):
         if one.record is None:
-            console.print(f"{place}/{len(plan)} {one.name}", highlight=False)
+            console.print(f"{place}/{len(plan)} {one.name}")
             use(lm, one, options)
             row, harness = evaluate(lm, one, tasks, manager, options)
             if row is not None:
                 one.keep({"row": asdict(row), "harness": harness})
         else:
-            console.print(f"{place}/{len(plan)} {one.name} is in {options.out} already", highlight=False)
+            console.print(f"{place}/{len(plan)} {one.name} is in {options.out} already")
             row = Row.of(one.record["row"])
         if row is not None:
             rows.append(row)
     lm.set_cache(common.FULL)
     if lm.rank == 0:
-        report(rows, plan[0].settings, options, console)
+        used = {**common.versions(), "lm_eval": importlib.metadata.version("lm_eval")}
+        record = {"versions": used, "settings": plan[0].settings, "rows": [asdict(row) for row in rows]}
+        common.write_json(options.out / "results.json", record)
+        write_plot(rows, options.out / "results.png", f"{options.model}: score over cache size")
+        console.print(table_of(rows))
+        console.print(
+            "KiB is the largest cache of one sequence, everything counted; share: of the full cache.\n"
+            f"{options.out / 'results.png'} and {options.out / 'results.json'} written"
+        )
     return rows
 
 
@@ -162,7 +165,7 @@ def load_model(pretrained: str, options: argparse.Namespace) -> Any:
     """The harness's model with the stock cache. Raises FastKVError if it cannot be loaded."""
     from lm_eval.utils import simple_parse_args_string
 
-    from .lm_eval_model import FastKVLM
+    from .plugins import FastKVLM
 
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -221,20 +224,6 @@ def evaluate(
     return row, {name: results[name] for name in KEPT if name in results}
 
 
-def report(rows: list[Row], settings: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
-    """Print the table and write results.json and results.png."""
-    used = {**common.versions(), "lm_eval": importlib.metadata.version("lm_eval")}
-    record = {"versions": used, "settings": settings, "rows": [asdict(row) for row in rows]}
-    common.write_json(options.out / "results.json", record)
-    write_plot(rows, options.out / "results.png", f"{options.model}: score over cache size")
-    console.print(table_of(rows))
-    console.print(
-        "KiB is the largest cache of one sequence, everything counted; share: of the full cache.\n"
-        f"{options.out / 'results.png'} and {options.out / 'results.json'} written",
-        highlight=False,
-    )
-
-
 def table_of(rows: Sequence[Row]) -> Table:
     """The rows as a table: bytes, share of the full cache, first metric of each task with its standard error."""
     tasks, titles = list(rows[0].scores), []
@@ -242,16 +231,12 @@ def table_of(rows: Sequence[Row]) -> Table:
         first = rows[0].scores[task][0]
         less = "" if first.higher_is_better else ", less is better"
         titles.append(f"{task}\n{first.metric.removesuffix(',none')}{less}")
-    table = looks.table(("policy",), ("budget", "KiB", "share", *titles))
+    table = common.table(("policy",), ("budget", "KiB", "share", *titles))
     for row in rows:
         firsts = [row.scores[task][0] for task in tasks]
-        table.add_row(
-            row.policy,
-            row.budget,
-            f"{row.nbytes / 2**10:.0f}",
-            f"{row.nbytes / rows[0].nbytes:.1%}",
-            *(f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}") for one in firsts),
-        )
+        marks = (f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}") for one in firsts)
+        share = f"{row.nbytes / rows[0].nbytes:.1%}"
+        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", share, *marks)
     return table
 
 
@@ -264,31 +249,28 @@ def write_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     tasks = list(full.scores)
     columns = min(len(tasks), 3)
     height = -(-len(tasks) // columns)
-    figure = looks.figure(4.6 * columns + 0.6, 3.6 * height + 1.2)
+    figure = common.figure(4.6 * columns + 0.6, 3.6 * height + 1.2)
     panels = figure.subplots(height, columns, squeeze=False).flatten()
     for panel in panels[len(tasks) :]:
         panel.set_visible(False)
     for panel, task in zip(panels, tasks):
-        panel.axhline(full.scores[task][0].value, label="full cache", **looks.DASHED)
+        panel.axhline(full.scores[task][0].value, label="full cache", **common.DASHED)
         for index, policy in enumerate(dict.fromkeys(row.policy for row in compressed)):
             line = sorted((row for row in compressed if row.policy == policy), key=lambda row: row.nbytes)
             firsts = [row.scores[task][0] for row in line]
-            x, y = [row.nbytes / 2**10 for row in line], [first.value for first in firsts]
-            bars = [first.stderr or 0.0 for first in firsts]
-            panel.errorbar(x, y, yerr=bars, capsize=3, label=policy, **looks.style(index))
+            x, y, bars = zip(*((row.nbytes / 2**10, one.value, one.stderr or 0.0) for row, one in zip(line, firsts)))
+            panel.errorbar(x, y, yerr=bars, capsize=3, label=policy, **common.style(index))
         panel.set_title(task, fontsize=11)
         panel.set_ylabel(full.scores[task][0].metric.removesuffix(",none"))
         panel.set_xlabel(f"cache, KiB per sequence (full cache: {full.nbytes / 2**10:.0f})")
-        looks.finish(panel)
-    looks.save(figure, path, title, legend_of=panels[0], columns=4 * columns)
+        common.finish(panel)
+    common.save(figure, path, title, legend_of=panels[0], columns=4 * columns)
 
 
 def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, Any]) -> Any:
     """The harness's task manager, after all tasks were loaded once.
 
     Args: tasks: names or YAML files.  include_path: folder with the user's YAML files.  metadata: for all tasks.
-    Raises: FastKVError for a task that does not exist, whose dataset cannot be read, or that needs a package that is
-        not there; it says what to do.
     """
     from lm_eval.tasks import TaskManager
 
@@ -324,26 +306,19 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
 
 
 def culprit(manager: Any, task: str) -> str:
-    """The first task of a group or tag that cannot be loaded, or the task itself."""
-    for name in members(manager.task_index.get(task)):
+    """The first task of a group or tag of the harness's index that cannot be loaded, or the task itself."""
+    from lm_eval.tasks._index import Kind
+
+    entry = manager.task_index.get(task)
+    kind = None if entry is None else entry.kind
+    names = sorted(entry.tags) if kind is Kind.TAG else entry.cfg.get("task") or [] if kind is Kind.GROUP else []
+    for one in names:
+        name = str(one.get("group") or one.get("task")) if isinstance(one, dict) else one
         try:
             manager.load([name])
         except (OSError, ValueError, ImportError):
             return culprit(manager, name)
     return task
-
-
-def members(entry: Any) -> list[str]:
-    """The names in a group or tag of the harness's index; none for a task, or for what is not in the index."""
-    from lm_eval.tasks._index import Kind
-
-    if entry is None or entry.kind not in (Kind.GROUP, Kind.TAG):
-        return []
-    if entry.kind is Kind.TAG:
-        return sorted(entry.tags)
-    entries = entry.cfg.get("task") or []
-    names = [one.get("group") or one.get("task") if isinstance(one, dict) else one for one in entries]
-    return [name for name in names if isinstance(name, str)]
 
 
 def advice(source: Any, name: str) -> str:

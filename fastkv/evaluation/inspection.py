@@ -1,28 +1,35 @@
 """`fastkv inspect`: what the keys of a model look like, so that a user can see which policy suits it.
 
 Reads a text once with the stock model and measures the keys it leaves in the cache: a table, two or three sentences of
-advice, a picture.
+advice, a picture. Functions of a layer take one sequence, [Hkv, N, D] in order of position, and answer for each KV head
+in float64.
+
+Intrinsic dimension, of one head, says how many coordinates its cloud of keys needs (ManifoldKV, Appendix E). PCA counts
+the directions of the flat space that holds the cloud. The two others look at nearest neighbours only, so they see the
+dimension of a curved sheet inside that space. Everything repeats exactly.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from .. import reference
 from ..errors import FastKVError
 from ..rotary import Rotary
-from . import common, geometry, looks
+from . import common
 
-LEAST = geometry.SHORTEST  # tokens; fewer tell nothing about a cloud in 64 or more dimensions
+LEAST = 256  # tokens; fewer tell nothing about a cloud in 64 or more dimensions
 MOST = 4096  # tokens of a longer text that are read unless --context says otherwise
 DEMO_CONTEXT = 2048
 ROOMY = 112  # columns of a table with spaces around
@@ -35,6 +42,200 @@ REGAINED = 1.05  # spread with windows, relative to that without, from which win
 SINGULAR = 0.2  # leverage of the top tenth of the tokens that is twice what equal tokens would have
 LENGTHS = 3  # prefixes that a statement about length needs
 
+MOST_POINTS = 2000  # all pairs of so many take 32 MB; the estimates then vary by about 2 %
+NEIGHBOURS = range(10, 21)
+VARIANCE, DISCARD = 0.95, 0.1  # as in the paper
+ROUNDING = 1e-12  # of the variance; a sum of eigenvalues is not exact
+WINDOW = 4096  # of WindowedManifoldKV
+TOP = 0.1  # share of the tokens whose leverage is added up
+
+
+class Norms(NamedTuple):
+    """Of the rows of each head, all [Hkv]: mean norm, standard deviation over mean, largest over mean."""
+
+    norm: Tensor
+    spread: Tensor
+    peak: Tensor
+
+
+class Dilution(NamedTuple):
+    """How much a centroid still says as the context grows.
+
+    Attributes:
+        pull: [P, Hkv], |mean of keys| / mean |key|: 1 if all keys are equal, 0 if they cancel.
+        spread: [P, Hkv], standard deviation over mean of the distances |k_i - centroid|: what ManifoldKV ranks by. Near
+            0 all tokens are equally far, and the ranking is noise.
+    """
+
+    pull: Tensor
+    spread: Tensor
+
+
+def norms(rows: Tensor) -> Norms:
+    """Norms of keys or values [Hkv, N, D]; zeros where all rows are zero."""
+    length = rows.double().norm(dim=-1)
+    mean = length.mean(-1)
+    return Norms(mean, _variation(length), length.amax(-1) / _positive(mean))
+
+
+def anchor_similarity(keys: Tensor, anchor: str = "mean") -> Tensor:
+    """Mean cosine of the keys [Hkv, N, D] with their anchor, [Hkv] (KeyDiff, Sec. 3.2).
+
+    anchor: "mean" of the keys, or "normalized_mean", that of their directions (Eq. 8), for which the result is the
+    length of that mean, and its square the mean cosine between two keys.
+    """
+    return -reference.keydiff_scores(keys.double()[None], anchor)[0].mean(-1)
+
+
+def prefix_lengths(num: int) -> list[int]:
+    """256, 512, ... and `num` itself."""
+    doublings = (LEAST << step for step in count())
+    return [*takewhile(lambda length: length < num, doublings), num]
+
+
+def window_length(num: int) -> int:
+    """Tokens of a window over a context of `num`: the paper's 4096, or a quarter of a shorter context."""
+    return max(1, min(WINDOW, num // 4))
+
+
+def dilution(keys: Tensor, lengths: list[int], window: int | None = None) -> Dilution:
+    """Pull and spread of the first n keys of [Hkv, N, D], for each n in `lengths` (ManifoldKV, Sec. 3.2 and App. F).
+
+    The centroid is the mean of the n keys or, given a window, of each `window` of them; the pull is then the mean over
+    tokens of the pull of their window, and distances of all windows are compared with each other, as they are ranked.
+    """
+    keys = keys.double()
+    pull, spread = [], []
+    for length in lengths:
+        prefix = keys[:, :length]
+        windows = prefix.split(window or length, dim=1)
+        centroids = torch.stack([part.mean(1).norm(dim=-1) * part.shape[1] / length for part in windows]).sum(0)
+        pull.append(centroids / _positive(prefix.norm(dim=-1).mean(-1)))
+        spread.append(_variation(reference.manifold_scores(prefix[None], window)[0]))
+    return Dilution(torch.stack(pull), torch.stack(spread))
+
+
+def effective_rank(rows: Tensor) -> Tensor:
+    """exp of the entropy of the singular values of [Hkv, N, D], scaled to sum to 1; [Hkv] (Roy and Vetterli 2007).
+
+    Between 1 and D; 0 if all rows are zero. Rows are not centred, as in the leverage of Compactor.
+    """
+    sizes = torch.linalg.svdvals(rows.double())
+    total = sizes.sum(-1, keepdim=True)
+    return torch.special.entr(sizes / _positive(total)).sum(-1).exp() * (total[:, 0] > 0)
+
+
+def leverage_share(pre_rope_keys: Tensor, top: float = TOP) -> Tensor:
+    """Share of all leverage that the `top` share of the tokens of [Hkv, N, D] holds, [Hkv] (Compactor, Sec. 3.1).
+
+    Exact leverage, no sketch. If every token had the same, the result would be `top`; 0 if all keys are zero.
+    """
+    scores = reference.leverage_scores(pre_rope_keys.double()[None], method="exact")[0]
+    largest = scores.topk(max(1, round(top * scores.shape[-1]))).values.sum(-1)
+    return largest / _positive(scores.sum(-1))
+
+
+class Dimensions(NamedTuple):
+    """The three estimates for one cloud: components of PCA, Two-NN, Levina-Bickel."""
+
+    pca: int
+    two_nn: float
+    mle: float
+
+
+def dimensions(points: Tensor) -> Dimensions:
+    """All three estimates of `points` [N, D]; 0 for equal points, and for neighbours fewer than three."""
+    nearest, dim = nearest_distances(points, max(NEIGHBOURS)), points.shape[1]
+    return Dimensions(pca(points), two_nn(nearest, dim), levina_bickel(nearest, dim))
+
+
+def pca(points: Tensor, variance: float = VARIANCE) -> int:
+    """Principal components that explain a share of the variance (ManifoldKV, Eq. 15); 0 if all points are equal.
+
+    min {k : sum of the k largest eigenvalues of the covariance >= variance * sum of all}. Unlike the other estimates
+    this takes every point, as often as it occurs.
+    """
+    if len(points) == 0:
+        return 0
+    wide = points.double()
+    wide = wide - wide[0]  # equal points become exact zeros, which subtracting a rounded mean would not give
+    wide = wide - wide.mean(0)
+    eigenvalues = torch.linalg.eigvalsh(wide.T @ wide).flip(0).clamp(min=0)
+    total = eigenvalues.sum()
+    missing = eigenvalues.cumsum(0) < (variance - ROUNDING) * total
+    return int(missing.sum()) + int(total > 0)
+
+
+def two_nn(nearest: Tensor, dim: int, discard: float = DISCARD) -> float:
+    """Dimension from the two nearest neighbours of each point (Facco et al. 2017; ManifoldKV, Eq. 16), at most `dim`.
+
+    Where density hardly changes between them, log(mu_i) = log(r2_i / r1_i) is exponential with rate d. The largest
+    `discard` of the n ratios, which break that first, count only as "at least this large", so that with m = n - discard
+    n ratios in ascending order the maximum likelihood is
+
+        d = m / (sum_{i <= m} log(mu_i) + (n - m) log(mu_m)),    which for discard = 0 is Eq. 16.
+
+    Args: nearest: [n, >= 2] from `nearest_distances`.
+    """
+    if nearest.shape[1] < 2:
+        return 0.0
+    ratios = (nearest[:, 1] / nearest[:, 0]).log().sort().values
+    num = len(ratios)
+    kept = num - int(discard * num)
+    total = ratios[:kept].sum() + (num - kept) * ratios[kept - 1]
+    return min(float(dim), float(kept / total))  # equally far neighbours, as on a grid, read as infinitely many
+
+
+def levina_bickel(nearest: Tensor, dim: int, counts: Sequence[int] = NEIGHBOURS) -> float:
+    """Maximum likelihood dimension from k neighbours (Levina and Bickel 2004; ManifoldKV, Eq. 17), at most `dim`.
+
+    With T_j the distance to the j-th neighbour, the mean of log(T_k / T_j) over the j < k and over all points estimates
+    1/d: inverses are averaged, not estimates, as MacKay and Ghahramani (2005) advise. The result is the mean over k.
+
+    Args: nearest: [n, K] from `nearest_distances`; counts: every k, at least 2; at most K of them count.
+    """
+    if nearest.shape[1] < 2:
+        return 0.0
+    logs = nearest.log()
+    usable = [min(count, nearest.shape[1]) for count in counts]
+    inverses = [(logs[:, count - 1 : count] - logs[:, : count - 1]).mean() for count in usable]
+    return min(float(dim), float((1 / torch.stack(inverses)).mean()))
+
+
+def nearest_distances(points: Tensor, count: int) -> Tensor:
+    """Distances of different points [N, D] to their nearest others, ascending, [n, min(count, n - 1)] fp64.
+
+    At most `MOST_POINTS` are used.
+    """
+    sample = _different(points)
+    if len(sample) > MOST_POINTS:
+        chosen = torch.randperm(len(sample), generator=torch.Generator().manual_seed(0))[:MOST_POINTS]
+        sample = sample[chosen.to(sample.device)]
+    # Differences are squared one by one: the product form would cancel for close neighbours.
+    pairs = torch.cdist(sample.double(), sample.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    nearest = pairs.topk(min(count + 1, len(sample)), largest=False).values[:, 1:]  # the first is the point itself
+    return nearest.clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _different(points: Tensor) -> Tensor:
+    """The points without repetitions, in order of their first occurrence."""
+    if len(points) == 0:
+        return points
+    rows, label = torch.unique(points, dim=0, return_inverse=True)
+    place = torch.arange(len(points), device=points.device)
+    first = torch.full((len(rows),), len(points), device=points.device).scatter_reduce(0, label, place, "amin")
+    return points[first.sort().values]
+
+
+def _variation(sizes: Tensor) -> Tensor:
+    """Standard deviation over mean along the last dimension; 0 where the mean is 0."""
+    return sizes.std(-1, correction=0) / _positive(sizes.mean(-1))
+
+
+def _positive(number: Tensor) -> Tensor:
+    """The number, or the smallest positive one, to divide a zero by."""
+    return number.clamp(min=torch.finfo(number.dtype).tiny)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -45,7 +246,7 @@ class Layer:
         pca, two_nn, mle: intrinsic dimension of the keys.
         key_norm, key_spread, key_peak: mean norm, its standard deviation and its maximum over the mean; value_*: same.
         anchor, unit_anchor: mean cosine with the mean key, and with the mean of the keys' directions.
-        pull, spread: of each prefix, see `geometry.Dilution`; window_*: with a centroid for each window.
+        pull, spread: of each prefix, see `Dilution`; window_*: with a centroid for each window.
         rank, leverage: effective rank and leverage share of the keys before the rotary embedding; None if unknown.
     """
 
@@ -117,19 +318,15 @@ COLUMNS = {  # attribute: title and format
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv inspect`."""
-    common.add_model(parser)
+    common.add_model(parser, "fastkv-inspect")
     common.option(parser, "--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, generated", "FILE")
     most = f"tokens to read (default: {DEMO_CONTEXT} of demo, all of another text up to {MOST})"
     parser.add_argument("--context", type=int, metavar="N", help=most)
-    common.add_out(parser, "fastkv-inspect")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> Report:
-    """Print the table and the advice, and write inspect.json and inspect.png into `options.out`.
-
-    Raises: FastKVError if the model, the text, the context or the directory cannot be used.
-    """
-    console = console or looks.console_of()
+    """Print the table and the advice, and write inspect.json and inspect.png into `options.out`."""
+    console = console or common.console_of()
     if options.context is not None and options.context < LEAST:
         raise FastKVError(f"context must be at least {LEAST} tokens, got {options.context}; give a larger one")
     generated = options.text == common.DEMO
@@ -141,12 +338,12 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
     ids = tokens_of(text, tokenizer, common.longest_text(model), options)
     report = measure(model, ids, options, console)
     console.print(table_of(report, roomy=console.width >= ROOMY))
-    console.print(explain(report), highlight=False)
-    console.print("\n".join(advice(report)), highlight=False)
+    console.print(explain(report))
+    console.print("\n".join(advice(report)))
     record = {"versions": common.versions(), **asdict(report), "advice": advice(report)}
     common.write_json(options.out / "inspect.json", record)
     write_plot(report, options.out / "inspect.png")
-    console.print(f"{options.out / 'inspect.png'} and {options.out / 'inspect.json'} written", highlight=False)
+    console.print(f"{options.out / 'inspect.png'} and {options.out / 'inspect.json'} written")
     return report
 
 
@@ -166,9 +363,8 @@ def tokens_of(text: str, tokenizer: Any, longest: int, options: argparse.Namespa
 
 def measure(model: Any, ids: Tensor, options: argparse.Namespace, console: Console) -> Report:
     """Run the model over tokens [N] and measure each full-attention layer."""
-    lengths, window = geometry.prefix_lengths(len(ids)), geometry.window_length(len(ids))
-    with looks.progress(console) as progress:
-        bar = progress.add_task("reading", total=None)
+    lengths, window = prefix_lengths(len(ids)), window_length(len(ids))
+    with common.progress(console) as progress:
         cached = list(read(model, ids))
         if not cached:
             raise FastKVError(
@@ -180,12 +376,8 @@ def measure(model: Any, ids: Tensor, options: argparse.Namespace, console: Conso
             rotary = Rotary.of(model).to(model.device)
         except FastKVError as error:
             why = str(error)
-        progress.update(bar, description="measuring", total=len(cached))
-        layers = []
-        for index, keys, values in cached:
-            layers.append(measure_layer(index, keys, values, lengths, window, rotary))
-            progress.advance(bar)
-        progress.update(bar, description="done")
+        shown = progress.track(cached, description="measuring")
+        layers = [measure_layer(*layer, lengths, window, rotary) for layer in shown]
     return Report(options.model, options.text, len(ids), lengths, window, layers, why)
 
 
@@ -203,28 +395,26 @@ def measure_layer(
     index: int, keys: Tensor, values: Tensor, lengths: list[int], window: int, rotary: Rotary | None
 ) -> Layer:
     """All measurements of one layer from its keys [Hkv, N, D] at positions 0 to N - 1 and its values [Hkv, N, Dv]."""
-    clouds = [geometry.dimensions(head) for head in keys]
+    clouds = [dimensions(head) for head in keys]
     numbers: dict[str, Any] = {name: [getattr(cloud, name) for cloud in clouds] for name in ("pca", "two_nn", "mle")}
-    for kind, rows in (("key", keys), ("value", values)):
-        numbers |= {f"{kind}_{name}": number for name, number in vars(geometry.norms(rows)).items()}
-    numbers["anchor"] = geometry.anchor_similarity(keys)
-    numbers["unit_anchor"] = geometry.anchor_similarity(keys, "normalized_mean")
-    numbers |= vars(geometry.dilution(keys, lengths))
-    numbers |= {f"window_{name}": number for name, number in vars(geometry.dilution(keys, lengths, window)).items()}
+    several: dict[str, Any] = {"key_": norms(keys), "value_": norms(values)}
+    several |= {"": dilution(keys, lengths), "window_": dilution(keys, lengths, window)}
+    numbers |= {f"{kind}{name}": one for kind, found in several.items() for name, one in found._asdict().items()}
+    numbers |= {"anchor": anchor_similarity(keys), "unit_anchor": anchor_similarity(keys, "normalized_mean")}
     numbers |= {"rank": None, "leverage": None}
     if rotary is not None:
         positions = torch.arange(keys.shape[1], device=keys.device).expand(1, *keys.shape[:2])
         before = rotary.unrotate(keys.float()[None], positions)[0]
-        numbers |= {"rank": geometry.effective_rank(before), "leverage": geometry.leverage_share(before)}
+        numbers |= {"rank": effective_rank(before), "leverage": leverage_share(before)}
     return Layer(index, **{name: n.tolist() if isinstance(n, Tensor) else n for name, n in numbers.items()})
 
 
 def table_of(report: Report, *, roomy: bool = True) -> Table:
     """A row for each full-attention layer, means over its KV heads; 80 columns wide unless `roomy`."""
-    table = looks.table((), ("layer", *(title for title, _ in COLUMNS.values())), padding=(0, int(roomy)))
+    table = common.table((), ("layer", *(title for title, _ in COLUMNS.values())), padding=(0, int(roomy)))
     for layer in report.layers:
         means = {name: None if getattr(layer, name) is None else layer.mean(name) for name in COLUMNS}
-        table.add_row(str(layer.layer), *looks.cells(means, COLUMNS))
+        table.add_row(str(layer.layer), *common.cells(means, COLUMNS))
     return table
 
 
@@ -249,78 +439,70 @@ Means over the KV heads of a layer, {report.tokens} tokens of {report.text}.
 
 def advice(report: Report) -> list[str]:
     """Sentences derived from the means over all layers and heads; see the thresholds at the top of this file."""
-    anchor, norms = report.mean("anchor"), report.mean("key_spread")
-    if norms > EVEN:
+    anchor, uneven = report.mean("anchor"), report.mean("key_spread")
+    even = f"their norms are even (std {uneven:.0%})"
+    if uneven > EVEN:
         first = (
-            f"Key norms vary (std {norms:.0%} of the mean), which a cosine does not see: try manifold, which ranks by "
+            f"Key norms vary (std {uneven:.0%} of the mean), which a cosine does not see: try manifold, which ranks by "
             "distance, and knorm."
         )
     elif anchor >= ALIGNED:
         first = (
-            f"Keys share a direction (anchor similarity {anchor:.2f}) and their norms are even (std {norms:.0%}), so a "
-            "key differs from the others by its direction: try keydiff."
+            f"Keys share a direction (anchor similarity {anchor:.2f}) and {even}, so a key differs from the others by "
+            "its direction: try keydiff."
         )
     else:
         first = (
-            f"Keys point in many directions (anchor similarity {anchor:.2f}) and their norms are even (std "
-            f"{norms:.0%}), so the mean key says little about any of them: try policies that look at attention, "
-            "momentkv or snapkv."
+            f"Keys point in many directions (anchor similarity {anchor:.2f}) and {even}, so the mean key says little "
+            "about any of them: try policies that look at attention, momentkv or snapkv."
         )
     caution = "This is a hint from the geometry of one text; fastkv eval measures what a policy costs."
-    return [first, _about_length(report), *_about_leverage(report), caution]
+    advised = [first, _about_length(report)]
+    if report.no_rotary is None:
+        leverage = report.mean("leverage")
+        held = f"A tenth of the tokens holds {leverage:.0%} of the leverage"
+        if leverage >= SINGULAR:
+            advised.append(f"{held}, so some keys are unlike any mixture of the others: compactor can tell them apart.")
+        else:
+            advised.append(f"{held}, little more than an even share: leverage alone tells compactor little.")
+    return [*advised, caution]
 
 
 def _about_length(report: Report) -> str:
     before, whole, windowed = report.mean("spread", 0), report.mean("spread"), report.mean("window_spread")
     if len(report.lengths) < LENGTHS:
         return f"{report.tokens} tokens are too few to see whether the centroid dilutes; try a longer --context."
-    seen = f"from {before:.3f} at {report.lengths[0]} tokens to {whole:.3f} at {report.tokens}"
+    seen = f"(spread from {before:.3f} at {report.lengths[0]} tokens to {whole:.3f} at {report.tokens})"
     if whole >= FALLING * before:
-        return f"Distances from the mean key do not even out with length (spread {seen}): no windows needed so far."
+        return f"Distances from the mean key do not even out with length {seen}: no windows needed so far."
+    said = f"Distances from the mean key even out with length {seen}"
     if windowed >= REGAINED * whole:
-        return (
-            f"Distances from the mean key even out with length (spread {seen}), less so in windows of {report.window} "
-            f"({windowed:.3f}): give manifold a window."
-        )
-    return (
-        f"Distances from the mean key even out with length (spread {seen}), in windows of {report.window} as well "
-        f"({windowed:.3f}): a window would not help manifold here."
-    )
-
-
-def _about_leverage(report: Report) -> list[str]:
-    if report.no_rotary is not None:
-        return []
-    leverage = report.mean("leverage")
-    held = f"A tenth of the tokens holds {leverage:.0%} of the leverage"
-    if leverage >= SINGULAR:
-        return [f"{held}, so some keys are unlike any mixture of the others: compactor can tell them apart."]
-    return [f"{held}, little more than an even share: leverage alone tells compactor little."]
+        return f"{said}, less so in windows of {report.window} ({windowed:.3f}): give manifold a window."
+    return f"{said}, in windows of {report.window} as well ({windowed:.3f}): a window would not help manifold here."
 
 
 def write_plot(report: Report, path: Path) -> None:
     """Write a PNG of four panels: dimension, norms and anchor similarity by layer, dilution over the context."""
-    figure = looks.figure(10, 7.4)
+    figure = common.figure(10, 7.4)
     (dimension, norm), (similarity, length) = figure.subplots(2, 2)
     places = [layer.layer for layer in report.layers]
 
     def lines(axis: Any, title: str, names: dict[str, str], by_length: bool = False) -> None:
-        for (label, name), colour, dash in zip(names.items(), looks.COLOURS, ("-", "--", "-", "--")):
+        for (label, name), colour, dash in zip(names.items(), common.COLOURS, ("-", "--", "-", "--")):
             y = [layer.mean(name) for layer in report.layers]
             if by_length:
                 y = [report.mean(name, place) for place in range(len(report.lengths))]
             style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 4, "linewidth": 1.6}
             axis.plot(report.lengths if by_length else places, y, label=label, **style)
-        axis.set_title(title)
-        looks.finish(axis, legend=True)
+        common.finish(axis, title, legend=True, layers=not by_length)
 
     estimates = {"PCA, 95 % of the variance": "pca", "Levina-Bickel": "mle", "Two-NN": "two_nn"}
     lines(dimension, "intrinsic dimension of the keys", estimates)
-    lines(norm, "norm, mean and standard deviation", {"keys": "key_norm", "values": "value_norm"})
-    for kind, colour in zip(("key", "value"), looks.COLOURS):
+    for kind, colour in zip(("key", "value"), common.COLOURS):
         both = [(layer.mean(f"{kind}_norm"), layer.mean(f"{kind}_spread")) for layer in report.layers]
         low, high = ([mean * (1 + sign * spread) for mean, spread in both] for sign in (-1, 1))
         norm.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
+    lines(norm, "norm, mean and standard deviation", {"keys": "key_norm", "values": "value_norm"})
     anchors = {"mean key": "anchor", "mean direction": "unit_anchor"}
     lines(similarity, "anchor similarity: mean cosine of the keys with", anchors)
     diluted = {
@@ -330,9 +512,7 @@ def write_plot(report: Report, path: Path) -> None:
         "the same in windows": "window_pull",
     }
     lines(length, "dilution, mean over layers", diluted, by_length=True)
-    looks.ticks(length, report.lengths, base=2)
-    looks.from_zero(length)
+    common.ticks(length, report.lengths, base=2)
+    common.from_zero(length)
     length.set_xlabel("context, tokens")
-    for axis in (dimension, norm, similarity):
-        looks.of_layers(axis)
-    looks.save(figure, path, f"{report.model}: keys of {report.tokens} tokens")
+    common.save(figure, path, f"{report.model}: keys of {report.tokens} tokens")

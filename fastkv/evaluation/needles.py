@@ -1,16 +1,7 @@
-"""Needle in a haystack: accuracy over the depth of the needle and the length of the text, as a table and a heat map.
-
-    fastkv needles --model PATH --policies keydiff --budgets 512 --lengths 1024,4096 --depths 0,0.5,1
-
-    from fastkv.evaluation import needles
-
-    with fastkv.patched(model, "keydiff", budget=512):
-        found = needles.grid(model, tokenizer, lengths=(1024, 4096), depths=(0, 0.5, 1), samples=10)
-    needles.write_plot(found, "keydiff.png", "KeyDiff, 512 tokens")
+"""`fastkv needles`: accuracy over the depth of a needle and the length of the text, as a table and heat maps.
 
 The tasks are RULER's needles, and those of `fastkv.demo.tasks` for the bundled model, whose tokenizer knows only the
-words of those. The command keeps a JSON file and a heat map of each finished cache in `--out`; given again, it goes on
-where it was interrupted.
+words of those. A JSON file and a heat map of each finished cache stay in `--out`; the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -30,9 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..demo import tasks as demo
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
-from . import common, looks, ruler
-from .ruler.niah import KINDS
-from .ruler.text import Sample, Tokenizer, counter, scatter
+from . import common, ruler
+from .haystack import Sample, Tokenizer, check_depth, counter, scatter
+from .ruler import KINDS
 
 TASKS = (*KINDS, *demo.TASKS)
 DEMO_TASK, TASK = "facts", "niah_single_2"  # of the bundled model, and of others
@@ -89,42 +80,35 @@ def grid(
 
     All depths of a length have the same texts but for the place of the needle, and so have all models.
 
-    Args:
-        task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called after each text.
-    Raises: FastKVError for an unknown task, a depth outside of 0 to 1, or no lengths, depths or samples.
+    Args: task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called after each text.
     """
     if not lengths or not depths or samples < 1:
         raise FastKVError(
             f"a grid needs at least one length, depth and sample, got {lengths}, {depths} and {samples}; add some"
         )
-    accuracy = []
-    for depth in depths:
-        row = []
-        for length in lengths:
-            marks = 0.0
-            for index in range(samples):
-                sample = needle(task, tokenizer, length, depth, seed, index, text)
-                marks += ruler.score(sample, answer(model, tokenizer, sample))
-                if progress is not None:
-                    progress()
-            row.append(marks / samples)
-        accuracy.append(tuple(row))
-    return Grid(task, tuple(lengths), tuple(depths), samples, seed, tuple(accuracy))
+
+    def found(depth: float, length: int, index: int) -> float:
+        sample = needle(task, tokenizer, length, depth, seed, index, text)
+        mark = ruler.score(sample, answer(model, tokenizer, sample))
+        if progress is not None:
+            progress()
+        return mark
+
+    accuracy = tuple(
+        tuple(sum(found(depth, length, index) for index in range(samples)) / samples for length in lengths)
+        for depth in depths
+    )
+    return Grid(task, tuple(lengths), tuple(depths), samples, seed, accuracy)
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
     """What greedy decoding writes behind the prompt, at most `sample.tokens_to_generate` tokens."""
-    inputs = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
+    read = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
     generate: Any = model.generate
-    written = generate(
-        input_ids=inputs.input_ids,
-        attention_mask=inputs.attention_mask,
-        max_new_tokens=sample.tokens_to_generate,
-        do_sample=False,
-        pad_token_id=padding,
-    )
-    return str(tokenizer.decode(written[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+    written = generate(**inputs, max_new_tokens=sample.tokens_to_generate, do_sample=False, pad_token_id=padding)
+    return str(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def needle(
@@ -147,42 +131,33 @@ def needle(
 
 
 def placed(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int) -> Sample:
-    """A text of the bundled model's language whose asked fact (all its statements) is at `depth`, 0 to 1.
+    """A text of `fastkv.demo.tasks.generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
 
-    It is `fastkv.demo.tasks.generate(task, length, seed)` with those statements moved: the same words, exactly `length`
-    tokens with the answer.
-    Raises: FastKVError for a depth outside of 0 to 1, a length too short, or a tokenizer of another language.
+    It has the same words, exactly `length` tokens with the answer.
     """
-    if not 0 <= depth <= 1:
-        raise FastKVError(f"the depth of a needle must be from 0 to 1, got {depth}; pass a share of the text")
+    check_depth(depth)
     try:
         told = demo.generate(task, length, seed)
     except ValueError as error:
         raise FastKVError(f"{task} cannot be written: {error}") from error
     question, reply = told.questions[0], told.answers[0]
     asked = _statements(question, reply)
-    rest = [sentence for sentence in _sentences(told.context) if sentence not in asked]
+    sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
+    rest = [sentence for sentence in sentences if sentence not in asked]
     context = " ".join(scatter(rest, asked, [depth] * len(asked)))
     prompt, tokens = f"{context} {question}", len(reply.split())
     if counter(tokenizer)(prompt) + tokens != length:
         raise FastKVError(
             f"{task} is for the tokenizer of the bundled model, got one with other tokens; choose a niah task instead"
         )
-    return Sample(
-        task=task,
-        prompt=prompt,
-        context=context,
-        question=question,
-        answers=(reply.removesuffix(" ."),),
-        tokens_to_generate=tokens,
-        metadata={"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)},
-    )
+    metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
+    return Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
 
 
 def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
     """Write the heat map as a PNG: lengths to the right, depths downwards, accuracy in every cell."""
     columns, rows = len(found.lengths), len(found.depths)
-    figure = looks.figure(2.6 + 0.8 * columns, 1.8 + 0.45 * rows)
+    figure = common.figure(2.6 + 0.8 * columns, 1.8 + 0.45 * rows)
     axis = figure.subplots()
     image = axis.imshow(found.accuracy, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     for row, marks in enumerate(found.accuracy):
@@ -191,15 +166,10 @@ def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
             axis.text(column, row, f"{mark:.0%}", ha="center", va="center", fontsize=8, color=colour)
     axis.set_xticks(range(columns), [f"{length:,}" for length in found.lengths])
     axis.set_yticks(range(rows), [f"{depth:.0%}" for depth in found.depths])
-    axis.set_xlabel("tokens of text, question and answer")
-    axis.set_ylabel("depth of the needle")
+    axis.set(xlabel="tokens of text, question and answer", ylabel="depth of the needle")
     axis.set_title(title or found.task, fontsize=11)
     figure.colorbar(image, ax=axis, label=f"accuracy, {found.samples} texts a cell")
     figure.savefig(path)
-
-
-def _sentences(context: str) -> list[str]:
-    return [f"{sentence} ." for sentence in context.removesuffix(" .").split(" . ")]
 
 
 def _statements(question: str, reply: str) -> list[str]:
@@ -211,7 +181,7 @@ def _statements(question: str, reply: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv needles`."""
     option = partial(common.option, parser)
-    common.add_model(parser)
+    common.add_model(parser, "fastkv-needles")
     task = (
         f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, which "
         "knows only the words of the last three)"
@@ -224,16 +194,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--seed", 0, "of the texts")
     haystack = "file or folder of .txt and .md files to hide needles in (default: generated)"
     parser.add_argument("--haystack", metavar="DIR", help=haystack)
-    common.add_out(parser, "fastkv-needles")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Measure the full cache and every cache that has no file yet, and print the table.
-
-    Raises: FastKVError if the model, the task, a policy, a budget, a length, a depth or the directory cannot be used,
-        if the tokenizer does not know the words, or if the directory holds results of other settings.
-    """
-    console = console or looks.console_of()
+    """Measure the full cache and every cache that has no file yet, and print the table."""
+    console = console or common.console_of()
     task = options.task or (DEMO_TASK if options.model == common.DEMO else TASK)
     shared = ("model", "samples", "seed", "haystack", "lengths", "depths")
     settings = {"task": task, **{name: getattr(options, name) for name in shared}}
@@ -245,7 +210,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         with common.fitted(model, one, options) as budget, torch.no_grad():
             common.check_bytes(one.name, model(start, use_cache=True).past_key_values, budget)
     rows, total = [], len(options.lengths) * len(options.depths) * options.samples
-    with looks.progress(console) as progress:
+    with common.progress(console) as progress:
         for one in plan:
             bar = progress.add_task(one.name, total=total)
             if one.record is None:
@@ -261,8 +226,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     console.print(table_of(rows))
     console.print(
         f"Share of {task} needles found, {options.samples} texts for each length and depth; KiB is the largest cache "
-        f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}",
-        highlight=False,
+        f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}"
     )
     return rows
 
@@ -301,7 +265,7 @@ def measured(
 def table_of(rows: list[Row]) -> Table:
     """The rows as a table: bytes, and accuracy over all depths, of all lengths and of each."""
     lengths = rows[0].found.lengths
-    table = looks.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
+    table = common.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
     for row in rows:
         marks = [sum(column) / len(column) for column in zip(*row.found.accuracy)]
         means = [sum(marks) / len(marks), *marks]

@@ -17,8 +17,7 @@ from .keydiff import KeyDiff
 from .kvzip import KVzip
 from .manifold import Manifold, WindowedManifold
 from .momentkv import MomentKV
-from .snapkv import PyramidKV, SnapKV
-from .tova import TOVA
+from .snapkv import TOVA, PyramidKV, SnapKV
 
 ALL: tuple[type[Policy], ...] = (
     MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import fastkv
-from fastkv.calibration.fingerprint import fingerprint
+from fastkv.calibration.files import fingerprint
 from fastkv.calibration.vector_map import VectorMap
 
 from .checks_device import syncs_raise

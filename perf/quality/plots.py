@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fastkv.evaluation.looks import COLOURS, MARKERS
+from fastkv.evaluation.common import COLOURS, MARKERS
 
 from .ablations import share
 from .cases import BUDGETS, FIDELITY, READS

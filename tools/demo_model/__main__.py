@@ -25,10 +25,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.tasks import build_tokenizer
 
 from .card import accuracy, card_of, evaluate, save
-from .circuit import config, initialise
+from .circuit import build_tokenizer, config, initialise
 from .training import HELD_OUT, ROUNDS, Record, Round, steps
 
 

@@ -1,15 +1,36 @@
-"""Shape and starting weights of the bundled model: random, but for a rough induction circuit in two layers."""
+"""Tokenizer, shape and starting weights of the bundled model: random, but for an induction circuit in two layers."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from fastkv.demo.tasks import VOCABULARY, build_tokenizer
+from fastkv.demo.tasks import VOCABULARY
 
 HEAD_DIM = 64
 ROPE_THETA = 500_000.0
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word of `VOCABULARY`, `<bos>` in front; pads on the left."""
+    ids = {word: i for i, word in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", ids["<bos>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def config() -> LlamaConfig:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from ...cache.wrappers import HeldPrompt
-from ...calibration.nll import context_nll
+from ...calibration.quality import context_nll
 from ...config import Config
 from ...errors import FastKVError
 from .cache import FastKVCache

@@ -22,8 +22,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ...cache.layout import Layout
-from ...calibration.files import replace_file
-from ...calibration.fingerprint import describe, fingerprint
+from ...calibration.files import describe, fingerprint, replace_file
 from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy

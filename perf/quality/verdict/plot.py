@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fastkv.evaluation.looks import COLOURS, MARKERS
+from fastkv.evaluation.common import COLOURS, MARKERS
 
 from ..plots import longest_legend, tidy
 from ..results import Mean

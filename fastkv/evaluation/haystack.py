@@ -1,4 +1,4 @@
-"""What a RULER text is, what it hides things in, and how it gets its length: as many filler units as fit.
+"""What a text of RULER is, what it hides things in, and how it gets its length: as many filler units as fit.
 
 Filler is one line over and over, generated prose, or the user's own files, sentence by sentence.
 """
@@ -16,26 +16,17 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ...demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
-from ...errors import FastKVError
-from ..common import documents
+from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
+from ..errors import FastKVError
+from .common import documents
 
 T = TypeVar("T")
 
 NOISE = "The kettle is warm. The window is open. The street is quiet. Off we walk. Nobody waits."
 LONGEST = 60  # words of one unit of a file; tables and code have no sentences
 
-WORDS = {
-    "adjective": ADJECTIVES,
-    "adverb": ADVERBS,
-    "did": TRANSITIVE,
-    "moved": INTRANSITIVE,
-    "near": PREPOSITIONS,
-    "noun": NOUNS,
-    "place": PLACES,
-    "plural": PLURALS,
-    "time": TIMES,
-}
+WORDS = {"adjective": ADJECTIVES, "adverb": ADVERBS, "did": TRANSITIVE, "moved": INTRANSITIVE, "near": PREPOSITIONS}
+WORDS |= {"noun": NOUNS, "place": PLACES, "plural": PLURALS, "time": TIMES}
 SENTENCES = (
     "It took me years to see why the {noun} {did} the {adjective} {noun}.",
     "Most {plural} that we meet in life are neither {adjective} nor {adjective}.",
@@ -67,6 +58,12 @@ class Units(Generic[T]):
         return self._made[:number]
 
 
+def check_depth(depth: float) -> None:
+    """Raise FastKVError for what is no place in a text."""
+    if not 0 <= depth <= 1:
+        raise FastKVError(f"the depth of a needle must be from 0 to 1, got {depth}; pass a share of the text")
+
+
 def prose(rng: random.Random) -> Iterator[str]:
     """English sentences without end, each makes sense and all of them together do not; no digits, no hyphens."""
     while True:
@@ -74,25 +71,17 @@ def prose(rng: random.Random) -> Iterator[str]:
 
 
 def from_files(source: str | Path, rng: random.Random) -> Iterator[str]:
-    """The sentences of a file, or of the .txt and .md files of a folder, over and over from a random one on.
-
-    Raises: FastKVError if nothing can be read there, or no words.
-    """
+    """The sentences of a file, or of the .txt and .md files of a folder, over and over from a random one on."""
     sentences = _sentences(str(source))
     start = rng.randrange(len(sentences))
     return chain(sentences[start:], cycle(sentences))
 
 
 def scatter(units: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
-    """`units` with every needle behind round(depth * len(units)) of them; equally deep needles keep their order.
-
-    Args: depths: one for each needle, 0 for the start and 1 for the end of the text.
-    """
-    lines = list(units)
-    placed = sorted(((round(depth * len(lines)), needle) for depth, needle in zip(depths, needles)), key=lambda p: p[0])
-    for place, needle in reversed(placed):
-        lines.insert(place, needle)
-    return lines
+    """`units` with every needle behind round(depth * len(units)) of them; equally deep needles keep their order."""
+    places = [(round(depth * len(units)), 0) for depth in depths] + [(place, 1) for place in range(len(units))]
+    ordered = sorted(zip(places, [*needles, *units]), key=lambda placed: placed[0])
+    return [line for _, line in ordered]
 
 
 @lru_cache(maxsize=4)
@@ -149,12 +138,19 @@ class Request:
         return random.Random(f"{self.task}/{self.length}/{self.seed}/{self.index}/{purpose}")
 
 
+Writer: TypeAlias = Callable[[int], tuple[str, dict[str, Any]]]  # the context with that many filler units, metadata
 Draft: TypeAlias = Callable[[int], Sample]  # the sample with that many filler units
+
+
+def hidden(filler: Units[str], between: str, needles: Sequence[str], depths: Sequence[float]) -> Writer:
+    """How to write a context of so many units of filler with the needles in it, and its metadata."""
+    known = {"needles": tuple(needles), "depths": tuple(depths)}
+    return lambda units: (between.join(scatter(filler.take(units), needles, depths)), known)
 
 
 def drafted(
     request: Request,
-    write: Callable[[int], tuple[str, dict[str, Any]]],
+    write: Writer,
     *,
     before: str,
     question: str,
@@ -185,9 +181,7 @@ def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
 def longest(draft: Draft, count: Callable[[str], int], length: int, least: int = 1) -> Sample:
     """The sample with most filler whose prompt and answer fit in `length` tokens; one unit more would not fit.
 
-    Doubles the number of units, then closes in by linear interpolation: a handful of counts, because texts grow nearly
-    linearly.
-    Raises: FastKVError if not even `least` units fit, or if filler has no tokens.
+    Doubles the number of units, then closes in by linear interpolation, because texts grow nearly linearly.
     """
     low, best = least, draft(least)
     room, low_tokens = length - best.tokens_to_generate, count(best.prompt)

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ... import policies
-from ...api import patched
-from ...budget import Budget
-from ...demo.tasks import Sample
-from ...errors import FastKVError
-from ...evaluation import common, looks
-from ..fingerprint import describe, fingerprint
-from ..nll import context_nll
-from ..quality import QualityCurve, retained, save
-from .texts import TEXTS
+from .. import policies
+from ..api import patched
+from ..budget import Budget
+from ..demo.tasks import ADJECTIVES, NOUNS, PLACES, TASKS, TRANSITIVE, Sample, generate, max_questions
+from ..errors import FastKVError
+from ..evaluation import common
+from .files import describe, fingerprint
+from .quality import QualityCurve, context_nll, retained, save
 
 PENALTY = 2.0
 STEEPEST = 50.0  # a curve beyond it is a step
@@ -34,6 +35,10 @@ LENGTHS = (256, 512, 1024)
 SINKS, RECENT = 4, 16
 FLOOR = 0.05  # nats per token below which an answer counts as certain
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of the NLL whose curves are drawn
+
+FILLERS = ("varied", "repeated", "random")
+QUESTIONS = 4  # at most, for each text; they share its compressed context
+FACT_EVERY, MOST_FACTS = 96, 48  # tokens of an English text for each fact; no adjective or noun is used twice
 
 
 class Triple(NamedTuple):
@@ -53,6 +58,64 @@ class Asked(NamedTuple):
     context: Tensor
     rests: Tensor
     answers: Tensor
+
+
+def demo_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
+    """A text of the bundled model's own language, about `length` tokens with one question and answer.
+
+    The tasks take turns; in every second round the filler is two sentences over and over, which are easy to predict.
+    """
+    task = TASKS[seed % len(TASKS)]
+    sample = generate(task, length, seed, min(QUESTIONS, max_questions(task, length)))
+    if seed // len(TASKS) % 2 == 0:
+        return sample
+    sentences = [f"{sentence} ." for sentence in sample.context.removesuffix(" .").split(" . ")]
+    stated = [sentence.startswith(("the code of", "the friend of", "the box of")) for sentence in sentences]
+    filler = [sentence for sentence, fact in zip(sentences, stated) if not fact]
+    middle = len(filler) // 2
+    again = cycle(sorted(filler, key=len)[middle : middle + 2])  # of middle length, which keeps that of the text
+    words = " ".join(sentence if fact else next(again) for sentence, fact in zip(sentences, stated))
+    return Sample(words, sample.questions, sample.answers)
+
+
+def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
+    """Facts in English prose, about `length` tokens by this tokenizer, for any model.
+
+    Filler takes turns: `varied` sentences, two `repeated` ones, or log lines of `random` digits.
+    """
+
+    def tokens(sentence: str) -> int:
+        return len(tokenizer(f" {sentence}", add_special_tokens=False).input_ids)
+
+    rng = random.Random(f"{length}/{seed}")
+    num = max(2, min(length // FACT_EVERY, MOST_FACTS))
+    owners = [f"{adjective} {noun}" for adjective, noun in zip(rng.sample(ADJECTIVES, num), rng.sample(NOUNS, num))]
+    codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
+    sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
+    again = cycle([_prose(rng), _prose(rng)])
+    filler = {"varied": lambda: _prose(rng), "repeated": lambda: next(again), "random": lambda: _log(rng)}
+    room = length - sum(map(tokens, sentences))
+    while room > 0:
+        sentences.append(filler[FILLERS[seed % len(FILLERS)]]())
+        room -= tokens(sentences[-1])
+    rng.shuffle(sentences)
+    asked = rng.sample(range(num), min(QUESTIONS, num))
+    questions = [f"Question: What is the access code of the {owners[one]}? Answer:" for one in asked]
+    return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
+
+
+TEXTS: dict[str, Callable[[PreTrainedTokenizerBase, int, int], Sample]] = {"demo": demo_text, "english": english_text}
+
+
+def _prose(rng: random.Random) -> str:
+    """A sentence that could stand in a story."""
+    who, what = (f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(2))
+    return f"{who.capitalize()} {rng.choice(TRANSITIVE)} {what} in the {rng.choice(PLACES)}."
+
+
+def _log(rng: random.Random) -> str:
+    """A line that nobody could predict."""
+    return f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
 
 
 @torch.no_grad()
@@ -79,16 +142,11 @@ def make_triples(
     from counting as spoilt: without it, 0.9999 and 0.999 would differ by a factor of ten.
 
     Args:
-        model: stock, in eval mode.  tokenizer: its own.  policy: name.
         keeps: shares of the context to try. A share below sinks and recent tokens is measured, and reported, as theirs.
-        lengths: tokens of the texts.  samples: texts of each length.
-        seed: of the first text; the others follow.
-        text: "english" for any model, "demo" for the bundled one.
+        lengths: tokens of the texts.  samples: texts of each length.  seed: of the first text; the others follow.
+        text: "english" for any model, "demo" for the bundled one.  progress: called after each text.
         query_aware: compress a context together with its first question instead, as when a prompt is read for one
             answer; contexts then survive much stronger compression, but only for that question.
-        progress: called after each text.
-
-    Raises: FastKVError for a patched model, an unknown text, or numbers that cannot be used.
     """
     common.check_stock("context calibration", model)
     if text not in TEXTS:
@@ -123,14 +181,10 @@ def _tokenise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample
     if query_aware:  # the last token of the question waits: what is read after compression predicts the answer
         context += questions[0][:-1]
         questions, answers = [questions[0][-1:]], answers[:1]
-    width = max(len(question) + len(answer) for question, answer in zip(questions, answers))
-    rests = torch.zeros(len(questions), width, dtype=torch.long)
-    wanted = torch.zeros_like(rests, dtype=torch.bool)
-    for row, (question, answer) in enumerate(zip(questions, answers)):
-        end = len(question) + len(answer)
-        rests[row, :end] = torch.tensor(question + answer)
-        wanted[row, len(question) : end] = True
-    return Asked(*(each.to(model.device) for each in (torch.tensor([context]), rests, wanted)))
+    rests = [torch.tensor(question + answer) for question, answer in zip(questions, answers)]
+    wanted = [torch.arange(len(rest)) >= len(question) for rest, question in zip(rests, questions)]
+    padded = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (rests, wanted))
+    return Asked(torch.tensor([context], device=model.device), *padded)
 
 
 def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked: Asked) -> list[Triple]:
@@ -169,8 +223,6 @@ def fit(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, flo
 
     The unknowns are the steepness at the smallest and at the largest NLL: a scan of both finds the right valley, L-BFGS
     in float64 its bottom. Deterministic. If all NLLs are equal, alpha = 0. Steepness stays within +-50.
-
-    Raises: FastKVError for no triples, numbers out of range, or a penalty that is not positive.
     """
     if not triples:
         raise FastKVError(
@@ -218,7 +270,7 @@ def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate context`."""
     option = partial(common.option, parser)
-    common.add_model(parser)
+    common.add_model(parser, ".")
     common.add_policies(parser)
     option("--samples", 12, "texts of each length")
     option("--lengths", LENGTHS, "tokens of the texts")
@@ -229,19 +281,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that the file holds for whatever is asked"
     )
     parser.add_argument("--query-aware", action="store_true", help=aware)
-    common.add_out(parser, ".")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure and fit every policy, print alpha, beta and residual, and write context.json and context.png."""
-    console = looks.console_of()
+    console = common.console_of()
     common.check_some("policies", options.policies)
     for name in options.policies:
         policies.get(name)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     measured: dict[str, list[Triple]] = {}
-    with looks.progress(console) as progress:
+    with common.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
         for name in options.policies:
             progress.update(bar, description=name)
@@ -257,34 +308,21 @@ def run(options: argparse.Namespace) -> None:
                 progress=partial(progress.advance, bar),
             )
         progress.update(bar, description="measured")
-    curves = [_curve(name, triples, model.config, options) for name, triples in measured.items()]
+    shape, words, curves = fingerprint(model.config), describe(model.config), []
+    for name, triples in measured.items():
+        alpha, beta = fit(triples, options.penalty)
+        error, aware = residual(triples, alpha, beta), options.query_aware
+        curves.append(QualityCurve(alpha, beta, name, shape, words, len(triples), error, aware))
     for curve in curves:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
-            f"triples {curve.triples}",
-            highlight=False,
+            f"triples {curve.triples}"
         )
     file = options.out / "context.json"
     save(file, curves)
     write_plot([(curve, measured[curve.policy]) for curve in curves], options.out / "context.png")
     console.print(
-        f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r}).",
-        highlight=False,
-    )
-
-
-def _curve(policy: str, triples: Sequence[Triple], config: Any, options: argparse.Namespace) -> QualityCurve:
-    """The fit to the triples of one policy, with what identifies it."""
-    alpha, beta = fit(triples, options.penalty)
-    return QualityCurve(
-        alpha=alpha,
-        beta=beta,
-        policy=policy,
-        fingerprint=fingerprint(config),
-        model=describe(config),
-        triples=len(triples),
-        residual=residual(triples, alpha, beta),
-        query_aware=options.query_aware,
+        f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r})."
     )
 
 
@@ -297,7 +335,7 @@ def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Pa
     every = [triple.nll for _, triples in fitted for triple in triples]
     norm, colours = Normalize(min(every), max(every)), colormaps["viridis"]
     shares = torch.linspace(0, 1, 201, dtype=torch.float64)
-    figure = looks.figure(4.2 * len(fitted) + 1.0, 4.2)
+    figure = common.figure(4.2 * len(fitted) + 1.0, 4.2)
     axes = figure.subplots(1, len(fitted), sharey=True, squeeze=False)[0]
     for axis, (curve, triples) in zip(axes, fitted):
         keep, nll, quality = (list(column) for column in zip(*triples))
@@ -307,7 +345,7 @@ def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Pa
             axis.plot(shares, line, color=colours(norm(float(level))), label=f"NLL {level:.2f}", linewidth=2)
         axis.set_title(curve.policy, fontsize=11)
         axis.set_xlabel("share of the context kept")
-        looks.finish(axis, legend=True)
+        common.finish(axis, legend=True)
     axes[0].set_ylabel("quality: NLL ratio of the answers")
     axes[0].set_ylim(-0.02, 1.04)
     figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), label="NLL of the context, nats per token")

@@ -15,28 +15,67 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...errors import FastKVError
-from ...evaluation import common
-from ...evaluation.equal_bytes import is_full
-from ...rotary import Rotary
-from ..fingerprint import describe, fingerprint
-from ..vector_map import VectorMap, required_r2
-from .texts import sequences
+from ..demo.tasks import TASKS
+from ..errors import FastKVError
+from ..evaluation import common
+from ..evaluation.equal_bytes import is_full
+from ..rotary import Rotary
+from .files import describe, fingerprint
+from .vector_map import VectorMap, required_r2
 
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
 CUTOFF = 1e-10
 # Values that vary less than this share of their energy are constant up to rounding: there is nothing to explain.
 CONSTANT = 1e-12
+
+
+def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int) -> Iterator[Tensor]:
+    """Token ids of the text, [1, length] int64 each, until there are `tokens` of them or the text ends.
+
+    Documents are packed one after the other, as in pre-training, and cut into sequences; each starts with the
+    tokenizer's start token if it has the habit of adding one. The last, shorter rest is dropped.
+
+    Args: source: a file, a folder whose .txt and .md files are read in order of their paths, "-" for standard input, or
+        "demo" for the texts of `fastkv.demo.tasks`, drawn from seeds that neither its training nor its evaluation uses.
+    """
+    if length < 2 or tokens < length:
+        raise FastKVError(
+            f"calibration needs sequences of at least 2 tokens and at least one of them, got length {length} and "
+            f"{tokens} tokens; choose a larger number"
+        )
+    if source != common.DEMO:
+        texts = common.documents(source)
+    elif length < common.SHORTEST:
+        raise FastKVError(
+            f"generated texts have at least {common.SHORTEST} tokens, got length {length}; choose a larger one"
+        )
+    else:  # of every task in turn; negative seeds are nobody else's
+        texts = (common.demo_text(TASKS[index % len(TASKS)], length, seed=-1 - index) for index in count())
+    start = common.start_of(tokenizer)
+    step = length - len(start)
+    waiting: list[int] = []
+    made = 0
+    for text in texts:
+        waiting += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        while len(waiting) >= step and made + length <= tokens:
+            yield torch.tensor([start + waiting[:step]])
+            waiting, made = waiting[step:], made + length
+        if made + length > tokens:
+            return
+    if not made:
+        raise FastKVError(
+            f"{source} has {len(waiting)} tokens, but expected at least one sequence of {length}; use more text or a "
+            "smaller length"
+        )
 
 
 class Sums:
@@ -95,8 +134,6 @@ def fit(
         progress: called after each batch with the number of tokens read so far.
 
     Returns: the maps, on the CPU.
-    Raises: FastKVError if the model is patched or training, has no full-attention layer or a rotary embedding that
-        cannot be undone, if fewer than two sequences come, or if the model's keys or values are not finite.
     """
     threshold = required_r2(boundary)
     _check(model, held_out)
@@ -163,47 +200,41 @@ def pre_rope_pairs(model: PreTrainedModel, rotary: Rotary, ids: Tensor) -> Itera
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate vector`."""
     option = partial(common.option, parser)
-    common.add_model(parser)
+    common.add_model(parser, "vector.safetensors", "file to write", "FILE")
     option("--text", common.DEMO, "a file, a folder of .txt and .md files, - for standard input, or demo", "PATH")
     option("--length", 2048, "tokens of a sequence")
     option("--tokens", 200_000, "tokens in all")
     edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
     option("--boundary", 1.0, edge, "S")
-    option("--out", Path("vector.safetensors"), "file to write", "FILE")
 
 
 def run(options: argparse.Namespace) -> None:
     """Fit, print R^2 of every head, write the file and say how to use it."""
-    console = Console()
+    console = Console(highlight=False)
     model, tokenizer = common.load(options.model)
     batches = sequences(options.text, tokenizer, options.length, options.tokens)
-    columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,} tokens"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as shown:
-        bar = shown.add_task("", total=options.tokens // options.length * options.length)
+    with common.progress(console) as shown:
+        bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
         fitted = fit(model, batches, boundary=options.boundary, progress=lambda n: shown.update(bar, completed=n))
     fitted.save(options.out)
     console.print(table_of(fitted))
     usable = [use for layer in fitted.weights for use in fitted.usable(layer)]
     console.print(
         f"{sum(usable)} of {len(usable)} heads exceed the threshold of {fitted.threshold:.2f} and may drop values; the "
-        f"others evict plainly.\n{options.out} written, from {fitted.tokens:,} tokens. Use it:",
-        highlight=False,
+        f"others evict plainly.\n{options.out} written, from {fitted.tokens:,} tokens. Use it:"
     )
-    console.print(
-        f'  fastkv.patch(model, correction="vector", vector="{options.out}")',
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    use = f'  fastkv.patch(model, correction="vector", vector="{options.out}")'
+    console.print(use, soft_wrap=True, markup=False)
 
 
 def table_of(fitted: VectorMap) -> Table:
     """Held-out R^2, one row a layer and one column a KV head; heads that fall back to plain eviction say so."""
-    table = Table(title="held-out R² of values predicted from keys")
-    table.add_column("layer", justify="right")
-    for head in range(max(len(r2) for r2 in fitted.r2.values())):
-        table.add_column(f"head {head}", justify="right")
-    table.add_column("mean", justify="right")
+    heads = range(max(len(r2) for r2 in fitted.r2.values()))
+    table = Table(
+        "layer", *(f"head {head}" for head in heads), "mean", title="held-out R² of values predicted from keys"
+    )
+    for column in table.columns:
+        column.justify = "right"
     for layer, r2 in fitted.r2.items():
         cells = [f"{x:.3f}{'' if use else ' plain'}" for x, use in zip(r2.tolist(), fitted.usable(layer))]
         table.add_row(str(layer), *cells, f"{r2.mean():.3f}")
