@@ -45,8 +45,15 @@ def source(*modules: str, policy: str = "") -> str:
     """Digest of the code that a case runs: these modules, the library, and of its policies only the one named."""
     from fastkv import policies
 
-    found = closure(*modules, "fastkv", without=("fastkv.policies",))
+    found = closure(*modules, *library(), without=("fastkv.policies",))
     return digest(found | closure(type(policies.get(policy)).__module__) if policy else found)
+
+
+def library() -> tuple[str, ...]:
+    """The library as `engine.closure` takes it: with the backends, which no import names."""
+    from fastkv import backend
+
+    return "fastkv", *(f"fastkv{module}" for module in backend.MODULES.values())
 
 
 def _cpu_name() -> str:

@@ -150,21 +150,21 @@ def count_faults(cache: fastkv.FastKVCache, seen: int) -> list[str]:
     """What is wrong with the counters of a cache of one sequence that has seen so many tokens; nothing, one hopes."""
     faults = []
     for index, layer in enumerate(cache.compressed):
-        state = layer.state
-        assert state is not None and layer.rule is not None
-        count, stored = cache.moments(layer.layer).count, cache.stored(layer.layer)
+        state, config = layer.state, layer.cache.config
+        assert state is not None
+        count, stored = state.moments.count, state.stored
         if (state.seen.dtype, count.dtype) != (torch.int64, torch.int64):
             faults.append(f"layer {index}: counters are {state.seen.dtype} and {count.dtype}")
         if state.seen.tolist() != [seen]:
             faults.append(f"layer {index}: seen {state.seen.tolist()} of {seen}")
         if not torch.equal(stored + count, torch.full_like(count, seen)):
             faults.append(f"layer {index}: {stored.tolist()} stored and {count.tolist()} evicted of {seen}")
-        if state.exact.limit > layer.plan.budget.tokens + layer.plan.evict_every:
+        if state.exact.limit > config.budget.tokens + config.evict_every:
             faults.append(f"layer {index}: {state.exact.limit} slots")
         held = torch.where(state.exact.valid, state.exact["positions"], -1)
         for head, length in zip(held[0], stored[0].tolist()):
             places = head[head >= 0].sort().values
-            protected = set(range(layer.plan.budget.sinks)) | set(range(seen - layer.plan.budget.recent, seen))
+            protected = set(range(config.budget.sinks)) | set(range(seen - config.budget.recent, seen))
             distinct = len(places) == length and bool((places.diff() > 0).all())
             if not distinct or not protected <= set(places.tolist()):
                 faults.append(f"layer {index}: positions {places.tolist()} at {seen}")

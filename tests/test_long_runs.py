@@ -9,7 +9,7 @@ import torch
 
 import fastkv
 from fastkv import ops
-from fastkv.reference import Moments
+from fastkv.reference import LayerState, Moments, Slots, Spec
 from perf import long_run
 from perf.long_run import Sample, Settings
 
@@ -94,22 +94,20 @@ def test_evictions_of_the_oldest(backend, num, dtype):
     tokens, dim, heads = 8, 16, len(DRIFTS)
     keys, values = drifting(num, dim, dim, dtype)
     slots = tokens + VICTIMS
-    state = (
-        torch.zeros(1, heads, slots, dim, dtype=dtype),
-        torch.zeros(1, heads, slots, dim, dtype=dtype),
-        torch.zeros(1, heads, slots, dtype=torch.int32),
-        torch.zeros(1, heads, dtype=torch.int32),
-    )
-    held_keys, held_values, positions, lengths = state
+    held_keys, held_values = (torch.zeros(1, heads, slots, dim, dtype=dtype) for _ in "kv")
+    positions = torch.zeros(1, heads, slots, dtype=torch.int32)
+    lengths = torch.zeros(1, heads, dtype=torch.int32)
     moments = Moments.empty(1, heads, dim, dim)
+    state = LayerState(Slots(held_keys, held_values, lengths, positions), torch.zeros(1, dtype=torch.int64), moments)
+    spec = Spec(1.0, backend=backend, tokens=tokens)
     for start in range(0, num, VICTIMS):
         free = slice(0, VICTIMS) if start == 0 else slice(tokens, slots)
         block = slice(start, start + VICTIMS)
         held_keys[:, :, free], held_values[:, :, free] = keys[:, :, block], values[:, :, block]
         positions[:, :, free] = torch.arange(start, start + VICTIMS, dtype=torch.int32)
         lengths.fill_(VICTIMS if start == 0 else slots)
-        seen = torch.tensor([start + VICTIMS])
-        ops.evict(*state, seen, moments, positions.float(), tokens, 0, 0, backend=backend)
+        state.seen.fill_(start + VICTIMS)
+        ops.evict(positions.float(), None, state, spec)
     evicted = num - tokens
     assert (lengths == tokens).all() and (moments.count == evicted).all() and moments.count.dtype == torch.int64
     assert torch.equal(positions[0, :, :tokens].sort(-1).values, torch.arange(evicted, num).int().expand(heads, -1))

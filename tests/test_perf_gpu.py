@@ -101,9 +101,9 @@ def test_findings_do_not_pass_nan():
 
 def test_states_account_for_every_token():
     state = ragged(CPU, TOY, torch.float16)
-    assert torch.equal(state.lengths + state.moments.count, state.seen[:, None].expand_as(state.lengths))
+    assert torch.equal(state.stored + state.moments.count, state.seen[:, None].expand_as(state.stored))
     positions, keys, _, lengths = in_order(state)
-    assert (lengths == 0).any() and (lengths == state.keys.shape[2] - 1).any()
+    assert (lengths == 0).any() and (lengths == state.exact.limit - 1).any()
     assert keys.isfinite().all() and (positions < state.seen[:, None, None]).all()
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from fastkv import corrections
 from perf.engine import ROOT
 from perf.micro import conftest, states
 
@@ -88,9 +89,13 @@ def test_a_gpu_benchmark_replays_one_graph_over_many_copies(monkeypatch):
     assert launched == ["a", "a", "b", "c"] and rounds == [4, 4] and Benchmark.extra_info == {"launches": 3}
 
 
-@pytest.mark.parametrize("rest", [{"order": None}, {"order": 0}, {"order": 1}, {"num_centroids": 8}], ids=str)
-def test_layers_hold_what_they_say(rest):
-    state = states.filled(2, 3, 16, 10, free=4, **rest)
-    assert state.keys.shape == (2, 3, 14, 16) and (state.lengths == 10).all()
-    assert (state.seen[:, None] == state.lengths + state.moments.count).all()
-    assert state.moments.order == rest.get("order") and (state.centroids is None) == ("order" in rest)
+@pytest.mark.parametrize("correction", corrections.names())
+def test_layers_hold_what_they_say(correction):
+    state = states.filled(2, 3, 16, 64, free=4, correction=correction, attention=True)
+    pairs = 64 if state.approx is None else 64 - state.approx.keys.shape[2] // 2
+    assert state.exact.keys.shape == (2, 3, pairs + 4, 16) and (state.exact.lengths == pairs).all()
+    assert (state.approx is not None) == (state.recovery is not None) == corrections.get(correction).key_only
+    assert (state.seen[:, None] == state.stored + state.moments.count).all()
+    assert all(
+        tensor.any() for name, tensor in state.named_tensors() if name != "exact.attention" and "approx.att" not in name
+    )

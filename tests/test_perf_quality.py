@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fastkv.config
 from fastkv import FastKVError, policies
+from fastkv.corrections import vector
 from perf import engine
 from perf.engine import OtherSettings
 from perf.quality import __main__ as command
@@ -198,17 +198,17 @@ class TestMeasuring:
         assert reason in row["refused"] and "right" not in row
 
     def test_share_without_values(self, bench):
-        stock = fastkv.config.key_only
+        stock = vector.key_only
         rows = {
             share: bench.run("vector", case(tokens=64, correction="vector", keys_only=share))
             for share in (None, 0.25, 0.5)
         }
-        assert fastkv.config.key_only is stock
+        assert vector.key_only is stock
         assert rows[0.5]["right"] == rows[None]["right"] and rows[0.5]["error"] == rows[None]["error"]
         assert 64 < rows[0.25]["kept"] < rows[0.5]["kept"]
         with approximated(0.25):
-            assert fastkv.config.key_only(64, 20, None) == 32
-            assert fastkv.config.key_only(24, 20, None) == 8, "protected tokens keep their values"
+            assert vector.key_only(64, 20, None) == 32
+            assert vector.key_only(24, 20, None) == 8, "protected tokens keep their values"
 
     def test_an_interrupted_command_goes_on(self, tmp_path, monkeypatch):
         some, started = [case(), case("knorm")], []

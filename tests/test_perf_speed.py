@@ -169,7 +169,7 @@ def test_fastkv_reports_its_own_bytes():
     with torch.no_grad():
         contender.read(models.prompt("llama-toy", 2, 100, CPU), cache)
     assert contender.cache_bytes(cache) == cache.nbytes() > 0
-    assert cache.plan.evict_every == KEPT.period and isinstance(cache, fastkv.FastKVCache)
+    assert cache.config.evict_every == KEPT.period and isinstance(cache, fastkv.FastKVCache)
 
 
 def test_bytes_of_a_view_are_those_of_what_it_holds_on_to():

@@ -3,11 +3,11 @@
 import json
 import math
 
-import fastkv.state
 import pytest
 import torch
 
 from fastkv import FastKVError
+from fastkv.corrections import centroids
 from perf.quality.verdict import __main__ as verdict
 from perf.quality.verdict import synthetic
 from perf.quality.verdict.cases import (
@@ -181,8 +181,8 @@ class TestMeasuring:
 
     def test_other_shares_are_taken_back(self):
         with sketch_share(4):
-            assert fastkv.state.SKETCH_SHARE == 4
-        assert fastkv.state.SKETCH_SHARE == 16
+            assert centroids.SHARE == 4
+        assert centroids.SHARE == 16
 
     def test_the_second_model_is_another_geometry(self):
         model = untrained(0)

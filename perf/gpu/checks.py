@@ -16,13 +16,13 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from fastkv import ops, reference
-from fastkv.reference import Selection
+from fastkv.reference import LayerState, Selection
 from fastkv.reference.geometry import sketch_matrix
 
 from ..engine import Job, Row
 from ..environment import source
 from ..micro import states
-from ..micro.states import SCALE, State
+from ..micro.states import SCALE
 from .heads import Heads
 from .state import Finding, Place, attention_findings, close, compare, copied, equal, ragged, randn
 
@@ -39,56 +39,53 @@ CRASHES = (
 )
 
 
-def check_decode(place: Place, heads: Heads, dtype: torch.dtype, step: bool = False) -> list[Finding]:
-    """decode_attention, or decode_step: every order, with and without softcap, with the attention of each slot."""
+def check_decode(place: Place, heads: Heads, dtype: torch.dtype, step: bool = True) -> list[Finding]:
+    """decode_step, of a token or of none: every order, with and without softcap, with the attention of each slot."""
     findings = []
-    variants: list[tuple[int | None, float | None, int]] = [(1, None, 2), (1, 20.0, 2), (0, None, 2), (None, None, 2)]
+    variants = [("moments", None, 2), ("moments", 20.0, 2), ("mean", None, 2), ("none", None, 2)]
     if not place.toy:
-        variants.append((1, None, 64))  # so many pairs that one program does all of each
-    for order, cap, size in variants:
+        variants.append(("moments", None, 64))  # so many pairs that one program does all of each
+    for correction, cap, size in variants:
         start = ragged(place, heads, dtype, size, place.slots if size == 2 else 136)
-        batch, num = start.lengths.shape
+        start.exact.attention = torch.zeros(start.exact.keys.shape[:3], device=place.device)
+        spec = replace(states.spec(correction, backend="triton"), softcap=cap)
+        batch, num = start.exact.lengths.shape
         q = randn(place, dtype, batch, heads.num_heads, heads.head_dim)
-        k, v = (randn(place, dtype, batch, num, 1, heads.head_dim) for _ in "kv")
+        token = [randn(place, dtype, batch, num, 1, heads.head_dim) if step else None for _ in "kv"]
 
-        def call(module, state: State, to: torch.dtype, order=order, cap=cap, q=q, k=k, v=v, **extra) -> tuple:
-            total = torch.zeros(
-                state.keys.shape[:3], dtype=torch.float64 if to == torch.float64 else torch.float32, device=q.device
-            )
-            rest = {"order": order, "softcap": cap, "attention": total, **extra}
-            if not step:
-                return *states.decode_attention(module, state, q.to(to), **rest), total
-            return *states.decode_step(module, state, q.to(to), k.to(to), v.to(to), **rest), total
+        def call(module: Any, state: LayerState, to: torch.dtype, spec=spec, q=q, token=token) -> tuple:
+            k, v = (None if one is None else one.to(to) for one in token)
+            return *module.decode_step(q.to(to), k, v, state, spec), state.exact.attention
 
         mine = copied(start)
-        got = call(ops, mine, dtype, backend="triton")
+        got = call(ops, mine, dtype)
 
         def run(to: torch.dtype, start=start, call=call) -> tuple:
             return call(reference, copied(start, to if to == torch.float64 else None), to)
 
-        label = f"B={size} order {order}{'' if cap is None else ' softcap'}"
+        label = f"B={size} {correction}{'' if cap is None else ' softcap'}"
         findings += [replace(f, name=f"{label} {f.name}") for f in attention_findings(place, dtype, got, run)]
-        if step:
-            after = copied(start)
-            call(reference, after, dtype)
-            pairs = zip(("keys", "values", "positions", "lengths"), mine.slots, after.slots)
-            findings += [equal(f"{label} {name}", a, b) for name, a, b in pairs]
-            findings.append(equal(f"{label} seen", mine.seen, after.seen))
+        after = copied(start)
+        call(reference, after, dtype)
+        for name in ("keys", "values", "positions", "lengths"):
+            findings.append(equal(f"{label} {name}", getattr(mine.exact, name), getattr(after.exact, name)))
+        findings.append(equal(f"{label} seen", mine.seen, after.seen))
     return findings
 
 
 def check_prefill_attention(place: Place, heads: Heads, dtype: torch.dtype) -> list[Finding]:
     """A block over slots, moments and itself, with padding at its start."""
     start, num = ragged(place, heads, dtype), 9 if place.toy else 128
-    batch, kv = start.lengths.shape
+    batch, kv = start.exact.lengths.shape
     q = randn(place, dtype, batch, heads.num_heads, num, heads.head_dim)
     k, v = (randn(place, dtype, batch, kv, num, heads.head_dim) for _ in "kv")
     valid = torch.arange(num, device=place.device) >= torch.tensor([[0], [5]], device=place.device)
+    spec = states.spec(backend="triton")
 
-    def call(module, state: State, to: torch.dtype, **extra) -> tuple:
-        return states.prefill_attention(module, state, q.to(to), k.to(to), v.to(to), valid, **extra)
+    def call(module: Any, state: LayerState, to: torch.dtype) -> tuple:
+        return module.prefill_attention(q.to(to), k.to(to), v.to(to), valid, state, spec)
 
-    got = call(ops, copied(start), dtype, backend="triton")
+    got = call(ops, copied(start), dtype)
     return attention_findings(
         place, dtype, got, lambda to: call(reference, copied(start, to if to == torch.float64 else None), to)
     )
@@ -99,10 +96,10 @@ def check_evict(place: Place, heads: Heads, dtype: torch.dtype) -> list[Finding]
     findings = []
     for slots in place.sizes:
         start = ragged(place, heads, dtype, slots=slots)
-        scores = torch.randint(0, 50, start.positions.shape, device=place.device).float()
+        scores = torch.randint(0, 50, start.exact.keys.shape[:3], device=place.device).float()
         changed = [copied(start), copied(start, torch.float64), copied(start)]
-        for state, module, extra in zip(changed, (ops, reference, reference), ({"backend": "triton"}, {}, {})):
-            states.evict(module, state, scores, slots - 16, **extra)
+        for state, module in zip(changed, (ops, reference, reference)):
+            module.evict(scores, None, state, states.spec(tokens=slots - 16, backend="triton"))
         findings += compare(changed, f"C={slots} ")
     return findings
 
@@ -114,21 +111,20 @@ def check_compact(place: Place, heads: Heads, dtype: torch.dtype) -> list[Findin
 
 def _compact(place: Place, heads: Heads, dtype: torch.dtype, slots: int) -> list[Finding]:
     start, num = ragged(place, heads, dtype, slots=slots), 16 if place.toy else 128
-    batch, kv = start.lengths.shape
+    batch, kv = start.exact.lengths.shape
     tokens = slots - 8
     k, v = (randn(place, dtype, batch, kv, num, heads.head_dim) for _ in "kv")
     new = (start.seen[:, None, None] + torch.arange(num, device=place.device)).expand(batch, kv, num).int()
-    valid = torch.arange(start.keys.shape[2], device=place.device) < start.lengths[..., None]
-    valid = torch.cat([valid, torch.ones_like(new, dtype=torch.bool)], 2)
-    positions = torch.cat([start.positions, new], 2)
+    valid = torch.cat([start.exact.valid, torch.ones_like(new, dtype=torch.bool)], 2)
+    positions = torch.cat([start.exact["positions"], new], 2)
     scores = torch.randint(0, 50, positions.shape, device=place.device).float()
     guard = reference.protected(positions, start.seen + num, states.SINKS, states.RECENT)
     want = reference.select(scores, positions, valid, guard, tokens)
     got = ops.select(scores, positions, valid, guard, tokens, backend="triton")
     changed = [copied(start), copied(start, torch.float64), copied(start)]
-    for state, module, extra in zip(changed, (ops, reference, reference), ({"backend": "triton"}, {}, {})):
-        to, chosen = state.keys.dtype, Selection(want.kept.clone(), want.counts.clone())
-        states.compact(module, state, k.to(to), v.to(to), new, valid, chosen, **extra)
+    for state, module in zip(changed, (ops, reference, reference)):
+        to, chosen = state.exact.keys.dtype, Selection(want.kept.clone(), want.counts.clone())
+        module.compact(valid, chosen, (k.to(to), v.to(to), new), state, states.spec(backend="triton"))
     label = f"C={slots} "
     chosen = [equal(f"{label}{n}", a, b) for n, a, b in zip(("kept", "counts"), got, want)]
     return chosen + compare(changed, label)
@@ -137,14 +133,15 @@ def _compact(place: Place, heads: Heads, dtype: torch.dtype, slots: int) -> list
 def check_moment_scores(place: Place, heads: Heads, dtype: torch.dtype) -> list[Finding]:
     """Attention times residual; slots that hold nothing are zero here, because the operation scores all it is given."""
     state = ragged(place, heads, dtype)
-    state.keys, state.values = state.keys.nan_to_num(0.0), state.values.nan_to_num(0.0)
-    weight = torch.rand(state.keys.shape[:3], device=place.device)
-    got = states.moment_scores(state, weight, backend="triton")
-    truth, plain = (
-        weight * reference.moment_residual(one.keys, one.values, one.moments, SCALE)
-        for one in (copied(state, torch.float64), state)
-    )
-    return [close("scores", got, truth, plain)]
+    for name in ("exact.keys", "exact.values"):
+        state.replace(name, dict(state.named_tensors())[name].nan_to_num(0.0))
+    weight = torch.rand(state.exact.keys.shape[:3], device=place.device)
+
+    def call(module: Any, one: LayerState, **extra: str) -> Tensor:
+        return module.moment_scores(weight, one.exact.keys, one.exact.values, one.moments, SCALE, **extra)
+
+    truth, plain = (call(reference, one) for one in (copied(state, torch.float64), state))
+    return [close("scores", call(ops, state, backend="triton"), truth, plain)]
 
 
 def check_leverage(place: Place, heads: Heads, dtype: torch.dtype) -> list[Finding]:
@@ -211,8 +208,8 @@ def check_split_kv(place: Place, heads: Heads, dtype: torch.dtype) -> list[Findi
 
 
 CHECKS: dict[str, Callable[[Place, Heads, torch.dtype], list[Finding]]] = {
-    "decode_step": lambda *a: check_decode(*a, step=True),
-    "decode_attention": check_decode,
+    "decode_step": check_decode,
+    "decode_attention": lambda *a: check_decode(*a, step=False),
     "evict": check_evict,
     "compact": check_compact,
     "prefill_attention": check_prefill_attention,

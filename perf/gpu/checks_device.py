@@ -12,15 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
 from fastkv import ops
-from fastkv.reference import Moments
 
-from ..micro import states
-from ..micro.states import State
+from ..micro.states import filled, spec
 from .heads import LLAMA, TOY
 from .state import Finding, Place, copied, equal, ragged, randn
 
 LAUNCHES = 100_000
 PER_GRAPH = 100
+SPEC = spec(backend="triton")
 
 
 def recorded(place: Place, run: Callable[[], None]) -> Callable[[], None]:
@@ -43,20 +42,15 @@ def check_ticket(place: Place) -> list[Finding]:
     heads = TOY if place.toy else LLAMA
     findings = []
     for batch, slots in ((1, 64),) if place.toy else ((1, 1024), (8, 4096)):
-        state = ragged(place, heads, torch.bfloat16 if not place.toy else torch.float16, max(batch, 2), slots)
-        m = state.moments
-        moments = Moments(*(t[:batch] for t in (m.count, m.key_mean, m.value_mean, m.cross, m.slope)))
-        slots_of = [t[:batch].nan_to_num(0.5) for t in (state.keys, state.values)]
-        lengths = torch.full_like(state.lengths[:batch], slots)
-        state = State(*slots_of, state.positions[:batch], lengths, state.seen[:batch], moments)
-        q = randn(place, state.keys.dtype, batch, heads.num_heads, heads.head_dim)
-        scratch = states.workspace(q, state, attention=True)
-        collected = torch.zeros(state.keys.shape[:3], device=place.device)
+        state = filled(
+            batch, heads.num_kv_heads, heads.head_dim, slots, attention=True, dtype=place.half, device=place.device
+        )
+        state.scratch = ops.workspace(heads.num_heads, state, SPEC)
+        q = randn(place, place.half, batch, heads.num_heads, heads.head_dim)
 
-        def launch(state=state, q=q, collected=collected, scratch=scratch) -> list[Tensor]:
-            collected.zero_()
-            rest = {"attention": collected, "scratch": scratch, "backend": "triton"}
-            return [*states.decode_attention(ops, state, q, **rest), collected]
+        def launch(state=state, q=q) -> list[Tensor]:
+            collected = state.exact.attention.zero_()
+            return [*ops.decode_step(q, None, None, state, SPEC), collected]
 
         first = [t.clone() for t in launch()]
         wrong = torch.zeros((), dtype=torch.int64, device=place.device)
@@ -75,8 +69,8 @@ def check_ticket(place: Place) -> list[Finding]:
         if noise is not None:
             torch.cuda.synchronize()
         findings.append(Finding(f"elements that changed, B={batch} C={slots}", float(wrong)))
-        if scratch:
-            findings.append(Finding("tickets left", float(scratch[3].abs().sum())))
+        if state.scratch:
+            findings.append(Finding("tickets left", float(state.scratch[3].abs().sum())))
     return findings
 
 
@@ -103,37 +97,34 @@ def check_graph(place: Place) -> list[Finding]:
     heads, dtype = (TOY, torch.float16) if place.toy else (LLAMA, torch.bfloat16)
     findings = []
     start = ragged(place, heads, dtype)
-    batch, kv = start.lengths.shape
-    start.keys, start.values = start.keys.nan_to_num(0.5), start.values.nan_to_num(0.5)
+    batch, kv = start.exact.lengths.shape
+    start.exact.keys, start.exact.values = start.exact.keys.nan_to_num(0.5), start.exact.values.nan_to_num(0.5)
     token = [randn(place, dtype, batch, heads.num_heads, heads.head_dim)]
     token += [randn(place, dtype, batch, kv, 1, heads.head_dim) for _ in "kv"]
-
-    def step(state: State, scratch: list[Tensor]) -> tuple[Tensor, ...]:
-        return states.decode_step(ops, state, *token, scratch=scratch, backend="triton")
-
     graphed, eager = copied(start), copied(start)
-    scratch, results = [states.workspace(token[0], start) for _ in range(2)], []
+    for state in (graphed, eager):
+        state.scratch = ops.workspace(heads.num_heads, state, SPEC)
+    results: list[Tensor] = []
 
     def run() -> None:
-        results[:] = step(graphed, scratch[0])
+        results[:] = ops.decode_step(*token, graphed, SPEC)
 
     replay = recorded(place, run)
-    for mine, other in zip(graphed.slots, eager.slots):
+    for (_, mine), (_, other) in zip(graphed.named_tensors(), eager.named_tensors()):
         mine.copy_(other)  # what warming up appended
-    slots = start.keys.shape[2]
+    slots, lengths = start.exact.limit, start.exact.lengths
     for base in (0, slots // 2, slots - 4):  # short, middle, up to the last slot
         for state in (graphed, eager):
-            state.lengths.copy_((start.lengths % 3 + base).clamp(max=slots - 4))
-            state.seen.copy_((state.lengths + state.moments.count).amax(1))
+            state.exact.lengths.copy_((lengths % 3 + base).clamp(max=slots - 4))
+            state.seen.copy_((state.exact.lengths + state.moments.count).amax(1))
         for index in range(3):
             for tensor in token:
                 tensor.normal_()
             replay()
-            for name, got, want in zip(("out", "lse", "lse_evicted"), results, step(eager, scratch[1])):
+            for name, got, want in zip(("out", "lse", "lse_evicted"), results, ops.decode_step(*token, eager, SPEC)):
                 findings.append(equal(f"from {base}, step {index}: {name}", got, want))
-        names = ("keys", "values", "positions", "lengths")
-        findings += [equal(f"from {base}: {n}", a, b) for n, a, b in zip(names, graphed.slots, eager.slots)]
-        findings.append(equal(f"from {base}: seen", graphed.seen, eager.seen))
+        pairs = zip(graphed.named_tensors(), eager.named_tensors())
+        findings += [equal(f"from {base}: {name}", mine, other) for (name, mine), (_, other) in pairs]
     return findings
 
 

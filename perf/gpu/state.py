@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastkv.reference import Moments
+from fastkv.reference import LayerState, Moments, Slots
 
-from ..micro.states import State
 from .heads import GEMMA, LLAMA, TOY, Heads
 
 NAN = float("nan")
@@ -67,7 +67,7 @@ class Finding:
         return self.error <= self.limit
 
 
-def ragged(place: Place, heads: Heads, dtype: torch.dtype, batch: int = 2, slots: int = 0, seed: int = 0) -> State:
+def ragged(place: Place, heads: Heads, dtype: torch.dtype, batch: int = 2, slots: int = 0, seed: int = 0) -> LayerState:
     """A random layer with an empty head and a one-token one: lengths + count = seen. The last slot of every head is
     free, what slots without a token hold is NaN, and the kernel's half-precision slope is the true one.
     """
@@ -91,27 +91,31 @@ def ragged(place: Place, heads: Heads, dtype: torch.dtype, batch: int = 2, slots
     moments.slope = (moments.cross / size).to(dtype)
     moments.cross = moments.slope.float() * size
     keys[~held], values[~held] = NAN, NAN
-    return State(keys, values, order.masked_fill(~held, -7), lengths.int(), seen, moments)
+    slots_of = Slots(keys, values, lengths.int(), order.masked_fill(~held, -7))
+    return LayerState(slots_of, seen, moments)
 
 
-def copied(state: State, dtype: torch.dtype | None = None) -> State:
-    """Clones; float64 also turns keys, values and moments into float64."""
-    m = state.moments
-    wide = [t.to(dtype or t.dtype, copy=True) for t in (state.keys, state.values, m.key_mean, m.value_mean, m.cross)]
-    moments = Moments(m.count.clone(), *wide[2:], m.slope.clone() if dtype is None else None)
-    return State(*wide[:2], state.positions.clone(), state.lengths.clone(), state.seen.clone(), moments)
+def copied(state: LayerState, dtype: torch.dtype | None = None) -> LayerState:
+    """A copy; with a dtype, everything floating is in it, and the kernel's half-precision slope is left out."""
+    twin = copy.deepcopy(state)
+    if dtype is not None:
+        twin.moments.slope = None
+        for name, tensor in list(twin.named_tensors()):
+            if tensor.is_floating_point():
+                twin.replace(name, tensor.to(dtype))
+    return twin
 
 
-def in_order(state: State) -> list[Tensor]:
+def in_order(state: LayerState) -> list[Tensor]:
     """Positions, keys and values by position, and lengths: what does not depend on which slot holds what."""
-    held = torch.arange(state.keys.shape[2], device=state.keys.device) < state.lengths[..., None]
-    order = torch.where(held, state.positions, 2**30).argsort(-1)
-    mask = ~held
-    rows = [t.gather(2, order[..., None].expand_as(t)).masked_fill(mask[..., None], 0) for t in state.slots[:2]]
-    return [state.positions.gather(-1, order).masked_fill(mask, 0), *rows, state.lengths]
+    slots, mask = state.exact, ~state.exact.valid
+    order = torch.where(mask, 2**30, slots["positions"]).argsort(-1)
+    rows = [slots[name].gather(2, order[..., None].expand_as(slots[name])) for name in ("keys", "values")]
+    rows = [one.masked_fill(mask[..., None], 0) for one in rows]
+    return [slots["positions"].gather(-1, order).masked_fill(mask, 0), *rows, slots.lengths]
 
 
-def compare(states: Sequence[State], label: str) -> list[Finding]:
+def compare(states: Sequence[LayerState], label: str) -> list[Finding]:
     """A changed state against the same change in float64 and in float32: sets exactly, moments within the limit."""
     got, truth, _ = states
     names = ("positions", "keys", "values", "lengths")

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from fastkv import ops, reference
+from fastkv import corrections, ops, reference
+from fastkv.reference import LayerState
 from fastkv.reference.geometry import sketch_matrix
 
 from ..micro import states
-from ..micro.states import State, filled
+from ..micro.states import filled
 from .clock import COPY_BYTES, MAX_PASSES, Case, Work, copy_work, num_sets, randn
 from .heads import GEMMA, HALF, LLAMA, TOY, decode_bytes, moment_bytes, shapes
 from .state import Place
@@ -19,7 +20,7 @@ from .state import Place
 FREE = 16  # slots beyond L: what is appended between two evictions
 BLOCK = 128  # tokens of a prompt block
 LONG = 65_536  # keys that scoring reads
-ORDERS: dict[str, int | None] = {"fastkv": 1, "fastkv order 0": 0, "fastkv no correction": None}
+CORRECTED = {"fastkv": "moments", "fastkv order 0": "mean", "fastkv no correction": "none"}
 CHECKED: dict[str, tuple[str, ...]] = {  # which checks have to be green before a part is timed
     "copy": (),
     "decode": ("decode_step", "graph", "ticket", "split_kv_baseline"),
@@ -29,21 +30,25 @@ CHECKED: dict[str, tuple[str, ...]] = {  # which checks have to be green before 
     "select": ("compact",),
     "scores": ("keydiff_scores", "manifold_scores", "window_scores", "leverage_scores", "noncausal_attention_mass"),
 }
+LAYER = "fastkv.ops.layer"  # and `fastkv.ops.operator`, which it imports
 CODE: dict[str, tuple[str, ...]] = {  # modules of the library that a part times
-    "decode": ("fastkv.ops.decode",),
-    "evict": ("fastkv.ops.evict", "fastkv.ops.scores"),
-    "prefill": ("fastkv.ops.prefill",),
-    "select": ("fastkv.ops.prefill",),
-    "scores": ("fastkv.ops.scores",),
+    "decode": (LAYER, "fastkv.kernels.decode_attention"),
+    "evict": (LAYER, "fastkv.ops.scores", "fastkv.kernels.evict", "fastkv.kernels.moment_scores"),
+    "prefill": (LAYER, "fastkv.kernels.prefill_attention"),
+    "select": (LAYER, "fastkv.ops.scores", "fastkv.kernels.select", "fastkv.kernels.compact"),
+    "scores": (
+        "fastkv.ops.scores",
+        *(f"fastkv.kernels.{name}" for name in ("key_scores", "window_scores", "leverage", "noncausal_mass")),
+    ),
 }
 
 
-def layer(case: Case, place: Place, lengths: torch.Tensor, free: int = 0, order: int | None = 1) -> State:
+def layer(case: Case, place: Place, lengths: torch.Tensor, free: int = 0, correction: str = "moments") -> LayerState:
     """A random layer of the case whose lengths are these, so that those of all layers are restored at once."""
     heads, device = case.heads, place.device
     sizes = case.batch, heads.num_kv_heads, heads.head_dim, case.length
-    state = filled(*sizes, free=free, order=order, dtype=place.half, device=device)
-    state.lengths = lengths
+    state = filled(*sizes, free=free, correction=correction, dtype=place.half, device=device)
+    state.exact.lengths = lengths
     return state
 
 
@@ -59,27 +64,30 @@ def tokens(case: Case, place: Place, num: int) -> list[torch.Tensor]:
     return [randn(place, case.batch, n, num, heads.head_dim) for n in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
 
 
-def decode(order: int | None) -> Callable[[Case, Place], Work]:
+def decode(correction: str) -> Callable[[Case, Place], Work]:
     """One step, append included; lengths grow by one per launch and are restored between replays."""
 
     def build(case: Case, place: Place) -> Work:
-        needed = decode_bytes(case.heads, case.batch, case.length, order)
+        needed = decode_bytes(case.heads, case.batch, case.length, corrections.get(correction).order)
         sets = num_sets(place, needed)
         lengths = lengths_of(case, place, sets, case.length)
         cells = []
         for index in range(sets):
             q, k, v = tokens(case, place, 1)
-            cells.append((layer(case, place, lengths[index], FREE, order), q[:, :, 0], k, v))
-        scratch = states.workspace(cells[0][1], cells[0][0])
+            cells.append((q[:, :, 0], k, v, layer(case, place, lengths[index], FREE, correction)))
+        spec = states.spec(correction, backend="triton")
+        scratch = ops.workspace(case.heads.num_heads, cells[0][-1], spec)
+        for *_, state in cells:
+            state.scratch = scratch
 
         def launch(index: int) -> Any:
-            return states.decode_step(ops, *cells[index], order=order, scratch=scratch, backend="triton")
+            return ops.decode_step(*cells[index], spec)
 
         def reset() -> None:
             lengths.fill_(case.length - MAX_PASSES // 2)
 
         reset()
-        return Work(launch, sets, needed, reset, keep=(cells, scratch))
+        return Work(launch, sets, needed, reset, keep=(cells,))
 
     return build
 
@@ -95,10 +103,13 @@ def evict(case: Case, place: Place) -> Work:
     for state in cells:
         state.seen.fill_(slots)
     weight = [torch.rand(case.batch, num, slots, device=place.device) for _ in cells]
+    spec = states.spec(tokens=case.length, backend="triton")
 
     def launch(index: int) -> None:
-        scores = states.moment_scores(cells[index], weight[index], backend="triton")
-        states.evict(ops, cells[index], scores, case.length, backend="triton")
+        state, slot = cells[index], cells[index].exact
+        assert slot.values is not None
+        args = weight[index], slot.keys, slot.values, state.moments
+        ops.evict(ops.moment_scores(*args, states.SCALE, backend="triton"), None, state, spec)
 
     return Work(launch, sets, needed, lambda: lengths.fill_(slots), once=True, keep=(cells, weight))
 
@@ -111,10 +122,9 @@ def prefill(case: Case, place: Place) -> Work:
     sets = num_sets(place, needed)
     lengths = lengths_of(case, place, sets, case.length)
     valid = torch.ones(case.batch, num_new, dtype=torch.bool, device=place.device)
-    cells = [(layer(case, place, lengths[index]), *tokens(case, place, num_new), valid) for index in range(sets)]
-    return Work(
-        lambda index: states.prefill_attention(ops, *cells[index], backend="triton"), sets, needed, keep=(cells,)
-    )
+    spec = states.spec(backend="triton")
+    cells = [(*tokens(case, place, num_new), valid, layer(case, place, lengths[index])) for index in range(sets)]
+    return Work(lambda index: ops.prefill_attention(*cells[index], spec), sets, needed, keep=(cells,))
 
 
 def select_compact(case: Case, place: Place) -> Work:
@@ -140,7 +150,7 @@ def select_compact(case: Case, place: Place) -> Work:
     def launch(index: int) -> None:
         state, k, v, scores = cells[index]
         chosen = ops.select(scores, positions, valid, guard, case.length, backend="triton")
-        states.compact(ops, state, k, v, new, valid, chosen, backend="triton")
+        ops.compact(valid, chosen, (k, v, new), state, states.spec(backend="triton"))
 
     return Work(launch, sets, needed, once=True, keep=(cells,))
 
@@ -188,7 +198,7 @@ def cases(part: str, toy: bool) -> list[Case]:
         variants = list(FLEX.items())[:1] if toy else FLEX.items()
         return [Case(part, n, h, b, c, f, peer=True) for h in models for b, c in grid[:9] for n, f in variants]
     if part == "decode":
-        timed = {name: decode(order) for name, order in ORDERS.items()} | PEERS
+        timed = {name: decode(correction) for name, correction in CORRECTED.items()} | PEERS
     else:
         timed = {part: {"evict": evict, "prefill": prefill, "select": select_compact}[part]}
         grid = grid if toy else [(b, n) for b, n in grid if n <= 4096 and (part != "prefill" or b <= 8)]

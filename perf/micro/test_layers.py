@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import policies
+from fastkv import corrections, policies
 from perf.gpu.heads import LLAMA
 from perf.speed import models
 
 PROMPT, KEPT, PERIOD = 1024, 512, 16
 NEEDS_MORE = ("compactor", "leverage", "criticalkv", "kvzip", "duoattention")  # than a layer by itself is given
 POLICIES = [name for name in policies.names() if name not in NEEDS_MORE]
-CORRECTIONS = ("none", "mean", "moments", "cosh", "centroids")
+CORRECTIONS = [one.name for one in corrections.ALL if not one.key_only]  # those need a map from keys to values
 
 
 @pytest.fixture

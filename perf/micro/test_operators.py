@@ -8,25 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from fastkv import ops, reference
+from fastkv import corrections, ops, reference
+from fastkv.reference import LayerState
 
 from . import states
 from .conftest import check
 
 FREE, BLOCK = 16, 128
-CORRECTIONS: dict[str, dict[str, Any]] = {  # what is remembered of evicted tokens, and how it takes part
-    "none": {"held": {"order": None}, "rest": {"order": None}},
-    "mean": {"held": {"order": 0}, "rest": {"order": 0}},
-    "moments": {"held": {"order": 1}, "rest": {}},
-    "centroids": {"held": {"num_centroids": 32}, "rest": {"order": None}},
-}
 
 
 @pytest.fixture
 def layer(heads: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Makes a random layer of the heads and device of this test."""
-    sizes = heads.num_kv_heads, heads.head_dim
-    return lambda tokens, batch=1, **rest: states.filled(batch, *sizes, tokens, dtype=dtype, device=device, **rest)
+
+    def make(tokens: int, batch: int = 1, **rest: Any) -> LayerState:
+        sizes = batch, heads.num_kv_heads, heads.head_dim, tokens
+        state = states.filled(*sizes, dtype=dtype, device=device, **rest)
+        state.scratch = ops.workspace(heads.num_heads, state, states.spec())
+        return state
+
+    return make
 
 
 @pytest.fixture
@@ -43,34 +44,36 @@ def block(heads: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("batch,tokens", [(1, 1024), (8, 1024), (1, 4096)], ids=lambda n: str(n))
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("correction", corrections.names())
 def test_decode_step(timed: Any, correction: str, batch: int, tokens: int, layer: Any, block: Any) -> None:
-    held, rest = CORRECTIONS[correction]["held"], CORRECTIONS[correction]["rest"]
+    spec = states.spec(correction)
 
     def make() -> tuple:
         q, k, v = block(1, batch)
-        return layer(tokens, batch, free=FREE, **held), q[:, :, 0], k, v
+        state = layer(tokens, batch, free=FREE, correction=correction)
+        return state, state.exact.lengths.clone(), q[:, :, 0], k, v
 
-    state, *token = make()
-    got = states.decode_step(ops, copy.deepcopy(state), *token, **rest)[0]
-    check(got, states.decode_step(reference, state, *token, **rest)[0])
-    timed(
-        make,
-        lambda state, *token: states.decode_step(ops, state, *token, **rest),
-        lambda state, *token: state.lengths.fill_(tokens),
-    )
+    def run(state: LayerState, before: torch.Tensor, *token: torch.Tensor, module: Any = ops) -> torch.Tensor:
+        return module.decode_step(*token, state, spec)[0]
+
+    cell = make()
+    check(run(*copy.deepcopy(cell)), run(*cell, module=reference))
+    timed(make, run, lambda state, before, *token: state.exact.lengths.copy_(before))
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_prefill_attention(timed: Any, tokens: int, layer: Any, block: Any, device: torch.device) -> None:
     valid = torch.ones(1, BLOCK, dtype=torch.bool, device=device)
-    state, new = layer(tokens), block(BLOCK)
-    got, want = (states.prefill_attention(module, state, *new, valid)[0] for module in (ops, reference))
-    check(got, want)
-    timed(
-        lambda: (layer(tokens), *block(BLOCK)),
-        lambda state, *new: states.prefill_attention(ops, state, *new, valid),
-    )
+
+    def run(state: LayerState, *new: torch.Tensor, module: Any = ops) -> torch.Tensor:
+        return module.prefill_attention(*new, valid, state, states.spec())[0]
+
+    def make() -> tuple:
+        return layer(tokens), *block(BLOCK)
+
+    cell = make()
+    check(run(*cell), run(*cell, module=reference))
+    timed(make, run)
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096])
@@ -81,9 +84,9 @@ def test_select_and_compact(timed: Any, tokens: int, heads: Any, layer: Any, blo
     guard = reference.protected(positions, torch.tensor([shape[2]], device=device), states.SINKS, states.RECENT)
     new = positions[..., tokens:].contiguous()
 
-    def run(state: states.State, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, module: Any = ops) -> None:
-        kept = module.select(scores, positions, valid, guard, tokens)
-        states.compact(module, state, k, v, new, valid, kept)
+    def run(state: LayerState, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, module: Any = ops) -> None:
+        chosen = module.select(scores, positions, valid, guard, tokens)
+        module.compact(valid, chosen, (k, v, new), state, states.spec())
 
     def make() -> tuple:
         return layer(tokens), *block(BLOCK)[1:], torch.rand(shape, device=device)
@@ -101,17 +104,19 @@ def test_evict(timed: Any, tokens: int, layer: Any) -> None:
     """Score by attention times residual, and drop 16 tokens a head: what one flush costs."""
     slots = tokens + FREE
 
-    def reset(state: states.State, attention: torch.Tensor) -> None:
-        state.lengths.fill_(slots)
+    def reset(state: LayerState, attention: torch.Tensor) -> None:
+        state.exact.lengths.fill_(slots)
 
     def make() -> tuple:
         state = layer(tokens, free=FREE)
-        state.lengths.fill_(slots)
+        state.exact.lengths.fill_(slots)
         state.seen.fill_(slots)
-        return state, torch.rand(state.positions.shape, device=state.keys.device)
+        return state, torch.rand(state.exact.positions.shape, device=state.seen.device)
 
-    def run(state: states.State, attention: torch.Tensor, module: Any = ops) -> None:
-        states.evict(module, state, states.moment_scores(state, attention), tokens)
+    def run(state: LayerState, attention: torch.Tensor, module: Any = ops) -> None:
+        exact = state.exact
+        scores = module.moment_scores(attention, exact.keys, exact.values, state.moments, states.SCALE)
+        module.evict(scores, None, state, states.spec(tokens=tokens))
 
     cell = make()
     other = copy.deepcopy(cell)
@@ -121,7 +126,13 @@ def test_evict(timed: Any, tokens: int, layer: Any) -> None:
     timed(make, run, reset)
 
 
-@pytest.mark.parametrize("num", [32, 64])
-def test_centroids(timed: Any, num: int, layer: Any, block: Any) -> None:
-    """Sixteen evicted tokens a head join the centroids."""
-    timed(lambda: (layer(FREE, num_centroids=num), *block(FREE)[1:]), states.add_to_centroids)
+@pytest.mark.parametrize("tokens", [512, 1024])
+def test_centroids(timed: Any, tokens: int, layer: Any, block: Any, device: torch.device) -> None:
+    """Sixteen evicted tokens a head join the centroids of a layer of that many tokens."""
+
+    def make() -> tuple:
+        keys, values = block(FREE)[1:]
+        mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=device)
+        return keys, values, mask, layer(tokens, correction="centroids")
+
+    timed(make, lambda *cell: ops.remember(*cell, states.spec("centroids")))

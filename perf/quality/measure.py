@@ -12,9 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-import fastkv
-import fastkv.config
 from fastkv import Budget, FastKVError, patched, policies
+from fastkv.corrections import vector
 from fastkv.demo import load, policy_of
 from fastkv.demo.measure import Measured, make_questions, measure, relative_error
 from fastkv.demo.tasks import TASKS, generate
@@ -155,5 +154,5 @@ def approximated(share: float | None) -> Iterator[None]:
     def keys(tokens: int, reserved: int, keep: float | None) -> int:
         return 2 * max(min(int(share * tokens), tokens - max(reserved, 1)), 0)
 
-    with mock.patch.object(fastkv.config, "key_only", keys):
+    with mock.patch.object(vector, "key_only", keys):
         yield

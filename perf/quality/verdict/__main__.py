@@ -18,11 +18,11 @@ from pathlib import Path
 
 from fastkv import FastKVError
 from fastkv.demo import MODEL_DIR
+from tools import second_model
 
 from ... import engine
 from ...engine import COMPLETE, REFUSED, Deadline, Job, OtherSettings, Results, Row
 from ...environment import environment, source
-from ...evaluation import second_model
 from ..__main__ import models
 from .cases import BUNDLED, FULL, GEOMETRIES, TRAINED, Case, cases
 from .report import write_report

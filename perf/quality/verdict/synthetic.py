@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkv import Budget, FastKVAttention
-from fastkv.evaluation.equal_bytes import state_token_bytes
+from fastkv.evaluation.equal_bytes import layer_token_bytes
 
 from .cases import RECENT, SINKS, STEPS, Case
 from .trained import check_held, sketch_share
@@ -96,12 +96,13 @@ class SyntheticBench:
             outs = []
             for part in (slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, PROMPT + FED))):
                 outs.append(layer(self.q[:, :, part], self.k[:, :, part], self.v[:, :, part]))
-            assert layer.rule is not None and layer.state is not None
-            nbytes = {"stored": stored, "bound": bound, "token": round(state_token_bytes(layer.state))}
+            rule = layer.cache.rule
+            assert rule is not None
+            nbytes = {"stored": stored, "bound": bound, "token": round(layer_token_bytes(layer.cache))}
         out = torch.cat(outs[1:], 2).double()
         error = ((out - self.full).norm(dim=-1) / self.full.norm(dim=-1)).mean((1, 2))
         check_held(case, nbytes)
-        return {"error": {STEPS: error.tolist()}, "kept": layer.rule.total, "bytes": nbytes}
+        return {"error": {STEPS: error.tolist()}, "kept": rule.layout.total, "bytes": nbytes}
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

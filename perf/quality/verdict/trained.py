@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fastkv.state
 import torch
 import transformers
 from torch import Tensor
 
 from fastkv import Budget, FastKVError, patched
+from fastkv.corrections import centroids
 from fastkv.demo import load
 from fastkv.demo.measure import Questions, make_questions
 from fastkv.demo.tasks import TASKS, generate
@@ -90,7 +90,7 @@ class TrainedBench:
                 cache = self.model(first, use_cache=True).past_key_values
             assert_equal_bytes({case.id: cache}, bound)
             row["bytes"] = {"stored": stored_bytes(cache), "bound": bound, "token": token_bytes(cache)}
-            row["kept"] = cache.layers[0].rule.total
+            row["kept"] = cache.layers[0].cache.rule.layout.total
             for read in (WHOLE, LATER):
                 found = [answered(self.model, questions, read) for questions in self.asked]
                 row["error"][read] = self.by_seed([distance(*both) for both in zip(found, self.full)])
@@ -158,5 +158,5 @@ def sketch_share(share: int | None) -> Iterator[None]:
 
     The share follows from the policy and is no option of `patch`, so other shares are put in its place.
     """
-    with mock.patch.object(fastkv.state, "SKETCH_SHARE", share or fastkv.state.SKETCH_SHARE):
+    with mock.patch.object(centroids, "SHARE", share or centroids.SHARE):
         yield
