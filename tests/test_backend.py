@@ -121,7 +121,7 @@ from fastkv import backend, ops
 from fastkv.backend import implementation
 for name in ("decode_step", "prefill_attention", "evict", "compact", "remember", "select"):
     implementation(name, "reference", "cpu")
-print([name for name in ("fastkv.cpu", "fastkv.kernels", "triton") if name in sys.modules])
+print([name for name in ("fastkv.cpu", "fastkv.kernels") if name in sys.modules])
 implementation("evict", "auto", "cpu")
 print("fastkv.cpu" in sys.modules)
 """
