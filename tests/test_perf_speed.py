@@ -4,6 +4,7 @@ import json
 import sys
 import types
 import zlib
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from perf import engine, report
+from perf import engine, paired_steps, report
 from perf.engine import RESULTS, ROOT, Unmeasured
 from perf.speed import __main__ as command
 from perf.speed import contenders, models, worker
@@ -83,6 +84,32 @@ def test_a_step_reads_all_weights_but_an_untied_embedding(name, tables):
 def test_prompts_are_seeded():
     one, two = (models.prompt("llama-toy", 2, 30, CPU) for _ in range(2))
     assert torch.equal(one, two) and one.shape == (2, 30) and 3 <= one.min() and one.max() < 97
+
+
+# Two trees.
+
+
+def test_two_trees_take_turns(monkeypatch, capsys):
+    turns = []
+
+    def answer(tree, policy):
+        turns.append((tree.name, policy))
+        return "2.0" if tree.name == "old" else "1.5"
+
+    monkeypatch.setattr(paired_steps, "served", lambda tree, context: nullcontext(tree))
+    monkeypatch.setattr(paired_steps, "answer", answer)
+    paired_steps.main(["--before", "old", "--after", "new", "--minutes", "0"])
+    assert turns == [(tree, policy) for policy in paired_steps.POLICIES for tree in ("old", "new")] * paired_steps.LEAST
+    out = capsys.readouterr().out
+    assert out.count("after / before 0.750 (0.750 to 0.750)") == 3 and "16384 tokens seen, 512 kept, batch 4" in out
+
+
+@pytest.mark.slow
+def test_a_tree_against_itself(capsys):
+    paired_steps.main(["--before", str(engine.ROOT), "--context", "600", "--rounds", "5"])
+    assert "5 rounds" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has no fastkv"), paired_steps.served(engine.ROOT / "docs", 600):
+        pass
 
 
 # The worker.
