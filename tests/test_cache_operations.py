@@ -382,7 +382,7 @@ class Operations(RuleBasedStateMachine):
                 first = 0 if exact.starts is None else int(exact.starts[b, h])
                 used = slice(first, first + lengths[b][h])
                 keys, values, positions = (
-                    part[b, h, used] if exact.starts is None else part[b, used] for part in exact.pairs[:3]
+                    part[b, h, used] if exact.starts is None else part[b, used] for part in exact.moving().values()
                 )
                 held = positions.tolist()
                 assert sorted(held) == sorted(row.kept[h])
