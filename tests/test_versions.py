@@ -6,6 +6,7 @@ Run this file first with a new version of transformers: whatever fails here name
 import copy
 import inspect
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from fastkv.parallel import MESHES
 from .models import FAMILIES, build, prompt
 
 FOUND = Version(transformers.__version__)
+ROOT = Path(__file__).parent.parent
+TRANSFORMERS = ROOT / "fastkv" / "integrations" / "transformers"
 ASSUMPTIONS = {}
 BROKEN = (AttributeError, ImportError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 
@@ -28,7 +31,8 @@ def assumed(place, sentence):
     """Register a check that returns whether what `sentence` says still holds; `place` is what leans on it."""
 
     def register(check):
-        ASSUMPTIONS[check.__name__] = (check, f"transformers {FOUND}: {sentence}, which fastkv/{place} relies on")
+        file = next(one / place for one in (TRANSFORMERS, ROOT / "fastkv") if (one / place).is_file()).relative_to(ROOT)
+        ASSUMPTIONS[check.__name__] = (check, f"transformers {FOUND}: {sentence}, which {file.as_posix()} relies on")
         return check
 
     return register
@@ -93,7 +97,10 @@ def cache_takes_layers():
     return all(mine is theirs for mine, theirs in zip(cache.layers, layers))
 
 
-@assumed("layer.py", "Cache.update no longer calls update(keys, values, ...) of the layer with that index")
+@assumed(
+    "layer.py",
+    "Cache.update no longer calls update(keys, values, ...) of the layer with that index",
+)
 def cache_updates_its_layer():
     cache, layers = recording_cache()
     found = cache.update("k", "v", 1)
@@ -149,14 +156,20 @@ def layers_are_complete():
     return not FastKVLayer.__abstractmethods__ and not WindowLayer.__abstractmethods__ and Recorder()
 
 
-@assumed("layer.py", "cache layers announce roll-backs (activate_past_recording) in other versions than 5.14 and later")
+@assumed(
+    "layer.py",
+    "cache layers announce roll-backs (activate_past_recording) in other versions than 5.14 and later",
+)
 def roll_backs_are_announced():
     from transformers.cache_utils import Cache
 
     return hasattr(Cache, "activate_past_recording") == (Version("5.14") <= FOUND)
 
 
-@assumed("cache.py", "DynamicCache(config=...) makes other layers than DynamicLayer and DynamicSlidingWindowLayer")
+@assumed(
+    "cache.py",
+    "DynamicCache(config=...) makes other layers than DynamicLayer and DynamicSlidingWindowLayer",
+)
 def stock_layers_are_dynamic():
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -166,7 +179,10 @@ def stock_layers_are_dynamic():
     return kinds == [DynamicSlidingWindowLayer, DynamicLayer] * 2 and layers[0].sliding_window == 16
 
 
-@assumed("window.py", "DynamicSlidingWindowLayer no longer keeps its last sliding_window - 1 tokens as keys and values")
+@assumed(
+    "sliding_window.py",
+    "DynamicSlidingWindowLayer no longer keeps its last sliding_window - 1 tokens as keys and values",
+)
 def sliding_layers_keep_their_window():
     from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -187,7 +203,16 @@ def causal_mask(mask, cache=None, name="llama", tokens=3):
     return create_causal_mask(**given, past_key_values=cache, position_ids=None)
 
 
-@assumed("integrations/generation.py", "create_causal_mask no longer returns a prepared 4-D mask as it is")
+@assumed("generate.py", "generate no longer makes the mask of its next step in _update_model_kwargs_for_generation")
+def generate_makes_the_next_mask():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    given = {"attention_mask": torch.tensor([[0, 1, 1]]), "use_cache": True}
+    made = build()._update_model_kwargs_for_generation(CausalLMOutputWithPast(), given)["attention_mask"]
+    return made.tolist() == [[0, 1, 1, 1]]
+
+
+@assumed("generate.py", "create_causal_mask no longer returns a prepared 4-D mask as it is")
 def prepared_masks_are_kept():
     from transformers.masking_utils import _preprocess_mask_arguments
 
@@ -197,9 +222,7 @@ def prepared_masks_are_kept():
     ]
 
 
-@assumed(
-    "integrations/attention.py", "a cache whose mask covers the new tokens only no longer gets a mask [B, 1, T, T]"
-)
+@assumed("attention.py", "a cache whose mask covers the new tokens only no longer gets a mask [B, 1, T, T]")
 def masks_cover_what_the_cache_says():
     cache, _ = recording_cache()
     padding = torch.ones(2, 11, dtype=torch.long)
@@ -208,7 +231,7 @@ def masks_cover_what_the_cache_says():
     return mask.shape == (2, 1, 3, 3) and mask[0, 0].tolist()[1:] == [[False, True, False], [False, True, True]]
 
 
-@assumed("integrations/generation.py", "a model with sliding windows no longer takes a dict of prepared masks")
+@assumed("generate.py", "a model with sliding windows no longer takes a dict of prepared masks")
 def prepared_masks_can_be_a_dict():
     model, (ids, _) = build("gemma3"), prompt(1, 8, (0,))
     ones = torch.ones(8, 8).tril().bool()[None, None]
@@ -216,7 +239,10 @@ def prepared_masks_can_be_a_dict():
     return torch.allclose(got.logits, model(ids, use_cache=False).logits, atol=1e-5)
 
 
-@assumed("integrations/generation.py", "generate no longer asks create_masks_for_generate, by keyword, for its masks")
+@assumed(
+    "generate.py",
+    "generate no longer asks create_masks_for_generate, by keyword, for its masks",
+)
 def generate_prepares_masks_by_keyword():
     from transformers.generation.utils import GenerationMixin
     from transformers.masking_utils import create_masks_for_generate
@@ -230,7 +256,7 @@ def generate_prepares_masks_by_keyword():
 # generate.
 
 
-@assumed("integrations/generation.py", "generate no longer asks the instance's _prepare_cache_for_generation")
+@assumed("generate.py", "generate no longer asks the instance's _prepare_cache_for_generation")
 def generate_asks_for_a_cache():
     from transformers import DynamicCache
 
@@ -248,20 +274,20 @@ def generate_asks_for_a_cache():
     return asked and out.past_key_values is seen[1] and seen[0][0] in (None, "dynamic")
 
 
-@assumed("integrations/generation.py", "the generation mode of drafts is no longer called assisted")
+@assumed("generate.py", "the generation mode of drafts is no longer called assisted")
 def drafts_are_called_assisted():
     from transformers.generation import GenerationMode
 
     return [mode for mode in GenerationMode if "assisted" in str(mode).lower()] == [GenerationMode.ASSISTED_GENERATION]
 
 
-@assumed("integrations/base.py", "continuous batching starts somewhere else")
+@assumed("attach.py", "continuous batching starts somewhere else")
 def continuous_batching_starts_where_it_did():
     entries = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
     return all(hasattr(build(), name) for name in entries)
 
 
-@assumed("integrations/base.py", "generate keeps its compiled step in other attributes")
+@assumed("attach.py", "generate keeps its compiled step in other attributes")
 def compiled_steps_are_kept_where_they_were():
     from transformers import CompileConfig
 
@@ -270,7 +296,10 @@ def compiled_steps_are_kept_where_they_were():
     return {"_compiled_call", "_last_compile_config"} <= set(vars(model))
 
 
-@assumed("layer.py", "generate decides by something else than cache.is_compileable whether to compile")
+@assumed(
+    "layer.py",
+    "generate decides by something else than cache.is_compileable whether to compile",
+)
 def compiling_asks_the_cache():
     from transformers.generation.utils import GenerationMixin
 
@@ -280,7 +309,7 @@ def compiling_asks_the_cache():
 # Models.
 
 
-@assumed("integrations/generation.py", "the arguments or results of a base model's forward have other names")
+@assumed("generate.py", "the arguments or results of a base model's forward have other names")
 def base_models_take_and_return_what_they_did():
     wanted = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
     model, (ids, _) = build(), prompt(1, 8, (0,))
@@ -289,7 +318,7 @@ def base_models_take_and_return_what_they_did():
     return known and out.last_hidden_state.shape[:2] == (1, 8) and out.past_key_values.get_seq_length() == 8
 
 
-@assumed("integrations/generation.py", "a model no longer hands unknown keywords on to its base model")
+@assumed("generate.py", "a model no longer hands unknown keywords on to its base model")
 def models_hand_keywords_on():
     seen = []
     for name in FAMILIES:
@@ -299,7 +328,7 @@ def models_hand_keywords_on():
     return seen == [1] * len(FAMILIES)
 
 
-@assumed("integrations/base.py", "a config no longer reads its attention from _attn_implementation_internal")
+@assumed("attach.py", "a config no longer reads its attention from _attn_implementation_internal")
 def configs_copy_and_switch():
     config = build().config
     own = copy.copy(config)
@@ -307,7 +336,10 @@ def configs_copy_and_switch():
     return (own._attn_implementation, config._attn_implementation) == ("fastkv", "sdpa")
 
 
-@assumed("integrations/base.py", "full-attention modules are no longer found by layer_idx and k_proj in get_decoder()")
+@assumed(
+    "attach.py",
+    "full-attention modules are no longer found by layer_idx and k_proj in get_decoder()",
+)
 def attention_modules_are_where_they_were():
     wanted = ("layer_idx", "k_proj", "o_proj", "head_dim", "num_key_value_groups", "config")
     for name in FAMILIES:
@@ -318,13 +350,19 @@ def attention_modules_are_where_they_were():
     return True
 
 
-@assumed("integrations/attention.py", "a family's eager attention is no longer eager_attention_forward in its own file")
+@assumed(
+    "attention.py",
+    "a family's eager attention is no longer eager_attention_forward in its own file",
+)
 def eager_attention_is_where_it_was():
     modules = [next(m for m in build(name, "eager").modules() if hasattr(m, "k_proj")) for name in FAMILIES]
     return all(callable(sys.modules[type(module).__module__].eager_attention_forward) for module in modules)
 
 
-@assumed("integrations/attention.py", "attention modules are no longer given the cache as past_key_values by keyword")
+@assumed(
+    "attention.py",
+    "attention modules are no longer given the cache as past_key_values by keyword",
+)
 def attention_is_given_the_cache():
     from transformers import DynamicCache
 
@@ -339,7 +377,10 @@ def attention_is_given_the_cache():
     return len(seen) == 4 * len(caches) and all(one is caches[index // 4] for index, one in enumerate(seen))
 
 
-@assumed("integrations/attention.py", "the attention interface is called with other arguments, or drops keywords")
+@assumed(
+    "attention.py",
+    "the attention interface is called with other arguments, or drops keywords",
+)
 def attention_functions_are_called_as_before():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -406,7 +447,7 @@ def test_a_renamed_method_is_one_sentence(monkeypatch):
 
     monkeypatch.delattr(Cache, "get_mask_sizes")
     found = complaint("cache_passes_mask_sizes_on")
-    assert "Cache.get_mask_sizes no longer asks the layer" in found and "fastkv/layer.py" in found
+    assert "Cache.get_mask_sizes no longer asks the layer" in found and "transformers/layer.py" in found
     assert "\n" not in found
 
 
