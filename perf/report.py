@@ -1,7 +1,7 @@
 """Tables and plots from perf/results/*.json; no number is typed here or there.
 
     python -m perf.report                       # reads and writes perf/results
-    python -m perf.report --results /tmp/run    # the files of another run
+    python -m perf.report --results build/run    # the files of another run
     python -m perf.report --readme              # and the section "How fast" of the project's README.md
 
 Writes README.md and PNG plots beside the files. What was not measured says so; its target is then marked as such and
