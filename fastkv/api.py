@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
-from . import config as block_size
+from . import config as settings
 from .budget import Budget
 from .calibration import quality
 from .calibration.vector_map import VectorMap
@@ -62,12 +62,12 @@ def patch(
     Returns: the same model.
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
-    block: Any = block_size.ELSEWHERE if prefill_block == "auto" else prefill_block
+    block: Any = settings.ELSEWHERE if prefill_block == "auto" else prefill_block
     config = Config.make(policy, budget, block, evict_every, correction, backend, static)
     modules = engine.check(model, config)
     if prefill_block == "auto":
         weight = next(model.parameters())
-        config = replace(config, prefill_block=block_size.block_tokens(weight.device, weight.dtype))
+        config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
     config = with_fits(config, model, vector)
     engine.detach(model)
     engine.attach(model, modules, config)

@@ -4,7 +4,7 @@
 
 Source: VECTOR; linearity makes W one product per query instead of one per token. Split and merged as in
 `decode_attention`, with the same device functions: program (pair, s) takes slots with values, then slots without,
-then the moments; the last to arrive multiplies with W and merges. One launch. Twin: `fastkv.reference.vector`.
+then the moments; the last to arrive multiplies with W and merges. One launch. Twin: `reference.decode_step`.
 
 Bytes per pair: 4 L D for slots with values, 2 A D for those without plus 4 A D of the cos and sin table (L2), 2 D^2
 for W and for the moment matrix each. Does not handle: partial rotary dimensions, rotary scaling factors, and what

@@ -2,18 +2,15 @@
 
 Read in this order:
 
-- `evicted`: what anything that is remembered of evicted tokens can do.
-- `moments`: their first and second moments, and what they say about a new query (MomentKV).
+- `moments`: what anything that is remembered of evicted tokens can do; their first and second moments (MomentKV).
 - `centroids`: the same with a few weighted pairs instead of a matrix.
 - `state`: what one layer remembers, and how it attends.
-- `attention`: attention over retained tokens, mixed with one of these estimates.
-- `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random).
+- `attention`: attention over retained tokens, with or without their value (VECTOR), mixed with one of these estimates;
+  that of tokens which are read a second time (KVzip).
+- `scores`: how much a token matters (KeyDiff, SnapKV, StreamingLLM, random), and its value to the output (CriticalKV).
 - `geometry`: the same from the keys' geometry and from their neighbours (ManifoldKV, Compactor).
 - `selection`: which tokens stay, and how the others are remembered.
-- `ragged`: slots that heads share unequally.  `gather`: whole rows by index.
-- `output`: what a token's value does to the layer's output (CriticalKV).
-- `kvzip`: attention of tokens that are read a second time (KVzip).
-- `vector`: values recovered from keys (VECTOR).
+- `gather`: whole rows by index, and of slots that heads share unequally.
 
 Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N candidates, C slots, D head size.
 Computation is in float32, or in float64 if the inputs are float64.

@@ -181,7 +181,7 @@ def decode_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append one token and attend to everything including it: one step of a layer.
 
-    Tokens without a value attend with the value that is recovered from their key (VECTOR, see `vector`).
+    Tokens without a value attend with the value that is recovered from their key (VECTOR, `recovered_values`).
     Mutates slots, lengths, seen (by one) and, where it is kept, the attention that slots receive.
 
     Args: q [B, Hq, D] post-RoPE; k, v [B, Hkv, 1, D], both None to append nothing.

@@ -1,4 +1,7 @@
-"""Rows of every head: by index, and of slots that heads share unequally, one slab per sequence."""
+"""Rows of every head: by index, and of slots that heads share unequally, one slab per sequence.
+
+Head h owns slots [starts[h], starts[h + 1]) of its sequence's slab, of which the first lengths[h] are in use.
+"""
 
 from __future__ import annotations
 
