@@ -20,7 +20,11 @@ from transformers.cache_utils import (
 )
 
 NEWER = ("DummyLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # 5.10 has neither
-LEFT = (DynamicSlidingWindowLayer, LinearAttentionLayer, *(vars(cache_utils)[n] for n in NEWER if n in vars(cache_utils)))
+LEFT = (
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    *(vars(cache_utils)[n] for n in NEWER if n in vars(cache_utils)),
+)
 COMPRESSED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 PAIRS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
