@@ -119,10 +119,10 @@ def _check_attention(layer: int, module: Module, model_config: Any) -> None:
             f"attn_implementation must be one of {', '.join(allowed)} for {where}, got {base!r}{why}; load the model "
             f"with attn_implementation={allowed[0]!r}"
         )
-    if modules.passes(module, *modules.SINKS):
+    if modules.passes(module, *modules.SINKS) and base != "eager":
         raise FastKVError(
-            f"{where} has attention sinks, logits beside those of its keys, which a compressed cache does not mix in "
-            "yet; use the model without fastkv"
+            f"attn_implementation must be eager for {where}, got {base!r}, which does not pass on its attention sinks; "
+            "load the model with attn_implementation='eager'"
         )
     if modules.is_latent(module):
         raise FastKVError(
