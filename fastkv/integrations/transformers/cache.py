@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from ...cache.layer import LayerCache
 from ...cache.workspace import FIRST_TABLE, CacheWorkspace
@@ -308,4 +313,7 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     rings = {size: Ring(size) for size in windows}
     for place, (index, kind) in enumerate(kinds.items()):
         layers[index] = kind.beside(layers[index], LayerCache(config, index, place, len(kinds), workspace, static))
-    return [WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one for one in layers]
+    return [
+        WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
+        for one in layers
+    ]
