@@ -135,7 +135,9 @@ class LayerCache:
         """The attention of `read`, for k and v `without_padding`; the state does not include the block yet."""
         state, rule = self._held()
         first, self.started = not self.started, True
-        return stock() if first and stock is not None else attend_block(state, q, k, v, valid, rule)
+        if first and stock is not None:
+            return stock()
+        return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
 
     def absorb(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, received: Tensor | None = None) -> None:
         """Make tokens of a prompt part of the state; shapes as in `attend`, received as in `absorb_block`."""

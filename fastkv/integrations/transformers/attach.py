@@ -1,15 +1,14 @@
 """Attach a config to one transformers model and take it off again, bit for bit.
 
 What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
-`base_model.forward`, one pre-hook of the model, and the entry points of `generate` that create caches and masks. The
-model's own config, weights, masks and layers that are bounded already stay stock. What attends is found by behaviour
-(`modules`); `families` lists which types are tested and which are refused.
+the forwards of the base model and of its decoder, one pre-hook of the model, and the entry points of `generate` that
+create caches, masks and positions. The model's own config, weights, masks and layers that are bounded already stay
+stock. What attends is found by behaviour (`modules`); `families` lists which types are tested and which are refused.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import types
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from ...cache.workspace import CacheWorkspace
 from ...config import Config
 from ...errors import FastKVError
 from ...rotary import Rotary
-from . import attention, families, generate, modules, stock
+from . import attention, families, forward, generate, modules, stock
 from .cache import build_layers, is_static
 from .layer import FastKVLayer
 
@@ -153,11 +152,15 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(module, "config", own)
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
-    base = modules.base(model)
+    base, decoder = modules.base(model), modules.decoder(model)
+    for module in (decoder, base):
+        _override(module, "_fastkv_prepares", base is not decoder and forward.prepares_masks(base))
+    _override(decoder, "_fastkv_decoder_forward", decoder.forward)
+    _override(decoder, "forward", forward.replacing(type(decoder).forward, forward.decoder_forward))
     _override(base, "_fastkv_config", config)
     _override(base, "_fastkv_head", modules.get_head(model))
-    _override(base, "_fastkv_stock_forward", base.forward)
-    _override(base, "forward", functools.wraps(base.forward)(generate.forward_in_blocks))
+    _override(base, "_fastkv_base_forward", base.forward)
+    _override(base, "forward", forward.replacing(type(base).forward, forward.base_forward))
     if base is not model:
         _override(model, "_fastkv_config", config)
         model.register_forward_pre_hook(generate.announce_logits, with_kwargs=True)
@@ -165,6 +168,8 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(model, "_prepare_cache_for_generation", generate.prepare_cache)
         _override(model, "create_masks_for_generate", generate.masks_for_generate)
         _override(model, "_update_model_kwargs_for_generation", generate.update_kwargs)
+        if hasattr(base, "rope_deltas"):
+            _override(model, "_prepare_position_ids_for_generation", generate.positions_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, generate.refuse_continuous_batching)
