@@ -21,7 +21,8 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 def _step_outputs(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec) -> Outputs:
     lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
-    like = state.exact["values"] if v is None else v
+    like = state.exact.values if v is None else v
+    assert like is not None
     return q.new_empty(*q.shape[:2], like.shape[-1]), lse, torch.empty_like(lse)
 
 

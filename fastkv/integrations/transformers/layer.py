@@ -54,6 +54,7 @@ class FastKVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Remember the batch, dtype and device of the first keys [B, Hkv, T, D]; the first `attend` makes the slots."""
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.keys = self.values = key_states.new_empty(0)  # Mllama asks whether there are any
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -259,7 +260,7 @@ class FastKVLayer(CacheLayerMixin):
     prefetch = offload
 
 
-class HybridLayer(FastKVLayer, LinearAttentionLayer):
+class HybridLayer(FastKVLayer, LinearAttentionLayer):  # type: ignore[misc]
     """A compressed layer beside transformers' state of linear attention, where one layer has both (Falcon-H1)."""
 
     def __init__(self, cache: LayerCache, *states: int) -> None:
