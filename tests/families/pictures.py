@@ -30,7 +30,7 @@ def sees(model):
 def given(model_type, model):
     """A first turn and a second, each with an image of its own; None if the type takes none that is known here."""
     takes = inspect.signature(model.forward).parameters
-    if "image_grid_thw" in takes and hasattr(model.config, "vision_start_token_id"):
+    if "image_grid_thw" in takes and hasattr(model.config.vision_config, "temporal_patch_size"):
         tokens = GRID * GRID
     elif model_type in PATCHES:
         tokens = PATCHES[model_type]
@@ -44,7 +44,7 @@ def given(model_type, model):
     def turn(before, after):
         if "image_grid_thw" in takes:
             vision = model.config.vision_config
-            size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
             extra = {"pixel_values": some(tokens, size), "image_grid_thw": torch.tensor([[1, GRID, GRID]])}
         else:
             extra = {"pixel_values": some(1, 3, SIDE, SIDE)}

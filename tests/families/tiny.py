@@ -74,7 +74,9 @@ TOKENS = {
     "eoa_token_id eoa_token_index": 126,
 }
 # Set also where the default is None, which usually means that a feature is off.
-ALWAYS = "head_dim num_key_value_heads n_routed_experts n_shared_experts moe_intermediate_size num_experts_per_tok".split()
+ALWAYS = (
+    "head_dim num_key_value_heads n_routed_experts n_shared_experts moe_intermediate_size num_experts_per_tok".split()
+)
 
 SLIDING = ["sliding_attention", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
@@ -88,6 +90,8 @@ def rope(*sections):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}}
 
 
+LLAMA4_VISION = {"intermediate_size": 128}  # four patches in one
+LLAMA4_VISION |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32)
 # What is told here is a field of the text model's config, unless it is the name of a part; "" is the whole.
 CHANGES = {
     "mistral": {"sliding_window": None},
@@ -96,7 +100,8 @@ CHANGES = {
     "phi3": {"sliding_window": None},
     "phimoe": {"sliding_window": None},
     "ministral3": {"sliding_window": None},
-    "mistral3": {"sliding_window": None},
+    "mistral3": {"sliding_window": None, "": {"spatial_merge_size": 1}},
+    "paligemma": {"": {"projection_dim": 64}, "vision_config": {"projection_dim": 64}},
     "ministral": {"layer_types": SLIDING},
     "dots1": {"layer_types": SLIDING, "sliding_window": 8},
     "smollm3": {"layer_types": SLIDING, "sliding_window": 8, "no_rope_layers": [1, 0, 1, 0]},
@@ -108,13 +113,14 @@ CHANGES = {
     "gemma4_text": {"num_kv_shared_layers": 0},
     "gemma4": {"num_kv_shared_layers": 0},
     "mllama": {"cross_attention_layers": []},
-    "llama4": {"moe_layers": [1, 3], "vision_config": {"vision_output_dim": 32}},
+    "llama4": {"moe_layers": [1, 3], "vision_config": LLAMA4_VISION},
     "llama4_text": {"moe_layers": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "zaya": {"num_experts_per_tok": 1},
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "glm4v", "glm46v"), rope(4, 2, 2)),
+    "qwen2_vl": {**rope(4, 2, 2), "vision_config": {"hidden_size": 64}},
+    **dict.fromkeys(("qwen2_5_vl", "paddleocr_vl", "glm4v", "glm46v"), rope(4, 2, 2)),
     **dict.fromkeys(("glm_ocr", "glmga", "glm4v_moe"), rope(2, 1, 1)),
     "qwen2_5_omni_thinker": {**rope(4, 2, 2), "": {"vision_start_token_id": 122}},
     "qwen3_omni_moe_thinker": {"": {"vision_start_token_id": 122}},
@@ -130,7 +136,16 @@ CHANGES = {
     "gemma3": {"mm_tokens_per_image": 4},
 }
 # What transformers raises where a config does not fit, or a package is missing.
-BROKEN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+BROKEN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 BROKEN = (*BROKEN, StrictDataclassError)
 MLA = ("kv_lora_rank",)  # whose keys and values have as many heads as queries
 
@@ -210,7 +225,9 @@ def is_config(value):
 
 def is_text(name, config):
     """Whether a part of a config is the text model."""
-    return not any(word in f"{name} {config.model_type}" for word in ("vision", "visual", "audio", "vq", "former", "sam"))
+    return not any(
+        word in f"{name} {config.model_type}" for word in ("vision", "visual", "audio", "vq", "former", "sam")
+    )
 
 
 def shrunk(config, changes):
@@ -226,7 +243,9 @@ def shrunk(config, changes):
         outer = {key: value for key, value in outer.items() if key in fields}
     made = {}
     for name, part in parts.items():
-        made[name] = type(part)(**(shrunk if name in text_of else partial(resized, sizes=ENCODER))(part, changes=own[name]))
+        made[name] = type(part)(
+            **(shrunk if name in text_of else partial(resized, sizes=ENCODER))(part, changes=own[name])
+        )
     return made | resized(config, SIZES if main is None else TOKENS, {**outer, **changes.get("", {})})
 
 
