@@ -103,19 +103,20 @@ def check(model: Module, config: Config) -> list[Module]:
 
 def _check_attention(layer: int, module: Module, config: Config, base: str) -> None:
     """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
-    softcap = modules.softcap(module)
-    allowed = tuple(b for b in families.BASES if not (softcap is not None and b == "sdpa"))
+    ignored = modules.ignored_by_sdpa(module)
+    allowed = tuple(name for name in families.BASES if ignored is None or name != "sdpa")
     where = f"layer {layer} ({type(module).__name__})"
     if base not in allowed:
-        why = f" (sdpa ignores {softcap})" if base == "sdpa" else ""
+        why = f" (sdpa ignores {ignored})" if base == "sdpa" else ""
         raise FastKVError(
             f"attn_implementation must be one of {', '.join(allowed)} for {where}, got {base!r}{why}; load the model "
             f"with attn_implementation={allowed[0]!r}"
         )
-    if modules.passes(module, *modules.SINKS) and base != "eager":
+    unhandled = modules.unhandled(module)
+    if unhandled is not None:
         raise FastKVError(
-            f"attn_implementation must be eager for {where}, got {base!r}, which does not pass on its attention sinks; "
-            "load the model with attn_implementation='eager'"
+            f"the attention of {where} depends on {unhandled}, expected queries and keys only; use the model without "
+            "fastkv"
         )
     if modules.is_latent(module):
         raise FastKVError(
