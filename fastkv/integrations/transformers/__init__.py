@@ -2,5 +2,6 @@
 
 from .attach import attach, check, detach
 from .families import FAMILIES, Family
+from .selfcheck import rotations, with_rotations
 
-__all__ = ["FAMILIES", "Family", "attach", "check", "detach"]
+__all__ = ["FAMILIES", "Family", "attach", "check", "detach", "rotations", "with_rotations"]

@@ -22,7 +22,6 @@ from ...backend import check_backend
 from ...cache.workspace import CacheWorkspace
 from ...config import Config
 from ...errors import FastKVError
-from ...rotary import Rotary
 from . import attention, generate
 from .cache import build_layers, is_static
 from .families import FAMILIES
@@ -87,8 +86,6 @@ def check(model: Module, config: Config) -> list[Module]:
     is_static(model, config.static)
     config.budget.check_layers(len(full))
     config.policy.check([text.num_key_value_heads] * text.num_hidden_layers)
-    if config.undoes_rotation:
-        Rotary.of(_decoder(model))
     if config.budget.quality is not None and _head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
