@@ -64,12 +64,10 @@ def equal_bytes(
 def stored_bytes(cache: FastKVCache) -> int:
     """Bytes per sequence that the compressed layers hold: slots, positions, scores and moments.
 
-    `nbytes()` without what no budget can change: sliding-window layers and the kernels' working memory.
+    `nbytes()` without what no budget can change: layers that stay transformers' and the kernels' working memory.
     """
     states = _states(cache)
-    stock = [layer for layer in cache.layers if not isinstance(layer, FastKVLayer)]
-    windows = sum(rows.nbytes for layer in stock for rows in (layer.keys, layer.values) if rows is not None)
-    return (cache.nbytes() - cache.workspace.nbytes() - windows) // states[0].seen.shape[0]
+    return (cache.nbytes() - cache.workspace.nbytes() - cache.stock_nbytes()) // states[0].seen.shape[0]
 
 
 def token_bytes(cache: FastKVCache) -> int:

@@ -16,10 +16,14 @@ from ..backend import implementation, resolve
 from ..reference import Evicted, LayerState, Moments, Selection, Slots, Spec, compute_dtype
 from .operator import Block, nothing, operator
 
+Outputs = tuple[Tensor, Tensor, Tensor]
 
-def _step_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+
+def _step_outputs(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec) -> Outputs:
     lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
-    return torch.empty_like(q), lse, torch.empty_like(lse)
+    like = state.exact.values if v is None else v
+    assert like is not None
+    return q.new_empty(*q.shape[:2], like.shape[-1]), lse, torch.empty_like(lse)
 
 
 @operator(_step_outputs, changes=("state",))
@@ -51,8 +55,8 @@ def decode_attention(
     return decode_step(q, None, None, state, Spec(scale, softcap, corrections.reading(state, order), backend))
 
 
-def _block_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 @operator(_block_outputs)

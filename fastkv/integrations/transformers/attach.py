@@ -2,8 +2,8 @@
 
 What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
 `base_model.forward`, one pre-hook of the model, and the entry points of `generate` that create caches and masks. The
-model's own config, weights, masks and sliding-window layers stay stock. A family is an entry in
-`families`.
+model's own config, weights, masks and layers that are bounded already stay stock. What attends is found by behaviour
+(`modules`); `families` lists which types are tested and which are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +23,8 @@ from ...backend import check_backend
 from ...cache.workspace import CacheWorkspace
 from ...config import Config
 from ...errors import FastKVError
-from . import attention, generate
+from . import attention, families, generate, modules, selfcheck, stock
 from .cache import build_layers, is_static
-from .families import FAMILIES
 from .layer import FastKVLayer
 
 
@@ -62,74 +62,103 @@ def check(model: Module, config: Config) -> list[Module]:
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise FastKVError("patch needs a model with weights, got one on the meta device; load or materialise it first")
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise FastKVError(f"patch needs a decoder-only model, got {type(model).__name__} with an encoder; use another")
     text = model_config.get_text_config(decoder=True)
-    family = next((f for f in FAMILIES if text.model_type in f.model_types), None)
-    if family is None:
-        known = ", ".join(sorted(t for f in FAMILIES for t in f.model_types))
-        raise FastKVError(f"unknown model type {text.model_type!r}; fastkv knows {known}")
-    base = model_config._attn_implementation or "eager"
-    softcapped = family.softcap is not None and getattr(text, family.softcap, None) is not None
-    allowed = tuple(b for b in family.bases if not (softcapped and b == "sdpa"))
-    if base not in allowed:
-        why = f" (sdpa ignores {family.softcap})" if softcapped and base == "sdpa" else ""
-        raise FastKVError(
-            f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load "
-            f"the model with attn_implementation={allowed[0]!r}"
-        )
-    layers = build_layers(model_config, config, CacheWorkspace())
+    types = list(dict.fromkeys([model_config.model_type, text.model_type]))
+    refusal = families.refusal(types)
+    if refusal is not None:
+        raise FastKVError(f"{refusal}; use the model without fastkv")
+    layers = build_layers(model, config, CacheWorkspace())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
         raise FastKVError(
-            f"{type(model).__name__} has no full-attention layer to compress, all {len(layers)} use a sliding window; "
-            "its cache is bounded already"
+            f"{type(model).__name__} has no full-attention layer to compress, got {stock.census(layers)}; its cache is "
+            "bounded already"
         )
+    found = modules.attentions(model)
+    missing = [index for index in full if index not in found]
+    if missing:
+        raise FastKVError(
+            f"layers {missing} of {type(model).__name__} do not attend through transformers' attention interface; "
+            "their keys cannot be compressed"
+        )
+    chosen = {index: found[index] for index in full}
+    for layer, module in chosen.items():
+        _check_attention(layer, module, config, model_config._attn_implementation or "eager")
     is_static(model, config.static)
     config.budget.check_layers(len(full))
-    config.policy.check([text.num_key_value_heads] * text.num_hidden_layers)
-    if config.budget.quality is not None and _head(model) is None:
+    config.policy.check(modules.kv_heads(text))
+    if config.budget.quality is not None and modules.get_head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
-    modules = [m for m in _decoder(model).modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
-    modules = [m for m in modules if m.layer_idx in full]
-    if len(modules) != len(full):
+    if not families.is_tested(types):
+        _check_untested(model, list(chosen.values()), config, types)
+    return list(chosen.values())
+
+
+def _check_attention(layer: int, module: Module, config: Config, base: str) -> None:
+    """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
+    softcap = modules.softcap(module)
+    allowed = tuple(b for b in families.BASES if not (softcap is not None and b == "sdpa"))
+    where = f"layer {layer} ({type(module).__name__})"
+    if base not in allowed:
+        why = f" (sdpa ignores {softcap})" if base == "sdpa" else ""
         raise FastKVError(
-            f"found {len(modules)} attention modules for {len(full)} full-attention layers in {type(model).__name__}; "
-            "its layers are not laid out as this version of fastkv expects"
+            f"attn_implementation must be one of {', '.join(allowed)} for {where}, got {base!r}{why}; load the model "
+            f"with attn_implementation={allowed[0]!r}"
         )
-    attentions: list[Any] = modules
-    for module in attentions:
-        device, dtype = module.k_proj.weight.device, module.k_proj.weight.dtype
-        check_backend(config.backend, device, dtype, module.head_dim, module.num_key_value_groups, config.evict_every)
-    return modules
+    if modules.passes(module, *modules.SINKS):
+        raise FastKVError(
+            f"{where} has attention sinks, logits beside those of its keys, which a compressed cache does not mix in "
+            "yet; use the model without fastkv"
+        )
+    if modules.is_latent(module):
+        raise FastKVError(
+            f"{where} caches latents that it expands to keys and values itself (MLA), expected keys and values; use "
+            "the model without fastkv"
+        )
+    if not modules.is_causal(module):
+        raise FastKVError(
+            f"{where} attends to later tokens too, expected causal attention; use the model without fastkv"
+        )
+    if config.needs("output"):
+        modules.output_weight(module)
+    size, spare = modules.Sizes.of(module), config.evict_every
+    check_backend(config.backend, size.device, size.dtype, size.key_dim, size.groups, spare, size.value_dim)
 
 
-def _decoder(model: Module) -> Module:
-    """The stack of layers; of a multimodal model, its language model."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    return decoder if decoder is not None else model.base_model  # type: ignore[return-value]
+def _check_untested(model: Module, found: list[Module], config: Config, types: list[str]) -> None:
+    """Accept a model that nobody has tested, with a warning. Raises FastKVError if a short prompt tells it apart."""
+
+    def patch(config: Config) -> None:
+        detach(model)
+        attach(model, found, config)
+
+    selfcheck.check_agreement(model, patch, config)
+    warnings.warn(
+        f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the unpatched "
+        "model's",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
-def _head(model: Module) -> Module | None:
-    """What turns hidden states into logits."""
-    get = getattr(model, "get_output_embeddings", None)
-    return get() if get is not None else None
-
-
-def attach(model: Module, modules: list[Module], config: Config) -> None:
+def attach(model: Module, found: list[Module], config: Config) -> None:
     """Put the config on a model that `check` accepted."""
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
-    for module in modules:
+    for module in found:
         own = copy.copy(module.config)
         own._attn_implementation_internal = attention.NAME  # type: ignore[union-attr]
         _override(module, "_fastkv_stock_config", module.config)
         _override(module, "config", own)
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
-    base: Module = model.base_model  # type: ignore[assignment]
+    base = modules.base(model)
     _override(base, "_fastkv_config", config)
-    _override(base, "_fastkv_head", _head(model))
+    _override(base, "_fastkv_head", modules.get_head(model))
     _override(base, "_fastkv_stock_forward", base.forward)
     _override(base, "forward", functools.wraps(base.forward)(generate.forward_in_blocks))
     if base is not model:

@@ -13,14 +13,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...errors import FastKVError
 from .cache import FastKVCache
 from .layer import FastKVLayer
+from .modules import output_projection
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
 
 
 def hand_over_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pre-hook of an attention module: pass its cache layer on, which attention functions are otherwise not given."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, FastKVCache):
+    cache = next((given for given in kwargs.values() if isinstance(given, FastKVCache)), None)
+    if cache is not None:
         kwargs["fastkv_layer"] = cache.layers[module.layer_idx]  # type: ignore[index]
     return args, kwargs
 
@@ -59,13 +60,6 @@ def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device
     own = mask[:, 0].diagonal(dim1=-2, dim2=-1)
     real = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
     return real.expand(batch, num).clone()
-
-
-def output_projection(module: Module, value_dim: int) -> Tensor:
-    """Weight of the output projection, [hidden, Hq, Dv]; under tensor parallelism of this process's heads."""
-    weight: Any = module.o_proj.weight  # type: ignore[union-attr]
-    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local.detach().unflatten(1, (-1, value_dim))
 
 
 def fastkv_attention(

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ...cache.layer import LayerCache, Stock
 from ...cache.workspace import CacheWorkspace
 from ...cache.wrappers import HeldPrompt, Rollback
 from ...errors import FastKVError
 from ...reference import LayerState
+from . import stock
 
 
 class FastKVLayer(CacheLayerMixin):
@@ -38,6 +39,11 @@ class FastKVLayer(CacheLayerMixin):
         self.seen: Any = 0
         self.expected = self.batch_size = 0
 
+    @classmethod
+    def beside(cls, other: Any, cache: LayerCache) -> FastKVLayer:
+        """A layer in the place of one of transformers', which may say what is to be kept beside the cache."""
+        return cls(cache)
+
     @property
     def state(self) -> LayerState | None:
         """What the layer remembers; None until the first tokens arrive."""
@@ -48,6 +54,7 @@ class FastKVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Remember the batch, dtype and device of the first keys [B, Hkv, T, D]; the first `attend` makes the slots."""
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.keys = self.values = key_states.new_empty(0)  # Mllama asks whether there are any
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -210,23 +217,12 @@ class FastKVLayer(CacheLayerMixin):
 
     # The batch axis.
 
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the batch axis to every tensor; what may be rolled back is accepted."""
         if self.state is not None:
             self.settle()
             self.cache.map_batch(change)
             self.batch_size = len(self.state.seen)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i of the batch continues from row beam_idx[i]."""
-        self._map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        self._map_batch(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the given rows."""
-        self._map_batch(lambda t: t[indices.to(t.device)])
 
     def copied(self, workspace: CacheWorkspace) -> FastKVLayer:
         """An independent copy, one of the layers of that workspace."""
@@ -253,3 +249,46 @@ class FastKVLayer(CacheLayerMixin):
         raise FastKVError("a compressed cache is not offloaded; leave cache_implementation unset")
 
     prefetch = offload
+
+
+class HybridLayer(FastKVLayer, LinearAttentionLayer):  # type: ignore[misc]
+    """A compressed layer beside transformers' state of linear attention, where one layer has both (Falcon-H1)."""
+
+    def __init__(self, cache: LayerCache, *states: int) -> None:
+        """Args: states: how many of linear attention, where transformers lets a layer have several."""
+        LinearAttentionLayer.__init__(self, *states)
+        FastKVLayer.__init__(self, cache)
+
+    @classmethod
+    def beside(cls, other: Any, cache: LayerCache) -> FastKVLayer:
+        """With as many states as that layer."""
+        return cls(cache, *([other.number_of_states] if hasattr(other, "number_of_states") else []))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the cache, which is given keys, or of the state, which is given keywords."""
+        kind = LinearAttentionLayer if kwargs else FastKVLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """Not supported: a state of linear attention has no past to go back to."""
+        raise FastKVError("a model with linear attention cannot take tokens back; decode without an assistant")
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the batch axis to every tensor."""
+        stock.map_batch(self, change)
+        super().map_batch(change)
+
+    def copied(self, workspace: CacheWorkspace) -> FastKVLayer:
+        """An independent copy, one of the layers of that workspace."""
+        twin = super().copied(workspace)
+        stock.separate(twin)
+        return twin
+
+    def changed(self) -> list[Tensor]:
+        """All tensors that a decode step changes, if static."""
+        return [*super().changed(), *stock.tensors(self).values()]
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        LinearAttentionLayer.reset(self)
+        super().reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache
 
+from ... import corrections, policies
+from ...budget import Budget
 from ...config import Config
 from ...errors import FastKVError
 from ...rotary import Rotary
-from .attach import _decoder
+from . import modules
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with the length
 POSITION = 7  # far enough that every pair of dimensions that matters is turned, and no multiple of any other
@@ -25,6 +27,11 @@ SMALL = 2**20  # numbers of a buffer that a forward may change; larger ones are 
 # A key is turned in its own dtype, with cos and sin of that dtype: three roundings of half an eps on each of two
 # products, 3 eps of the pair's length in all. In fp32 turning it back adds as much.
 ROUNDING = 8
+# Tokens of a prompt, of the padding on the left of its second row, of a block of it, and tokens decoded after it.
+PROMPT, PADDING, BLOCK, DECODED = 17, 6, 5, 2
+ROOM = 4 * PROMPT  # tokens per head of a budget that holds everything
+# What a forward may raise where the model is not what it seems; everything else is an error of this library.
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
@@ -108,7 +115,7 @@ def rotations(model: Module, layers: Iterable[int], halves: bool = False) -> dic
     Raises: FastKVError if a layer turns its keys in a way that no embedding of the decoder explains, with frequencies
         that change with the length, or not in halves. The model is as it was in any case.
     """
-    decoder = _decoder(model)
+    decoder = modules.decoder(model)
     with unchanged(model):
         _fix_inputs(decoder)
         first, later = _cached_at(decoder, 0), _cached_at(decoder, POSITION)
@@ -136,15 +143,15 @@ def rotations(model: Module, layers: Iterable[int], halves: bool = False) -> dic
     return found
 
 
-def with_rotations(config: Config, model: Module, modules: Iterable[Any]) -> Config:
+def with_rotations(config: Config, model: Module, found: Iterable[Any]) -> Config:
     """The config with how the attention modules turn their keys, if it needs them as they were before.
 
     Raises: FastKVError as `rotations`. The model is as it was in any case.
     """
     if not config.undoes_rotation:
         return config
-    found = rotations(model, [module.layer_idx for module in modules], halves=config.correction.key_only)
-    return replace(config, rotations=found)
+    layers = [module.layer_idx for module in found]
+    return replace(config, rotations=rotations(model, layers, halves=config.correction.key_only))
 
 
 def _fix_inputs(decoder: Module) -> None:
@@ -201,3 +208,85 @@ def _error(way: Rotary, first: Tensor, later: Tensor) -> float:
     start, end = way.unrotate(first.float(), positions), way.unrotate(later.float(), positions + POSITION)
     length = way.radius(start).clamp(min=torch.finfo(first.dtype).tiny)
     return float(((end - start).abs() / length).nan_to_num(nan=torch.inf).max())
+
+
+def check_agreement(model: Module, patch: Callable[[Config], None], config: Config) -> None:
+    """Raise FastKVError unless the patched model, with room for every token, gives the logits of the stock model.
+
+    Read are two rows of random tokens, one padded on the left, whole and in blocks, and two more tokens after them.
+    Differences are relative, |logits - stock| / |stock - mean of stock|, and may be the root of the dtype's eps, half of
+    its digits: attention is summed in another order, but nothing that a model means is so small. They are means over
+    the prompt and over the decoded tokens of a row, because rounding may send one token to another expert.
+
+    Args:
+        model: which is as it was in any case.  patch: puts a config on it, whether it is patched or not.
+        config: that it is to be patched with; backend and static count.
+    """
+    kind = type(model).__name__
+    roomy = replace(
+        config, policy=policies.get("streaming"), correction=corrections.NONE, budget=Budget(tokens=ROOM), values=None
+    )
+    with unchanged(model):
+        ids, mask = _prompt(model)
+        text: Any = modules.decoder(model).config
+        stock = _logits(model, ids, mask, DynamicCache(config=text.get_text_config(decoder=True)))
+        limit = torch.finfo(stock.dtype).eps ** 0.5
+        for how, block in (("whole", None), ("in blocks", BLOCK)):
+            try:
+                patch(replace(roomy, prefill_block=block))
+                worst = _difference(_logits(model, ids, mask, None), stock, mask)
+            except FAILURES as error:
+                what = str(error).partition("\n")[0]
+                raise FastKVError(
+                    f"{kind} is of an untested type and fails on a short prompt read {how} when it is patched "
+                    f"({type(error).__name__}: {what}); use the model without fastkv"
+                ) from error
+            if not worst <= limit:
+                raise FastKVError(
+                    f"{kind} is of an untested type, and with room for every token of a short prompt read {how} its "
+                    f"logits change by {worst:.1e} of their norm when it is patched, expected at most {limit:.1e}; use "
+                    "the model without fastkv"
+                )
+
+
+def _prompt(model: Module) -> tuple[Tensor, Tensor]:
+    """Random token ids and their mask, [2, PROMPT + DECODED]; none that the config gives a meaning, as of images."""
+    weight: Any = modules.decoder(model).get_input_embeddings().weight  # type: ignore[operator]
+    known: Any = model.config
+    special = {
+        number
+        for config in (known, known.get_text_config(decoder=True))
+        for name, number in vars(config).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(number, int)
+    }
+    plain = torch.tensor([number for number in range(len(weight)) if number not in special])
+    shape = (2, PROMPT + DECODED)
+    ids = plain[torch.randint(len(plain), shape, generator=torch.Generator().manual_seed(0))].to(weight.device)
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    return ids, mask
+
+
+def _logits(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    """Logits [2, PROMPT + DECODED, vocabulary] of a prompt and of tokens after it, each fed on its own.
+
+    Hidden states of a model without a head. Without a cache the model makes one.
+    """
+    rows = []
+    for start, stop in [(0, PROMPT), *((place, place + 1) for place in range(PROMPT, PROMPT + DECODED))]:
+        part, seen = ids[:, start:stop], mask[:, :stop]
+        out = model(input_ids=part, attention_mask=seen, past_key_values=cache, use_cache=True, return_dict=True)
+        rows.append(out.logits if "logits" in out else out.last_hidden_state)
+        cache = out.past_key_values
+    return torch.cat(rows, 1)
+
+
+def _difference(logits: Tensor, stock: Tensor, mask: Tensor) -> float:
+    """By how much the logits [B, T, V] of prompts and decoded tokens are off; the largest, see `check_agreement`."""
+    logits, stock, real = logits.float(), stock.float(), mask.to(stock.device).bool()
+    spread = torch.linalg.vector_norm(stock - stock.mean(-1, keepdim=True), dim=-1)
+    off = torch.linalg.vector_norm(logits - stock, dim=-1) / spread
+    parts = [
+        off[row, part][real[row, part]] for row in range(len(off)) for part in (slice(PROMPT), slice(PROMPT, None))
+    ]
+    return float(torch.stack([part.mean() for part in parts]).max())
