@@ -114,13 +114,16 @@ class LayerCache:
             raise FastKVError(f"layer {self.layer} is empty; run the model with this cache first")
         return self.state, self.rule
 
-    def configure(self, scale: float, softcap: float | None, output: Tensor | None = None) -> LayerConfig:
+    def configure(
+        self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> LayerConfig:
         """How the layer attends from now on.
 
         Args: scale: logit multiplier.  softcap: bends logits, or None.  output: [hidden, Hq, Dv], the layer's output
-            projection, for policies that need it.
+            projection, for policies that need it.  sink_logits: [Hq], learned attention sinks, of this process's heads.
         """
-        _, rule = self._held()
+        state, rule = self._held()
+        state.sink_logits = sink_logits
         spec = rule.spec
         if spec.scale != scale or spec.softcap != softcap or rule.output is not output:
             self.rule = rule = rule.attending(scale, softcap, output)
@@ -144,7 +147,9 @@ class LayerCache:
         """The attention of `read`, for k and v `without_padding`; the state does not include the block yet."""
         state, rule = self._held()
         first, self.started = not self.started, True
-        return stock() if first and stock is not None else attend_block(state, q, k, v, valid, rule)
+        if first and stock is not None:
+            return stock()
+        return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
 
     def absorb(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, received: Tensor | None = None) -> None:
         """Make tokens of a prompt part of the state; shapes as in `attend`, received as in `absorb_block`."""
@@ -199,7 +204,8 @@ class LayerCache:
         twin = copy.copy(self)
         twin.workspace = workspace
         if self.state is not None:
-            kept = (self.state.scratch, self.state.recovery)  # the cache's, not the layer's
+            # The cache's or the model's, not the layer's.
+            kept = (self.state.scratch, self.state.recovery, self.state.sink_logits)
             twin.state = copy.deepcopy(self.state, {id(part): part for part in kept if part is not None})
             twin.prepare()
         return twin

@@ -6,19 +6,33 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import LayerState, Selection, joined, most_attended
+from ..reference import LayerState, Selection, attention_ahead, joined, merge_partials, most_attended
 from . import compaction, key_only, selection, signals
 from .layout import LayerConfig
 
 Held = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> Tensor:
+def attend_block(
+    state: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    rule: LayerConfig,
+    ahead: Tensor | None = None,
+) -> Tensor:
     """Attention of a block over everything retained, everything evicted and, causally, itself.
 
-    Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding.  Returns: [B, Hq, T, Dv].
+    Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding; ahead [B, T, T] bool: later tokens
+        of the block that a token sees too, None for none.
+    Returns: [B, Hq, T, Dv].
     """
     out, lse = ops.prefill_attention(q, k, v, valid, state, rule.spec)
+    if ahead is not None:
+        more, more_lse = attention_ahead(q, k, v, ahead.to(q.device), rule.spec.scale, rule.spec.softcap)
+        out, lse = merge_partials(out, lse, more, more_lse)
+        out = out.to(q.dtype)
     return out if state.approx is None else key_only.attend(q, out, lse, state, rule)
 
 
@@ -51,11 +65,19 @@ def absorb_block(
 
 
 def attend_held(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, held: Held, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    held: Held,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of re-fed tokens over a prompt that is held in full and, causally, themselves. Nothing is stored.
 
-    Args: shapes as in `attend_block`; held: keys and values [B, Hkv, N, D] and valid [B, N] of the prompt.
+    Args: shapes as in `attend_block`; held: keys and values [B, Hkv, N, D] and valid [B, N] of the prompt;
+        sink_logits [Hq], if there are any.
     Returns: [B, Hq, T, Dv] and, [B, Hkv, N], the most that any of the tokens gave to each of the prompt.
     """
     keys, values, real = held
@@ -63,7 +85,7 @@ def attend_held(
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() & valid[:, None]
     visible = torch.cat([real[:, None].expand(-1, size, -1), causal], 2) & valid[..., None]
     keys, values = joined(keys, without_padding(k, valid)), joined(values, without_padding(v, valid))
-    out, most = most_attended(q, keys, values, visible, scale, softcap)
+    out, most = most_attended(q, keys, values, visible, scale, softcap, sink_logits)
     return out, most[..., :num]
 
 

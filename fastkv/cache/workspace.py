@@ -67,6 +67,8 @@ class CacheWorkspace:
     Args and attributes:
         parallel: processes that share the heads.
         evict_every: decode steps between evictions, the period of `clock`.
+        ahead: [B, T, T] bool, which later tokens of the block being read its tokens see, as those of an image do; None
+            where attention is causal.
         positions: for how many of them the tables are made at once.
     """
 
@@ -78,6 +80,7 @@ class CacheWorkspace:
     ) -> None:
         self.parallel, self.positions = parallel or Parallel(), positions
         self.clock, self.reading = EvictionClock(evict_every), False
+        self.ahead: Tensor | None = None
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
 

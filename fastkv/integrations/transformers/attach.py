@@ -1,15 +1,14 @@
 """Attach a config to one transformers model and take it off again, bit for bit.
 
 What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
-`base_model.forward`, one pre-hook of the model, and the entry points of `generate` that create caches and masks. The
-model's own config, weights, masks and layers that are bounded already stay stock. What attends is found by behaviour
-(`modules`); `families` lists which types are tested and which are refused.
+the forwards of the base model and of its decoder, one pre-hook of the model, and the entry points of `generate` that
+create caches, masks and positions. The model's own config, weights, masks and layers that are bounded already stay
+stock. What attends is found by behaviour (`modules`); `families` lists which types are tested and which are refused.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import types
 import warnings
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from ...backend import check_backend
 from ...cache.workspace import CacheWorkspace
 from ...config import Config
 from ...errors import FastKVError
-from . import attention, families, generate, modules, selfcheck, stock
+from . import attention, families, forward, generate, modules, selfcheck, stock
 from .cache import build_layers, is_static
 from .layer import FastKVLayer
 
@@ -101,19 +100,20 @@ def check(model: Module, config: Config) -> list[Module]:
 
 def _check_attention(layer: int, module: Module, config: Config, base: str) -> None:
     """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
-    softcap = modules.softcap(module)
-    allowed = tuple(b for b in families.BASES if not (softcap is not None and b == "sdpa"))
+    ignored = modules.ignored_by_sdpa(module)
+    allowed = tuple(name for name in families.BASES if ignored is None or name != "sdpa")
     where = f"layer {layer} ({type(module).__name__})"
     if base not in allowed:
-        why = f" (sdpa ignores {softcap})" if base == "sdpa" else ""
+        why = f" (sdpa ignores {ignored})" if base == "sdpa" else ""
         raise FastKVError(
             f"attn_implementation must be one of {', '.join(allowed)} for {where}, got {base!r}{why}; load the model "
             f"with attn_implementation={allowed[0]!r}"
         )
-    if modules.passes(module, *modules.SINKS):
+    unhandled = modules.unhandled(module)
+    if unhandled is not None:
         raise FastKVError(
-            f"{where} has attention sinks, logits beside those of its keys, which a compressed cache does not mix in "
-            "yet; use the model without fastkv"
+            f"the attention of {where} depends on {unhandled}, expected queries and keys only; use the model without "
+            "fastkv"
         )
     if modules.is_latent(module):
         raise FastKVError(
@@ -156,11 +156,15 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(module, "config", own)
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
-    base = modules.base(model)
+    base, decoder = modules.base(model), modules.decoder(model)
+    for module in (decoder, base):
+        _override(module, "_fastkv_prepares", base is not decoder and forward.prepares_masks(base))
+    _override(decoder, "_fastkv_decoder_forward", decoder.forward)
+    _override(decoder, "forward", forward.replacing(type(decoder).forward, forward.decoder_forward))
     _override(base, "_fastkv_config", config)
     _override(base, "_fastkv_head", modules.get_head(model))
-    _override(base, "_fastkv_stock_forward", base.forward)
-    _override(base, "forward", functools.wraps(base.forward)(generate.forward_in_blocks))
+    _override(base, "_fastkv_base_forward", base.forward)
+    _override(base, "forward", forward.replacing(type(base).forward, forward.base_forward))
     if base is not model:
         _override(model, "_fastkv_config", config)
         model.register_forward_pre_hook(generate.announce_logits, with_kwargs=True)
@@ -168,6 +172,8 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(model, "_prepare_cache_for_generation", generate.prepare_cache)
         _override(model, "create_masks_for_generate", generate.masks_for_generate)
         _override(model, "_update_model_kwargs_for_generation", generate.update_kwargs)
+        if hasattr(base, "rope_deltas"):
+            _override(model, "_prepare_position_ids_for_generation", generate.positions_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, generate.refuse_continuous_batching)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from . import modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer
+from .prompt import Prompt
 from .sliding_window import Ring, WindowLayer
 
 
@@ -58,6 +60,9 @@ class FastKVCache(Cache):
         super().__init__(layers=build_layers(model, config, self.workspace, static))
         self.config: Config = config
         self.known_mask: Tensor | None = None  # that `generate` made for its next step: its new tokens are real
+        self.prompt: Prompt | None = None  # that is being read
+        # [B, 1] int64, how far positions are ahead of the number of tokens (M-RoPE); None before there are any such.
+        self.rope_deltas: Tensor | None = None
         self.model_config = model_config
 
     def _state(self, layer: int) -> LayerState:
@@ -77,6 +82,24 @@ class FastKVCache(Cache):
     def decodes(self, num: int) -> bool:
         """Whether the next `num` tokens are one decode step."""
         return self.compressed[0].decodes(num)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a past."""
+        return self.compressed[0].cache.started
+
+    @contextmanager
+    def reading(self, prompt: Prompt) -> Iterator[None]:
+        """While this is open, what the cache gets belongs to this prompt."""
+        self.unroll()
+        self.prompt = prompt
+        try:
+            with self.workspace.reading_prompt():
+                yield
+        finally:
+            self.prompt = None
+        if self.is_compileable:
+            self.roll(prompt.padding)
 
     def __repr__(self) -> str:
         """What a person wants to know: settings, tokens seen and kept, bytes."""
@@ -129,10 +152,47 @@ class FastKVCache(Cache):
         layer = self.windows[0]
         return layer.ring.step(layer.dtype if eager else None)
 
+    # Positions in three dimensions (M-RoPE), which do not count tokens: an image takes fewer.
+
+    def next_positions(self, num: int, padding: Tensor | None) -> Tensor:
+        """Positions [B, T] of the next `num` tokens, which are text; padding [B, tokens so far] is 0 for padding."""
+        first = self.compressed[0]
+        first.settle()
+        state = first.state
+        assert state is not None
+        new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
+        if padding is not None:
+            new = (padding[:, -num:].long().cumsum(-1) - 1).clamp(min=0)
+        positions = state.seen[:, None] + new
+        return positions if self.rope_deltas is None else positions + self.rope_deltas
+
+    def deltas_after(self, positions: Tensor | None, num: int, padding: Tensor | None) -> Tensor | None:
+        """`rope_deltas` after `num` tokens at positions [3 or 4, B, T], the last three of which are of M-RoPE.
+
+        None for positions in one dimension, which change nothing.
+        """
+        if positions is None or positions.ndim != 3:
+            return None
+        first = self.compressed[0]
+        first.settle()
+        state = first.state
+        before = 0 if state is None or not self.started else state.seen[:, None]
+        new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True)
+        return positions[-3:].amax((0, 2))[:, None] + 1 - before - new
+
+    def continue_from(self, deltas: Tensor) -> None:
+        """Set `rope_deltas`, in place if they have the same shape: captured graphs read them."""
+        if self.rope_deltas is None or self.rope_deltas.shape != deltas.shape:
+            self.rope_deltas = deltas.clone()
+        else:
+            self.rope_deltas.copy_(deltas)
+
     def reset(self) -> None:
         """Forget the sequences, not where they are stored."""
         self.unroll()
         self.known_mask = None
+        if self.rope_deltas is not None:
+            self.rope_deltas.zero_()
         super().reset()
         for layer in self.layers:  # before transformers 5.23 a layer that was reset keeps its tokens, zeroed
             if isinstance(layer, DynamicLayer):
@@ -156,6 +216,8 @@ class FastKVCache(Cache):
                 layer.map_batch(change)
             else:
                 stock.map_batch(layer, change)
+        if self.rope_deltas is not None:
+            self.rope_deltas = change(self.rope_deltas)
         if self.windows:
             self.windows[0].ring.map_batch(change)
 
@@ -211,6 +273,7 @@ class FastKVCache(Cache):
         """An independent copy: what happens to one does not touch the other."""
         twin = copy.copy(self)
         twin.workspace = self.workspace.twin()
+        twin.rope_deltas = None if self.rope_deltas is None else self.rope_deltas.clone()
         twin.layers = [_copied(layer, twin.workspace) for layer in self.layers]
         if self.windows:
             ring = copy.deepcopy(self.windows[0].ring)

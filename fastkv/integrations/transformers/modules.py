@@ -23,7 +23,13 @@ from ...errors import FastKVError
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what an output projection is called
 HEAD_DIMS = ("head_dim", "head_size", "qk_head_dim")
-SINKS = ("s_aux", "sinks")  # keywords of logits beside those of the keys
+# Keywords of what attention then depends on besides queries and keys, and what that is called.
+UNHANDLED = {
+    "position_bias": "a bias that depends on positions",
+    "sinks": "sinks that take part in its bias",
+    "indices": "which tokens an indexer picks",
+    "block_indices": "which blocks of tokens an indexer picks",
+}
 
 
 def decoder(model: Module) -> Module:
@@ -94,10 +100,19 @@ def _forward(module: Module) -> CodeType:
     return _code(kind)
 
 
-def passes(module: Module, *keywords: str) -> bool:
-    """Whether the forward of an attention module calls something, the attention interface, with such a keyword."""
-    calls = (names for names in _forward(module).co_consts if isinstance(names, tuple))
-    return any(keyword in names for names in calls for keyword in keywords)
+def passes(module: Module, keyword: str) -> bool:
+    """Whether the forward of an attention module calls something, the attention interface, with that keyword."""
+    return any(keyword in names for names in _forward(module).co_consts if isinstance(names, tuple))
+
+
+def unhandled(module: Module) -> str | None:
+    """What the attention of a module depends on that a compressed cache cannot know; None for nothing."""
+    return next((what for keyword, what in UNHANDLED.items() if passes(module, keyword)), None)
+
+
+def ignored_by_sdpa(module: Module) -> str | None:
+    """What sdpa would ignore: the name of a soft-cap that is set, or of sinks; None for nothing."""
+    return softcap(module) or ("s_aux" if passes(module, "s_aux") else None)
 
 
 def softcap(module: Module) -> str | None:

@@ -214,8 +214,8 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
     """Raise FastKVError unless the patched model, with room for every token, gives the logits of the stock model.
 
     Read are two rows of random tokens, one padded on the left, whole and in blocks, and two more tokens after them.
-    Differences are relative, |logits - stock| / |stock - mean of stock|, and may be the root of the dtype's eps, half of
-    its digits: attention is summed in another order, but nothing that a model means is so small. They are means over
+    Differences are relative, |logits - stock| / |stock - mean of stock|, and may be the root of the dtype's eps, half
+    of its digits: attention is summed in another order, but nothing that a model means is so small. They are means over
     the prompt and over the decoded tokens of a row, because rounding may send one token to another expert.
 
     Args:
