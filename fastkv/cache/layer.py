@@ -72,12 +72,20 @@ class LayerCache:
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
         device, shared = state.seen.device, self.workspace
-        rotary = None if shared.rotary is None else shared.rotary.to(device)
+        rotary = self.config.rotations.get(self.layer)
         weight = None
         if self.config.values is not None:
             weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
         spec = spec_of(self.config, layout, scale=1.0)
-        self.rule = LayerConfig(self.config, self.layer, layout, spec, shared.parallel, rotary, weight=weight)
+        self.rule = LayerConfig(
+            self.config,
+            self.layer,
+            layout,
+            spec,
+            shared.parallel,
+            None if rotary is None else rotary.to(device),
+            weight=weight,
+        )
         self.state, self.num_heads = state, num_heads
         self.prepare()
 
@@ -98,7 +106,8 @@ class LayerCache:
         state, rule = self._held()
         if state.approx is not None:
             assert rule.weight is not None
-            state.recovery = Recovery(rule.weight, *self.workspace.table(state.seen.device, length))
+            table = self.workspace.table(self.config.rotations[self.layer], state.seen.device, length)
+            state.recovery = Recovery(rule.weight, *table)
 
     def _held(self) -> tuple[LayerState, LayerConfig]:
         if self.state is None or self.rule is None:
