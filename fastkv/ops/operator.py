@@ -72,6 +72,9 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
         more, called = flat_parts(prefix, owner)
         tensors += more
         names += called
+    if state.sink_logits is not None:
+        tensors.append(state.sink_logits.detach())  # a parameter of the model; no gradient passes through operators
+        names.append("sink_logits")
     return tensors + state.scratch, " ".join(names), numbers
 
 
@@ -86,6 +89,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:
         state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[2], limit=numbers[3])
+    state.sink_logits = found[""].get("sink_logits")
     if "recovery" in found:
         state.recovery = Recovery(**found["recovery"])
     for kind in found.keys() & Evicted.kinds.keys() - {"moments"}:

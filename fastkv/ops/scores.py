@@ -96,11 +96,12 @@ def noncausal_attention_mass(
     *,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`reference.noncausal_attention_mass`. Kernel: one launch up to chunks of 256."""
     function = implementation("noncausal_attention_mass", backend, q.device.type)
-    return function(q, keys, scale, chunk, softcap=softcap, mask=mask)
+    return function(q, keys, scale, chunk, softcap=softcap, mask=mask, sink_logits=sink_logits)
 
 
 @operator(_of_second)

@@ -25,6 +25,7 @@ from .attention import (
     merge_partials,
     most_attended,
     prefill_attention,
+    with_sink,
 )
 from .centroids import Centroids, centroid_estimate
 from .gather import flat_index, pack, rows_at, unpack

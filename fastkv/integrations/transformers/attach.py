@@ -85,7 +85,7 @@ def check(model: Module, config: Config) -> list[Module]:
         )
     chosen = {index: found[index] for index in full}
     for layer, module in chosen.items():
-        _check_attention(layer, module, model_config)
+        _check_attention(layer, module, config, model_config._attn_implementation or "eager")
     is_static(model, config.static)
     config.budget.check_layers(len(full))
     config.policy.check(modules.kv_heads(text))
@@ -96,33 +96,27 @@ def check(model: Module, config: Config) -> list[Module]:
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
-    for layer, module in chosen.items():
-        if config.needs("output"):
-            modules.output_weight(module)
-        size = modules.Sizes.of(module)
-        spare = config.evict_every
-        check_backend(config.backend, size.device, size.dtype, size.key_dim, size.groups, spare, size.value_dim)
     if not families.is_tested(types):
         _check_untested(model, chosen, types)
     return list(chosen.values())
 
 
-def _check_attention(layer: int, module: Module, model_config: Any) -> None:
+def _check_attention(layer: int, module: Module, config: Config, base: str) -> None:
     """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
-    base = model_config._attn_implementation or "eager"
-    softcap = modules.softcap(module)
-    allowed = tuple(b for b in families.BASES if not (softcap is not None and b == "sdpa"))
+    ignored = modules.ignored_by_sdpa(module)
+    allowed = tuple(name for name in families.BASES if ignored is None or name != "sdpa")
     where = f"layer {layer} ({type(module).__name__})"
     if base not in allowed:
-        why = f" (sdpa ignores {softcap})" if base == "sdpa" else ""
+        why = f" (sdpa ignores {ignored})" if base == "sdpa" else ""
         raise FastKVError(
             f"attn_implementation must be one of {', '.join(allowed)} for {where}, got {base!r}{why}; load the model "
             f"with attn_implementation={allowed[0]!r}"
         )
-    if modules.passes(module, *modules.SINKS):
+    unhandled = modules.unhandled(module)
+    if unhandled is not None:
         raise FastKVError(
-            f"{where} has attention sinks, logits beside those of its keys, which a compressed cache does not mix in "
-            "yet; use the model without fastkv"
+            f"the attention of {where} depends on {unhandled}, expected queries and keys only; use the model without "
+            "fastkv"
         )
     if modules.is_latent(module):
         raise FastKVError(
@@ -133,6 +127,10 @@ def _check_attention(layer: int, module: Module, model_config: Any) -> None:
         raise FastKVError(
             f"{where} attends to later tokens too, expected causal attention; use the model without fastkv"
         )
+    if config.needs("output"):
+        modules.output_weight(module)
+    size, spare = modules.Sizes.of(module), config.evict_every
+    check_backend(config.backend, size.device, size.dtype, size.key_dim, size.groups, spare, size.value_dim)
 
 
 def _check_untested(model: Module, chosen: dict[int, Module], types: list[str]) -> None:

@@ -23,7 +23,13 @@ from ...errors import FastKVError
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what an output projection is called
 HEAD_DIMS = ("head_dim", "head_size", "qk_head_dim")
-SINKS = ("s_aux", "sinks")  # keywords of logits beside those of the keys
+# Keywords of what attention then depends on besides queries and keys, and what that is called.
+UNHANDLED = {
+    "position_bias": "a bias that depends on positions",
+    "sinks": "sinks that take part in its bias",
+    "indices": "which tokens an indexer picks",
+    "block_indices": "which blocks of tokens an indexer picks",
+}
 
 
 def decoder(model: Module) -> Module:
@@ -54,7 +60,7 @@ def attentions(model: Module) -> dict[int, Module]:
     """
     found: dict[int, Module] = {}
     for layer, module in _placed(model):
-        if not _attends(type(module)):
+        if INTERFACE not in _forward(module).co_names:
             continue
         if layer in found:
             raise FastKVError(
@@ -83,33 +89,43 @@ def _placed(model: Module) -> Iterator[tuple[int, Module]]:
 
 
 @cache
-def _forward(kind: type[Module]) -> CodeType:
-    forward: Any = inspect.unwrap(kind.forward)
-    code: CodeType = forward.__code__
+def _code(kind: Any) -> CodeType:
+    code: CodeType = inspect.unwrap(kind.forward).__code__
     return code
 
 
-def _attends(kind: type[Module]) -> bool:
-    return INTERFACE in _forward(kind).co_names
+def _forward(module: Module) -> CodeType:
+    """The code of its forward, whatever wraps it."""
+    kind: Any = type(module)
+    return _code(kind)
 
 
-def passes(module: Module, *keywords: str) -> bool:
-    """Whether the forward of an attention module calls something, the attention interface, with such a keyword."""
-    calls = (names for names in _forward(type(module)).co_consts if isinstance(names, tuple))
-    return any(keyword in names for names in calls for keyword in keywords)
+def passes(module: Module, keyword: str) -> bool:
+    """Whether the forward of an attention module calls something, the attention interface, with that keyword."""
+    return any(keyword in names for names in _forward(module).co_consts if isinstance(names, tuple))
+
+
+def unhandled(module: Module) -> str | None:
+    """What the attention of a module depends on that a compressed cache cannot know; None for nothing."""
+    return next((what for keyword, what in UNHANDLED.items() if passes(module, keyword)), None)
+
+
+def ignored_by_sdpa(module: Module) -> str | None:
+    """What sdpa would ignore: the name of a soft-cap that is set, or of sinks; None for nothing."""
+    return softcap(module) or ("s_aux" if passes(module, "s_aux") else None)
 
 
 def softcap(module: Module) -> str | None:
     """Name of the soft-cap of logits that an attention module passes on and has set; None without one."""
     if not passes(module, "softcap"):
         return None
-    names = (name for name in _forward(type(module)).co_names if "softcap" in name)
+    names = (name for name in _forward(module).co_names if "softcap" in name)
     return next((name for name in names if getattr(module, name, None) is not None), None)
 
 
 def is_cross(module: Module) -> bool:
     """Whether the keys of an attention module are another model's: of an image, which its tokens do not add to."""
-    return "cross_attention_states" in _forward(type(module)).co_varnames
+    return "cross_attention_states" in _forward(module).co_varnames
 
 
 def is_causal(module: Module) -> bool:

@@ -1,4 +1,4 @@
-"""Layers of transformers' own caches: which of them fastkv compresses, which it leaves as they are, and how those travel.
+"""Layers of transformers' own caches: which of them are compressed, which stay as they are, and how those travel.
 
 Classes that not every supported transformers has are looked up here, and nowhere else.
 """
@@ -30,7 +30,7 @@ PAIRS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
 NUMBERS = ("cumulative_length", "record_past")  # of sliding-window layers, those that have them
 
-WORDS = {
+WORDS: dict[type, str] = {
     DynamicLayer: "full attention",
     LinearAttentionAndFullAttentionLayer: "linear and full attention in one",
     DynamicSlidingWindowLayer: "a sliding window",
@@ -57,7 +57,7 @@ def census(layers: list[Any]) -> str:
 def _places(layer: Any) -> Iterator[tuple[str, Any, Any]]:
     """Where the tensors of a layer lie: a name, what holds the tensor, and the key or attribute in it."""
     held = vars(layer)
-    for name in PAIRS:
+    for name in PAIRS if isinstance(layer, DynamicLayer) else ():
         if isinstance(held.get(name), Tensor):
             yield name, held, name
     for name in STATES:  # one tensor until transformers 5.13, then as many as the layer has states
@@ -113,7 +113,7 @@ def numbers(layer: Any) -> dict[str, int]:
 def fits(layer: Any, saved: Mapping[str, Tensor]) -> bool:
     """Whether an empty layer could have held these tensors."""
     pairs, states = [name for name in PAIRS if name in saved], _state_names(layer)
-    if isinstance(layer, DynamicLayer) and len(pairs) == 1 or any(saved[name].ndim != 4 for name in pairs):
+    if (isinstance(layer, DynamicLayer) and len(pairs) == 1) or any(saved[name].ndim != 4 for name in pairs):
         return False
     return saved.keys() <= states | (set(PAIRS) if isinstance(layer, DynamicLayer) else set())
 
