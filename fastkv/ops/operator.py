@@ -1,8 +1,9 @@
 """How an operation becomes one opaque torch operator: objects are flattened here, once, from their own description.
 
 A function of tensors, a `LayerState` and a `Spec` is registered as `torch.ops.fastkv.<its name>` with a schema made of
-its annotations. A state travels as the list of its tensors, their names and the numbers the host knows of its slots, a
-spec as text. Declared mutation and a fake implementation make it compile, graph-capture and pass `opcheck`.
+its annotations; most are functions of the reference, which `by_spec` and `by_keyword` hand to a backend. A state
+travels as the list of its tensors, their names and the numbers the host knows of its slots, a spec as text. Declared
+mutation and a fake implementation make it compile, graph-capture and pass `opcheck`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import corrections
+from ..backend import implementation
 from ..reference import Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 Block = tuple[Tensor, Tensor, Tensor]
 
 PLAIN = {
@@ -46,7 +49,7 @@ FLATTENED = {
 RETURNS = {None: "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
 ATTRIBUTES = {
     kind: tuple(one.name for one in fields(kind))
-    for kind in (Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
+    for kind in (LayerState, Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
 }
 
 
@@ -58,20 +61,14 @@ def flat_parts(prefix: str, owner: Any) -> tuple[list[Tensor], list[str]]:
 
 def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
     """The three arguments that a state becomes."""
-    tensors, names = [state.seen], ["seen"]
-    owners: list[tuple[str, Any]] = [("exact.", state.exact), ("moments.", state.moments)]
-    numbers = [state.exact.filled, state.exact.limit]
-    if state.approx is not None:
-        owners.append(("approx.", state.approx))
-        numbers += [state.approx.filled, state.approx.limit]
-    if state.parts is not None:
-        owners.append((f"{state.parts.kind}.", state.parts))
-    if state.recovery is not None:
-        owners.append(("recovery.", state.recovery))
-    for prefix, owner in owners:
+    tensors: list[Tensor] = []
+    names: list[str] = []
+    recovery = [] if state.recovery is None else [("recovery.", state.recovery)]
+    for prefix, owner in (*state.owners(), *recovery):
         more, called = flat_parts(prefix, owner)
         tensors += more
         names += called
+    numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit)]
     return tensors + state.scratch, " ".join(names), numbers
 
 
@@ -204,6 +201,35 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
         return call  # type: ignore[return-value]
 
     return register
+
+
+def by_spec(function: Function) -> Function:
+    """A function of the reference as the backend has it that its last argument, a `Spec`, names."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        return implementation(function.__name__, arguments[-1].backend, arguments[0].device.type)(*arguments)
+
+    return run  # type: ignore[return-value]
+
+
+def by_keyword(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function of the reference as the backend has it that one more argument names, `backend="auto"`."""
+    signature = inspect.signature(function)
+    backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation="str")
+    extended = signature.replace(parameters=[*signature.parameters.values(), backend])
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Result:
+        bound = extended.bind(*arguments, **options)
+        bound.apply_defaults()
+        device = next(one.device for one in bound.arguments.values() if isinstance(one, Tensor))
+        chosen: Callable[..., Result] = implementation(function.__name__, bound.arguments.pop("backend"), device.type)
+        return chosen(*bound.args, **bound.kwargs)
+
+    run.__signature__ = extended  # type: ignore[attr-defined]
+    run.__annotations__ = {**function.__annotations__, "backend": "str"}
+    return run
 
 
 def nothing(*arguments: Any) -> None:
