@@ -13,7 +13,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,15 +38,7 @@ PLAIN = {
     str: "str",
     bool: "bool",
 }
-# One line a type that is flattened: its schema, where $ is the argument's name and @ its mutation.
-FLATTENED = {
-    LayerState: ("Tensor@[] $", "str $_names", "SymInt[] $_numbers"),
-    Moments: ("Tensor@[] $", "str $_names"),
-    Spec: ("str $",),
-    Selection: ("Tensor[] $",),
-    Block | None: ("Tensor[] $",),
-}
-RETURNS = {None: "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
+RETURNS = {type(None): "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
 ATTRIBUTES = {
     kind: tuple(one.name for one in fields(kind))
     for kind in (LayerState, Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
@@ -109,33 +101,43 @@ def spec_of(text: str) -> Spec:
     )
 
 
+def flat_moments(moments: Moments) -> tuple[list[Tensor], str]:
+    """The two arguments that moments become."""
+    tensors, names = flat_parts("", moments)
+    return tensors, " ".join(names)
+
+
+def moments_of(tensors: list[Tensor], names: str) -> Moments:
+    """The inverse of `flat_moments`."""
+    return Moments(**dict(zip(names.split(), tensors)))
+
+
+class Form(NamedTuple):
+    """How arguments of one type travel: schema, where $ stands for the name and @ for the mutation, and both ways."""
+
+    schema: tuple[str, ...]
+    there: Callable[..., tuple[Any, ...]]
+    back: Callable[..., Any]
+
+
+FORMS: dict[Any, Form] = {
+    **{kind: Form((f"{name} $",), lambda one: (one,), lambda one: one) for kind, name in PLAIN.items()},
+    LayerState: Form(("Tensor@[] $", "str $_names", "SymInt[] $_numbers"), flat_state, state_of),
+    Moments: Form(("Tensor@[] $", "str $_names"), flat_moments, moments_of),
+    Spec: Form(("str $",), lambda spec: (spec_text(spec),), spec_of),
+    Selection: Form(("Tensor[] $",), lambda selection: (list(selection),), lambda rows: Selection(*rows)),
+    Block | None: Form(("Tensor[] $",), lambda block: (list(block or ()),), lambda rows: tuple(rows) or None),
+}
+
+
 def flat(kind: Any, argument: Any) -> tuple[Any, ...]:
     """What an argument of that annotation becomes."""
-    if kind is LayerState:
-        return flat_state(argument)
-    if kind is Spec:
-        return (spec_text(argument),)
-    if kind is Moments:
-        tensors, names = flat_parts("", argument)
-        return tensors, " ".join(names)
-    if kind in FLATTENED:
-        return ([] if argument is None else list(argument),)
-    return (argument,)
+    return FORMS[kind].there(argument)
 
 
 def restored(kind: Any, parts: tuple[Any, ...]) -> Any:
     """The inverse of `flat`."""
-    if kind is LayerState:
-        return state_of(*parts)
-    if kind is Spec:
-        return spec_of(parts[0])
-    if kind is Moments:
-        return Moments(**dict(zip(parts[1].split(), parts[0])))
-    if kind is Selection:
-        return Selection(*parts[0])
-    if kind in FLATTENED:
-        return tuple(parts[0]) or None
-    return parts[0]
+    return FORMS[kind].back(*parts)
 
 
 def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[[Function], Function]:
@@ -156,14 +158,11 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
         pieces = []
         for number, (parameter, kind) in enumerate(zip(parameters, kinds)):
             mark = f"({chr(97 + number)}!)" if parameter in changes else ""
-            for piece in FLATTENED.get(kind) or (f"{PLAIN[kind]} $",):
-                pieces.append(piece.replace("$", parameter).replace("@", mark))
+            pieces += [piece.replace("$", parameter).replace("@", mark) for piece in FORMS[kind].schema]
         returned = hints["return"]
-        kind_of_result = RETURNS.get(None if returned is type(None) else returned)
-        if kind_of_result is None:
-            kind_of_result = f"({', '.join(PLAIN[one] for one in typing.get_args(returned))})"
+        kind_of_result = RETURNS.get(returned) or f"({', '.join(PLAIN[one] for one in typing.get_args(returned))})"
         LIBRARY.define(f"{name}({', '.join(pieces)}) -> {kind_of_result}")
-        widths = tuple(len(FLATTENED.get(kind, (0,))) for kind in kinds)
+        widths = tuple(len(FORMS[kind].schema) for kind in kinds)
 
         def on_flat(wrapped: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:
