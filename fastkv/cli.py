@@ -1,12 +1,21 @@
-"""The `fastkv` command. Each subcommand imports what it needs when it runs, so that help and mistakes are quick."""
+"""The `fastkv` command. Subcommands that measure are imported when they run, so that help and mistakes are quick."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
+import importlib.util
+import platform
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+import torch
+
+from . import __version__
+from .backend import MODULES, why_not
+from .errors import FastKVError
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,12 +118,6 @@ def build_parser() -> Parser:
 
 def run_doctor(options: argparse.Namespace) -> None:
     """`fastkv doctor`."""
-    import importlib.metadata
-    import platform
-
-    import torch
-
-    from . import __version__
 
     def version(package: str) -> str:
         try:
@@ -141,10 +144,6 @@ def run_doctor(options: argparse.Namespace) -> None:
 
 def backends() -> dict[str, str]:
     """What can compute fastkv's operations here, and why the rest cannot."""
-    import torch
-
-    from .backend import MODULES, why_not
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = {"reference": "plain torch, any device", "cpu": "torch's fused attention", "triton": "the kernels"}
     problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
@@ -153,10 +152,6 @@ def backends() -> dict[str, str]:
 
 def attention_implementations() -> dict[str, str]:
     """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
-    import importlib.util
-
-    import torch
-
     flash = "available" if torch.cuda.is_available() else "not available: torch sees no CUDA device"
     if importlib.util.find_spec("flash_attn") is None:
         flash = "not available: flash-attn is not installed (pip install fastkv[flash])"
@@ -167,9 +162,6 @@ def attention_implementations() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
     options = build_parser().parse_args(arguments)
-
-    from .errors import FastKVError
-
     try:
         options.run(options)
     except FastKVError as error:

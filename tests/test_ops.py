@@ -150,11 +150,11 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False, b
     ),
     "noncausal_attention_mass": lambda b: case(randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, backend=b),
-    "window_attention": lambda b: case(
+    "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
     ),
-    "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, b),
+    "moment_scores": lambda b: case(torch.rand(B, HKV, C), *pairs(C), evicted(7, 12), 0.3, backend=b),
 }  # fmt: skip
 
 
