@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .reference import Centroids, Evicted, LayerState, Moments, Slots, Spec, merge_partials
+from .reference import Centroids, Evicted, LayerState, Moments, Slots, Spec, merge_partials, with_sink
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
@@ -149,6 +149,8 @@ def decode_step(
         value, evicted = mixed_in(q[:, :, None], known, spec)
         value, evicted = value.reshape(out.shape), evicted.reshape(lse.shape)
         out, total = merge_partials(out, lse, value, evicted)
+    if state.sink_logits is not None:
+        out, total = with_sink(out, total, state.sink_logits.view(lse.shape[1:]))
     if weights is not None:
         share = torch.exp(lse - total) / groups
         reference.collect(slots, (share[:, :, None] @ weights)[:, :, 0])
@@ -212,6 +214,7 @@ def prefill_attention(
     known = spec.evicted(state)
     if known is not None:
         out, lse = merge_partials(out, lse, *mixed_in(q, known, spec))
+    out, lse = with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
     return out.to(q.dtype), lse
 
 

@@ -41,6 +41,7 @@ class FastKVAttention(Module):
         layer: index among the model's layers.  num_layers: how many of them share the budget; 1: it is this layer's.
         rotary: for policies and corrections that need keys as they were before the rotary embedding.
         output: [hidden, num_heads * head_dim], weight of the layer's output projection, for policies that need it.
+        sink_logits: [num_heads], learned logits beside those of the keys, with the value zero (attention sinks).
         vector: maps from keys to values, for correction="vector".
     Raises:
         FastKVError: if an argument cannot be used, or the method needs more than one layer sees.
@@ -64,6 +65,7 @@ class FastKVAttention(Module):
         backend: str = "auto",
         rotary: Rotary | None = None,
         output: Tensor | None = None,
+        sink_logits: Tensor | None = None,
         vector: VectorMap | None = None,
     ) -> None:
         super().__init__()
@@ -73,7 +75,9 @@ class FastKVAttention(Module):
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None)
         self.config = replace(config, values=vector)
         self._check_alone(layer, num_layers, rotary, output)
-        self.projection = [output]  # in a list, because it is a parameter of the model and not of this module
+        if sink_logits is not None:
+            check_shape(NAME, "sink_logits", sink_logits, (num_heads,))
+        self.borrowed = [output, sink_logits]  # in a list, because they are parameters of the model, not of this module
         workspace = CacheWorkspace(rotary=rotary, evict_every=evict_every)
         self.cache = LayerCache(self.config, layer, layer if num_layers > 1 else 0, num_layers, workspace)
         self.cache.static = self.cache.leads = True
@@ -179,7 +183,7 @@ class FastKVAttention(Module):
         for start in range(0, num, size):
             rows = slice(start, start + size)
             block = q[:, :, rows], k[:, :, rows], v[:, :, rows]
-            plain = mask is None and self.softcap is None
+            plain = mask is None and self.softcap is None and self.borrowed[1] is None
             outs.append(self.cache.read(*block, real[:, rows].clone(), self._stock(*block) if plain else None))
         self.length += num
         self.cache.prepare()  # unequal heads may have traded slots
@@ -190,11 +194,13 @@ class FastKVAttention(Module):
 
     def _configure(self) -> None:
         """Tell the cache how this layer attends."""
-        output = self.projection[0]
+        output, sink_logits = self.borrowed
+        device = self._known().seen.device
         if output is not None:
-            device = self._known().seen.device
             output = output.detach().to(device).unflatten(1, (self.num_heads, self.head_dim))
-        self.cache.configure(self.scale, self.softcap, output)
+        if sink_logits is not None:
+            sink_logits = sink_logits.detach().to(device)
+        self.cache.configure(self.scale, self.softcap, output, sink_logits)
 
     # The state.
 

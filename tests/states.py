@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from fastkv import corrections
 from fastkv.kernels import _launch as launch
@@ -36,6 +37,17 @@ def make_state(keys, values, lengths, positions=None, seen=None, moments=None, *
         moments = Moments(torch.zeros_like(lengths, dtype=torch.int64))
     slots = Slots(keys, values, lengths, positions, starts, attention, limit=limit)
     return LayerState(slots, seen, moments, **rest)
+
+
+@st.composite
+def sinks(draw, num_heads, sizes=(0.0, 1.0, 1e4)):
+    """Learned attention sinks [Hq], of some heads -inf; None for a model without."""
+    size = draw(st.sampled_from((None, *sizes)))
+    if size is None:
+        return None
+    made = size * torch.randn(num_heads, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    made[: draw(st.integers(0, num_heads))] = -torch.inf
+    return made.to(draw(st.sampled_from((torch.float32, torch.bfloat16)))).to(DEVICE)
 
 
 def copied(state, dtype=None):

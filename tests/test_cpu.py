@@ -9,7 +9,7 @@ from fastkv import cpu, ops, reference
 from fastkv.reference import Centroids, Moments, unpack
 
 from .conftest import examples
-from .states import copied, make_spec, make_state
+from .states import copied, make_spec, make_state, sinks
 
 SCALE = 0.3
 CASES = settings(max_examples=examples(150), deadline=None)
@@ -36,6 +36,7 @@ class Problem:
         self.spread = self.order is not None and draw(st.booleans())
         evicted = torch.rand(self.batch, self.heads, 12, generator=self.random) < draw(st.sampled_from((0.0, 0.5, 1.0)))
         self.gone = self.rows(12), self.rows(12), evicted
+        self.sinks = draw(sinks(self.heads * self.groups))
 
     def rows(self, num, heads=None):
         heads = self.heads if heads is None else heads
@@ -54,7 +55,7 @@ class Problem:
         state = make_state(self.keys, self.values, self.lengths, self.positions, self.seen, known)
         state = copied(state)
         state.exact.keys, state.exact.values = self.keys.to(dtype, copy=True), self.values.to(dtype, copy=True)
-        state.parts = self.centroids(moments or dtype) if parts else None
+        state.parts, state.sink_logits = self.centroids(moments or dtype) if parts else None, self.sinks
         return state
 
     def spec(self, parts=False, **rest):
@@ -126,6 +127,7 @@ def test_a_step_of_heads_that_share_slots(problem, watched):
         attention = torch.zeros(problem.batch, room, dtype=dtype) if watched else None
         known = problem.seen.clone(), problem.moments(dtype)
         state = make_state(keys, values, lengths, positions, *known, starts=starts, attention=attention, limit=width)
+        state.sink_logits = problem.sinks
         out = run(*(t.to(dtype) for t in (q, k, v)), state, problem.spec())
         stored = unpack(positions, starts, width)[torch.arange(width) < lengths[..., None]]
         results.append((*out, keys, stored, lengths, *([attention] if watched else [])))

@@ -229,6 +229,39 @@ def test_decode_attention_of_nothing_is_zero(split, order, splits):
     assert (total == 0.25).all()
 
 
+def sunk(case, size=1.0):
+    """The case with sinks of both signs and -inf."""
+    made = torch.linspace(-size, size, case.q.shape[1], device=DEVICE)
+    made[0] = -torch.inf
+    case.state.sink_logits = made.to(case.q.dtype)
+    return case
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "groups, dim, dtype", [(1, 80, torch.float16), (3, 64, torch.float32), (8, 96, torch.bfloat16)]
+)
+def test_decode_attention_with_sinks(split, groups, dim, dtype, splits):
+    split(splits)
+    case = sunk(Case.make(2, 2, groups, dim, 26, dtype, (23, 0, 1, 14), (0, 0, 7, 70)))
+    check(case, attention=True)
+    check_vector(case, 70, (70, 0, 33, 1), None, 1, True)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("size", [1e4, 60000.0])
+def test_decode_attention_with_large_sinks_and_logits(split, size, splits):
+    split(splits)
+    check(sunk(Case.make(1, 2, 4, 64, 40, torch.float32, (39, 2), (0, 9), spread=6000.0), size), attention=True)
+
+
+def test_decode_attention_refuses_other_numbers_of_sinks():
+    case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1))
+    case.state.sink_logits = torch.zeros(2, device=DEVICE)
+    with pytest.raises(FastKVError, match="sink_logits"):
+        case.kernel()
+
+
 @pytest.mark.parametrize("attention", [True, False], ids=["attention", "plain"])
 def test_decode_attention_steps_share_a_workspace(split, attention):
     split(4)
@@ -286,16 +319,18 @@ small = dict(
     append=st.booleans(),
     splits=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 1000),
+    data=st.data(),
 )
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(**small, attention=st.booleans(), spread=st.sampled_from([0.0, 1.0, 30.0]))
 def test_decode_attention_property(
-    shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, attention, spread
+    shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, data, attention, spread
 ):
     with states.splits(splits):
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, spread=spread, seed=seed)
+        case.state.sink_logits = data.draw(states.sinks(shape[1] * groups), "sinks")
         check(case, softcap, order, append, attention)
 
 
@@ -328,8 +363,9 @@ def test_vector_decode_shapes(name, dtype):
 @settings(max_examples=examples(200), deadline=None)
 @given(**small, approx_lengths=st.lists(st.integers(0, 24), min_size=1, max_size=4))
 def test_vector_decode_property(
-    shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, approx_lengths
+    shape, groups, dim, dtype, lengths, evicted, softcap, order, append, splits, seed, data, approx_lengths
 ):
     with states.splits(splits):
         case = Case.make(*shape, groups, dim, 24, dtype, lengths, evicted, seed=seed)
+        case.state.sink_logits = data.draw(states.sinks(shape[1] * groups), "sinks")
         check_vector(case, 24, approx_lengths, softcap, order, append)

@@ -11,7 +11,7 @@ from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Moments
 
 from .pairwise import covering
-from .states import copied, make_spec, make_state, uninitialised_is_nan
+from .states import copied, make_spec, make_state, sinks, uninitialised_is_nan
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds: weights and outputs lose up to one unit in the last
 # place.
@@ -157,12 +157,28 @@ def test_order_of_slots_does_not_matter():
     dtype=st.sampled_from([torch.float32, torch.float16]),
     size=st.sampled_from([0.01, 1.0, 30.0]),
     seed=st.integers(0, 10**6),
+    data=st.data(),
 )
-def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, seed):
+def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, seed, data):
     block, state = case(
         batch=1, groups=groups, dim=16, slots=slots, num=num, evicted=evicted, dtype=dtype, size=size, seed=seed
     )
+    state.sink_logits = data.draw(sinks(groups), "sinks")
     check(block, state, 0.25, softcap, order)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+@pytest.mark.parametrize(
+    "groups, dim, dtype", [(1, 80, torch.float16), (3, 64, torch.float32), (8, 96, torch.bfloat16)]
+)
+def test_sinks(groups, dim, dtype, size):
+    """In heads with tokens and without; of a query that sees nothing the sink is all there is."""
+    block, state = case(heads=2, groups=groups, dim=dim, dtype=dtype)
+    state.exact.lengths[1] = 0
+    state.sink_logits = torch.linspace(-size, size, 2 * groups)
+    state.sink_logits[0] = -torch.inf
+    check(block, state)
+    check(block, state, order=None)
 
 
 def test_refusals_say_what_to_do():
@@ -172,6 +188,9 @@ def test_refusals_say_what_to_do():
     loose.exact.values, loose.exact.filled = loose.exact.values[:, :, ::2], loose.exact.keys.shape[2]
     with pytest.raises(FastKVError, match="leading slots of a contiguous cache"):
         prefill_attention(*block, loose, make_spec(order=1))
+    state.sink_logits = torch.zeros(3)
+    with pytest.raises(FastKVError, match="sink_logits"):
+        prefill_attention(*block, state, make_spec())
     block, state = case(dim=272, num=2, slots=2)
     with pytest.raises(FastKVError, match="head_dim up to 256"):
         prefill_attention(*block, state, make_spec())

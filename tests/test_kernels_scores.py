@@ -12,6 +12,7 @@ from fastkv.reference import geometry
 
 from .conftest import examples
 from .pairwise import covering
+from .states import sinks
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -283,12 +284,11 @@ def test_window_any_case(groups, window, num, mask, mass, padding, softcap, dtyp
 # Compactor: non-causal attention
 
 
-def check_mass(q, keys, chunk, mask, scale=0.125, softcap=None):
-    got = noncausal_mass.noncausal_attention_mass(
-        q=q, keys=hide(keys, mask), scale=scale, chunk=chunk, softcap=softcap, mask=mask
-    )
+def check_mass(q, keys, chunk, mask, scale=0.125, softcap=None, sink_logits=None):
+    given = dict(softcap=softcap, mask=mask, sink_logits=sink_logits)
+    got = noncausal_mass.noncausal_attention_mass(q=q, keys=hide(keys, mask), scale=scale, chunk=chunk, **given)
     wanted = [
-        geometry.noncausal_attention_mass(q.to(d), keys.to(d), scale, chunk, softcap=softcap, mask=mask)
+        geometry.noncausal_attention_mass(q.to(d), keys.to(d), scale, chunk, **given)
         for d in (torch.float64, torch.float32)
     ]
     close(got, *wanted, tiny=1e-6)
@@ -342,13 +342,14 @@ def test_ragged_tail_is_not_favoured():
     single=st.booleans(),
     softcap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 10**6),
+    data=st.data(),
 )
-def test_mass_any_case(groups, num, chunk, mask, single, softcap, seed):
+def test_mass_any_case(groups, num, chunk, mask, single, softcap, seed, data):
     before = noncausal_mass.ON_CHIP
     noncausal_mass.ON_CHIP = before if single else 0
     try:
         q, keys = tokens(1, groups, num, 16, seed=seed), tokens(1, 1, num, 16, seed=seed + 1)
-        check_mass(q, keys, chunk, make_mask(mask, 1, 1, num, seed), 0.3, softcap)
+        check_mass(q, keys, chunk, make_mask(mask, 1, 1, num, seed), 0.3, softcap, data.draw(sinks(groups), "sinks"))
     finally:
         noncausal_mass.ON_CHIP = before
 

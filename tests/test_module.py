@@ -377,7 +377,7 @@ def test_a_projection_of_the_model_stays_the_models():
     model["attention"] = fresh("criticalkv", output=model["proj"].weight)
     assert set(model.state_dict()) == {"proj.weight", "attention._extra_state"}
     twin = copy.deepcopy(model)
-    assert twin["attention"].projection[0] is twin["proj"].weight
+    assert twin["attention"].borrowed[0] is twin["proj"].weight
     twin.double()["attention"](*tokens(30, dtype=torch.float64))
 
 

@@ -59,6 +59,12 @@ def layer(ragged=False, attention=True, counts=(7, 12), spread=False, parts=None
     return LayerState(slots(ragged, attention), seen, evicted(*counts, spread=spread), parts=known)
 
 
+def sunk(state):
+    """The layer of a model with attention sinks."""
+    state.sink_logits = torch.nn.Parameter(randn(HKV * G, seed=9).half())
+    return state
+
+
 def vector(ragged=False, attention=True):
     """A layer with 5 and 2 more tokens that have no value, in slots like `slots`."""
     state, place = layer(ragged, attention, counts=(2, 10)), (12,) if ragged else (HKV, 5)
@@ -124,7 +130,11 @@ CASES = {  # the name of the operator, and what is special about the case
     "decode_step without values": lambda b: step(vector(), b, softcap=4.0, correction="vector+moments"),
     "decode_step without values and token": lambda b: step(vector(True, False), b, False, correction="vector+mean"),
     "decode_step of unequal heads without values": lambda b: step(vector(True), b, correction="vector"),
+    "decode_step with sinks": lambda b: step(sunk(layer()), b, order=1),
+    "decode_step of unequal heads with sinks": lambda b: step(sunk(layer(True, parts=4)), b, correction="centroids"),
+    "decode_step without values with sinks": lambda b: step(sunk(vector()), b, correction="vector+moments"),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
+    "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
     "prefill_attention with the cosh mass": lambda b: attend(layer(spread=True), b, correction="cosh", softcap=4.0),
     "prefill_attention with centroids": lambda b: attend(layer(parts=5), b, correction="centroids"),
     "evicted_mass": lambda b: case(randn(B, HKV * G, T, D), layer(), make_spec(0.3, order=1, backend=b)),
@@ -150,6 +160,9 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV, C, D), randn(D, 4, seed=2), "cholesky", candidates()[1], False, b
     ),
     "noncausal_attention_mass": lambda b: case(randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, backend=b),
+    "noncausal_attention_mass with sinks": lambda b: case(
+        randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b
+    ),
     "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,
@@ -174,6 +187,22 @@ def flattened(name, backend):
 def test_opcheck(name, backend):
     operator, pieces, _ = flattened(name, backend)
     torch.library.opcheck(operator.default, tuple(pieces))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "auto"])
+@pytest.mark.parametrize("name", ["decode_step", "prefill_attention"])
+def test_opcheck_of_values_wider_than_keys(name, backend):
+    """Results have the width of the values."""
+    state, wide = layer(), 2 * D
+    state.exact.values = randn(B, HKV, C, wide)
+    new = randn(B, HKV, 1, D), randn(B, HKV, 1, wide)
+    arguments = (randn(B, HKV * G, D), *new, state, make_spec(0.3, backend=backend))
+    if name == "prefill_attention":
+        real = torch.ones(B, 1, dtype=torch.bool)
+        arguments = (randn(B, HKV * G, 1, D), *new, real, state, make_spec(0.3, backend=backend))
+    kinds = typing.get_type_hints(getattr(ops, name))
+    pieces = [piece for one, given in zip(kinds.values(), arguments) for piece in flat(one, given)]
+    torch.library.opcheck(getattr(torch.ops.fastkv, name).default, tuple(pieces))
 
 
 def test_every_operator_is_checked():
@@ -202,7 +231,7 @@ def test_an_operator_is_its_function(name):
 
 
 def test_flat_states_come_back_whole():
-    for state in (vector(ragged=True), layer(parts=3, spread=True)):
+    for state in (vector(ragged=True), sunk(layer(parts=3, spread=True))):
         state.scratch, state.exact.memory = [torch.zeros(3)], torch.zeros(B, HKV, C)
         state.moments.slope, state.exact.filled = torch.zeros(B, HKV, D, D).half(), 9
         back = restored(LayerState, flat(LayerState, state))
@@ -212,6 +241,8 @@ def test_flat_states_come_back_whole():
         for one, other in zip(back.tiers.values(), state.tiers.values(), strict=True):
             assert (one.limit, one.filled) == (other.limit, other.filled)
         assert (back.recovery is None) == (state.recovery is None)
+        assert (back.sink_logits is None) == (state.sink_logits is None)
+    assert torch.equal(back.sink_logits, state.sink_logits) and not back.sink_logits.requires_grad
     for spec in (make_spec(), make_spec(0.1, 2.5, 1, backend="cpu", tokens=3, spare=4, sinks=5, recent=6)):
         assert restored(type(spec), flat(type(spec), spec)) == spec
 

@@ -105,13 +105,16 @@ class LayerCache:
             raise FastKVError(f"layer {self.layer} is empty; run the model with this cache first")
         return self.state, self.rule
 
-    def configure(self, scale: float, softcap: float | None, output: Tensor | None = None) -> LayerConfig:
+    def configure(
+        self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> LayerConfig:
         """How the layer attends from now on.
 
         Args: scale: logit multiplier.  softcap: bends logits, or None.  output: [hidden, Hq, Dv], the layer's output
-            projection, for policies that need it.
+            projection, for policies that need it.  sink_logits: [Hq], learned attention sinks, of this process's heads.
         """
-        _, rule = self._held()
+        state, rule = self._held()
+        state.sink_logits = sink_logits
         spec = rule.spec
         if spec.scale != scale or spec.softcap != softcap or rule.output is not output:
             self.rule = rule = rule.attending(scale, softcap, output)
@@ -190,7 +193,8 @@ class LayerCache:
         twin = copy.copy(self)
         twin.workspace = workspace
         if self.state is not None:
-            kept = (self.state.scratch, self.state.recovery)  # the cache's, not the layer's
+            # The cache's or the model's, not the layer's.
+            kept = (self.state.scratch, self.state.recovery, self.state.sink_logits)
             twin.state = copy.deepcopy(self.state, {id(part): part for part in kept if part is not None})
             twin.prepare()
         return twin

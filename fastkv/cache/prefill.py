@@ -51,11 +51,19 @@ def absorb_block(
 
 
 def attend_held(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, held: Held, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    held: Held,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of re-fed tokens over a prompt that is held in full and, causally, themselves. Nothing is stored.
 
-    Args: shapes as in `attend_block`; held: keys and values [B, Hkv, N, D] and valid [B, N] of the prompt.
+    Args: shapes as in `attend_block`; held: keys and values [B, Hkv, N, D] and valid [B, N] of the prompt;
+        sink_logits [Hq], if there are any.
     Returns: [B, Hq, T, Dv] and, [B, Hkv, N], the most that any of the tokens gave to each of the prompt.
     """
     keys, values, real = held
@@ -63,7 +71,7 @@ def attend_held(
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() & valid[:, None]
     visible = torch.cat([real[:, None].expand(-1, size, -1), causal], 2) & valid[..., None]
     keys, values = joined(keys, without_padding(k, valid)), joined(values, without_padding(v, valid))
-    out, most = most_attended(q, keys, values, visible, scale, softcap)
+    out, most = most_attended(q, keys, values, visible, scale, softcap, sink_logits)
     return out, most[..., :num]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, joined
+from ..reference import LayerState, compute_dtype, joined
 from . import key_only
 from .layout import LayerConfig
 
@@ -40,6 +40,7 @@ def candidates(state: LayerState, block: Block | None, rule: LayerConfig) -> Sig
         moments=state.moments,
         scale=spec.scale,
         softcap=spec.softcap,
+        sink_logits=None if state.sink_logits is None else state.sink_logits.detach(),
         layer=rule.layer,
         tokens=rule.layout.total,
         decoding=block is None,
@@ -84,6 +85,18 @@ def score(signals: Signals, rule: LayerConfig) -> tuple[Signals, Tensor]:
     return signals, policy.score(signals)
 
 
+def mass_beside(q: Tensor, state: LayerState, rule: LayerConfig) -> Tensor | None:
+    """Log of the mass that the attention of q [B, Hq, T, D] has beside the candidates, in evicted tokens and sinks.
+
+    Returns: [B, Hq, T]; None if there is neither.
+    """
+    mass = None if rule.spec.evicted(state) is None else ops.evicted_mass(q, state, rule.spec)
+    if state.sink_logits is None:
+        return mass
+    sinks = state.sink_logits.detach()[:, None].expand(q.shape[:3]).to(compute_dtype(q))
+    return sinks.contiguous() if mass is None else torch.logaddexp(mass, sinks)
+
+
 def observe(signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig) -> Signals:
     """Add the attention that the last queries of the block give to every candidate, and how many they were."""
     num, observed, spec = q.shape[2], rule.config.policy.observation, rule.spec
@@ -106,7 +119,7 @@ def observe(signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule:
             query_positions=query_positions,
             valid=signals.valid,
             query_valid=query_valid,
-            log_mass=None if spec.evicted(state) is None else ops.evicted_mass(part, state, spec),
+            log_mass=mass_beside(part, state, rule),
             backend=spec.backend,
         )
         asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)

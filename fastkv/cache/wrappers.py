@@ -12,6 +12,8 @@ from .layer import LayerCache, Stock
 from .layout import LayerConfig
 from .prefill import attend_held, without_padding
 
+Attends = tuple[float, float | None, Tensor | None, Tensor | None]  # what `LayerCache.configure` takes
+
 
 class HeldPrompt:
     """A layer's cache while its first prompt is read: `read`, perhaps `read_again`, then `commit`.
@@ -23,12 +25,14 @@ class HeldPrompt:
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
         self.held: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        self.attends: tuple[float, float | None, Tensor | None] = (1.0, None, None)
+        self.attends: Attends = (1.0, None, None, None)
         self.received: Tensor | None = None
 
-    def configure(self, scale: float, softcap: float | None, output: Tensor | None = None) -> None:
+    def configure(
+        self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> None:
         """As `LayerCache.configure`."""
-        self.attends = scale, softcap, output
+        self.attends = scale, softcap, output, sink_logits
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
         """Hold the prompt, or attend to it where it is read again; arguments as in `LayerCache.read`."""
@@ -46,7 +50,8 @@ class HeldPrompt:
     def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
         """Attention of re-fed tokens over the held prompt and themselves. Nothing is stored."""
         assert self.held is not None and self.received is not None
-        out, most = attend_held(q, k, v, valid, self.held[1:], *self.attends[:2])
+        scale, softcap, _, sink_logits = self.attends
+        out, most = attend_held(q, k, v, valid, self.held[1:], scale, softcap, sink_logits)
         self.received = self.received.maximum(most)
         return out
 
@@ -70,9 +75,11 @@ class Rollback:
         self.cache = cache
         self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def configure(self, scale: float, softcap: float | None, output: Tensor | None = None) -> LayerConfig:
+    def configure(
+        self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> LayerConfig:
         """As `LayerCache.configure`."""
-        return self.cache.configure(scale, softcap, output)
+        return self.cache.configure(scale, softcap, output, sink_logits)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
         """Attention as in `LayerCache.read`; another forward without a roll-back accepts everything pending."""

@@ -35,7 +35,7 @@ from ..demo import policy_of
 from ..demo.measure import cache_bytes, kept_tokens, record_attention
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
-from ..reference import LayerState, joined
+from ..reference import LayerState, joined, with_sink
 from . import common
 from .equal_bytes import EVICT_EVERY, equal_bytes, stored_bytes
 
@@ -188,7 +188,7 @@ class Witness:
         stored, estimate = stored_tokens(state, self.keys.shape[2]), self.estimate(q, state, scale, softcap)
         out = self.stock[1](q, k, v, scale, softcap, *rest)
         pairs = self.keys, self.values, stored
-        self.compared.append(compare(q[:, :, 0], *pairs, scale, softcap, out[:, :, 0], estimate))
+        self.compared.append(compare(q[:, :, 0], *pairs, scale, softcap, out[:, :, 0], estimate, state.sink_logits))
         return out
 
     def remember(self, k: Tensor, v: Tensor) -> None:
@@ -233,11 +233,12 @@ def compare(
     softcap: float | None,
     out: Tensor,
     estimate: tuple[Tensor, Tensor],
+    sink_logits: Tensor | None = None,
 ) -> Heads:
     """Attention over the stored and over the evicted pairs, and how `out` and the estimate differ from it.
 
     Args: q [B, Hq, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv]; stored [B, Hkv, S] bool; out [B, Hq, Dv], what the
-        layer returned; estimate: of f_E [B, Hq, Dv] and log Z_E [B, Hq].
+        layer returned; estimate: of f_E [B, Hq, Dv] and log Z_E [B, Hq]; sink_logits [Hq].
     """
     batch, num_heads, dim = q.shape
     logits = scale * q.double().reshape(batch, keys.shape[1], -1, dim) @ keys.double().mT
@@ -250,7 +251,7 @@ def compare(
         return f.reshape(batch, num_heads, -1), within.logsumexp(-1).reshape(batch, num_heads)
 
     (f_retained, log_retained), (f_evicted, log_evicted) = attend(stored), attend(~stored)
-    whole, _ = attend(torch.ones_like(stored))
+    whole, _ = with_sink(*attend(torch.ones_like(stored)), sink_logits)
     return Heads(
         own_error=distance(out.double(), whole),
         cosine=torch.cosine_similarity(f_evicted, estimate[0], dim=-1),

@@ -203,6 +203,25 @@ def _mix(top_a, total_a, top_b, total_b):
 
 
 @triton.jit
+def _add_sink(top, total, sink):
+    """Add a token of logit `sink` and value zero to a partial: its top and total, and the factor of its acc."""
+    sink2 = sink.to(tl.float32) * LOG2E
+    new_top = tl.maximum(top, sink2)
+    floor = tl.where(new_top == -float("inf"), 0.0, new_top)
+    decay = tl.exp2(top - floor)
+    return new_top, total * decay + tl.exp2(sink2 - floor), decay
+
+
+@triton.jit
+def _sink(sink_ptr, lse2, G: tl.constexpr, M: tl.constexpr):
+    """The learned sinks [G] beside everything else: log2-sum-exp [M] with them, and the share that they leave."""
+    rows = tl.arange(0, M)
+    sink = tl.load(sink_ptr + rows, mask=rows < G, other=-float("inf"))
+    top, total, rest = _add_sink(lse2, 1.0, sink)  # lse2 is finite, also of nothing
+    return top + tl.log2(total), rest / total
+
+
+@triton.jit
 def _store_lse(lse_ptr, top, total, G: tl.constexpr, M: tl.constexpr):
     """Natural log-sum-exp of a partial; -inf for an empty one."""
     rows = tl.arange(0, M)

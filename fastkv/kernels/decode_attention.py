@@ -3,10 +3,11 @@
     out = (sum_j e^{s_j} v_j + Z_E f_E) / (sum_j e^{s_j} + Z_E),   s_j = softcap(scale q.k_j)
     log Z_E = log n + scale q.k_mean,   f_E = v_mean + (scale / n) S^T q
 
-or, with a spread or with centroids, what `_evicted` says. Source: MomentKV (arXiv:2606.01563, Eqs. 9, 11, 12); split
-softmax as in Flash-Decoding; the evicted set is one more partial, so mixing is free. Program (pair, s) reads a share of
-the slots, program (pair, splits) the moments or centroids, and the last of a pair to arrive merges; with many pairs one
-program does it all. Twins: `fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
+or, with a spread or with centroids, what `_evicted` says; a learned sink adds e^sink to the sum below the line.
+Source: MomentKV (arXiv:2606.01563, Eqs. 9, 11, 12); split softmax as in Flash-Decoding; the evicted set is one more
+partial, so mixing is free. Program (pair, s) reads a share of the slots, program (pair, splits) the moments or
+centroids, and the last of a pair to arrive merges; with many pairs one program does it all. Twins:
+`fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
 
 Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the matrix (4 D^2 in fp32), 8 D a centroid.
 Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 256, float64, windows, padding.
@@ -30,6 +31,7 @@ from ._attention import (
     _merge_accs,
     _merge_tops,
     _mix,
+    _sink,
     _store_lse,
     _store_partial,
     _stretch,
@@ -42,6 +44,7 @@ from ._launch import (
     addressed,
     check_contiguous,
     check_decode,
+    check_like,
     decode_outputs,
     num_splits,
     on_hip,
@@ -61,13 +64,14 @@ def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr,
     sizes_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr,
     out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr, starts_ptr,
-    slots, pool, centroids, scale, softcap,
+    sink_ptr, slots, pool, centroids, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
-    # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged).
+    # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
+    # sink_ptr.
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
@@ -88,6 +92,8 @@ def _decode_attention_kernel(
     if attention_ptr is not None:
         attention_ptr += base
         logits_ptr += base
+    if sink_ptr is not None:
+        sink_ptr += (pair % HEADS) * G
 
     top = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -118,6 +124,9 @@ def _decode_attention_kernel(
                 softcap, G, M, D, BLOCK_D, BLOCK_K, BLOCK_C, ORDER, SPREAD, HAS_CAP, INTERP,
             )  # fmt: skip
         lse2, weight, moment_weight = _mix(top, total, moment_top, moment_total)
+        if sink_ptr is not None:
+            lse2, rest = _sink(sink_ptr, lse2, G, M)
+            weight, moment_weight = weight * rest, moment_weight * rest
         mixed = acc * weight[:, None] + moment_acc * moment_weight[:, None]
         place, mask = rows[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D)[None, :]
         tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
@@ -149,6 +158,9 @@ def _decode_attention_kernel(
             if ORDER is not None:
                 moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS, 1, G, MERGE_M)
             lse2, weight, moment_weight = _mix(all_top, all_total, moment_top, moment_total)
+            if sink_ptr is not None:
+                lse2, rest = _sink(sink_ptr, lse2, G, MERGE_M)
+                weight, moment_weight = weight * rest, moment_weight * rest
             for first in tl.static_range(0, D, MERGE_D):
                 part = first + tl.arange(0, MERGE_D)
                 mixed = _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, MERGE_M, D) * weight[:, None]
@@ -209,6 +221,7 @@ def decode_step(
     groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts))
     batch, heads, capacity, dim = addressed(op, keys, starts).shape
     known = Terms.of(op, spec.evicted(state), dim)
+    check_like(op, (heads * groups,), sink_logits=state.sink_logits)
     check_contiguous(
         op, q=q, keys=keys, values=values, lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
         value_mean=known.value_mean, matrix=known.matrix, spread=known.spread, sizes=known.sizes, attention=attention,
@@ -231,7 +244,7 @@ def decode_step(
         known.sizes, k, v, positions, seen, attention, out, lse_retained, lse_evicted,
         parts and parts.accs, parts and parts.tops, parts and parts.totals,
         room.logits if room is not None and collects else None, parts and parts.tickets,
-        starts, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,
+        starts, state.sink_logits, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted

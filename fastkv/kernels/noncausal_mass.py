@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from ._attention import _dot, _logits2
+from ._attention import LOG2E, _add_sink, _dot, _logits2
 from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
@@ -47,7 +47,7 @@ def _rows(base_ptr, index, inside, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _single_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, scale, softcap, N, chunk,
+    q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, sink_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
@@ -71,15 +71,22 @@ def _single_kernel(
             q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
             logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
             logits = tl.where((rank < real)[None, :], logits, -float("inf"))
-            weights = tl.exp2(logits - tl.max(logits, 1)[:, None])
-            share = tl.where(asks, 1.0 / tl.sum(weights, 1), 0.0)
+            top = tl.max(logits, 1)
+            if sink_ptr is not None:
+                sink2 = tl.load(sink_ptr + kv * G + group).to(tl.float32) * LOG2E
+                top = tl.maximum(top, sink2)
+            weights = tl.exp2(logits - top[:, None])
+            total = tl.sum(weights, 1)
+            if sink_ptr is not None:
+                total += tl.exp2(sink2 - top)
+            share = tl.where(asks, 1.0 / total, 0.0)
             sums += tl.sum(weights * share[:, None], 0)
     tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
 
 
 @triton.jit
 def _lse_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, scale, softcap, N, chunk,
+    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, sink_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
@@ -106,6 +113,8 @@ def _lse_kernel(
         new_top = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(logits - new_top[:, None]), 1)
         top = new_top
+    if sink_ptr is not None:
+        top, total, _ = _add_sink(top, total, tl.load(sink_ptr + kv * G + tl.program_id(2)))
     place = (head * G + tl.program_id(2)) * N + row
     inside = (row < low + chunk) & (row < N)
     tl.store(lse_ptr + place, tl.where(asks, top + tl.log2(tl.where(asks, total, 1.0)), 0.0), mask=inside)
@@ -150,12 +159,13 @@ def _room(element_size: int, hip: bool) -> int:
 
 def noncausal_attention_mass(
     *, q: Tensor, keys: Tensor, scale: float, chunk: int = 256, softcap: float | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Column sums of the non-causal attention within each chunk, mean over the group, before pooling.
 
     Args: q [B, Hq, N, D], keys [B, Hkv, N, D]: post-RoPE, in order of position, any strides, unit stride along D;
-        chunk: real tokens per chunk; mask [B, Hkv, N] bool, true for real tokens, which alone ask and are asked.
+        chunk: real tokens per chunk; mask [B, Hkv, N] bool, true for real tokens, which alone ask and are asked;
+        sink_logits [Hq], see `reference.with_sink`.
     Returns: [B, Hkv, N] fp32, 0 where not real.
     Cost: one launch up to chunk = 256, else two; with a mask an argsort of it; no host sync.
     """
@@ -166,6 +176,7 @@ def noncausal_attention_mass(
     check_head_dim("noncausal_attention_mass", dim)
     if chunk < 1:
         raise FastKVError(f"noncausal_attention_mass: chunk must be at least 1 token, got {chunk}; the paper uses 256")
+    check_like("noncausal_attention_mass", (num_heads,), sink_logits=sink_logits)
     assert q.stride(-1) == keys.stride(-1) == 1
     mass = torch.empty(batch, heads, num, dtype=torch.float32, device=q.device)
     if not mass.numel():
@@ -184,12 +195,13 @@ def noncausal_attention_mass(
     if chunk <= ON_CHIP and pow2(chunk, 16) * width <= _room(q.element_size(), torch.version.hip is not None):
         rows, warps = SINGLE[width]
         _single_kernel[(chunks, batch * heads)](
-            *inputs, mass, *sizes, BLOCK_M=rows, BLOCK_C=pow2(chunk, 16), num_warps=warps, num_stages=stages(2), **flags
-        )
+            *inputs, mass, sink_logits, *sizes, BLOCK_M=rows, BLOCK_C=pow2(chunk, 16), num_warps=warps,
+            num_stages=stages(2), **flags,
+        )  # fmt: skip
         return mass
     rows, columns, warps = DOUBLE[width]
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     flags |= {"BLOCK_M": rows, "BLOCK_N": columns, "num_warps": warps, "num_stages": stages(2)}
-    _lse_kernel[(chunks * triton.cdiv(chunk, rows), batch * heads, groups)](*inputs, lse, *sizes, **flags)
+    _lse_kernel[(chunks * triton.cdiv(chunk, rows), batch * heads, groups)](*inputs, lse, sink_logits, *sizes, **flags)
     _column_kernel[(chunks * triton.cdiv(chunk, columns), batch * heads)](*inputs, lse, mass, *sizes, **flags)
     return mass

@@ -67,11 +67,9 @@ def sketched_leverage(keys: Tensor, sketch: Tensor, method: str, *, mask: Tensor
     return leverage.leverage_scores(keys=keys, sketch=sketch, mask=mask, centre=centre)
 
 
-def noncausal_attention_mass(
-    q: Tensor, keys: Tensor, scale: float, chunk: int, *, softcap: float | None, mask: Tensor | None
-) -> Tensor:
+def noncausal_attention_mass(q: Tensor, keys: Tensor, scale: float, chunk: int, **given: Any) -> Tensor:
     """`reference.noncausal_attention_mass`."""
-    return noncausal_mass.noncausal_attention_mass(q=q, keys=keys, scale=scale, chunk=chunk, softcap=softcap, mask=mask)
+    return noncausal_mass.noncausal_attention_mass(q=q, keys=keys, scale=scale, chunk=chunk, **given)
 
 
 def observed_attention(

@@ -2,8 +2,9 @@
 
 Flash attention over two sources of keys: the slots (all older than the block: a length, no causal mask) and the block
 (causal, padding excluded). The moments seed the online softmax of every row as one more partial
-(m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563, Eqs. 9-12), so nothing is mixed afterwards. Rows of a
-program are the queries of one KV head, (token, head of the group) in that order: keys are read once per group.
+(m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563, Eqs. 9-12), so nothing is mixed afterwards; learned sinks
+are one more, (sink, 1, 0), and come last. Rows of a program are the queries of one KV head, (token, head of the group)
+in that order: keys are read once per group.
 
 Bytes: keys and values once per BLOCK_M rows; q and out once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache.
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
-from ._attention import LN2, _dot, _logits2, _normalise, _softmax_update
+from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_update
 from ._evicted import Terms, _seed
-from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, stages
+from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
@@ -40,7 +41,7 @@ def _tile(base_ptr, first, inside, stride, D: tl.constexpr, BD: tl.constexpr, RO
 @triton.jit
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
-    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, out_ptr, lse_ptr,
+    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, sink_ptr, out_ptr, lse_ptr,
     scale, softcap, T, slots,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
@@ -90,6 +91,9 @@ def _prefill_kernel(
         v = _tile(new_values, first, usable, stride_vt, DV, BV, BLOCK_N)
         acc += _dot(weights.to(v.dtype), v, INTERP)
 
+    if sink_ptr is not None:
+        top, total, decay = _add_sink(top, total, tl.load(sink_ptr + q_head))
+        acc *= decay[:, None]
     place = (batch * HEADS * G + q_head) * T + token
     tl.store(lse_ptr + place, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2, mask=rows)
     wide = tl.arange(0, BV)[None, :]
@@ -119,6 +123,7 @@ def prefill_attention(
     moments = evicted if isinstance(evicted, Moments) else None
     known = Terms.of(op, moments, dim)
     check_contiguous(op, lengths=lengths, valid=valid, matrix=known.matrix, spread=known.spread)
+    check_like(op, (num_heads,), sink_logits=state.sink_logits)
     slots = keys.stride(1) // dim
     for name, tensor in (("keys", keys), ("values", values)):
         row = tensor.shape[-1]
@@ -141,8 +146,8 @@ def prefill_attention(
             has_slope = True
         sources = (moments.count, known.key_mean, known.value_mean, known.key_mean if order == 0 else matrix)
     _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
-        q, keys, values, lengths, k, v, valid.view(torch.uint8), *sources, known.spread, out, lse, spec.scale,
-        softcap or 1.0, num, slots, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, keys, values, lengths, k, v, valid.view(torch.uint8), *sources, known.spread, state.sink_logits, out, lse,
+        spec.scale, softcap or 1.0, num, slots, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=rows, BLOCK_N=tile,
         SEED=SEED[value_width], ORDER=order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
         HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=warps, num_stages=stages(depth),

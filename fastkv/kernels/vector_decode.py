@@ -32,6 +32,7 @@ from ._attention import (
     _merge_tops,
     _mix,
     _rows_mask,
+    _sink,
     _softmax_update,
     _store_lse,
     _store_partial,
@@ -45,6 +46,7 @@ from ._launch import (
     addressed,
     check_contiguous,
     check_decode,
+    check_like,
     decode_outputs,
     num_splits,
     on_hip,
@@ -140,7 +142,8 @@ def _vector_decode_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, approx_keys_ptr, approx_positions_ptr, approx_lengths_ptr, weight_ptr,
     cos_ptr, sin_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr,
     out_ptr, lse_retained_ptr, lse_evicted_ptr, attention_ptr, approx_attention_ptr, accs_ptr, tops_ptr, totals_ptr,
-    logits_ptr, tickets_ptr, starts_ptr, approx_starts_ptr, slots, approx_slots, pool, approx_pool, scale, softcap,
+    logits_ptr, tickets_ptr, starts_ptr, approx_starts_ptr, sink_ptr, slots, approx_slots, pool, approx_pool, scale,
+    softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     APPROX: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
@@ -211,6 +214,9 @@ def _vector_decode_kernel(
         if ORDER is not None:
             moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS + APPROX, 1, G, M)
         lse2, held_factor, moment_factor = _mix(held_top, held_total, moment_top, moment_total)
+        if sink_ptr is not None:
+            lse2, rest = _sink(sink_ptr + (pair % HEADS) * G, lse2, G, M)
+            held_factor, moment_factor = held_factor * rest, moment_factor * rest
         _store_lse(lse_retained_ptr + pair * G, held_top, held_total, G, M)
         _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
 
@@ -285,6 +291,7 @@ def vector_decode_step(
     check_shape(op, "weight", recovery.weight, (heads, dim, dim))
     check_shape(op, "cos", recovery.cos, (None, dim // 2))
     known = Terms.of(op, spec.evicted(state), dim)
+    check_like(op, (heads * groups,), sink_logits=state.sink_logits)
     check_contiguous(
         op, q=q, keys=keys, values=values, lengths=exact.lengths, approx_keys=approx.keys,
         approx_positions=approx.positions, approx_lengths=approx.lengths, weight=recovery.weight, cos=recovery.cos,
@@ -309,8 +316,8 @@ def vector_decode_step(
         q, keys, values, exact.lengths, approx.keys, approx.positions, approx.lengths, recovery.weight, recovery.cos,
         recovery.sin, moments.count, known.key_mean, known.value_mean, known.matrix, k, v, positions, seen, out,
         lse_retained, lse_evicted, exact.attention, approx.attention, room.accs, room.tops, room.totals,
-        room.logits if collects else None, room.tickets, starts, approx.starts, slots, approx_slots, pool,
-        approx_pool, spec.scale, spec.softcap or 1.0,
+        room.logits if collects else None, room.tickets, starts, approx.starts, state.sink_logits,
+        slots, approx_slots, pool, approx_pool, spec.scale, spec.softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted

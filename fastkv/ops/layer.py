@@ -17,9 +17,12 @@ from ..reference import Evicted, LayerState, Moments, Slots, Spec, compute_dtype
 from .operator import by_spec, nothing, operator
 
 
-def _step_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
-    return torch.empty_like(q), lse, torch.empty_like(lse)
+def _step_outputs(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    values, lse = state.exact.values, q.new_empty(q.shape[:2], dtype=compute_dtype(q))
+    assert values is not None
+    return q.new_empty(*q.shape[:2], values.shape[-1]), lse, torch.empty_like(lse)
 
 
 # Kernel: one launch, append included; no allocation but the results.
@@ -37,18 +40,20 @@ def decode_attention(
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.decode_attention`. Kernel: one launch."""
     counted = moments if isinstance(moments, Moments) else Moments(torch.zeros_like(lengths, dtype=torch.int64))
     parts = None if isinstance(moments, Moments) else moments
     seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    state = LayerState(Slots(keys, values, lengths, attention=attention), seen, counted, parts=parts)
+    slots = Slots(keys, values, lengths, attention=attention)
+    state = LayerState(slots, seen, counted, parts=parts, sink_logits=sink_logits)
     return decode_step(q, None, None, state, Spec(scale, softcap, corrections.reading(state, order), backend))
 
 
-def _block_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 # Kernel: one launch, two with centroids.

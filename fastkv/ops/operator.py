@@ -40,7 +40,7 @@ PLAIN = {
 }
 RETURNS = {type(None): "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
 ATTRIBUTES = {
-    kind: tuple(one.name for one in fields(kind))
+    kind: tuple(one.name for one in fields(kind) if one.name not in LayerState.BORROWED)
     for kind in (LayerState, Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
 }
 
@@ -60,6 +60,9 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
         more, called = flat_parts(prefix, owner)
         tensors += more
         names += called
+    if state.sink_logits is not None:
+        tensors.append(state.sink_logits.detach())  # a parameter of the model; no gradient passes through operators
+        names.append("sink_logits")
     numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit)]
     return tensors + state.scratch, " ".join(names), numbers
 
@@ -75,6 +78,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:
         state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[2], limit=numbers[3])
+    state.sink_logits = found[""].get("sink_logits")
     if "recovery" in found:
         state.recovery = Recovery(**found["recovery"])
     for kind in found.keys() & Evicted.kinds.keys() - {"moments"}:

@@ -26,6 +26,7 @@ class Signals:
         positions: [B, Hkv, N] int32.  valid: [B, Hkv, N] bool, false for empty slots and padding.
         moments: of the tokens evicted so far.
         scale: logit multiplier of the layer.  softcap: of its logits, or None.
+        sink_logits: [Hq], learned logits beside those of the keys, with the value zero; None for none.
         layer: index of the layer in the model.
         tokens: how many each head will keep (their mean where heads differ).
         decoding: true when called between generated tokens, false while a prompt is read.
@@ -50,6 +51,7 @@ class Signals:
     layer: int
     decoding: bool
     softcap: float | None = None
+    sink_logits: Tensor | None = None
     tokens: int = 0
     attention: Tensor | None = None
     queried: Tensor | None = None

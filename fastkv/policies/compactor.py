@@ -54,6 +54,7 @@ class NonCausal(Policy):
             self.chunk,
             softcap=signals.softcap,
             mask=valid,
+            sink_logits=signals.sink_logits,
             backend=signals.backend,
         )
         length = torch.linalg.vector_norm(signals.values[:, :, start:].float(), dim=-1)

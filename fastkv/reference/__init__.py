@@ -16,7 +16,16 @@ Notation: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, T new tokens, N c
 Computation is in float32, or in float64 if the inputs are float64.
 """
 
-from .attention import append, collect, decode_attention, decode_step, merge_partials, most_attended, prefill_attention
+from .attention import (
+    append,
+    collect,
+    decode_attention,
+    decode_step,
+    merge_partials,
+    most_attended,
+    prefill_attention,
+    with_sink,
+)
 from .centroids import Centroids, centroid_estimate
 from .gather import flat_index, pack, rows_at, unpack
 from .geometry import (

@@ -2,6 +2,7 @@
 
 The evicted set enters as one more partial of a split softmax (m, l, acc) = (log Z_E, 1, f_E), so mixing (MomentKV
 Eq. 12) is the merge that split-KV attention does anyway: w = sigmoid(log Z_R - log Z_E), out = w f_R + (1 - w) f_E.
+So does a learned sink s of a query head, (s, 1, 0): out = sigmoid(log Z - s) f, Z of everything else.
 """
 
 from __future__ import annotations
@@ -54,6 +55,19 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     return torch.exp(lse_a - floor)[..., None] * out_a + torch.exp(lse_b - floor)[..., None] * out_b, lse
 
 
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention whose softmax has one more logit, with the value zero (gpt-oss, arXiv:2508.10925, Sec. 2).
+
+    Args: out [..., Dv] and lse [...]; sink broadcasts to lse, below inf, in any float dtype; None for no such logit.
+    Returns: out and lse with it; where there is nothing besides, zeros and the sink.
+    """
+    if sink is None:
+        return out, lse
+    total = torch.logaddexp(lse, sink.detach().to(lse.dtype).expand_as(lse))
+    floor = total.clamp(min=torch.finfo(total.dtype).min)  # -inf less -inf is no number
+    return torch.exp(lse - floor)[..., None] * out, total
+
+
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,14 +81,22 @@ def _attend(
 
 
 def _mix(
-    out: Tensor, lse: Tensor, q: Tensor, evicted: Evicted | None, scale: float, softcap: float | None
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    evicted: Evicted | None,
+    sink_logits: Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, T, Dv] and lse [B, Hq, T] with the evicted set. Returns: out, lse_evicted, lse_all."""
-    if evicted is None:
-        return out, torch.full_like(lse, float("-inf")), lse
-    value, log_mass = evicted.estimate(q, scale, softcap)
-    mixed, total = merge_partials(out, lse, value.to(out.dtype), log_mass.to(out.dtype))
-    return mixed, log_mass.to(lse.dtype), total
+    """out [B, Hq, T, Dv] and lse [B, Hq, T] with the evicted set and the sinks. Returns: out, lse_evicted, lse_all."""
+    total, log_mass = lse, torch.full_like(lse, float("-inf"))
+    if evicted is not None:
+        value, log_mass = evicted.estimate(q, scale, softcap)
+        log_mass = log_mass.to(lse.dtype)
+        out, total = merge_partials(out, lse, value.to(out.dtype), log_mass)
+    out, total = with_sink(out, total, None if sink_logits is None else sink_logits[:, None])
+    return out, log_mass, total
 
 
 def decode_attention(
@@ -88,6 +110,7 @@ def decode_attention(
     *,
     order: int | None = 1,
     attention: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query per sequence over the first `lengths` slots and what is known of the evicted tokens (MomentKV Eq. 12).
 
@@ -96,6 +119,7 @@ def decode_attention(
         moments: of the evicted tokens, or their centroids, or None.  order: of moments: 1, 0 (means only) or None (no
             correction).
         attention: optional [B, Hkv, C] fp32, to which the group mean of the attention weights is added in place.
+        sink_logits: optional [Hq], see `with_sink`; part of neither log-sum-exp.
     Returns: out [B, Hq, Dv] in the dtype of q, lse_retained and lse_evicted [B, Hq] (-inf where empty). A head with
         nothing retained and nothing evicted returns zeros.
     Raises: FastKVError if Hq is not a multiple of Hkv or shapes disagree.
@@ -108,7 +132,7 @@ def decode_attention(
     check_shape("decode_attention", "lengths", lengths, (batch, heads))
     held = torch.arange(slots, device=q.device) < lengths[..., None]
     evicted = moments.upto(order) if isinstance(moments, Moments) else moments
-    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, evicted, scale, softcap)
+    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, evicted, sink_logits, scale, softcap)
     if attention is not None:
         attention.add_(received)
     return out, lse, lse_evicted
@@ -120,6 +144,7 @@ def attend_rows(
     values: Tensor,
     held: Tensor,
     evicted: Evicted | None,
+    sink_logits: Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,7 +154,7 @@ def attend_rows(
     """
     query, values = q[:, :, None], torch.where(held[..., None], values.to(compute_dtype(q)), 0)
     out, lse, probs = _attend(query, keys, values, held[:, :, None, None], scale, softcap)
-    out, lse_evicted, lse_all = _mix(out, lse, query, evicted, scale, softcap)
+    out, lse_evicted, lse_all = _mix(out, lse, query, evicted, sink_logits, scale, softcap)
     share = torch.exp(lse - lse_all).nan_to_num(0.0).reshape(*keys.shape[:2], -1, 1)
     received = (probs[:, :, :, 0] * share).mean(2)
     return out[:, :, 0].to(q.dtype), lse[..., 0], lse_evicted[..., 0], received
@@ -190,7 +215,9 @@ def decode_step(
         more, recovered = recovered_values(state, compute_dtype(q))
         keys, values = torch.cat([keys.to(more.dtype), more], 2), torch.cat([values.to(more.dtype), recovered], 2)
         held = torch.cat([held, approx.valid], 2)
-    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, spec.evicted(state), spec.scale, spec.softcap)
+    out, lse, lse_evicted, received = attend_rows(
+        q, keys, values, held, spec.evicted(state), state.sink_logits, spec.scale, spec.softcap
+    )
     collect(exact, received[..., : exact.filled])
     if approx is not None:
         collect(approx, received[..., exact.filled :])
@@ -205,8 +232,8 @@ def prefill_attention(
     Everything retained or evicted is older than the block, so only the block needs a causal mask.
 
     Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding.
-    Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over all of them (-inf, and zeros in out, for a
-        query that sees nothing).
+    Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over all of them and the sinks (-inf, and zeros in
+        out, for a query that sees nothing).
     """
     keys, values, held = state.exact["keys"], state.exact["values"], state.exact.valid
     batch, num_heads, num, dim = q.shape
@@ -227,18 +254,24 @@ def prefill_attention(
         causal = index[:end] <= index[slots + start : end, None]
         visible = (usable[:, :, None, :end] & causal)[:, :, None]
         out, lse, _ = _attend(part, all_keys[:, :, :end], all_values[:, :, :end], visible, spec.scale, spec.softcap)
-        out, _, lse = _mix(out, lse, part, evicted, spec.scale, spec.softcap)
+        out, _, lse = _mix(out, lse, part, evicted, state.sink_logits, spec.scale, spec.softcap)
         outs.append(out.to(q.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def most_attended(
-    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention output and, for each key, the largest weight that any query gives it (KVzip, arXiv:2505.23416, Eq. 2).
 
-    Args: q [B, Hq, T, D]; keys [B, Hkv, N, D]; values [B, Hkv, N, Dv]; visible [B, T, N] bool.
+    Args: q [B, Hq, T, D]; keys [B, Hkv, N, D]; values [B, Hkv, N, Dv]; visible [B, T, N] bool; sink_logits [Hq].
     Returns: out [B, Hq, T, Dv] in the dtype of q (zeros for a query that sees nothing); most [B, Hkv, N] fp32 (fp64
         for fp64 inputs), the maximum over queries and over the query heads of a KV head.
     """
@@ -253,7 +286,10 @@ def most_attended(
     outs = []
     for start in range(0, num, QUERY_CHUNK):
         rows = slice(start, start + QUERY_CHUNK)
-        out, _, probs = _attend(q[:, :, rows], keys, values, visible[:, None, None, rows], scale, softcap)
+        out, lse, probs = _attend(q[:, :, rows], keys, values, visible[:, None, None, rows], scale, softcap)
+        out, _ = with_sink(out, lse, None if sink_logits is None else sink_logits[:, None])
+        sinks = None if sink_logits is None else sink_logits.view(heads, -1, 1)
+        probs, _ = with_sink(probs, lse.view(probs.shape[:-1]), sinks)
         most = torch.maximum(most, probs.amax((2, 3)))
         outs.append(out.to(q.dtype))
     return torch.cat(outs, 2), most

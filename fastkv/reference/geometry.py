@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
-from .attention import masked_softmax, softcapped
+from .attention import masked_softmax, softcapped, with_sink
 from .moments import compute_dtype
 
 METRICS = ("l2", "l1", "linf", "cosine")
@@ -188,16 +188,23 @@ def check_leverage(sketch_dim: int | None, method: str) -> None:
 
 
 def noncausal_attention_mass(
-    q: Tensor, keys: Tensor, scale: float, chunk: int = 256, *, softcap: float | None = None, mask: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    chunk: int = 256,
+    *,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention each key receives from the queries of its chunk, past and future (Compactor, Sec. 3.3), before pooling.
 
     Tokens are cut into chunks of `chunk` consecutive real tokens. Within a chunk, without a causal mask,
     mass_j = mean over the group of sum_i softmax(scale * q_i . k_j over j)[j]. The last chunk is as long as it is: the
-    masses of a chunk of r tokens sum to r, whatever r is.
+    masses of a chunk of r tokens sum to r, whatever r is, less what sinks take.
 
     Args: q [B, Hq, N, D] post-RoPE; keys [B, Hkv, N, D] post-RoPE, in order of position; mask [B, Hkv, N] bool, true
-        for real tokens, which alone ask and are asked.
+        for real tokens, which alone ask and are asked; sink_logits [Hq], see `with_sink`.
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), 0 where not real.
     Raises: FastKVError if Hq % Hkv, shapes disagree or chunk < 1.
     """
@@ -220,6 +227,7 @@ def noncausal_attention_mass(
         query = q.reshape(batch, heads, groups, num, dim).gather(3, spread).to(dtype)
         query = torch.where(usable[:, :, None, :, None], query, 0) * scale
         logits = softcapped(query @ key[:, :, None].transpose(-1, -2), softcap)
-        probs, _ = masked_softmax(logits, (usable[:, :, None, :, None] & usable[:, :, None, None, :]))
+        probs, lse = masked_softmax(logits, (usable[:, :, None, :, None] & usable[:, :, None, None, :]))
+        probs, _ = with_sink(probs, lse, None if sink_logits is None else sink_logits.view(heads, groups, 1))
         mass.scatter_(-1, rows, probs.sum((2, 3)) / groups)
     return mass

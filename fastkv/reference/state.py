@@ -120,6 +120,8 @@ class LayerState:
         parts: what the layer's correction remembers of them besides, None for most.
         recovery: of the values of `approx`; shared with other layers and not part of what the layer remembers.
         scratch: of the kernels, shared by the layers of a cache; empty for other backends.
+        sink_logits: [Hq], any float dtype: a learned logit of each query head that takes part in its softmax with the
+            value zero (attention sinks), None for none; a weight of the model, not part of what the layer remembers.
     """
 
     exact: Slots
@@ -129,6 +131,8 @@ class LayerState:
     parts: Evicted | None = None
     recovery: Recovery | None = None
     scratch: list[Tensor] = field(default_factory=list)
+    sink_logits: Tensor | None = None
+    BORROWED: ClassVar = ("sink_logits",)  # tensors that belong to the model
 
     @property
     def tiers(self) -> dict[str, Slots]:
@@ -168,7 +172,7 @@ class LayerState:
         for prefix, owner in self.owners():
             for one in fields(owner):  # type: ignore[arg-type]
                 value = getattr(owner, one.name)
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and one.name not in self.BORROWED:
                     yield prefix + one.name, value
 
     def replace(self, name: str, tensor: Tensor) -> None:

@@ -77,12 +77,14 @@ def fastkv_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     fastkv_layer: FastKVLayer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: query [B, Hq, T, D], key, value [B, Hkv, T, D] post-RoPE, the new tokens only.
 
     Without a compressed layer (training, `use_cache=False`, a cache of the user's own) this is the stock function.
+    s_aux [Hq]: learned attention sinks (gpt-oss).
 
     Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
     """
@@ -92,7 +94,8 @@ def fastkv_attention(
             "fastkv.unpatch(model) first"
         )
     scale: float = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator, assignment]
-    extra = {} if softcap is None else {"softcap": softcap}  # sdpa of newer transformers refuses even softcap=None
+    # sdpa of newer transformers refuses even softcap=None
+    extra = {name: one for name, one in (("softcap", softcap), ("s_aux", s_aux)) if one is not None}
 
     def stock() -> tuple[Tensor, Tensor | None]:
         return _stock_attention(module)(
@@ -103,8 +106,10 @@ def fastkv_attention(
         return stock()
     output = output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
     if fastkv_layer.decodes(query.shape[2]):
-        out = fastkv_layer.step(query, key, value, scale, softcap, output)
+        out = fastkv_layer.step(query, key, value, scale, softcap, output, s_aux)
     else:
         valid = valid_tokens(attention_mask, key.shape[0], key.shape[2], key.device)
-        out = fastkv_layer.attend(query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2), output)
+        out = fastkv_layer.attend(
+            query, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2), output, s_aux
+        )
     return out.transpose(1, 2), None

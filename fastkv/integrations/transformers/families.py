@@ -35,5 +35,7 @@ QWEN = Family("Qwen", ("qwen2", "qwen3", "qwen3_moe"), example="Qwen/Qwen3-4B-In
 # cap that counts is the one the module passes to attention. `query_pre_attn_scalar` arrives as the module's scaling.
 GEMMA2 = Family("Gemma 2", ("gemma2",), softcap="attn_logit_softcapping", example="google/gemma-2-9b-it")
 GEMMA3 = Family("Gemma 3", ("gemma3_text",), example="google/gemma-3-12b-it")
+# Every query head has a learned sink, which transformers computes in eager attention only. Half of the layers slide.
+GPT_OSS = Family("gpt-oss", ("gpt_oss",), bases=("eager",), example="openai/gpt-oss-20b")
 
-FAMILIES = (LLAMA, MISTRAL, QWEN, GEMMA2, GEMMA3)
+FAMILIES = (LLAMA, MISTRAL, QWEN, GEMMA2, GEMMA3, GPT_OSS)

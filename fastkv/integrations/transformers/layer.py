@@ -84,11 +84,18 @@ class FastKVLayer(CacheLayerMixin):
         return num == 1 and self.cache.started and self.reader is self.cache and not self.cache.workspace.reading
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, output: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        output: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attention output for one new token that is no padding, [B, Hq, 1, Dv]; arguments as in `attend`."""
         cache = self.cache
-        cache.configure(scale, softcap, output)
+        cache.configure(scale, softcap, output, sink_logits)
         if not cache.static:
             return cache.step(q.detach(), k.detach(), v.detach(), self.seen)
         if cache.config.correction.key_only:
@@ -106,6 +113,7 @@ class FastKVLayer(CacheLayerMixin):
         softcap: float | None,
         stock: Stock,
         output: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attention output for the tokens of a prompt, [B, Hq, T, Dv]; the cache afterwards includes them.
 
@@ -113,12 +121,13 @@ class FastKVLayer(CacheLayerMixin):
             q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
             stock: runs the model's own attention over the new tokens.
             output: [hidden, Hq, Dv], the layer's output projection, for policies that need it.
+            sink_logits: [Hq], the layer's learned attention sinks, None for none.
         """
         q, k, v = q.detach(), k.detach(), v.detach()
         if not isinstance(self.reader, HeldPrompt) and not self._fits(k):
             self.cache.allocate(q.shape[1], k, v, max(self.expected, k.shape[2]))
             self._fix()
-        self.reader.configure(scale, softcap, output)
+        self.reader.configure(scale, softcap, output, sink_logits)
         return self.reader.read(q, k, v, valid, stock)
 
     def _fits(self, k: Tensor) -> bool:

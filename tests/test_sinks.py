@@ -1,0 +1,266 @@
+"""Learned attention sinks: a logit of each query head that takes its share of every softmax, with the value zero."""
+
+import copy
+
+import pytest
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+
+import fastkv
+from fastkv import Budget, FastKVError, ops, reference
+from fastkv.cache.layer import LayerCache
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
+from fastkv.reference import Moments
+
+from .models import COMMON, generate, prompt
+from .states import make_spec, make_state
+
+B, HQ, HKV, D = 2, 6, 2, 16
+F64 = torch.float64
+SINKS = torch.tensor([0.5, -2.0, 3.0, -torch.inf, 1e4, -1e4], dtype=F64)
+SMALL = Budget(tokens=20, sinks=2, recent=4)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def truth(q, keys, values, visible, sinks, scale=0.3):
+    """Attention and its weights over keys [B, Hkv, N, D], visible [B, 1 or Hkv, T, N], as gpt-oss does it: the sink is
+    one more column of the logits, which is dropped after the softmax."""
+    groups = q.shape[1] // keys.shape[1]
+    logits = scale * q @ keys.repeat_interleave(groups, 1).mT
+    if visible.shape[1] > 1:
+        visible = visible.repeat_interleave(groups, 1)
+    logits = logits.masked_fill(~visible, float("-inf"))
+    column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
+    return weights @ values.repeat_interleave(groups, 1), weights
+
+
+def shares(weights):
+    """Mean over the query heads of a group."""
+    return weights.unflatten(1, (HKV, -1)).mean(2)
+
+
+def held(num, lengths):
+    keys, values = randn(B, HKV, num, D, seed=1), randn(B, HKV, num, D, seed=2)
+    return make_state(keys, values, torch.tensor(lengths, dtype=torch.int32), sink_logits=SINKS)
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_step(evicted):
+    """Evicted tokens of equal keys: what the moments say of them is exact."""
+    q, state, new = (
+        randn(B, HQ, D),
+        held(9, [[4, 8], [1, 0]]),
+        (randn(B, HKV, 1, D, seed=3), randn(B, HKV, 1, D, seed=4)),
+    )
+    state.exact.positions, state.exact.attention = torch.zeros(B, HKV, 9, dtype=torch.int32), torch.zeros(B, HKV, 9)
+    gone = randn(B, HKV, 1, D, seed=5).expand(-1, -1, 6, -1), randn(B, HKV, 6, D, seed=6)
+    if evicted:
+        state.moments = Moments.empty(B, HKV, D, D, dtype=F64).add(*gone)
+    out, *lses = reference.decode_step(q, *new, state, make_spec(0.3, order=1 if evicted else None))
+    exact = state.exact
+    keys, values, valid = exact.keys, exact.values, exact.valid
+    if evicted:
+        keys, values = torch.cat([keys, gone[0]], 2), torch.cat([values, gone[1]], 2)
+        valid = torch.cat([valid, torch.ones(B, HKV, 6, dtype=torch.bool)], 2)
+    want, weights = truth(q[:, :, None], keys, values, valid[:, :, None], SINKS)
+    torch.testing.assert_close(out, want[:, :, 0])
+    torch.testing.assert_close(exact.attention.double(), shares(weights)[:, :, 0, :9], rtol=1e-6, atol=1e-7)
+    state.sink_logits = None
+    state.exact.attention = None
+    for mine, plain in zip(
+        lses, reference.decode_step(q, None, None, state, make_spec(0.3, order=1 if evicted else None))[1:]
+    ):
+        assert torch.equal(mine, plain)  # sinks are neither retained nor evicted
+
+
+def test_a_step_with_nothing_to_see():
+    q, state = randn(B, HQ, D), held(3, [[0, 0], [0, 0]])
+    out, *lses = reference.decode_step(q, None, None, state, make_spec(0.3))
+    assert not out.any() and all((lse == float("-inf")).all() for lse in lses)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_block(backend):
+    num = 5
+    q, k, v = randn(B, HQ, num, D), randn(B, HKV, num, D, seed=3), randn(B, HKV, num, D, seed=4)
+    real = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    state = held(9, [[4, 8], [1, 0]])
+    out, lse = ops.prefill_attention(q, k, v, real, state, make_spec(0.3, backend=backend))
+    causal = torch.ones(num, num, dtype=torch.bool).tril() & real[:, None, None]
+    past = state.exact.valid[:, :, None].expand(-1, -1, num, -1)
+    visible = torch.cat([past, causal.expand(-1, HKV, -1, -1)], -1)
+    keys, values = torch.cat([state.exact.keys, k], 2), torch.cat([state.exact.values, v], 2)
+    want, weights = truth(q, keys, values, visible, SINKS)
+    torch.testing.assert_close(out, want)
+    everything = torch.cat(
+        [0.3 * q @ keys.repeat_interleave(3, 1).mT, SINKS.view(1, -1, 1, 1).expand(B, -1, num, 1)], -1
+    )
+    seen = torch.cat([visible.repeat_interleave(3, 1), torch.ones(B, HQ, num, 1, dtype=torch.bool)], -1)
+    torch.testing.assert_close(lse, everything.masked_fill(~seen, float("-inf")).logsumexp(-1))
+
+
+def test_a_second_reading():
+    q, keys, values = randn(B, HQ, 4, D), randn(B, HKV, 7, D, seed=1), randn(B, HKV, 7, D, seed=2)
+    visible = torch.rand(B, 4, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    out, most = reference.most_attended(q, keys, values, visible, 0.3, None, SINKS)
+    want, weights = truth(q, keys, values, visible[:, None], SINKS)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(most, weights.unflatten(1, (HKV, -1)).amax((2, 3)))
+
+
+def test_attention_of_chunks():
+    q, keys = randn(B, HQ, 7, D), randn(B, HKV, 7, D, seed=1)
+    mass = reference.noncausal_attention_mass(q, keys, 0.3, 4, sink_logits=SINKS)
+    for chunk in (slice(0, 4), slice(4, 7)):
+        every = torch.ones(B, 1, 1, 1, dtype=torch.bool)
+        _, weights = truth(q[:, :, chunk], keys[:, :, chunk], keys[:, :, chunk], every, SINKS)
+        torch.testing.assert_close(mass[..., chunk], shares(weights).sum(2))
+
+
+def layer(backend="auto", budget=SMALL, chosen="snapkv", correction="auto", block=None):
+    config = Config.make(chosen, budget, block, 5, correction, backend, None)
+    return LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=5))
+
+
+def watched(chosen, correction, sinks):
+    """The attention that a policy is told of, for a block after evictions, and the state then."""
+    from fastkv.cache import signals
+
+    cache = layer("reference", chosen=chosen, correction=correction)
+    q, k, v = randn(B, HQ, 40, D), randn(B, HKV, 40, D, seed=1), randn(B, HKV, 40, D, seed=2)
+    cache.allocate(HQ, k, v, 40)
+    rule, real = cache.configure(0.3, None, None, sinks), torch.ones(B, 40, dtype=torch.bool)
+    cache.read(q, k, v, real)
+    state, block = cache.state, (k[:, :, :6], v[:, :, :6], torch.arange(40, 46).int().expand(B, HKV, 6), real[:, :6])
+    told = signals.candidates(state, block, rule)
+    state.seen += 6
+    return signals.observe(told, q[:, :, :6], real[:, :6], state, rule), state, rule, q[:, :, :6]
+
+
+@pytest.mark.parametrize("correction", ["none", "moments", "centroids"])
+def test_attention_that_policies_are_told_of(correction):
+    """Over candidates, evicted tokens and sinks together."""
+    told, state, rule, q = watched("snapkv", correction, SINKS)
+    positions = torch.arange(40, 46)
+    visible = told.valid[:, :, None] & (told.positions[:, :, None] <= positions[:, None])
+    logits = 0.3 * q @ told.keys.repeat_interleave(3, 1).mT
+    logits = logits.masked_fill(~visible.repeat_interleave(3, 1), float("-inf"))
+    beside = [SINKS.view(1, -1, 1, 1).expand(B, -1, 6, 1)]
+    known = rule.spec.evicted(state)
+    if known is not None:
+        beside.append(known.log_mass(q, 0.3, None)[..., None].double())
+    weights = torch.cat([logits, *beside], -1).softmax(-1)[..., : logits.shape[-1]]
+    torch.testing.assert_close(told.attention.double(), shares(weights).mean(2), rtol=1e-5, atol=1e-7)
+
+
+# What the cache does with them.
+
+
+def test_sinks_belong_to_the_model_and_not_to_the_state():
+    cache = layer()
+    k = randn(B, HKV, 30, D).float()
+    cache.allocate(HQ, k, k, 30)
+    before, sinks = cache.nbytes(), torch.nn.Parameter(SINKS.float())
+    cache.configure(0.3, None, None, sinks)
+    state = cache.state
+    assert state.sink_logits is sinks and cache.nbytes() == before
+    assert not any("sink" in name for name, _ in state.named_tensors())
+    assert cache.copied(CacheWorkspace(evict_every=5)).state.sink_logits is sinks
+    kept = sinks.clone()
+    cache.map_batch(lambda rows: rows[:1])
+    cache.reset()
+    assert torch.equal(sinks, kept) and cache.state.sink_logits is sinks
+    cache.configure(0.3, None)
+    assert cache.state.sink_logits is None
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("block", [None, 7])
+def test_a_module_with_room_for_everything(backend, block):
+    sinks = SINKS.float()
+    attention = fastkv.FastKVAttention(
+        HQ, HKV, D, "keydiff", 100, prefill_block=block, scale=0.3, backend=backend, sink_logits=sinks
+    )
+    q, k, v = randn(B, HQ, 40, D).float(), randn(B, HKV, 40, D, seed=1).float(), randn(B, HKV, 40, D, seed=2).float()
+    parts = [rows.split([34] + [1] * 6, 2) for rows in (q, k, v)]
+    out = torch.cat([attention(*part) for part in zip(*parts)], 2)
+    causal = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    want, _ = truth(q, k, v, causal, sinks)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_module_refuses_other_numbers_of_sinks():
+    with pytest.raises(FastKVError, match="sink_logits"):
+        fastkv.FastKVAttention(HQ, HKV, D, sink_logits=torch.zeros(HKV))
+
+
+def gpt_oss():
+    """Two full layers between two that slide, and sinks that take a good share."""
+    options = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+    config = GptOssConfig(
+        **options, layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config).eval()
+    for one in model.model.layers:
+        one.self_attn.sinks.copy_(torch.randn(4))
+    return model
+
+
+@pytest.mark.parametrize("block", [None, 13])
+def test_gpt_oss_with_room_for_everything(block):
+    model = gpt_oss()
+    ids, mask = prompt()
+    real, positions = mask.bool(), (mask.cumsum(-1) - 1).clamp(min=0)
+    stock = model(ids, attention_mask=mask, position_ids=positions).logits
+    tokens = generate(model, ids, mask)
+    fastkv.patch(model, budget=500, prefill_block=block)
+    got = model(ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(got[real], stock[real], atol=1e-4, rtol=0)
+    assert torch.equal(generate(model, ids, mask), tokens)
+    fastkv.unpatch(model)
+    assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits[real], stock[real])
+
+
+@pytest.mark.parametrize("chosen", ["momentkv", "h2o", "compactor", "kvzip", "fastkv", "tova"])
+def test_gpt_oss_evicts(chosen):
+    """Finite, no token lost, and the same on the reference and on the fast CPU path."""
+    model = gpt_oss()
+    ids, mask = prompt()
+    found = []
+    for backend in ("reference", "cpu"):
+        with fastkv.patched(model, chosen, SMALL, evict_every=5, backend=backend):
+            out = generate(model, ids, mask, new=15, return_dict_in_generate=True, output_logits=True)
+        cache = out.past_key_values
+        for index in (1, 3):
+            state = cache.layers[index].state
+            assert torch.equal(state.sink_logits, model.model.layers[index].self_attn.sinks)
+            assert all(tensor.isfinite().all() for _, tensor in state.named_tensors())
+            assert (state.stored + state.moments.count == state.seen[:, None]).all()
+        assert not hasattr(cache.layers[0], "state")
+        found.append(torch.stack(out.logits))
+        assert found[-1].isfinite().all()
+    torch.testing.assert_close(*found, atol=2e-3, rtol=1e-3)
+
+
+def test_gpt_oss_saves_no_sinks(tmp_path):
+    model = gpt_oss()
+    ids, _ = prompt(1)
+    fastkv.patch(model, budget=SMALL, evict_every=5)
+    cache = model(ids[:, :-1]).past_key_values
+    cache.save(tmp_path / "prefix.safetensors")
+    loaded = fastkv.FastKVCache.load(tmp_path / "prefix.safetensors", model)
+    twin = cache.clone()
+    logits = [model(ids[:, -1:], past_key_values=one).logits for one in (cache, loaded, twin)]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    other = copy.deepcopy(model)
+    other.model.layers[1].self_attn.sinks.fill_(5.0)
+    again = fastkv.FastKVCache.load(tmp_path / "prefix.safetensors", model)
+    assert not torch.equal(other(ids[:, -1:], past_key_values=again).logits, logits[0])
