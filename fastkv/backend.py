@@ -58,8 +58,12 @@ def why_not(
     head_dim: int = 128,
     groups: int = 1,
     evict_every: int = 1,
+    value_dim: int | None = None,
 ) -> str | None:
-    """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can."""
+    """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can.
+
+    Args: head_dim: of keys, and of values unless value_dim says otherwise.
+    """
     if backend == "cpu" and device.type != "cpu":
         return f"the model is on {device.type}"
     if backend != "triton":
@@ -72,8 +76,9 @@ def why_not(
             problem = f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
     if problem is None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
-    if problem is None and (head_dim > MAX_HEAD_DIM or head_dim % 16):
-        problem = f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {head_dim}"
+    dims = [dim for dim in (head_dim, value_dim) if dim is not None and (dim > MAX_HEAD_DIM or dim % 16)]
+    if problem is None and dims:
+        problem = f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {dims[0]}"
     if problem is None and groups > MAX_GROUPS:
         problem = f"at most {MAX_GROUPS} query heads may share a KV head, got {groups}"
     if problem is None and evict_every > MAX_EVICTED:
@@ -82,11 +87,17 @@ def why_not(
 
 
 def check_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int, evict_every: int
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    groups: int,
+    evict_every: int,
+    value_dim: int | None = None,
 ) -> None:
     """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
     chosen = resolve(backend, device)
-    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every)
+    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim)
     if problem is not None:
         what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
         instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"

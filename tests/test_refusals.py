@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 from peft import PrefixTuningConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BloomConfig, BloomForCausalLM
 from transformers.cache_utils import Cache
 
 import fastkv
@@ -114,12 +114,13 @@ def meta_model():
         return build()
 
 
+BLOOM = {"n_layer": 1, "hidden_size": 8, "n_head": 2, "vocab_size": 9}
 MODELS = {
     "a non-model": (lambda: "llama", "needs a transformers model, got str"),
     "a plain module": (lambda: torch.nn.Linear(2, 2), "needs a transformers model, got Linear"),
     "a model on meta": (meta_model, "meta device"),
     "all layers sliding": (lambda: build("mistral", sliding_window=16), "no full-attention layer"),
-    "unknown type": (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), "'gpt2'; fastkv knows gemma2"),
+    "a refused type": (lambda: BloomForCausalLM(BloomConfig(**BLOOM)), "bloom is not supported: it biases attention"),
     "flex attention": (lambda: build(base="flex_attention"), "got 'flex_attention'"),
     "soft-cap on sdpa": (lambda: with_base(build("gemma2", "eager"), "sdpa"), "sdpa ignores attn_logit_softcapping"),
 }

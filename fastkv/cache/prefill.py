@@ -6,19 +6,33 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import LayerState, Selection, joined, most_attended
+from ..reference import LayerState, Selection, attention_ahead, joined, merge_partials, most_attended
 from . import compaction, key_only, selection, signals
 from .layout import LayerConfig
 
 Held = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_block(state: LayerState, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, rule: LayerConfig) -> Tensor:
+def attend_block(
+    state: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    rule: LayerConfig,
+    ahead: Tensor | None = None,
+) -> Tensor:
     """Attention of a block over everything retained, everything evicted and, causally, itself.
 
-    Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding.  Returns: [B, Hq, T, Dv].
+    Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding; ahead [B, T, T] bool: later tokens
+        of the block that a token sees too, None for none.
+    Returns: [B, Hq, T, Dv].
     """
     out, lse = ops.prefill_attention(q, k, v, valid, state, rule.spec)
+    if ahead is not None:
+        more, more_lse = attention_ahead(q, k, v, ahead.to(q.device), rule.spec.scale, rule.spec.softcap)
+        out, lse = merge_partials(out, lse, more, more_lse)
+        out = out.to(q.dtype)
     return out if state.approx is None else key_only.attend(q, out, lse, state, rule)
 
 

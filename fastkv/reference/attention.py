@@ -260,6 +260,33 @@ def prefill_attention(
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+def attention_ahead(
+    q: Tensor, k: Tensor, v: Tensor, ahead: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of a block's tokens over later ones of the same block, as in images whose tokens all see each other.
+
+    A partial beside `prefill_attention`, see `merge_partials`.
+
+    Args: q [B, Hq, T, D]; k [B, Hkv, T, D]; v [B, Hkv, T, Dv]; ahead [B or 1, T, T] bool, above the diagonal only.
+    Returns: out [B, Hq, T, Dv] and lse [B, Hq, T], both fp32 (fp64 for fp64 inputs); zeros and -inf for a token that
+        sees none.
+    """
+    (batch, num_heads, num, dim), heads = q.shape, k.shape[1]
+    check_groups("attention_ahead", num_heads, heads)
+    check_shape("attention_ahead", "k", k, (batch, heads, num, dim))
+    check_shape("attention_ahead", "ahead", ahead, (None, num, num))
+    dtype = compute_dtype(q)
+    query, keys, values = q.to(dtype), k.to(dtype), v.to(dtype)
+    outs, lses = [], []
+    for start in range(0, num, QUERY_CHUNK):
+        rows = slice(start, start + QUERY_CHUNK)
+        visible = ahead[:, None, None, rows, start:]
+        out, lse, _ = _attend(query[:, :, rows], keys[:, :, start:], values[:, :, start:], visible, scale, softcap)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
 def most_attended(
     q: Tensor,
     keys: Tensor,

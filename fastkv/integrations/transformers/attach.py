@@ -1,16 +1,16 @@
 """Attach a config to one transformers model and take it off again, bit for bit.
 
 What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
-`base_model.forward`, one pre-hook of the model, and the entry points of `generate` that create caches and masks. The
-model's own config, weights, masks and sliding-window layers stay stock. A family is an entry in
-`families`.
+the forwards of the base model and of its decoder, one pre-hook of the model, and the entry points of `generate` that
+create caches, masks and positions. The model's own config, weights, masks and layers that are bounded already stay
+stock. What attends is found by behaviour (`modules`); `families` lists which types are tested and which are refused.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +20,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...backend import check_backend
 from ...cache.workspace import CacheWorkspace
+from ...calibration.files import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
 from ...rotary import Rotary
-from . import attention, generate
+from . import attention, families, forward, generate, modules, stock
 from .cache import build_layers, is_static
-from .families import FAMILIES
 from .layer import FastKVLayer
 
 
@@ -63,78 +63,114 @@ def check(model: Module, config: Config) -> list[Module]:
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise FastKVError("patch needs a model with weights, got one on the meta device; load or materialise it first")
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise FastKVError(f"patch needs a decoder-only model, got {type(model).__name__} with an encoder; use another")
     text = model_config.get_text_config(decoder=True)
-    family = next((f for f in FAMILIES if text.model_type in f.model_types), None)
-    if family is None:
-        known = ", ".join(sorted(t for f in FAMILIES for t in f.model_types))
-        raise FastKVError(f"unknown model type {text.model_type!r}; fastkv knows {known}")
-    base = model_config._attn_implementation or "eager"
-    softcapped = family.softcap is not None and getattr(text, family.softcap, None) is not None
-    allowed = tuple(b for b in family.bases if not (softcapped and b == "sdpa"))
-    if base not in allowed:
-        why = f" (sdpa ignores {family.softcap})" if softcapped and base == "sdpa" else ""
-        raise FastKVError(
-            f"attn_implementation must be one of {', '.join(allowed)} for {text.model_type}, got {base!r}{why}; load "
-            f"the model with attn_implementation={allowed[0]!r}"
-        )
-    layers = build_layers(model_config, config, CacheWorkspace())
+    types = list(dict.fromkeys([model_config.model_type, text.model_type]))
+    refusal = families.refusal(types)
+    if refusal is not None:
+        raise FastKVError(f"{refusal}; use the model without fastkv")
+    layers = build_layers(model, config, CacheWorkspace())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
         raise FastKVError(
-            f"{type(model).__name__} has no full-attention layer to compress, all {len(layers)} use a sliding window; "
-            "its cache is bounded already"
+            f"{type(model).__name__} has no full-attention layer to compress, got {stock.census(layers)}; its cache is "
+            "bounded already"
         )
+    found = modules.attentions(model)
+    missing = [index for index in full if index not in found]
+    if missing:
+        raise FastKVError(
+            f"layers {missing} of {type(model).__name__} do not attend through transformers' attention interface; "
+            "their keys cannot be compressed"
+        )
+    sources = modules.sources(model)
+    alone = [index for index in found if index not in sources and not stock.has_keys(layers, index)]
+    if alone:
+        raise FastKVError(
+            f"layers {alone} of {type(model).__name__} attend to keys that they do not cache, expected a layer of their "
+            "kind before them to share its own; use the model without fastkv"
+        )
+    readers = {index for index, source in sources.items() if source in full}
+    chosen = {index: module for index, module in found.items() if index in full or index in readers}
+    for layer, module in chosen.items():
+        _check_attention(layer, module, config, model_config._attn_implementation or "eager")
     is_static(model, config.static)
     config.budget.check_layers(len(full))
-    config.policy.check([text.num_key_value_heads] * text.num_hidden_layers)
+    config.policy.check([heads for heads, _ in kv_shapes(text)])
     if config.undoes_rotation:
-        Rotary.of(_decoder(model))
-    if config.budget.quality is not None and _head(model) is None:
+        Rotary.of(modules.decoder(model))
+    if config.budget.quality is not None and modules.get_head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
-    modules = [m for m in _decoder(model).modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
-    modules = [m for m in modules if m.layer_idx in full]
-    if len(modules) != len(full):
+    if not families.is_tested(types):
+        _check_untested(model, chosen, types)
+    return list(chosen.values())
+
+
+def _check_attention(layer: int, module: Module, config: Config, base: str) -> None:
+    """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
+    ignored = modules.ignored_by_sdpa(module)
+    allowed = tuple(name for name in families.BASES if ignored is None or name != "sdpa")
+    where = f"layer {layer} ({type(module).__name__})"
+    if base not in allowed:
+        why = f" (sdpa ignores {ignored})" if base == "sdpa" else ""
         raise FastKVError(
-            f"found {len(modules)} attention modules for {len(full)} full-attention layers in {type(model).__name__}; "
-            "its layers are not laid out as this version of fastkv expects"
+            f"attn_implementation must be one of {', '.join(allowed)} for {where}, got {base!r}{why}; load the model "
+            f"with attn_implementation={allowed[0]!r}"
         )
-    attentions: list[Any] = modules
-    for module in attentions:
-        device, dtype = module.k_proj.weight.device, module.k_proj.weight.dtype
-        check_backend(config.backend, device, dtype, module.head_dim, module.num_key_value_groups, config.evict_every)
-    return modules
+    unhandled = modules.unhandled(module)
+    if unhandled is not None:
+        raise FastKVError(
+            f"the attention of {where} depends on {unhandled}, expected queries and keys only; use the model without "
+            "fastkv"
+        )
+    if modules.is_latent(module):
+        raise FastKVError(
+            f"{where} caches latents that it expands to keys and values itself (MLA), expected keys and values; use "
+            "the model without fastkv"
+        )
+    if not modules.is_causal(module):
+        raise FastKVError(
+            f"{where} attends to later tokens too, expected causal attention; use the model without fastkv"
+        )
+    if config.needs("output"):
+        modules.output_weight(module)
+    size, spare = modules.Sizes.of(module), config.evict_every
+    check_backend(config.backend, size.device, size.dtype, size.key_dim, size.groups, spare, size.value_dim)
 
 
-def _decoder(model: Module) -> Module:
-    """The stack of layers; of a multimodal model, its language model."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    return decoder if decoder is not None else model.base_model  # type: ignore[return-value]
+def _check_untested(model: Module, chosen: dict[int, Module], types: list[str]) -> None:
+    """Accept a model that nobody has tested, with a warning."""
+    warnings.warn(
+        f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the unpatched "
+        "model's",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
-def _head(model: Module) -> Module | None:
-    """What turns hidden states into logits."""
-    get = getattr(model, "get_output_embeddings", None)
-    return get() if get is not None else None
-
-
-def attach(model: Module, modules: list[Module], config: Config) -> None:
+def attach(model: Module, found: list[Module], config: Config) -> None:
     """Put the config on a model that `check` accepted."""
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
-    for module in modules:
+    for module in found:
         own = copy.copy(module.config)
         own._attn_implementation_internal = attention.NAME  # type: ignore[union-attr]
         _override(module, "_fastkv_stock_config", module.config)
         _override(module, "config", own)
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
-    base: Module = model.base_model  # type: ignore[assignment]
+    base, decoder = modules.base(model), modules.decoder(model)
+    for module in (decoder, base):
+        _override(module, "_fastkv_prepares", base is not decoder and forward.prepares_masks(base))
+    _override(decoder, "_fastkv_decoder_forward", decoder.forward)
+    _override(decoder, "forward", forward.replacing(type(decoder).forward, forward.decoder_forward))
     _override(base, "_fastkv_config", config)
-    _override(base, "_fastkv_head", _head(model))
-    _override(base, "_fastkv_stock_forward", base.forward)
-    _override(base, "forward", functools.wraps(base.forward)(generate.forward_in_blocks))
+    _override(base, "_fastkv_head", modules.get_head(model))
+    _override(base, "_fastkv_base_forward", base.forward)
+    _override(base, "forward", forward.replacing(type(base).forward, forward.base_forward))
     if base is not model:
         _override(model, "_fastkv_config", config)
         model.register_forward_pre_hook(generate.announce_logits, with_kwargs=True)
@@ -142,6 +178,8 @@ def attach(model: Module, modules: list[Module], config: Config) -> None:
         _override(model, "_prepare_cache_for_generation", generate.prepare_cache)
         _override(model, "create_masks_for_generate", generate.masks_for_generate)
         _override(model, "_update_model_kwargs_for_generation", generate.update_kwargs)
+        if hasattr(base, "rope_deltas"):
+            _override(model, "_prepare_position_ids_for_generation", generate.positions_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, generate.refuse_continuous_batching)

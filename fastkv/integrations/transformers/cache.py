@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from ...cache.layer import LayerCache
 from ...cache.workspace import FIRST_TABLE, CacheWorkspace
@@ -20,13 +26,14 @@ from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from ...rotary import Rotary
-from . import serialization
-from .layer import FastKVLayer
+from . import modules, serialization, stock
+from .layer import FastKVLayer, HybridLayer
+from .prompt import Prompt
 from .sliding_window import Ring, WindowLayer
 
 
 class FastKVCache(Cache):
-    """The cache of a patched model: compressed full-attention layers, stock sliding-window layers.
+    """The cache of a patched model: compressed full-attention layers; sliding windows and linear attention stay stock.
 
     `model.generate` and `model(...)` make one by themselves; make one by hand to keep it across calls. `layer` in the
     methods below is the index of a full-attention layer of the model.
@@ -46,15 +53,19 @@ class FastKVCache(Cache):
             raise FastKVError(
                 f"FastKVCache needs a patched model, got {type(model).__name__}; call fastkv.patch(model) first"
             )
-        rotary = Rotary.of(model) if config.undoes_rotation else None
+        rotary = Rotary.of(modules.decoder(model)) if config.undoes_rotation else None
         model_config: Any = model.config
         positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None) or FIRST_TABLE
         static = is_static(model, config.static if static is None else static)
         positions = positions if static else FIRST_TABLE
         self.workspace = CacheWorkspace(Parallel.of(model), rotary, config.evict_every, positions)
-        super().__init__(layers=build_layers(model_config, config, self.workspace, static))
+        super().__init__(layers=build_layers(model, config, self.workspace, static))
         self.config: Config = config
+        self.sources = modules.sources(model)
         self.known_mask: Tensor | None = None  # that `generate` made for its next step: its new tokens are real
+        self.prompt: Prompt | None = None  # that is being read
+        # [B, 1] int64, how far positions are ahead of the number of tokens (M-RoPE); None before there are any such.
+        self.rope_deltas: Tensor | None = None
         self.model_config = model_config
 
     def _state(self, layer: int) -> LayerState:
@@ -66,6 +77,10 @@ class FastKVCache(Cache):
             raise FastKVError(f"layer {layer} is empty; run the model with this cache first")
         return state
 
+    def layer_of(self, index: int) -> Any:
+        """The layer whose keys and values layer `index` of the model attends to: its own, or that which it shares."""
+        return self.layers[self.sources.get(index, index)]
+
     @property
     def compressed(self) -> list[FastKVLayer]:
         """The layers that are not left to transformers."""
@@ -74,6 +89,24 @@ class FastKVCache(Cache):
     def decodes(self, num: int) -> bool:
         """Whether the next `num` tokens are one decode step."""
         return self.compressed[0].decodes(num)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a past."""
+        return self.compressed[0].cache.started
+
+    @contextmanager
+    def reading(self, prompt: Prompt) -> Iterator[None]:
+        """While this is open, what the cache gets belongs to this prompt."""
+        self.unroll()
+        self.prompt = prompt
+        try:
+            with self.workspace.reading_prompt():
+                yield
+        finally:
+            self.prompt = None
+        if self.is_compileable:
+            self.roll(prompt.padding)
 
     def __repr__(self) -> str:
         """What a person wants to know: settings, tokens seen and kept, bytes."""
@@ -126,33 +159,74 @@ class FastKVCache(Cache):
         layer = self.windows[0]
         return layer.ring.step(layer.dtype if eager else None)
 
+    # Positions in three dimensions (M-RoPE), which do not count tokens: an image takes fewer.
+
+    def next_positions(self, num: int, padding: Tensor | None) -> Tensor:
+        """Positions [B, T] of the next `num` tokens, which are text; padding [B, tokens so far] is 0 for padding."""
+        first = self.compressed[0]
+        first.settle()
+        state = first.state
+        assert state is not None
+        new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
+        if padding is not None:
+            new = (padding[:, -num:].long().cumsum(-1) - 1).clamp(min=0)
+        positions = state.seen[:, None] + new
+        return positions if self.rope_deltas is None else positions + self.rope_deltas
+
+    def deltas_after(self, positions: Tensor | None, num: int, padding: Tensor | None) -> Tensor | None:
+        """`rope_deltas` after `num` tokens at positions [3 or 4, B, T], the last three of which are of M-RoPE.
+
+        None for positions in one dimension, which change nothing.
+        """
+        if positions is None or positions.ndim != 3:
+            return None
+        first = self.compressed[0]
+        first.settle()
+        state = first.state
+        before = 0 if state is None or not self.started else state.seen[:, None]
+        new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True)
+        return positions[-3:].amax((0, 2))[:, None] + 1 - before - new
+
+    def continue_from(self, deltas: Tensor) -> None:
+        """Set `rope_deltas`, in place if they have the same shape: captured graphs read them."""
+        if self.rope_deltas is None or self.rope_deltas.shape != deltas.shape:
+            self.rope_deltas = deltas.clone()
+        else:
+            self.rope_deltas.copy_(deltas)
+
     def reset(self) -> None:
         """Forget the sequences, not where they are stored."""
         self.unroll()
         self.known_mask = None
+        if self.rope_deltas is not None:
+            self.rope_deltas.zero_()
         super().reset()
         for layer in self.layers:  # before transformers 5.23 a layer that was reset keeps its tokens, zeroed
-            if not isinstance(layer, FastKVLayer):
+            if isinstance(layer, DynamicLayer):
                 layer.is_initialized = False
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i of the batch continues from row beam_idx[i]."""
-        super().reorder_cache(beam_idx)
-        self._map_ring(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self._map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        self._map_ring(lambda t: t.repeat_interleave(repeats, 0))
+        self._map_batch(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only the given rows."""
-        super().batch_select_indices(indices)
-        self._map_ring(lambda t: t[indices.to(t.device)])
+        self._map_batch(lambda t: t[indices.to(t.device)])
 
-    def _map_ring(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        for layer in self.layers:
+            if isinstance(layer, (FastKVLayer, WindowLayer)):
+                layer.map_batch(change)
+            else:
+                stock.map_batch(layer, change)
+        if self.rope_deltas is not None:
+            self.rope_deltas = change(self.rope_deltas)
         if self.windows:
-            self.windows[0].ring.map_batch_(change)
+            self.windows[0].ring.map_batch(change)
 
     @property
     def fully_compressed(self) -> bool:
@@ -160,14 +234,12 @@ class FastKVCache(Cache):
         return all(isinstance(layer, FastKVLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
-        """Bytes of everything: slots, used or not, positions, scores, moments, stock sliding-window layers, scratch."""
-        total = self.workspace.nbytes()
-        for layer in self.layers:
-            if isinstance(layer, FastKVLayer):
-                total += layer.cache.nbytes()
-            else:
-                total += sum(t.nbytes for t in (layer.keys, layer.values) if t is not None)
-        return total
+        """Bytes of everything: slots, used or not, positions, scores, moments, what stays transformers', scratch."""
+        return self.workspace.nbytes() + sum(layer.cache.nbytes() for layer in self.compressed) + self.stock_nbytes()
+
+    def stock_nbytes(self) -> int:
+        """Bytes of what stays transformers': sliding windows and states of linear attention."""
+        return sum(stock.nbytes(layer) for layer in self.layers)
 
     def stored(self, layer: int) -> Tensor:
         """[B, Hkv] int32, tokens held in the slots of each head."""
@@ -201,13 +273,14 @@ class FastKVCache(Cache):
         Raises: FastKVError if it is not, if its shape or dtype is another, or if the file is damaged or something else.
         """
         cache = cls(model)
-        serialization.read(path, cache.model_config, cache.config, cache.layers, attention_sizes(model), model.dtype)  # type: ignore[arg-type]
+        serialization.read(path, cache.model_config, cache.config, cache.layers, _places(model), model.dtype)  # type: ignore[arg-type]
         return cache
 
     def clone(self) -> FastKVCache:
         """An independent copy: what happens to one does not touch the other."""
         twin = copy.copy(self)
         twin.workspace = self.workspace.twin()
+        twin.rope_deltas = None if self.rope_deltas is None else self.rope_deltas.clone()
         twin.layers = [_copied(layer, twin.workspace) for layer in self.layers]
         if self.windows:
             ring = copy.deepcopy(self.windows[0].ring)
@@ -230,19 +303,20 @@ class FastKVCache(Cache):
 
 def _copied(layer: Any, workspace: CacheWorkspace) -> Any:
     """A copy of a layer that shares no tensor which is ever written."""
-    if isinstance(layer, FastKVLayer):
-        return layer.copied(workspace)
-    twin = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, Tensor):
-            setattr(twin, name, value.detach().clone())
-    return twin
+    return layer.copied(workspace) if isinstance(layer, FastKVLayer) else stock.copied(layer)
 
 
-def attention_sizes(model: Module) -> dict[int, tuple[torch.device, int]]:
-    """Of each layer of the model, the device of its attention and how many query heads share a KV head."""
-    modules: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
-    return {module.layer_idx: (module.k_proj.weight.device, module.num_key_value_groups) for module in modules}
+def _places(model: Module) -> dict[int, tuple[torch.device, int]]:
+    """Of each layer of the model, its device and how many query heads share a KV head (1 without attention)."""
+    groups = {layer: modules.Sizes.of(module).groups for layer, module in modules.attentions(model).items()}
+    return {layer: (device, groups.get(layer, 1)) for layer, device in modules.devices(model).items()}
+
+
+def stock_layers(model: Module) -> list[Any]:
+    """The layers that transformers' own cache of the model would have."""
+    config: Any = model.config
+    layers: list[Any] = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return layers
 
 
 def is_static(model: Module, wanted: bool | None) -> bool:
@@ -250,32 +324,68 @@ def is_static(model: Module, wanted: bool | None) -> bool:
 
     Raises: FastKVError if it is wanted and not possible.
     """
-    config: Any = model.config
-    stock = {type(layer) for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers}
-    flash = "flash" in (config._attn_implementation or "")
-    possible = stock == {DynamicLayer} or (stock == {DynamicLayer, DynamicSlidingWindowLayer} and not flash)
-    if wanted and not possible:
-        raise FastKVError(
-            "static=True with sliding-window layers needs masks that flash_attention_2 does not take; load the model "
-            "with attn_implementation='sdpa' or leave static out"
-        )
+    why = _why_not_static(model)
+    if wanted and why is not None:
+        raise FastKVError(f"static=True {why} or leave static out")
     if wanted is not None:
         return wanted
     devices = {parameter.device for parameter in model.parameters()}
-    return possible and len(devices) == 1 and devices.pop().type == "cuda"
+    return why is None and len(devices) == 1 and devices.pop().type == "cuda"
 
 
-def build_layers(model_config: Any, config: Config, workspace: CacheWorkspace, static: bool = False) -> list[Any]:
-    """The stock layer structure for this model, with every plain full-attention layer replaced by a FastKVLayer."""
-    stock: list[Any] = DynamicCache(config=model_config.get_text_config(decoder=True)).layers
-    full = [index for index, layer in enumerate(stock) if type(layer) is DynamicLayer]
-    windows = {layer.sliding_window for layer in stock if static and type(layer) is DynamicSlidingWindowLayer}
+def _why_not_static(model: Module) -> str | None:
+    """Why a cache of the model cannot hold still, and what to do; None if it can."""
+    config: Any = model.config
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    layers = stock_layers(model)
+    if "chunked_attention" in kinds:
+        return "cannot hold layers that attend in chunks still, as these have no fixed window; use another model"
+    if compressible(model, layers).keys() != {i for i, layer in enumerate(layers) if stock.is_compressed(layer)}:
+        return "cannot hold layers of cross-attention still, as these grow with their images; use another model"
+    windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    if any(type(layer) is not DynamicSlidingWindowLayer for layer in windows):
+        return f"cannot hold a {type(windows[0]).__name__} of transformers still; use another model"
+    if windows and "flash" in (config._attn_implementation or ""):
+        return (
+            "with sliding-window layers needs masks that flash_attention_2 does not take; load the model with "
+            "attn_implementation='sdpa'"
+        )
+    return None
+
+
+def compressible(model: Module, layers: list[Any]) -> dict[int, type[FastKVLayer]]:
+    """Which layers of transformers' cache are compressed, and by what.
+
+    Raises: FastKVError for a kind of layer that is neither compressed nor bounded by itself.
+    """
+    unknown = [layer for layer in layers if not stock.is_compressed(layer) and not stock.is_left(layer)]
+    if unknown:
+        raise FastKVError(
+            f"{type(model).__name__} keeps a {type(unknown[0]).__name__}, expected layers of full, sliding-window or "
+            "linear attention; use the model without fastkv"
+        )
+    crossing = {layer for layer, module in modules.attentions(model).items() if modules.is_cross(module)}
+    kept = {index: layer for index, layer in enumerate(layers) if stock.is_compressed(layer) and index not in crossing}
+    hybrid = LinearAttentionAndFullAttentionLayer
+    return {index: HybridLayer if isinstance(layer, hybrid) else FastKVLayer for index, layer in kept.items()}
+
+
+def build_layers(model: Module, config: Config, workspace: CacheWorkspace, static: bool = False) -> list[Any]:
+    """The layers of transformers' own cache for this model, those of full attention replaced by compressed ones.
+
+    Raises: FastKVError for a kind of layer that is neither compressed nor bounded by itself.
+    """
+    layers = stock_layers(model)
+    kinds = compressible(model, layers)
+    windows = {layer.sliding_window for layer in layers if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
-    made: list[Any] = []
-    for index, layer in enumerate(stock):
-        if index in full:
-            cache = LayerCache(config, index, full.index(index), len(full), workspace, static)
-            made.append(FastKVLayer(cache))
-        else:
-            made.append(WindowLayer(rings[layer.sliding_window]) if rings else layer)
-    return made
+    shared = list(modules.sources(model).values())
+    for place, (index, kind) in enumerate(kinds.items()):
+        readers = shared.count(index)
+        layers[index] = kind.beside(
+            layers[index], LayerCache(config, index, place, len(kinds), workspace, static, readers)
+        )
+    return [
+        WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
+        for one in layers
+    ]

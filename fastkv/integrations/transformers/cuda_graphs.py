@@ -101,9 +101,7 @@ class DecodeStep:
     @torch.no_grad()
     def _run(self) -> Tensor:
         """The step itself, logits [B, vocabulary]."""
-        state = self.cache.compressed[0].state
-        assert state is not None
-        positions = state.seen[:, None].clone()  # the forward counts on
+        positions = self.cache.next_positions(1, None).clone()  # the forward counts on
         out: Any = self.model(input_ids=self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True)
         return out.logits[:, -1]
 
@@ -136,6 +134,7 @@ class DecodeStep:
         self.cache.workspace.clock.now = self.start
 
     def _place(self) -> list[tuple[int, int]]:
-        """Where the slots are, and how many a head may have: what the graphs were captured with."""
-        states = [layer.state for layer in self.cache.compressed]
-        return [(state.exact.keys.data_ptr(), state.exact.limit) for state in states if state is not None]
+        """Where slots and offsets of positions are, and how many slots a head may have: what was captured."""
+        states, deltas = [layer.state for layer in self.cache.compressed], self.cache.rope_deltas
+        slots = [(state.exact.keys.data_ptr(), state.exact.limit) for state in states if state is not None]
+        return slots if deltas is None else [*slots, (deltas.data_ptr(), len(deltas))]

@@ -1,41 +1,46 @@
-"""Model families: what differs between them, as data. Which layers slide a window follows `config.layer_types`."""
+"""What is known of model types by name: which are tested, and which are refused and why.
+
+Everything else about a model is found by behaviour (`modules`). A type on neither list is accepted if it behaves.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+BASES = ("eager", "sdpa", "flash_attention_2")  # attention implementations that compute what models mean
 
-BASES = ("eager", "sdpa", "flash_attention_2")
+TESTED = {
+    "llama": "all features",
+    # Version 0.1 slides a window in every layer and is refused; from 0.2 on every layer attends to everything.
+    "mistral": "all features",
+    "qwen2": "all features",
+    "qwen3": "all features",
+    "qwen3_moe": "all features",
+    "gemma2": "all features, with eager attention or flash_attention_2: sdpa ignores its soft-cap",
+    "gemma3_text": "all features",
+    "gpt_oss": "all features, with eager attention: sdpa ignores its sinks",
+}
+
+REFUSED = {
+    "bloom": "it biases attention by distance (ALiBi), which evicted tokens no longer have",
+    "codegen": "its attention does not go through transformers' interface",
+    "deepseek_v4": "it compresses its own cache",
+    "diffllama": "it attends twice to the same keys, with halves of the values",
+    "falcon": "its attention does not go through transformers' interface",
+    "glm5_next": "it attends to tokens that an indexer picks from the whole past",
+    "gpt_bigcode": "it caches keys and values in one tensor",
+    "gptj": "its attention does not go through transformers' interface",
+    "inkling": "it biases attention by positions, which evicted tokens no longer have",
+    "jetmoe": "each of its experts attends with queries of its own",
+    "minimax": "its linear attention keeps a cache of its own",
+    "mpt": "it biases attention by distance (ALiBi), which evicted tokens no longer have",
+    "zamba": "one attention module serves several layers",
+}
 
 
-@dataclass(frozen=True)
-class Family:
-    """What fastkv must know of a model family.
-
-    Attributes:
-        name: for messages.
-        model_types: `config.model_type` of the text models that belong to it.
-        bases: attention implementations that compute what the model means.
-        softcap: name of the config field of the logit soft-cap that the family passes to attention, if any.
-        example: a checkpoint of the family that a user would recognise.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    bases: tuple[str, ...] = BASES
-    softcap: str | None = None
-    example: str = ""
+def refusal(types: list[str]) -> str | None:
+    """Why a model of these types, its own and its language model's, cannot be patched; None if nothing is known."""
+    return next((f"{name} is not supported: {REFUSED[name]}" for name in types if name in REFUSED), None)
 
 
-LLAMA = Family("Llama", ("llama",), example="meta-llama/Llama-3.1-8B-Instruct")  # 2 to 3.3 and their like
-# Version 0.1 slides a window in every layer and is refused; from 0.2 on every layer attends to everything.
-MISTRAL = Family("Mistral", ("mistral",), example="mistralai/Mistral-7B-Instruct-v0.3")
-# Biases (2) or norms (3) on q and k act before the cache, so nothing differs here.
-QWEN = Family("Qwen", ("qwen2", "qwen3", "qwen3_moe"), example="Qwen/Qwen3-4B-Instruct-2507")
-# Gemma 2 soft-caps its attention logits, which sdpa ignores. Gemma 3 stores the same field but never applies it, so the
-# cap that counts is the one the module passes to attention. `query_pre_attn_scalar` arrives as the module's scaling.
-GEMMA2 = Family("Gemma 2", ("gemma2",), softcap="attn_logit_softcapping", example="google/gemma-2-9b-it")
-GEMMA3 = Family("Gemma 3", ("gemma3_text",), example="google/gemma-3-12b-it")
-# Every query head has a learned sink, which transformers computes in eager attention only. Half of the layers slide.
-GPT_OSS = Family("gpt-oss", ("gpt_oss",), bases=("eager",), example="openai/gpt-oss-20b")
-
-FAMILIES = (LLAMA, MISTRAL, QWEN, GEMMA2, GEMMA3, GPT_OSS)
+def is_tested(types: list[str]) -> bool:
+    """Whether a model of these types, its own and its language model's, is on the list of what is tested."""
+    return any(name in TESTED for name in types)

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from ...backend import check_backend
 from ...cache.layer import LayerCache, Stock
 from ...cache.workspace import CacheWorkspace
 from ...cache.wrappers import HeldPrompt, Rollback
 from ...errors import FastKVError
 from ...reference import LayerState
+from . import stock
 
 
 class FastKVLayer(CacheLayerMixin):
@@ -24,6 +26,7 @@ class FastKVLayer(CacheLayerMixin):
         cache: of the layer.  reader: what prompts go to: the cache itself, or a wrapper that holds the prompt or can
             take back the last forward.
         seen: length of the sequence as transformers counts it, padding included; int64 [] on the device if static.
+        awaited: whether attention has not been called yet for the tokens that `update` was given.
         expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
     """
 
@@ -37,6 +40,12 @@ class FastKVLayer(CacheLayerMixin):
         self.is_compileable = cache.static
         self.seen: Any = 0
         self.expected = self.batch_size = 0
+        self.awaited = False
+
+    @classmethod
+    def beside(cls, other: Any, cache: LayerCache) -> FastKVLayer:
+        """A layer in the place of one of transformers', which may say what is to be kept beside the cache."""
+        return cls(cache)
 
     @property
     def state(self) -> LayerState | None:
@@ -48,6 +57,7 @@ class FastKVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Remember the batch, dtype and device of the first keys [B, Hkv, T, D]; the first `attend` makes the slots."""
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.keys = self.values = key_states.new_empty(0)  # Mllama asks whether there are any
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -59,9 +69,24 @@ class FastKVLayer(CacheLayerMixin):
                 f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use another, reset() it or "
                 "change its batch with batch_select_indices and batch_repeat_interleave"
             )
+        if self.awaited:
+            raise FastKVError(
+                f"layer {self.cache.layer} got more tokens before attention was called for the last ones, which a "
+                "compressed cache would lose; call reset() on it, and fastkv.unpatch(model) if this comes back"
+            )
+        self.awaited = True
         if not self.rereading:
             self.seen += key_states.shape[-2]
         return key_states, value_states
+
+    def _arrive(self) -> None:
+        """Attention was called for the tokens that `update` was given."""
+        if not self.awaited:
+            raise FastKVError(
+                f"layer {self.cache.layer} attends to tokens that its cache was not given, or twice to the same; such "
+                "a model cannot be compressed, call fastkv.unpatch(model)"
+            )
+        self.awaited = False
 
     def get_seq_length(self, *args: Any) -> Any:
         """True length of the sequence, evicted tokens included; RoPE positions follow from it."""
@@ -94,6 +119,7 @@ class FastKVLayer(CacheLayerMixin):
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attention output for one new token that is no padding, [B, Hq, 1, Dv]; arguments as in `attend`."""
+        self._arrive()
         cache = self.cache
         cache.configure(scale, softcap, output, sink_logits)
         if not cache.static:
@@ -123,12 +149,28 @@ class FastKVLayer(CacheLayerMixin):
             output: [hidden, Hq, Dv], the layer's output projection, for policies that need it.
             sink_logits: [Hq], the layer's learned attention sinks, None for none.
         """
+        self._arrive()
         q, k, v = q.detach(), k.detach(), v.detach()
         if not isinstance(self.reader, HeldPrompt) and not self._fits(k):
+            self._check(q, k, v)
             self.cache.allocate(q.shape[1], k, v, max(self.expected, k.shape[2]))
             self._fix()
         self.reader.configure(scale, softcap, output, sink_logits)
         return self.reader.read(q, k, v, valid, stock)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
+        config, groups = self.cache.config, q.shape[1] // k.shape[1]
+        check_backend(config.backend, k.device, k.dtype, k.shape[-1], groups, config.evict_every, v.shape[-1])
+
+    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
+        """Attention of another layer, after this one's, to the same keys and values: [B, Hq, <= T, Dv].
+
+        Args: q [B, Hq, <= T, D]: of all or the last tokens.  stock: that layer's attention over the new tokens.
+        """
+        if self.decodes(q.shape[2]):
+            return self.cache.look_back(q.detach(), scale, softcap)
+        return self.reader.look(q.detach(), scale, softcap, stock)
 
     def _fits(self, k: Tensor) -> bool:
         """Whether there are slots for as many sequences as k [B, ...] has."""
@@ -219,23 +261,12 @@ class FastKVLayer(CacheLayerMixin):
 
     # The batch axis.
 
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the batch axis to every tensor; what may be rolled back is accepted."""
         if self.state is not None:
             self.settle()
             self.cache.map_batch(change)
             self.batch_size = len(self.state.seen)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i of the batch continues from row beam_idx[i]."""
-        self._map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        self._map_batch(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the given rows."""
-        self._map_batch(lambda t: t[indices.to(t.device)])
 
     def copied(self, workspace: CacheWorkspace) -> FastKVLayer:
         """An independent copy, one of the layers of that workspace."""
@@ -254,6 +285,7 @@ class FastKVLayer(CacheLayerMixin):
         self.cache.reset()
         if self.cache.state is None:
             self.is_initialized = False
+        self.awaited = False
         self.seen *= 0  # in place where it is a tensor
         self.reader = Rollback(self.cache) if self.recording else self.cache
 
@@ -262,3 +294,46 @@ class FastKVLayer(CacheLayerMixin):
         raise FastKVError("a compressed cache is not offloaded; leave cache_implementation unset")
 
     prefetch = offload
+
+
+class HybridLayer(FastKVLayer, LinearAttentionLayer):  # type: ignore[misc]
+    """A compressed layer beside transformers' state of linear attention, where one layer has both (Falcon-H1)."""
+
+    def __init__(self, cache: LayerCache, *states: int) -> None:
+        """Args: states: how many of linear attention, where transformers lets a layer have several."""
+        LinearAttentionLayer.__init__(self, *states)
+        FastKVLayer.__init__(self, cache)
+
+    @classmethod
+    def beside(cls, other: Any, cache: LayerCache) -> FastKVLayer:
+        """With as many states as that layer."""
+        return cls(cache, *([other.number_of_states] if hasattr(other, "number_of_states") else []))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the cache, which is given keys, or of the state, which is given keywords."""
+        kind = LinearAttentionLayer if kwargs else FastKVLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """Not supported: a state of linear attention has no past to go back to."""
+        raise FastKVError("a model with linear attention cannot take tokens back; decode without an assistant")
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the batch axis to every tensor."""
+        stock.map_batch(self, change)
+        super().map_batch(change)
+
+    def copied(self, workspace: CacheWorkspace) -> FastKVLayer:
+        """An independent copy, one of the layers of that workspace."""
+        twin = super().copied(workspace)
+        stock.separate(twin)
+        return twin
+
+    def changed(self) -> list[Tensor]:
+        """All tensors that a decode step changes, if static."""
+        return [*super().changed(), *stock.tensors(self).values()]
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        LinearAttentionLayer.reset(self)
+        super().reset()

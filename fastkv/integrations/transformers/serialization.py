@@ -27,11 +27,12 @@ from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy
 from ...reference import LayerState
+from . import stock
 from .layer import FastKVLayer
 
 HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
 VERSION = 1
-STOCK_NUMBERS = ("cumulative_length", "record_past")  # of transformers' sliding-window layers, those that have them
+STOCK = "stock."  # before the names of what a compressed layer keeps for transformers
 
 
 def write(path: str | os.PathLike[str], model_config: Any, config: Config, layers: Sequence[Any]) -> None:
@@ -47,17 +48,17 @@ def write(path: str | os.PathLike[str], model_config: Any, config: Config, layer
     entries = []
     for index, layer in enumerate(layers):
         compressed = isinstance(layer, FastKVLayer)
-        if (layer.state if compressed else layer.keys) is None:
+        if compressed and layer.state is None:
             raise FastKVError("an empty cache cannot be saved; run the model with it first")
-        stock = {name: int(getattr(layer, name)) for name in STOCK_NUMBERS if hasattr(layer, name)}
-        entries.append(_numbers(layer, layer.state) if compressed else stock)
-        held = layer.state.named_tensors() if compressed else (("keys", layer.keys), ("values", layer.values))
-        tensors |= {f"{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in held}
+        entries.append(stock.numbers(layer) | (_numbers(layer, layer.state) if compressed else {}))
+        held = dict(layer.state.named_tensors()) if compressed else {}
+        held |= {f"{STOCK if compressed else ''}{name}": one for name, one in stock.tensors(layer).items()}
+        tensors |= {f"{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in held.items()}
     header = {
         "version": VERSION,
         "fingerprint": fingerprint(model_config),
         "model": describe(model_config),
-        "settings": {"dtype": str(layers[0].dtype), **described(config)},
+        "settings": {"dtype": str(_compressed(layers)[0].dtype), **described(config)},
         "layers": entries,
         "versions": {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -65,9 +66,13 @@ def write(path: str | os.PathLike[str], model_config: Any, config: Config, layer
     replace_file(Path(path), to_bytes(tensors, {HEADER: f"{_digest(words, tensors)} {words}"}))
 
 
+def _compressed(layers: Sequence[Any]) -> list[FastKVLayer]:
+    return [layer for layer in layers if isinstance(layer, FastKVLayer)]
+
+
 def _check_alone(layers: Sequence[Any]) -> None:
     """Raise FastKVError if several processes share the heads: each would hold a part only."""
-    size = max(layer.cache.workspace.parallel.size for layer in layers if isinstance(layer, FastKVLayer))
+    size = max(layer.cache.workspace.parallel.size for layer in _compressed(layers))
     if size > 1:
         raise FastKVError(
             f"caches are saved and loaded by one process, but {size} share this model's heads; load it without tp_plan"
@@ -155,14 +160,14 @@ def read(
         file.need(isinstance(entry, dict) and isinstance(layer, FastKVLayer) == ("seen" in entry))
         start = f"{index}."
         saved = {name.removeprefix(start): each for name, each in file.tensors.items() if name.startswith(start)}
+        device, groups = sizes.get(index, (torch.device("cpu"), 1))  # a layer without weights keeps nothing
+        own = saved
         if isinstance(layer, FastKVLayer):
-            _fill(file, layer, entry, saved, *sizes[index])
-        else:
-            names = [name for name in STOCK_NUMBERS if name in entry]
-            numbers = dict(zip(names, file.counts(entry, *names)))
-            file.need(saved.keys() == {"keys", "values"} and all(each.ndim == 4 for each in saved.values()))
-            layer.update(*(saved[name].to(sizes[index][0], copy=True) for name in ("keys", "values")))
-            vars(layer).update(numbers)  # update has counted only the tokens that were left
+            _fill(file, layer, entry, saved, device, groups)
+            own = {name.removeprefix(STOCK): each for name, each in saved.items() if name.startswith(STOCK)}
+        file.need(stock.fits(layer, own))
+        names = [name for name in stock.numbers(layer) if name in entry]
+        stock.fill(layer, own, dict(zip(names, file.counts(entry, *names))), device)
 
 
 def _fill(

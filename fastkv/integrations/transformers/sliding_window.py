@@ -51,7 +51,7 @@ class Ring:
         mask = self.real[:, None, None]
         return mask.clone() if dtype is None else torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
 
-    def map_batch_(self, change: Callable[[Tensor], Tensor]) -> None:
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis."""
         if self.rolled:
             self.real = _changed(self.real, change)
@@ -102,23 +102,11 @@ class WindowLayer(DynamicSlidingWindowLayer):
         """Length of the sequence, padding included; on the device while rolled."""
         return self.ring.seen if self.ring.rolled else super().get_seq_length()
 
-    def map_batch_(self, change: Callable[[Tensor], Tensor]) -> None:
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis."""
         self.keys, self.values = _changed(self.keys, change), _changed(self.values, change)
         if self.ring.rolled:
             self.key_room, self.value_room = self.keys, self.values
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i of the batch continues from row beam_idx[i]."""
-        self.map_batch_(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        self.map_batch_(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the given rows."""
-        self.map_batch_(lambda t: t[indices.to(t.device)])
 
 
 def _fixed(tensor: Tensor) -> Tensor:

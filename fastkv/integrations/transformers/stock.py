@@ -1,0 +1,150 @@
+"""Layers of transformers' own caches: which of them are compressed, which stay as they are, and how those travel.
+
+Classes that not every supported transformers has are looked up here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+NEWER = ("DummyLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # 5.10 has neither
+LEFT = (
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    *(vars(cache_utils)[n] for n in NEWER if n in vars(cache_utils)),
+)
+COMPRESSED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+PAIRS = ("keys", "values")
+STATES = ("conv_states", "recurrent_states")
+NUMBERS = ("cumulative_length", "record_past")  # of sliding-window layers, those that have them
+
+WORDS: dict[type, str] = {
+    DynamicLayer: "full attention",
+    LinearAttentionAndFullAttentionLayer: "linear and full attention in one",
+    DynamicSlidingWindowLayer: "a sliding window",
+    LinearAttentionLayer: "linear attention",
+}
+
+
+def is_left(layer: Any) -> bool:
+    """Whether the layer is one that stays transformers' own: bounded already, or empty."""
+    return type(layer) in LEFT
+
+
+def is_compressed(layer: Any) -> bool:
+    """Whether fastkv puts its own layer in the place of this one."""
+    return type(layer) in COMPRESSED
+
+
+def has_keys(layers: list[Any], index: int) -> bool:
+    """Whether keys and values of the layer at that place are cached there."""
+    return index < len(layers) and isinstance(layers[index], CacheLayerMixin)
+
+
+def census(layers: list[Any]) -> str:
+    """What the layers are, in words: `24 use a sliding window, 4 linear attention`."""
+    kinds = [WORDS.get(type(layer), type(layer).__name__) for layer in layers]
+    return ", ".join(f"{kinds.count(kind)} use {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _places(layer: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Where the tensors of a layer lie: a name, what holds the tensor, and the key or attribute in it."""
+    held = vars(layer)
+    for name in PAIRS if isinstance(layer, DynamicLayer) else ():
+        if isinstance(held.get(name), Tensor):
+            yield name, held, name
+    for name in STATES:  # one tensor until transformers 5.13, then as many as the layer has states
+        states = held.get(name)
+        if isinstance(states, Tensor):
+            yield f"{name}.0", held, name
+        for place, state in (states or {}).items() if isinstance(states, dict) else ():
+            if isinstance(state, Tensor):
+                yield f"{name}.{place}", states, place
+
+
+def tensors(layer: Any) -> dict[str, Tensor]:
+    """Every tensor [B, ...] that the layer holds."""
+    return {name: holder[place] for name, holder, place in _places(layer)}
+
+
+def nbytes(layer: Any) -> int:
+    """Bytes of its tensors."""
+    return sum(tensor.nbytes for tensor in tensors(layer).values())
+
+
+def map_batch(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply a change of the batch axis to every tensor, in place where the shape stays."""
+    for _, holder, place in _places(layer):
+        old, new = holder[place], change(holder[place])
+        holder[place] = old.copy_(new) if new.shape == old.shape else new
+
+
+def separate(layer: Any) -> None:
+    """Give a shallow copy of a layer tensors of its own."""
+    vars(layer).update({name: copy.copy(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    for _, holder, place in _places(layer):
+        holder[place] = holder[place].detach().clone()
+
+
+def copied(layer: Any) -> Any:
+    """A copy that shares no tensor which is ever written."""
+    twin = copy.copy(layer)
+    separate(twin)
+    return twin
+
+
+def numbers(layer: Any) -> dict[str, int]:
+    """What the layer counts, for the header of a file."""
+    found = {name: int(getattr(layer, name)) for name in NUMBERS if hasattr(layer, name)}
+    if isinstance(layer, LinearAttentionLayer):
+        previous: Any = layer.has_previous_state
+        previous = previous if isinstance(previous, dict) else {0: previous}
+        found |= {f"has_previous_state.{place}": int(value) for place, value in previous.items()}
+    return found
+
+
+def fits(layer: Any, saved: Mapping[str, Tensor]) -> bool:
+    """Whether an empty layer could have held these tensors."""
+    pairs, states = [name for name in PAIRS if name in saved], _state_names(layer)
+    if (isinstance(layer, DynamicLayer) and len(pairs) == 1) or any(saved[name].ndim != 4 for name in pairs):
+        return False
+    return saved.keys() <= states | (set(PAIRS) if isinstance(layer, DynamicLayer) else set())
+
+
+def _state_names(layer: Any) -> set[str]:
+    """What the states of a layer are called; of a layer without linear attention, none are."""
+    held = [(name, vars(layer)[name]) for name in STATES if name in vars(layer)]
+    return {f"{name}.{place}" for name, states in held for place in (states if isinstance(states, dict) else (0,))}
+
+
+def fill(layer: Any, saved: Mapping[str, Tensor], counts: Mapping[str, int], device: torch.device) -> None:
+    """Make an empty layer what `tensors` and `numbers` said of another."""
+    own = {name: tensor.to(device, copy=True) for name, tensor in saved.items()}
+    if "keys" in own:
+        layer.update(own["keys"], own["values"])
+    vars(layer).update({name: counts[name] for name in NUMBERS if name in counts})  # update counted what was left only
+    for name, tensor in own.items():
+        kind, _, place = name.partition(".")
+        if kind not in STATES:
+            continue
+        many = isinstance(vars(layer)[kind], dict)
+        getattr(layer, f"update_{kind.removesuffix('s')}")(tensor, **({"state_idx": int(place)} if many else {}))
+    for name, value in counts.items():
+        kind, _, place = name.partition(".")
+        if kind == "has_previous_state" and isinstance(layer.has_previous_state, dict):
+            layer.has_previous_state[int(place)] = bool(value)
+        elif kind == "has_previous_state":
+            layer.has_previous_state = bool(value)

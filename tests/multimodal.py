@@ -1,0 +1,184 @@
+"""Tiny random models that read images or audio beside text, and prompts for them."""
+
+import math
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+VOCAB, IMAGE, AUDIO = 128, 120, 121
+START, END = 122, 123
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+PATCHES = {**TOWER, "image_size": 16, "patch_size": 8}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
+QWEN = {"image_token_id": IMAGE, "video_token_id": 119, "vision_start_token_id": START, "vision_end_token_id": END}
+VISUAL = {"num_heads": 2, "depth": 2, "patch_size": 8, "spatial_merge_size": 1, "temporal_patch_size": 1}
+HEARING = {
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "d_model": 32,
+    "encoder_layers": 6,  # more than the decoder has
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+}
+
+# Of each model: its class, and the parts of its config.
+MODELS = {
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {"text_config": {**TEXT, **WINDOWS, "query_pre_attn_scalar": 24}, "vision_config": PATCHES},
+        {"mm_tokens_per_image": 4, "boi_token_index": START, "eoi_token_index": END, "image_token_index": IMAGE},
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**PATCHES, "model_type": "clip_vision_model"},
+        },
+        {"image_token_index": IMAGE, "vision_feature_layer": -1},
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**PATCHES, "model_type": "pixtral", "head_dim": 16},
+        },
+        {"image_token_index": IMAGE, "spatial_merge_size": 1, "vision_feature_layer": -1},
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **ROPE, "layer_types": ["full_attention"] * 4},
+            "vision_config": {**VISUAL, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 1},
+        },
+        QWEN,
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **ROPE, "layer_types": ["full_attention"] * 4},
+            "vision_config": {
+                **VISUAL,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 32,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        QWEN,
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **ROPE},
+            "vision_config": {
+                **VISUAL,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 32,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+        },
+        QWEN,
+    ),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {"text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": HEARING},
+        {"audio_token_index": AUDIO},
+    ),
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "audio_config": {
+                "num_mel_bins": 8,
+                "max_source_positions": 16,
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 2,
+            },
+        },
+        {"audio_token_id": AUDIO},
+    ),
+}
+ROTARY_3D = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SEE = ("gemma3", "llava", "mistral3", *ROTARY_3D)
+HEAR = ("qwen2_audio", "voxtral")
+
+
+def build(name, base="sdpa"):
+    """A seeded model whose attention matters: weights large enough that what is attended to shows in the logits."""
+    kind, parts, options = MODELS[name]
+    config = CONFIG_MAPPING[name](**parts, **options)
+    config._attn_implementation = base
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for place, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1:
+            weight.copy_(noise if "embed_tokens" in place else noise * 1.5 / math.sqrt(weight[0].numel()))
+        elif "bias" in place:
+            weight.copy_(0.1 * noise)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def text(num, seed=1, batch=1):
+    """Random ids [B, T] of text."""
+    return torch.randint(3, 110, (batch, num), generator=torch.Generator().manual_seed(seed))
+
+
+def medium(name, seed=5):
+    """Ids [1, T] of one image or sound in a prompt, and what else the model is given of it."""
+    generator = torch.Generator().manual_seed(seed)
+    if name in ROTARY_3D:
+        ids = torch.tensor([[START, *[IMAGE] * 16, END]])
+        patches = torch.randn(16, 3 * 8 * 8, generator=generator)
+        return ids, {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    if name == "qwen2_audio":
+        sound = {"input_features": torch.randn(1, 8, 32, generator=generator)}
+        return torch.full((1, 8), AUDIO), {**sound, "feature_attention_mask": torch.ones(1, 32, dtype=torch.long)}
+    if name == "voxtral":
+        return torch.full((1, 4), AUDIO), {"input_features": torch.randn(1, 8, 32, generator=generator)}
+    given = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
+    if name == "mistral3":
+        given["image_sizes"] = torch.tensor([[16, 16]])
+    return torch.full((1, 4), IMAGE), given
+
+
+def types(name, ids):
+    """The types of tokens that the model's processor gives beside ids."""
+    called = {"gemma3": "token_type_ids"} | dict.fromkeys(ROTARY_3D, "mm_token_type_ids")
+    return {called[name]: (ids == IMAGE).long()} if name in called else {}
+
+
+def prompt(name, before=21, after=17):
+    """Text with one image or sound in it, as arguments of the model and of generate."""
+    own, given = medium(name)
+    ids = torch.cat([text(before), own, text(after, 2)], 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids), **given}
+
+
+def generated(model, given, new=6, **options):
+    """Logits [B, new, vocabulary] of greedy generation, and its whole result."""
+    options = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "pad_token_id": 0, **options}
+    out = model.generate(**given, return_dict_in_generate=True, **options)
+    return torch.stack(out.logits, 1), out
