@@ -69,6 +69,7 @@ def patch(
         weight = next(model.parameters())
         config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
     config = with_fits(config, model, vector)
+    config = engine.with_rotations(config, model, modules)
     engine.detach(model)
     engine.attach(model, modules, config)
     return model

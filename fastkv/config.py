@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,6 +15,7 @@ from .calibration.vector_map import VectorMap
 from .corrections import Correction
 from .errors import FastKVError
 from .policies import Policy, get
+from .rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class Config:
         correction: what is remembered of evicted tokens and mixed into attention.
         backend: "auto", "reference", "cpu" or "triton".
         static: whether decode steps may be compiled into graphs; None: on CUDA.
-        values: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses. Both are
-            found when the model is known.
+        values: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses.
+        rotations: how each layer turns its keys; empty unless something undoes it. These three are found when the model
+            is known.
     """
 
     policy: Policy
@@ -41,6 +44,7 @@ class Config:
     static: bool | None = None
     values: VectorMap | None = None
     curve: QualityCurve | None = None
+    rotations: Mapping[int, Rotary] = field(default_factory=dict)
 
     @classmethod
     def make(

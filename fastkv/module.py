@@ -73,12 +73,12 @@ class FastKVAttention(Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None)
-        self.config = replace(config, values=vector)
+        self.config = replace(config, values=vector, rotations={} if rotary is None else {layer: rotary})
         self._check_alone(layer, num_layers, rotary, output)
         if sink_logits is not None:
             check_shape(NAME, "sink_logits", sink_logits, (num_heads,))
         self.borrowed = [output, sink_logits]  # in a list, because they are parameters of the model, not of this module
-        workspace = CacheWorkspace(rotary=rotary, evict_every=evict_every)
+        workspace = CacheWorkspace(evict_every=evict_every)
         self.cache = LayerCache(self.config, layer, layer if num_layers > 1 else 0, num_layers, workspace)
         self.cache.static = self.cache.leads = True
         self.prompt = self.length = 0
@@ -101,10 +101,15 @@ class FastKVAttention(Module):
                 f"{NAME}: {what} needs keys as they were before the rotary embedding, got no embedding; pass "
                 "rotary=fastkv.rotary.Rotary(frequencies)"
             )
-        if rotary is not None and 2 * rotary.frequencies.numel() != self.head_dim:
+        if rotary is not None and rotary.size > self.head_dim:
             raise FastKVError(
-                f"{NAME}: the rotary embedding must turn all {self.head_dim} dimensions of a head, got "
-                f"{2 * rotary.frequencies.numel()}; pass head_dim / 2 frequencies"
+                f"{NAME}: the rotary embedding must turn at most {self.head_dim} dimensions of a head, got "
+                f"{rotary.size}; pass a frequency for every two of them"
+            )
+        if rotary is not None and config.correction.key_only and not rotary.halves(self.head_dim):
+            raise FastKVError(
+                f"{NAME}: correction='vector' needs the rotary embedding to turn all {self.head_dim} dimensions of a "
+                f"head in halves, got another one of {rotary.size}; use another correction"
             )
         if config.needs("output"):
             if output is None:

@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-
-from .errors import FastKVError
-
-FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with the length
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotary:
-    """The rotary embedding of a model's full-attention layers, in HF's rotate_half pairing (i with i + D/2).
+    """How one layer turns its keys: R dimensions of a head in R/2 pairs, each by its own angle per position.
+
+    Two layers that turn alike share one object, so that they share its tables. A layer that does not turn its keys has
+    frequencies of zero.
 
     Attributes:
-        frequencies: [D/2] fp32, radians per position.  scaling: factor on cos and sin (YaRN), 1 otherwise.
+        frequencies: [R/2] fp32, radians per position.
+        scaling: factor on cos and sin (YaRN), 1 otherwise.
+        interleaved: pair dimension 2i with 2i + 1 (Cohere, GLM) instead of i with i + R/2 (Llama).
+        start: first of the dimensions that are turned; negative counts from the end of the head. The others stay.
     """
 
     frequencies: Tensor
     scaling: float = 1.0
+    interleaved: bool = False
+    start: int = 0
 
     @classmethod
-    def of(cls, model: Module) -> Rotary:
-        """The embedding of a transformers model.
-
-        Raises: FastKVError for a model without one, for frequencies that change with the length of the sequence, and
-            for an embedding of a part of the head.
-        """
-        found: Any = next((m for m in model.modules() if _frequencies(m) is not None), None)
-        if found is None:
-            raise FastKVError(f"{type(model).__name__} has no rotary embedding, which this method has to undo")
-        name = _frequencies(found)
-        assert name is not None
-        prefix = name.removesuffix("inv_freq")
-        kind = getattr(found, "rope_type", "default")
-        kind = kind.get("full_attention", "default") if isinstance(kind, dict) else kind
-        if kind not in FIXED:
-            raise FastKVError(
-                f"the rotary embedding of {type(model).__name__} is of type {kind!r}, whose frequencies change with "
-                f"the length; methods that undo the rotation work with {', '.join(FIXED)}"
-            )
-        frequencies = getattr(found, name).detach().float()
-        config: Any = getattr(found, "config", None) or model.config
-        text = config.get_text_config(decoder=True)
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        if 2 * frequencies.numel() != head_dim:
-            raise FastKVError(
-                f"the rotary embedding of {type(model).__name__} turns {2 * frequencies.numel()} of {head_dim} "
-                "dimensions; methods that undo the rotation need it to turn all of them"
-            )
-        return cls(frequencies, float(getattr(found, f"{prefix}attention_scaling", 1.0)))
+    def still(cls, dim: int, device: torch.device | None = None) -> Rotary:
+        """That of a layer whose keys, of `dim` numbers, are not turned."""
+        return cls(torch.zeros(dim // 2, device=device))
 
     def to(self, device: torch.device) -> Rotary:
         """The same on another device."""
-        return Rotary(self.frequencies.to(device), self.scaling)
+        return self if self.frequencies.device == device else replace(self, frequencies=self.frequencies.to(device))
+
+    @property
+    def size(self) -> int:
+        """How many dimensions are turned, R."""
+        return 2 * self.frequencies.numel()
+
+    def halves(self, dim: int) -> bool:
+        """Whether dimension i is paired with i + dim/2 over a whole head of `dim`, as kernels read `table`."""
+        return not self.interleaved and self.start == 0 and self.size == dim
 
     def table(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, divided by the scaling, for positions 0 to length - 1: both [length, D/2] fp32."""
-        angle = torch.arange(length, device=self.frequencies.device)[:, None] * self.frequencies
-        return angle.cos() / self.scaling, angle.sin() / self.scaling
+        """cos and sin, divided by the scaling, for positions 0 to length - 1: both [length, R/2] fp32."""
+        return self._turn(torch.arange(length, device=self.frequencies.device))
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [B, Hkv, N, D] as they were before the embedding turned them to `positions` [B, Hkv, N]; same dtype."""
+        cos, sin = self._turn(positions)
+        before, (first, second), after = self._split(keys)
+        turned = self._joined(first * cos + second * sin, second * cos - first * sin).to(keys.dtype)
+        return torch.cat([before, turned, after], -1) if self.size < keys.shape[-1] else turned
+
+    def radius(self, keys: Tensor) -> Tensor:
+        """What turning leaves as it is, of each dimension of keys [..., D]: the length of its pair, fp32."""
+        before, (first, second), after = self._split(keys)
+        length = torch.hypot(first, second)
+        return torch.cat([before.float().abs(), self._joined(length, length), after.float().abs()], -1)
+
+    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angle = positions[..., None].float() * self.frequencies
-        cos, sin = angle.cos() / self.scaling, angle.sin() / self.scaling
-        first, second = keys.float().chunk(2, dim=-1)
-        return torch.cat([first * cos + second * sin, second * cos - first * sin], -1).to(keys.dtype)
+        return angle.cos() / self.scaling, angle.sin() / self.scaling
 
+    def _split(self, keys: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """What comes before the turned dimensions, the two members of each pair in fp32, what comes after."""
+        start = self.start % keys.shape[-1]
+        before, turned, after = keys.tensor_split([start, start + self.size], -1)
+        turned = turned.float()
+        pairs = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.tensor_split(2, -1)
+        return before, (pairs[0], pairs[1]), after
 
-def _frequencies(module: Module) -> str | None:
-    """The name of the buffer of frequencies of a rotary embedding; None if the module is something else."""
-    return next((name for name in ("full_attention_inv_freq", "inv_freq") if hasattr(module, name)), None)
+    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.stack([first, second], -1).flatten(-2) if self.interleaved else torch.cat([first, second], -1)

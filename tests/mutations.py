@@ -198,8 +198,8 @@ MUTATIONS = [
     bug(
         "keys are turned on instead of back",
         "rotary.py",
-        "[first * cos + second * sin, second * cos - first * sin]",
-        "[first * cos - second * sin, second * cos + first * sin]",
+        "first * cos + second * sin, second * cos - first * sin",
+        "first * cos - second * sin, second * cos + first * sin",
         "policies_geometry.py::test_keys_of_llama_are_unrotated",
     ),
     # Choosing and storing.

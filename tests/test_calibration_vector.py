@@ -22,7 +22,7 @@ from fastkv.calibration.vector_map import HEADER, VERSION, VectorMap, required_r
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.tasks import generate
 from fastkv.evaluation import common
-from fastkv.rotary import Rotary
+from fastkv.integrations.transformers import rotations
 
 from .models import FAMILIES, VOCAB, build, prompt
 
@@ -158,7 +158,7 @@ def test_held_out_r2_is_that_of_the_stored_pairs():
     """The same pairs that `fit` saw, kept this time: R^2 of the stored fp32 map agrees to float64."""
     model, ids = build("qwen3"), sequences()
     fitted = fit(model, ids.split(2), held_out=0.5)
-    rotary = Rotary.of(model)
+    rotary = rotations(model, range(4))
     batches = [list(pre_rope_pairs(model, rotary, batch)) for batch in ids.split(2)]
     for layer, weight in fitted.weights.items():
         keys = torch.stack([batch[layer][1][0] for batch in batches]).double().transpose(0, 1).flatten(1, 2)
@@ -579,7 +579,7 @@ def test_the_bundled_file_predicts_values_of_texts_it_has_not_seen(bundled):
     stored = VectorMap.load(path, model.config)
     assert path.stat().st_size <= 2**18 and list(stored.weights) == [0, 1, 2, 3]
     samples = [generate(task, 512, seed) for task in TASKS for seed in (0, 1)]
-    rotary, measured = Rotary.of(model), {}
+    rotary, measured = rotations(model, range(4)), {}
     for sample in samples:
         ids = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt").input_ids
         for layer, keys, values in pre_rope_pairs(model, rotary, ids):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM
 
 from fastkv import FastKVError
 from fastkv.demo import load
@@ -410,8 +410,9 @@ def test_only_full_attention_layers_are_read():
         assert keys.shape == (2, 40, 16)
 
 
-def test_a_model_without_a_rotary_embedding_lacks_two_columns_and_says_why():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=300, n_embd=32, n_layer=2, n_head=2)).eval()
+def test_a_model_whose_rotation_is_not_known_lacks_two_columns_and_says_why():
+    config = GPTJConfig(vocab_size=50, n_positions=300, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
+    model = GPTJForCausalLM(config).eval()
     ids = torch.randint(0, 50, (300,), generator=seeded())
     report = measure(model, ids, options("--model", "gpt", "--text", "words"), Console(file=io.StringIO()))
     assert all(layer["rank"] is layer["leverage"] is None for layer in report.layers)

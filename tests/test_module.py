@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVError
 from fastkv.calibration.vector_map import VectorMap
+from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.rotary import Rotary
 
@@ -90,7 +91,7 @@ def dense(q, k, v, visible, softcap=None):
 def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
     """Fed with the q, k and v of every layer, it returns what the layer returns, and holds the same tokens after."""
     model, chosen = build(), policy(name, tmp_path)
-    turning = Rotary.of(model)
+    turning = rotations(model, [0])[0]
     projections = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     fastkv.patch(model, chosen, small(), prefill_block=block, evict_every=EVERY)
     calls = []
@@ -535,7 +536,14 @@ MAKE = {
     "quality": (lambda: fresh("compactor", Budget(quality=0.9, sinks=2, recent=4)), r"Budget\(quality=...\) reads"),
     "no rotary": (lambda: fresh("compactor"), "pass rotary="),
     "no rotary for vector": (lambda: fresh(correction="vector", vector=mapping()), "correction='vector' needs keys"),
-    "partial rotary": (lambda: fresh("leverage", rotary=Rotary(torch.ones(3))), "all 16 dimensions of a head, got 6"),
+    "a rotary beyond the head": (
+        lambda: fresh("leverage", rotary=Rotary(torch.ones(9))),
+        "at most 16 dimensions .* got 18",
+    ),
+    "partial rotary for vector": (
+        lambda: fresh(correction="vector", rotary=Rotary(torch.ones(3)), vector=mapping()),
+        "all 16 dimensions of a head in halves, got another one of 6",
+    ),
     "no maps": (lambda: fresh(correction="vector", rotary=rotary()), "got the first only"),
     "maps for nothing": (lambda: fresh(vector=mapping()), "got the second only"),
     "maps of other layers": (

@@ -37,8 +37,8 @@ class Crossings(TorchDispatchMode):
 def to_device_without_data(model, cache):
     """The model and the states of its cache, moved."""
     model.to("meta")
-    for table in list(cache.workspace.tables.values()):
-        cache.workspace.tables[torch.device("meta")] = tuple(part.to("meta") for part in table)
+    for (rotary, _), table in list(cache.workspace.tables.items()):
+        cache.workspace.tables[rotary, torch.device("meta")] = tuple(part.to("meta") for part in table)
     for layer in compressed_layers(cache):
         state = cache.layers[layer].state
         for name, tensor in list(state.named_tensors()):

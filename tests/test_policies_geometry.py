@@ -16,6 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from fastkv import ops
 from fastkv.errors import FastKVError
+from fastkv.integrations.transformers import rotations
 from fastkv.policies import KeyDiff, Signals
 from fastkv.policies.baselines import KNorm
 from fastkv.policies.compactor import Compactor, Leverage, NonCausal
@@ -598,7 +599,7 @@ def scaled_llama(kind, **more):
 def test_keys_of_llama_are_unrotated(kind):
     model = scaled_llama(kind, **ROPE[kind])
     check_round_trip(model, modeling_llama.apply_rotary_pos_emb)
-    assert (Rotary.of(model).scaling != 1) == (kind == "yarn")
+    assert (rotations(model, [0])[0].scaling != 1) == (kind == "yarn")
 
 
 def test_keys_of_the_full_layers_of_gemma3_are_unrotated():
@@ -613,13 +614,13 @@ def check_round_trip(model, apply, *layer_type):
     _, rotated = apply(keys, keys, cos, sin)
     assert not torch.allclose(rotated, keys, atol=0.1)
     signals = replace(made(), keys=rotated, positions=position[:, None].expand(-1, 2, -1).int())
-    back = replace(signals, rotary=Rotary.of(model)).pre_rope_keys
+    back = replace(signals, rotary=rotations(model, [1])[1]).pre_rope_keys
     torch.testing.assert_close(back, keys)
 
 
 def test_frequencies_that_change_with_the_length_are_refused():
     with pytest.raises(FastKVError, match="'dynamic', whose frequencies change with the length"):
-        Rotary.of(scaled_llama("dynamic", factor=4.0))
+        rotations(scaled_llama("dynamic", factor=4.0), range(4))
 
 
 @pytest.mark.parametrize(

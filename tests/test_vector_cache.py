@@ -7,6 +7,7 @@ import fastkv
 from fastkv.calibration.files import fingerprint
 from fastkv.calibration.vector_map import VectorMap
 from fastkv.errors import FastKVError
+from fastkv.integrations.transformers import rotations
 
 from .models import build, generate, policy, prompt
 from .pairwise import named
@@ -130,7 +131,7 @@ def test_values_go_where_the_map_errs_least():
     weights = {layer: torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1)) for layer in range(4)}
     fastkv.patch(model, "keydiff", small(), correction="vector", vector=mapping(model, weights), evict_every=EVERY)
     state = model(ids).past_key_values.layers[0].state
-    rotary = fastkv.rotary.Rotary.of(model)
+    rotary = rotations(model, [0])[0]
     raw = rotary.unrotate(stock.keys.double(), torch.arange(50).expand(1, 2, 50)).double()
     errors = (stock.values.double() - raw @ weights[0].double()).square().sum(-1)
     scores = fastkv.reference.keydiff_scores(stock.keys)

@@ -415,13 +415,13 @@ def the_mesh_is_where_it_was():
     return f"model.{old} = device_mesh" in inspect.getsource(utils)
 
 
-@assumed("rotary.py", "a rotary embedding is no longer described by inv_freq and attention_scaling")
+@assumed("selfcheck.py", "a rotary embedding is no longer described by inv_freq and attention_scaling")
 def rotary_embeddings_are_as_described():
-    from fastkv.rotary import Rotary
+    from fastkv.integrations.transformers import rotations
 
     for name in FAMILIES:
         model = build(name, "eager")
-        rotary = Rotary.of(model)
+        rotary = rotations(model, [1])[1]
         cos, sin = rotary.table(9)
         module = model.get_decoder().rotary_emb
         extra = {"layer_type": "full_attention"} if "layer_type" in names(module.forward) else {}

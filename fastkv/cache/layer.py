@@ -98,7 +98,8 @@ class LayerCache:
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
         device, shared = state.seen.device, self.workspace
-        rotary = None if shared.rotary is None else shared.rotary.to(device)
+        rotary = self.config.rotations.get(self.layer)
+        rotary = None if rotary is None else rotary.to(device)
         weight = None
         if self.config.values is not None:
             weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
@@ -126,7 +127,8 @@ class LayerCache:
         state, rule = self._held()
         if state.approx is not None:
             assert rule.weight is not None
-            state.recovery = Recovery(rule.weight, *self.workspace.table(state.seen.device, length))
+            table = self.workspace.table(self.config.rotations[self.layer], state.seen.device, length)
+            state.recovery = Recovery(rule.weight, *table)
 
     def _held(self) -> tuple[LayerState, LayerConfig]:
         if self.state is None or self.rule is None:

@@ -176,7 +176,7 @@ class LayerConfig:
 
     Attributes:
         layer: index in the model.  layout: of its state.  spec: how it attends and evicts.
-        parallel: processes that share the layer's heads.  rotary: the model's rotary embedding, if anything undoes it.
+        parallel: processes that share the layer's heads.  rotary: how keys are turned, if anything undoes it.
         output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
         weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value.
         readers: how many other layers attend to the same keys.

@@ -66,7 +66,6 @@ class CacheWorkspace:
 
     Args and attributes:
         parallel: processes that share the heads.
-        rotary: the model's rotary embedding, None unless something undoes it.
         evict_every: decode steps between evictions, the period of `clock`.
         ahead: [B, T, T] bool, which later tokens of the block being read its tokens see, as those of an image do; None
             where attention is causal.
@@ -77,16 +76,15 @@ class CacheWorkspace:
     def __init__(
         self,
         parallel: Parallel | None = None,
-        rotary: Rotary | None = None,
         evict_every: int = 1,
         positions: int = FIRST_TABLE,
     ) -> None:
-        self.parallel, self.rotary, self.positions = parallel or Parallel(), rotary, positions
+        self.parallel, self.positions = parallel or Parallel(), positions
         self.clock, self.reading = EvictionClock(evict_every), False
         self.ahead: Tensor | None = None
         self.real: Tensor | None = None
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
-        self.tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def reading_prompt(self) -> Iterator[None]:
@@ -99,7 +97,7 @@ class CacheWorkspace:
 
     def twin(self) -> CacheWorkspace:
         """For a copy of the layers, which is as far as they are."""
-        made = CacheWorkspace(self.parallel, self.rotary, self.clock.period, self.positions)
+        made = CacheWorkspace(self.parallel, self.clock.period, self.positions)
         made.clock.move_to(self.clock.now.steps)
         return made
 
@@ -111,16 +109,15 @@ class CacheWorkspace:
             self.scratch[shape] = ops.workspace(num_heads, state, spec)
         return self.scratch[shape]
 
-    def table(self, device: torch.device, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for at least `length` positions; grows to powers of two, so almost never while decoding."""
-        found = self.tables.get(device)
+    def table(self, rotary: Rotary, device: torch.device, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of at least `length` positions; they grow to powers of two, so almost never while decoding."""
+        found = self.tables.get((rotary, device))
         if found is None or found[0].shape[0] < length:
-            assert self.rotary is not None
-            found = self.rotary.to(device).table(max(1 << (length - 1).bit_length(), self.positions))
+            found = rotary.to(device).table(max(1 << (length - 1).bit_length(), self.positions))
             if not torch.compiler.is_compiling():
                 for part in found:
                     torch._dynamo.mark_static_address(part, guard=False)  # or a captured step copies it every time
-            self.tables[device] = found
+            self.tables[rotary, device] = found
         return found
 
     def nbytes(self) -> int:

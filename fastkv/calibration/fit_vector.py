@@ -13,7 +13,7 @@ which can only give more: a head that exceeds the threshold here does so there.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
@@ -28,6 +28,7 @@ from ..demo.tasks import TASKS
 from ..errors import FastKVError
 from ..evaluation import common
 from ..evaluation.equal_bytes import is_full
+from ..integrations.transformers import rotations
 from ..rotary import Rotary
 from .files import describe, fingerprint
 from .vector_map import VectorMap, required_r2
@@ -136,8 +137,7 @@ def fit(
     Returns: the maps, on the CPU.
     """
     threshold = required_r2(boundary)
-    _check(model, held_out)
-    rotary = Rotary.of(model)
+    turning = rotations(model, _full_layers(model, held_out), halves=True)
     fitted: dict[int, Sums] = {}
     measured: dict[int, Sums] = {}
     tokens = rows = held = 0
@@ -153,7 +153,7 @@ def fit(
         rows += len(ids)
         tokens += ids.numel()
         chosen = torch.tensor(apart)
-        for layer, keys, values in pre_rope_pairs(model, rotary, ids):
+        for layer, keys, values in pre_rope_pairs(model, turning, ids):
             for kept, which in ((fitted, ~chosen), (measured, chosen)):
                 kept.setdefault(layer, Sums(keys, values)).add(keys[which], values[which])
         if progress is not None:
@@ -173,28 +173,33 @@ def fit(
     return VectorMap(weights, r2, threshold, fingerprint(model.config), describe(model.config), tokens)
 
 
-def _check(model: PreTrainedModel, held_out: float) -> None:
-    """Raise FastKVError unless the model is stock and ready, and the share sensible."""
+def _full_layers(model: PreTrainedModel, held_out: float) -> list[int]:
+    """Indices of the layers to fit. Raises FastKVError unless the model is stock and ready, and the share sensible."""
     common.check_stock("fit", model)
     if not 0 < held_out < 1:
         raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
     layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if not any(map(is_full, layers)):
+    full = [index for index, layer in enumerate(layers) if is_full(layer)]
+    if not full:
         raise FastKVError(
             f"fit needs full-attention layers, got {type(model).__name__} with none in {len(layers)}; its cache is "
             "bounded already"
         )
+    return full
 
 
-def pre_rope_pairs(model: PreTrainedModel, rotary: Rotary, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def pre_rope_pairs(
+    model: PreTrainedModel, turning: Mapping[int, Rotary], ids: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """What every full-attention layer caches for token ids [B, T], with the rotation of the keys undone.
 
+    Args: turning: of each of these layers, see `rotations`.
     Returns: (layer, keys [B, Hkv, T, Dk] fp32, values [B, Hkv, T, Dv]) for each.
     """
     for layer, keys, values in common.read_stock(model, ids):
         positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         # The rotation is undone in fp32, as decoding does it.
-        yield layer, rotary.to(keys.device).unrotate(keys.float(), positions), values
+        yield layer, turning[layer].to(keys.device).unrotate(keys.float(), positions), values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

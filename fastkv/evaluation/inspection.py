@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .. import reference
 from ..errors import FastKVError
+from ..integrations.transformers import rotations
 from ..rotary import Rotary
 from . import common
 
@@ -314,13 +315,13 @@ def measure(model: Any, ids: Tensor, options: argparse.Namespace, console: Conso
                 f"{options.model} has no full-attention layer, all its layers have a bounded cache; there is nothing "
                 "to compress in it"
             )
-        rotary = why = None
+        turning, why = {}, None
         try:
-            rotary = Rotary.of(model).to(model.device)
+            turning = rotations(model, [index for index, _, _ in cached])
         except FastKVError as error:
             why = str(error)
         shown = progress.track(cached, description="measuring")
-        layers = [measure_layer(*layer, lengths, window, rotary) for layer in shown]
+        layers = [measure_layer(*layer, lengths, window, turning.get(layer[0])) for layer in shown]
     return Report(options.model, options.text, len(ids), lengths, window, layers, why)
 
 
@@ -356,7 +357,7 @@ def measure_layer(
     numbers |= {"rank": None, "leverage": None}
     if rotary is not None:
         positions = torch.arange(keys.shape[1], device=keys.device).expand(1, *keys.shape[:2])
-        before = rotary.unrotate(keys.float()[None], positions)[0]
+        before = rotary.to(keys.device).unrotate(keys.float()[None], positions)[0]
         numbers |= {"rank": effective_rank(before), "leverage": leverage_share(before)}
     return {name: n.tolist() if isinstance(n, Tensor) else n for name, n in numbers.items()}
 

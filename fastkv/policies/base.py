@@ -37,7 +37,7 @@ class Signals:
         output: [hidden, Hq, Dv], the layer's output projection; None unless needed.
         memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
             policy `remembers`.
-        rotary: the model's rotary embedding, None unless "pre_rope" is needed.
+        rotary: how the layer turns its keys, None unless "pre_rope" is needed.
         parallel: the processes that share the layer's heads.
         backend: to pass on to `fastkv.ops`.
     """

@@ -2,5 +2,6 @@
 
 from .attach import attach, check, detach
 from .families import REFUSED, TESTED
+from .selfcheck import rotations, with_rotations
 
-__all__ = ["REFUSED", "TESTED", "attach", "check", "detach"]
+__all__ = ["REFUSED", "TESTED", "attach", "check", "detach", "rotations", "with_rotations"]

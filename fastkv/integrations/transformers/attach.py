@@ -23,8 +23,7 @@ from ...cache.workspace import CacheWorkspace
 from ...calibration.files import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
-from ...rotary import Rotary
-from . import attention, families, forward, generate, modules, stock
+from . import attention, families, forward, generate, modules, selfcheck, stock
 from .cache import build_layers, is_static
 from .layer import FastKVLayer
 
@@ -98,15 +97,13 @@ def check(model: Module, config: Config) -> list[Module]:
     is_static(model, config.static)
     config.budget.check_layers(len(full))
     config.policy.check([heads for heads, _ in kv_shapes(text)])
-    if config.undoes_rotation:
-        Rotary.of(modules.decoder(model))
     if config.budget.quality is not None and modules.get_head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
     if not families.is_tested(types):
-        _check_untested(model, chosen, types)
+        _check_untested(model, list(chosen.values()), config, types)
     return list(chosen.values())
 
 
@@ -142,8 +139,14 @@ def _check_attention(layer: int, module: Module, config: Config, base: str) -> N
     check_backend(config.backend, size.device, size.dtype, size.key_dim, size.groups, spare, size.value_dim)
 
 
-def _check_untested(model: Module, chosen: dict[int, Module], types: list[str]) -> None:
-    """Accept a model that nobody has tested, with a warning."""
+def _check_untested(model: Module, found: list[Module], config: Config, types: list[str]) -> None:
+    """Accept a model that nobody has tested, with a warning. Raises FastKVError if a short prompt tells it apart."""
+
+    def patch(config: Config) -> None:
+        detach(model)
+        attach(model, found, config)
+
+    selfcheck.check_agreement(model, patch, config)
     warnings.warn(
         f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the unpatched "
         "model's",

@@ -25,7 +25,6 @@ from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
-from ...rotary import Rotary
 from . import modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer
 from .prompt import Prompt
@@ -53,12 +52,11 @@ class FastKVCache(Cache):
             raise FastKVError(
                 f"FastKVCache needs a patched model, got {type(model).__name__}; call fastkv.patch(model) first"
             )
-        rotary = Rotary.of(modules.decoder(model)) if config.undoes_rotation else None
         model_config: Any = model.config
         positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None) or FIRST_TABLE
         static = is_static(model, config.static if static is None else static)
         positions = positions if static else FIRST_TABLE
-        self.workspace = CacheWorkspace(Parallel.of(model), rotary, config.evict_every, positions)
+        self.workspace = CacheWorkspace(Parallel.of(model), config.evict_every, positions)
         super().__init__(layers=build_layers(model, config, self.workspace, static))
         self.config: Config = config
         self.sources = modules.sources(model)

@@ -1,0 +1,334 @@
+"""What a model shows of itself: how its layers turn their keys, for tiny models that do it in all known ways."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+
+import fastkv
+from fastkv import FastKVError
+from fastkv.integrations.transformers import rotations
+from fastkv.integrations.transformers.selfcheck import unchanged
+from fastkv.rotary import Rotary
+
+from .models import COMMON, build, generate, prompt
+from .test_exact import snapshot
+from .test_policy_matrix import small
+from .test_vector_cache import mapping
+
+LAYERS, HKV, D = 4, 2, 16
+HYBRID = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
+    "image_size": 16, "patch_size": 8, "num_channels": 3,
+}  # fmt: skip
+EYES = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 8, "spatial_merge_size": 1}
+# Of each model: its config, whether pairs are interleaved, dimensions turned and the layers that turn none.
+TURNING = {
+    "llama": ({}, False, D, ()),
+    "cohere2": (HYBRID, True, D, (1, 3)),
+    "smollm3": ({"no_rope_layers": [1, 0, 1, 0]}, False, D, (1, 3)),
+    "exaone4": ({**HYBRID, "sliding_window_pattern": None}, False, D, (1, 3)),
+    "ernie4_5": ({}, True, D, ()),
+    "glm4": ({"partial_rotary_factor": 0.5}, True, D // 2, ()),
+    "gemma3_text": ({**HYBRID, "query_pre_attn_scalar": 24}, False, D, ()),
+    "qwen2_vl": (
+        {"text_config": {**COMMON, "hidden_size": 64, "rope_parameters": MROPE}, "vision_config": EYES},
+        False, D, (),
+    ),
+    "mistral3": (
+        {
+            "text_config": {**COMMON, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "pixtral"},
+        },
+        False, D, (),
+    ),
+}  # fmt: skip
+KINDS = pytest.mark.parametrize("kind", TURNING)
+
+
+def tiny(kind, **changes):
+    """A seeded random model of that type."""
+    config = AutoConfig.for_model(kind, **{**COMMON, **TURNING.get(kind, ({},))[0], **changes})
+    torch.manual_seed(0)
+    several = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    return several.from_config(config, attn_implementation="eager").eval()
+
+
+def keys_before(model, ids):
+    """Of each layer, its keys before they are turned and those that a stock cache holds, [B, Hkv, T, D]."""
+    before, hooks = {}, []
+
+    def record(layer):
+        def hook(module, args, out):
+            apart = out.ndim == 4 and out.shape[1] == HKV  # heads come before or after the tokens
+            before[layer] = out if apart else out.reshape(*ids.shape, HKV, D).transpose(1, 2)
+
+        return hook
+
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        if hasattr(module, "k_proj"):
+            last = module.k_norm if hasattr(module, "k_norm") else module.k_proj
+            hooks.append(last.register_forward_hook(record(module.layer_idx)))
+    cached = decoder(input_ids=ids, use_cache=True).past_key_values
+    for hook in hooks:
+        hook.remove()
+    return [(before[layer], cached.layers[layer].keys) for layer in range(LAYERS)]
+
+
+@KINDS
+@torch.no_grad()
+def test_keys_are_turned_back(kind):
+    """In every layer, also at positions that the check has not looked at."""
+    model, (_, interleaved, size, still) = tiny(kind), TURNING[kind]
+    found = rotations(model, range(LAYERS))
+    ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(8).expand(2, HKV, 8)
+    for layer, (before, cached) in enumerate(keys_before(model, ids)):
+        rotary = found[layer]
+        assert torch.equal(before, cached) == (layer in still) == (not rotary.frequencies.any())
+        assert layer in still or (rotary.interleaved, rotary.size) == (interleaved, size)
+        torch.testing.assert_close(rotary.unrotate(cached, positions), before, atol=1e-5, rtol=0)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_shows_the_same(kind, dtype):
+    model = tiny(kind)
+    exact = rotations(model, range(LAYERS))
+    for layer, rotary in rotations(model.to(dtype), range(LAYERS)).items():
+        assert (rotary.interleaved, rotary.start, rotary.size) == (exact[layer].interleaved, 0, exact[layer].size)
+        torch.testing.assert_close(rotary.frequencies, exact[layer].frequencies, rtol=1e-2, atol=0)
+
+
+def test_layers_that_turn_alike_share_one_object():
+    found = rotations(tiny("cohere2"), range(LAYERS))
+    assert found[0] is found[2] and found[1] is found[3] and found[0] is not found[1]
+
+
+def test_each_type_of_layer_has_its_own_embedding():
+    found = rotations(tiny("gemma3_text"), range(LAYERS))
+    assert found[0].frequencies[1] > 1.5 * found[1].frequencies[1]
+
+
+def test_massive_channels_hide_nothing():
+    """A bias of a thousand in a slow pair, as Qwen has, does not make the other pairs count for nothing."""
+    model = build("qwen2")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[7] = 1000.0
+    found = rotations(model.to(torch.bfloat16), range(LAYERS))
+    assert all(rotary.frequencies.all() for rotary in found.values())
+
+
+def test_latent_attention_turns_the_end_of_its_keys():
+    """What is cached as values is the turned part of the key, which all heads share."""
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    model = tiny("deepseek_v3", **ranks, num_key_value_heads=4, head_dim=8, first_k_dense_replace=LAYERS)
+    for rotary in rotations(model, range(LAYERS)).values():
+        assert (rotary.start, rotary.size, rotary.interleaved) == (-8, 8, False)
+
+
+def test_sinks_do_not_disturb():
+    model = tiny("gpt_oss", layer_types=["full_attention"] * LAYERS, num_local_experts=2, num_experts_per_tok=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert all(rotary.size == D for rotary in rotations(model.to(dtype), range(LAYERS)).values())
+
+
+def test_a_rotation_that_nothing_explains_is_refused_by_its_layer():
+    model = build("llama")
+    attention = model.model.layers[2].self_attn
+    attention.k_proj.register_forward_hook(lambda module, args, out: out * attention.strength)
+    # A key that grows with its position.
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: setattr(module, "strength", 1 + kwargs["position_ids"].max() / 4), with_kwargs=True
+    )
+    with pytest.raises(FastKVError, match="no rotary embedding explains how the keys of layer 2 of LlamaForCausalLM"):
+        fastkv.patch(model, "compactor", 64)
+    fastkv.patch(model, "keydiff", 64)  # which does not ask
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_are_refused(kind):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 128}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **(factors if kind == "longrope" else {})}
+    model = build(rope_parameters=rope)
+    model(torch.ones(1, 600, dtype=torch.long))  # longer than the model's positions: its frequencies are others now
+    before = snapshot(model)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    with pytest.raises(FastKVError, match=f"layer 0 of LlamaForCausalLM is of type '{kind}', whose frequencies change"):
+        fastkv.patch(model, "compactor", 64)
+    assert snapshot(model) == before and torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
+def test_nothing_of_the_model_changes(kind, patched):
+    model = build(kind)
+    if patched:
+        fastkv.patch(model, "keydiff", 64)
+    model.train()
+    model.model.layers[0].eval()
+    calls = []
+    model.register_buffer("seen", torch.zeros(3))
+    model.model.layers[1].register_forward_hook(lambda *given: calls.append((torch.rand(1), model.seen.add_(1))))
+    before, random = snapshot(model), torch.get_rng_state()
+    modes = [module.training for module in model.modules()]
+    rotations(model, [1, 3])
+    assert calls and snapshot(model) == before and torch.equal(torch.get_rng_state(), random)
+    assert modes == [module.training for module in model.modules()] and not model.seen.any()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_is_put_back_after_an_error():
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError), unchanged(model):
+        model.register_buffer("new", torch.ones(1))
+        model.model.layers[0].register_forward_hook(print)
+        del model.config
+        raise ZeroDivisionError
+    assert snapshot(model) == before and model.config.model_type == "llama"
+
+
+def test_a_cache_asks_nothing_of_the_model(monkeypatch):
+    """Rotations are found once, at patch."""
+    model = fastkv.patch(build("gemma3"), "compactor", 64)
+    held = model._fastkv_config.rotations
+    monkeypatch.setattr(fastkv.integrations.transformers.selfcheck, "rotations", None)
+    cache = model(prompt()[0]).past_key_values
+    assert {layer: cache.layers[layer].cache.rule.rotary for layer in (1, 3)} == held
+    assert held[1] is held[3]
+
+
+def test_rotary_of_a_part_of_the_head():
+    keys = torch.randn(2, HKV, 5, D)
+    positions = torch.arange(5).expand(2, HKV, 5)
+    for start, turned in ((0, slice(0, 6)), (-6, slice(10, 16)), (2, slice(2, 8))):
+        part = Rotary(torch.tensor([1.0, 0.5, 0.25]), 2.0)
+        got = Rotary(part.frequencies, 2.0, start=start).unrotate(keys, positions)
+        assert torch.equal(got[..., turned], part.unrotate(keys[..., turned], positions))
+        rest = [dim for dim in range(D) if dim not in range(D)[turned]]
+        assert torch.equal(got[..., rest], keys[..., rest])
+
+
+class Shrinking(LlamaAttention):
+    """Scales all keys by how many there are, after they were cached."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = self.updated(past_key_values, k, v)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = self.attended(attend, q, k, v, attention_mask, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def updated(self, cache, k, v):
+        return cache.update(k, v, self.layer_idx)
+
+    def attended(self, attend, q, k, v, mask, **kwargs):
+        return attend(self, q, k / k.shape[2] ** 0.5, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+
+
+class Twice(Shrinking):
+    """Attends with two sets of values."""
+
+    def attended(self, attend, q, k, v, mask, **kwargs):
+        one, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        other, _ = attend(self, q, k, v.flip(-1), mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return one + other, weights
+
+
+def unheard_of(attention=None):
+    """A model of a type that is on no list; its attention of that class."""
+    model = build("llama", "eager")
+    model.config.model_type = "unheard_of"
+    for layer in model.model.layers if attention is not None else ():
+        layer.self_attn.__class__ = attention
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_untested_model_that_agrees_is_accepted_with_one_warning(dtype):
+    model = unheard_of().to(dtype).train()
+    before, random = snapshot(model), torch.get_rng_state()
+    with pytest.warns(UserWarning, match="unheard_of is not among the model types") as warned:
+        fastkv.patch(model, "compactor", 64, prefill_block=16)
+    assert len(warned) == 1 and torch.equal(torch.get_rng_state(), random) and model.training
+    assert model._fastkv_config.prefill_block == 16 and model._fastkv_config.policy.name == "compactor"
+    assert snapshot(fastkv.unpatch(model)) == before
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
+@pytest.mark.parametrize(
+    "attention, why",
+    [(Shrinking, r", and .* its logits change by \d"), (Twice, " and fails .* twice to the same")],
+    ids=["shrinking", "twice"],
+)
+def test_an_untested_model_that_disagrees_is_refused(attention, why, patched):
+    model = unheard_of()
+    if patched:
+        with pytest.warns(UserWarning):
+            fastkv.patch(model, "keydiff", 64)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = attention
+    before, random = snapshot(model), torch.get_rng_state()
+    ids = prompt()[0][:1]
+    expected = model(ids, past_key_values=DynamicCache()).logits
+    with pytest.raises(FastKVError, match=f"LlamaForCausalLM is of an untested type{why}"):
+        fastkv.patch(model, "momentkv", 64)
+    assert snapshot(model) == before and torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(model(ids, past_key_values=DynamicCache()).logits, expected)
+    assert ("_fastkv_config" in vars(model)) == patched
+
+
+class Peeking(Shrinking):
+    """Looks into its cache layer, where a compressed one holds no keys."""
+
+    def updated(self, cache, k, v):
+        super().updated(cache, k, v)
+        return cache.layers[self.layer_idx].keys.clone(), cache.layers[self.layer_idx].values.clone()
+
+
+def test_an_untested_model_that_fails_is_refused():
+    model = unheard_of(Peeking)
+    before = snapshot(model)
+    with pytest.raises(FastKVError, match="fails on a short prompt read whole when it is patched"):
+        fastkv.patch(model, "keydiff", 64)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TURNING if kind != "llama"])
+def test_models_of_all_turns_can_be_compressed(kind):
+    """Untested ones agree; Compactor chooses in all of them, also where the encoder has an embedding of its own."""
+    model = tiny(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        fastkv.patch(model, "compactor", fastkv.Budget(tokens=20, sinks=2, recent=4))
+    assert generate(model, *prompt()).shape == (3, 62)
+
+
+@pytest.mark.parametrize("kind, turned", [("ernie4_5", "16 turned as neighbours"), ("glm4", "8 turned as neighbours")])
+def test_vector_refuses_what_its_kernels_do_not_turn(kind, turned):
+    model = tiny(kind)
+    model.config.model_type = "llama"  # what is tested does not matter here
+    before = snapshot(model)
+    with pytest.raises(FastKVError, match=f"dimensions are turned in halves, got {turned} in layer 0"):
+        fastkv.patch(model, "keydiff", 64, correction="vector", vector=mapping(model))
+    assert snapshot(model) == before
+
+
+def test_vector_has_tables_for_each_way_of_turning():
+    model = tiny("smollm3")
+    model.config.model_type = "llama"
+    fastkv.patch(model, "keydiff", small(), correction="vector", vector=mapping(model), evict_every=4)
+    cache = generate(model, *prompt(), return_dict_in_generate=True).past_key_values
+    sines = [cache.layers[layer].state.recovery.sin for layer in range(LAYERS)]
+    assert sines[0] is sines[2] and sines[1] is sines[3]
+    assert sines[0].any() and not sines[1].any() and sines[1].shape[1] == D // 2
