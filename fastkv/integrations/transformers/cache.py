@@ -261,7 +261,7 @@ class FastKVCache(Cache):
         if self.windows:  # the file holds what transformers expects; this cache goes on with its rings
             source = self.clone()
             source.unroll()
-        serialization.write(path, self.model_config, self.config, source.layers)
+        serialization.write(path, self.model_config, self.config, source.layers, self.rope_deltas)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
@@ -271,7 +271,8 @@ class FastKVCache(Cache):
         Raises: FastKVError if it is not, if its shape or dtype is another, or if the file is damaged or something else.
         """
         cache = cls(model)
-        serialization.read(path, cache.model_config, cache.config, cache.layers, _places(model), model.dtype)  # type: ignore[arg-type]
+        places, dtype = _places(model), model.dtype
+        cache.rope_deltas = serialization.read(path, cache.model_config, cache.config, cache.layers, places, dtype)  # type: ignore[arg-type]
         return cache
 
     def clone(self) -> FastKVCache:
