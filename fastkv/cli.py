@@ -1,12 +1,16 @@
-"""The `fastkv` command. Each subcommand imports what it needs when it runs, so that help and mistakes are quick."""
+"""The `fastkv` command. Subcommands that measure are imported when they run, so that help and mistakes are quick."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from .errors import FastKVError
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,9 +115,6 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
     options = build_parser().parse_args(arguments)
-
-    from .errors import FastKVError
-
     try:
         options.run(options)
     except FastKVError as error:

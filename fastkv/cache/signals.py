@@ -73,7 +73,7 @@ def of_steps(signals: Signals, state: LayerState, rule: LayerConfig) -> Signals:
         return signals
     received = joined(*(slots["attention"] for slots in state.tiers.values()))
     # A token that arrived after the last eviction was seen by fewer queries: mean over those that saw it.
-    queries = (state.seen[:, None, None] - signals.positions).clamp(1, rule.layout.spare)
+    queries = (state.seen[:, None, None] - signals.positions).clamp(1, rule.layout.spare) * (1 + rule.readers)
     return replace(signals, attention=received / queries, queried=queries)
 
 
@@ -110,7 +110,7 @@ def observe(signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule:
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
         later = valid[:, stop:].sum(-1, keepdim=True)
         query_positions = state.seen[:, None] - later - query_valid.flip(-1).cumsum(-1).flip(-1)
-        mean = ops.window_attention(
+        mean = ops.observed_attention(
             part,
             signals.keys,
             spec.scale,

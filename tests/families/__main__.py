@@ -27,6 +27,8 @@ if not torch.cuda.is_available():
 
 import transformers
 
+import fastkv.kernels.operations  # once for all children
+
 from . import lists, tiny
 from .checks import CHECKS
 from .examine import FAILS, Result, examine

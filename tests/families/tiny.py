@@ -46,8 +46,8 @@ SIZES = {
     "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
     "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k mamba_expand expand altup_num_inputs "
     "index_n_heads indexer_n_heads zero_expert_num num_dense_layers o_groups hc_mult hc_count": 2,
-    "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group first_k_dense_replace "
-    "mamba_n_groups mamba_ngroups n_groups": 1,
+    "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group "
+    "first_k_dense_replace mamba_n_groups mamba_ngroups n_groups": 1,
     "laurel_rank sliding_window sliding_window_size attention_window_size local_attention keep_window_size": 8,
     "mamba_dt_rank time_step_rank n_mamba_heads": 4,
     "max_position_embeddings n_positions max_seq_len index_topk n_ctx model_max_length context_length": 512,
@@ -121,7 +121,8 @@ CHANGES = {
     "zaya": {"num_experts_per_tok": 1},
     "qwen2_vl": {**rope(4, 2, 2), "vision_config": {"hidden_size": 64}},
     **dict.fromkeys(("qwen2_5_vl", "paddleocr_vl", "glm4v", "glm46v"), rope(4, 2, 2)),
-    **dict.fromkeys(("glm_ocr", "glmga", "glm4v_moe"), rope(2, 1, 1)),
+    "glmga": rope(4, 2, 2),
+    "glm4v_moe": {"head_dim": 32, **rope(4, 2, 2)},
     "qwen2_5_omni_thinker": {**rope(4, 2, 2), "": {"vision_start_token_id": 122}},
     "qwen3_omni_moe_thinker": {"": {"vision_start_token_id": 122}},
     "ernie4_5_vl_moe": {**rope(3, 3, 2), "moe_intermediate_size": [32, 32]},
@@ -130,9 +131,10 @@ CHANGES = {
     "step3p7": {"sliding_window": 8},
     "mamba2": {"head_dim": 32},
     "rwkv": {"attention_hidden_size": 64},
+    "glm_ocr": rope(4, 2, 2),
     "glm5_next": {"qk_rope_head_dim": 0},
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), INDEXER),
-    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), {"logit_scale": 1.0}),
+    **{name: {"logit_scale": 1.0} for name in ("cohere", "cohere2", "cohere2_moe")},
     "gemma3": {"mm_tokens_per_image": 4},
 }
 # What transformers raises where a config does not fit, or a package is missing.
@@ -272,7 +274,7 @@ def resized(config, sizes, changes):
 
 def layers_of(fields, sizes):
     """Lists with an entry for each layer, cut to one layer of each kind, and these over again to `LAYERS` of them."""
-    counts = [name for name in sizes if SIZES[name] == LAYERS and "layers" in name or name == "n_layer"]
+    counts = [name for name in sizes if (SIZES[name] == LAYERS and "layers" in name) or name == "n_layer"]
     number = fields[counts[0]] if counts else 0
     lists = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == number > 0}
     lists = {name: value for name, value in lists.items() if value != list(range(number))}
