@@ -21,7 +21,7 @@ from ..calibration.files import kv_shapes
 from ..corrections import Shape
 from ..errors import FastKVError
 from ..integrations.transformers import stock
-from ..integrations.transformers.cache import FastKVCache, FastKVLayer
+from ..integrations.transformers.cache import FastKVCache
 from ..reference import LayerState
 
 EVICT_EVERY = 16  # as `fastkv.patch` has it

@@ -90,7 +90,7 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
     alone = [index for index in found if index not in sources and not stock.has_keys(layers, index)]
     if alone:
         raise FastKVError(
-            f"layers {alone} of {type(model).__name__} attend to keys that they do not cache, expected a layer of their "
+            f"layers {alone} of {type(model).__name__} attend to keys that they do not cache, expected one of their "
             "kind before them to share its own; use the model without fastkv"
         )
     readers = {index for index, source in sources.items() if source in full}
