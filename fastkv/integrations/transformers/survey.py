@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module
 
 from ...cache.workspace import CacheWorkspace
+from ...calibration.files import kv_shapes
 from ...config import Config
 from . import modules, stock
 from .attach import check
@@ -42,7 +43,7 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
     """
     found = {module.layer_idx: module for module in check(model, config, runs=False)}
     attentions = modules.attentions(model)
-    heads = modules.kv_heads(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+    shapes = kv_shapes(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     layers = build_layers(model, config, CacheWorkspace())
     before = after = 0
     for index, layer in enumerate(layers):
@@ -50,7 +51,7 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
         if index not in attentions or (index not in found and window is None):
             continue
         size = modules.Sizes.of(attentions[index])
-        shape = (1, heads[index], 1)
+        shape = (1, shapes[index][0], 1)
         keys = torch.empty(*shape, size.key_dim, dtype=dtype, device="meta")
         values = torch.empty(*shape, size.value_dim, dtype=dtype, device="meta")
         each = keys.nbytes + values.nbytes
