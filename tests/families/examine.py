@@ -68,6 +68,7 @@ def examine(name, checks=tuple(CHECKS)):
                 return result
     if result.status == WORKS:
         result.limits |= {attention: why for attention, why in reasons.items() if why}
+        result.limits |= {check: "not checked" for check in CHECKS if check not in checks}
     else:
         result.reason = reasons["eager"] or reasons["sdpa"]
     return result
