@@ -18,7 +18,16 @@ from .pairwise import named
 
 # One of each way to be special: nothing, windows and images, three-dimensional positions, states of linear attention
 # beside and within layers, shared keys, sinks, latents.
-OFTEN = ["llama", "gemma3", "qwen2_vl", "qwen3_5_text", "falcon_h1", "gemma3n_text:shared-keys", "gpt_oss", "deepseek_v3"]
+OFTEN = [
+    "llama",
+    "gemma3",
+    "qwen2_vl",
+    "qwen3_5_text",
+    "falcon_h1",
+    "gemma3n_text:shared-keys",
+    "gpt_oss",
+    "deepseek_v3",
+]
 NAMES = """
 llama llama4 llama4_text mllama mllama:cross-attention mistral mistral:windows-only ministral ministral3 mistral3 mixtral
 qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_vl qwen3_vl_moe
@@ -63,7 +72,9 @@ def test_what_is_refused_says_why():
     assert not families.REFUSED.keys() & families.TESTED.keys()
     assert not refused.keys() & families.TESTED.keys()
     reasons = " ".join(why for (why,) in refused.values())
-    missing = [name for name, why in families.REFUSED.items() if lists.cell(f"{name} is not supported: {why}") not in reasons]
+    missing = [
+        name for name, why in families.REFUSED.items() if lists.cell(f"{name} is not supported: {why}") not in reasons
+    ]
     assert not missing
 
 

