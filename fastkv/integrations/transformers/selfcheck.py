@@ -193,13 +193,18 @@ def _keys(first: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[T
 def _explained(what: str, first: Tensor, later: Tensor, ways: list[tuple[str, Rotary]]) -> tuple[str, Rotary]:
     """The way that turns keys at position 0 into those at position 7, and its kind; of several the nearest."""
     errors = [_error(way, first, later) for _, way in ways]
-    least, limit = min(errors), ROUNDING * torch.finfo(first.dtype).eps
+    least, limit = min(errors), ROUNDING * _eps(first.dtype)
     if least > limit:
         raise FastKVError(
             f"no rotary embedding explains how the keys of {what} depend on their position: the nearest is off by "
             f"{least:.1e} of their length, expected at most {limit:.1e}; use a policy and correction without it"
         )
     return ways[errors.index(least)]
+
+
+def _eps(dtype: torch.dtype) -> float:
+    """Of a dtype, but no finer than that of fp32, in which angles and differences are computed."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _error(way: Rotary, first: Tensor, later: Tensor) -> float:
@@ -231,7 +236,7 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         ids, mask = _prompt(model)
         text: Any = modules.decoder(model).config
         stock = _logits(model, ids, mask, DynamicCache(config=text.get_text_config(decoder=True)))
-        limit = torch.finfo(stock.dtype).eps ** 0.5
+        limit = _eps(stock.dtype) ** 0.5
         for how, block in (("whole", None), ("in blocks", BLOCK)):
             try:
                 patch(replace(roomy, prefill_block=block))
