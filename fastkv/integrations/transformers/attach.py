@@ -69,6 +69,9 @@ def check(model: Module, config: Config) -> list[Module]:
     refusal = families.refusal(types)
     if refusal is not None:
         raise FastKVError(f"{refusal}; use the model without fastkv")
+    whole = families.whole_only(types)
+    if whole is not None and config.prefill_block is not None:
+        raise FastKVError(f"{whole}; use prefill_block=None")
     layers = build_layers(model, config, CacheWorkspace())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
@@ -87,8 +90,8 @@ def check(model: Module, config: Config) -> list[Module]:
     alone = [index for index in found if index not in sources and not stock.has_keys(layers, index)]
     if alone:
         raise FastKVError(
-            f"layers {alone} of {type(model).__name__} attend to keys that they do not cache, expected a layer of their "
-            "kind before them to share its own; use the model without fastkv"
+            f"layers {alone} of {type(model).__name__} attend to keys that they do not cache, expected a layer of "
+            "their kind before them to share its own; use the model without fastkv"
         )
     readers = {index for index, source in sources.items() if source in full}
     chosen = {index: module for index, module in found.items() if index in full or index in readers}

@@ -134,7 +134,7 @@ def fastkv_attention(
 
     if module.layer_idx != fastkv_layer.cache.layer:  # the keys are another layer's, and nothing is added to them
         check_call(module, query, key, {**kwargs, "s_aux": s_aux}, softcap)
-        return fastkv_layer.look(query, scale, softcap, alone).transpose(1, 2), None
+        return fastkv_layer.look(query, scale, softcap, alone).transpose(1, 2).contiguous(), None
     check_call(module, query, key, kwargs, softcap)
     output = output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
     if fastkv_layer.decodes(query.shape[2]):
@@ -143,4 +143,4 @@ def fastkv_attention(
         real = fastkv_layer.cache.workspace.real
         valid = valid_tokens(attention_mask, real, key.shape[0], key.shape[2], key.device)
         out = fastkv_layer.attend(query, key, value, valid, scale, softcap, alone, output, s_aux)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
