@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 import transformers
 
-import fastkv.kernels.operations  # once for all children
+import fastkv.kernels.operations  # noqa: F401, once for all children
 
 from . import lists, tiny
 from .checks import CHECKS

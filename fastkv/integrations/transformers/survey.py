@@ -41,7 +41,7 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
     Args: model: of transformers, with weights or without.  dtype: of its cache.
     Raises: FastKVError if it cannot be patched, as far as that shows without running it.
     """
-    found = {module.layer_idx: module for module in check(model, config, runs=False)}
+    found: dict[Any, Any] = {module.layer_idx: module for module in check(model, config, runs=False)}
     attentions = modules.attentions(model)
     shapes = kv_shapes(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     layers = build_layers(model, config, CacheWorkspace())
