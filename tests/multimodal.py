@@ -178,7 +178,8 @@ def prompt(name, before=21, after=17):
 
 
 def generated(model, given, new=6, **options):
-    """Logits [B, new, vocabulary] of greedy generation, and its whole result."""
+    """Logits [B, new, vocabulary] of greedy generation, of text only, and its whole result."""
     options = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "pad_token_id": 0, **options}
+    options["suppress_tokens"] = [*range(110, VOCAB)]
     out = model.generate(**given, return_dict_in_generate=True, **options)
     return torch.stack(out.logits, 1), out

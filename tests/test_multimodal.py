@@ -194,6 +194,26 @@ def test_without_a_cache_and_in_training_nothing_differs(name):
     assert torch.equal(gradient(), expected)
 
 
+STRATEGIES = {
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "num_return_sequences": 3, "top_k": 5},
+    "stock chunks": {"prefill_chunk_size": 23},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
+def test_decoding_strategies(name, strategy):
+    model, given = build(name), prompt(name)
+    torch.manual_seed(0)
+    _, want = generated(model, given, **STRATEGIES[strategy])
+    patch(model, prefill_block=8)
+    torch.manual_seed(0)
+    _, got = generated(model, given, **STRATEGIES[strategy])
+    assert torch.equal(got.sequences, want.sequences)
+
+
 @pytest.mark.skipif(not hasattr(Cache, "activate_past_recording"), reason="transformers announces roll-backs from 5.14")
 @pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
 @pytest.mark.parametrize("block", [None, 8])

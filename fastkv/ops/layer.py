@@ -17,7 +17,6 @@ from ..reference import Evicted, LayerState, Moments, Selection, Slots, Spec, co
 from .operator import Block, nothing, operator
 
 
-
 def _step_outputs(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
