@@ -152,7 +152,7 @@ def _check_untested(model: Module, found: list[Module], config: Config, types: l
         detach(model)
         attach(model, found, config)
 
-    selfcheck.check_agreement(model, patch, config)
+    selfcheck.check_agreement(model, patch, config, blocks=families.whole_only(types) is None)
     warnings.warn(
         f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the unpatched "
         "model's",

@@ -151,7 +151,8 @@ def with_rotations(config: Config, model: Module, found: Iterable[Any]) -> Confi
     """
     if not config.undoes_rotation:
         return config
-    layers = [module.layer_idx for module in found]
+    readers = modules.sources(model)  # of the keys of other layers
+    layers = [module.layer_idx for module in found if module.layer_idx not in readers]
     return replace(config, rotations=rotations(model, layers, halves=config.correction.key_only))
 
 
@@ -193,13 +194,18 @@ def _keys(first: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[T
 def _explained(what: str, first: Tensor, later: Tensor, ways: list[tuple[str, Rotary]]) -> tuple[str, Rotary]:
     """The way that turns keys at position 0 into those at position 7, and its kind; of several the nearest."""
     errors = [_error(way, first, later) for _, way in ways]
-    least, limit = min(errors), ROUNDING * torch.finfo(first.dtype).eps
+    least, limit = min(errors), ROUNDING * _eps(first.dtype)
     if least > limit:
         raise FastKVError(
             f"no rotary embedding explains how the keys of {what} depend on their position: the nearest is off by "
             f"{least:.1e} of their length, expected at most {limit:.1e}; use a policy and correction without it"
         )
     return ways[errors.index(least)]
+
+
+def _eps(dtype: torch.dtype) -> float:
+    """Of a dtype, but no finer than that of fp32, in which angles and differences are computed."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _error(way: Rotary, first: Tensor, later: Tensor) -> float:
@@ -211,7 +217,7 @@ def _error(way: Rotary, first: Tensor, later: Tensor) -> float:
     return float(((end - start).abs() / length).nan_to_num(nan=torch.inf).max())
 
 
-def check_agreement(model: Module, patch: Callable[[Config], None], config: Config) -> None:
+def check_agreement(model: Module, patch: Callable[[Config], None], config: Config, blocks: bool = True) -> None:
     """Raise FastKVError unless the patched model, with room for every token, gives the logits of the stock model.
 
     Read are two rows of random tokens, one padded on the left, whole and in blocks, and two more tokens after them.
@@ -221,7 +227,7 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
 
     Args:
         model: which is as it was in any case.  patch: puts a config on it, whether it is patched or not.
-        config: that it is to be patched with; backend and static count.
+        config: that it is to be patched with; backend and static count.  blocks: whether it can read in blocks.
     """
     kind = type(model).__name__
     roomy = replace(
@@ -231,8 +237,8 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         ids, mask = _prompt(model)
         text: Any = modules.decoder(model).config
         stock = _logits(model, ids, mask, DynamicCache(config=text.get_text_config(decoder=True)))
-        limit = torch.finfo(stock.dtype).eps ** 0.5
-        for how, block in (("whole", None), ("in blocks", BLOCK)):
+        limit = _eps(stock.dtype) ** 0.5
+        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 + blocks]:
             try:
                 patch(replace(roomy, prefill_block=block))
                 worst = _difference(_logits(model, ids, mask, None), stock, mask)

@@ -41,10 +41,11 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
     Args: model: of transformers, with weights or without.  dtype: of its cache.
     Raises: FastKVError if it cannot be patched, as far as that shows without running it.
     """
-    found = {module.layer_idx: module for module in check(model, config, runs=False)}
+    check(model, config, runs=False)
     attentions = modules.attentions(model)
     shapes = kv_shapes(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     layers = build_layers(model, config, CacheWorkspace())
+    found = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     before = after = 0
     for index, layer in enumerate(layers):
         window = getattr(layer, "sliding_window", None)
@@ -60,7 +61,7 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
         before += full
         after += full if window is not None else _spent(layer, keys, values, size.groups, context)
     left = [layer for layer in layers if not isinstance(layer, FastKVLayer)]
-    return Survey(sorted(found), len(layers), stock.census(left) if left else "", before, after)
+    return Survey(found, len(layers), stock.census(left) if left else "", before, after)
 
 
 def _spent(layer: FastKVLayer, keys: Tensor, values: Tensor, groups: int, context: int) -> int:
