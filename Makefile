@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test test-all check coverage test-matrix mutations aot bench perf perf-report eval-report verdict clean
+.PHONY: help demo test test-all check coverage test-matrix models mutations aot bench perf perf-report eval-report verdict clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +35,10 @@ coverage: $(STAMP)dev ## the tests of every day, and which lines outside kernels
 
 test-matrix: $(STAMP)dev ## integration tests on several versions of transformers and triton (ARGS=--help)
 	$(BIN)/python -m tests.matrix $(ARGS)
+
+models: export OMP_WAIT_POLICY ?= passive
+models: $(STAMP)dev ## try every model type of the installed transformers and write docs/models.md (ARGS=--help)
+	$(BIN)/python -m tests.families --write $(ARGS)
 
 mutations: $(STAMP)dev ## seeded bugs, each of which some test must notice
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)

@@ -82,8 +82,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
     made = without_weights(options.model, None)
     known: Any = made.config
     text = known.get_text_config(decoder=True)
-    said = next((TESTED[name] for name in (known.model_type, text.model_type) if name in TESTED), UNTESTED)
-    model = {"class": type(made).__name__, "type": known.model_type, "tested": said}
+    model = {"class": type(made).__name__, "type": known.model_type}
     dtype = getattr(text, "dtype", None) or getattr(known, "dtype", None) or torch.bfloat16
     try:
         found = survey(made, config, options.context, dtype)
@@ -95,7 +94,8 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
             found = survey(without_weights(options.model, "eager"), config, options.context, dtype)
         except FastKVError:
             return {"model": model}
-        model = {**model, "refused": f"{model['refused']} (what follows is for eager)"}
+        model["below"] = "with attn_implementation='eager'"
+    model["tested"] = next((TESTED[name] for name in (known.model_type, text.model_type) if name in TESTED), UNTESTED)
     kept = f"{config.policy.name}, {options.budget} tokens per KV head"
     name = str(dtype).removeprefix("torch.")
     return {
@@ -120,9 +120,10 @@ def without_weights(path: str, attention: str | None) -> Any:
 
 def layers(found: Survey) -> Lines:
     """Which are compressed."""
+    if not found.left:
+        return {"compressed": f"all {found.layers}"}
     names = ", ".join(map(str, found.compressed))
-    lines = {"compressed": f"{len(found.compressed)} of {found.layers}: {names}"}
-    return {**lines, "left to transformers": found.left} if found.left else lines
+    return {"compressed": f"{len(found.compressed)} of {found.layers}: {names}", "left to transformers": found.left}
 
 
 def memory(found: Survey, kept: str) -> Lines:

@@ -42,6 +42,7 @@ INTEGRATION = (
     "conversations",
     "interruption",
     "devices",
+    "families",
 )
 INTERPRETED = ("ops", "kernels_decode", "kernels_evict", "kernels_select")
 COMPILED = ("decode_attention", "evict", "select")  # modules of fastkv.kernels

@@ -11,6 +11,7 @@ if a patched model is wrong anywhere.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -26,8 +27,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import transformers
-
-import fastkv.kernels.operations  # noqa: F401, once for all children
 
 from . import lists, tiny
 from .checks import CHECKS
@@ -97,6 +96,7 @@ def main(given=None):
     names = options.types.split(",") if options.types else tiny.kinds()
     names = [name for name in names if not (options.missing and name in known)]
     checks = tuple(options.checks.split(",")) if options.checks else tuple(CHECKS)
+    importlib.import_module("fastkv.kernels.operations")  # once for all children
     found = {}
     for at, name in enumerate(names, 1):
         start = time.perf_counter()

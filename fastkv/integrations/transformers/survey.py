@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from ...cache.workspace import CacheWorkspace
@@ -41,27 +41,30 @@ def survey(model: Module, config: Config, context: int, dtype: torch.dtype) -> S
     Args: model: of transformers, with weights or without.  dtype: of its cache.
     Raises: FastKVError if it cannot be patched, as far as that shows without running it.
     """
-    found: dict[Any, Any] = {module.layer_idx: module for module in check(model, config, runs=False)}
+    check(model, config, runs=False)
     attentions = modules.attentions(model)
     shapes = kv_shapes(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     layers = build_layers(model, config, CacheWorkspace())
+    found = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     before = after = 0
     for index, layer in enumerate(layers):
         window = getattr(layer, "sliding_window", None)
         if index not in attentions or (index not in found and window is None):
             continue
         size = modules.Sizes.of(attentions[index])
-        shape = (1, shapes[index][0], 1)
-        keys = torch.empty(*shape, size.key_dim, dtype=dtype, device="meta")
-        values = torch.empty(*shape, size.value_dim, dtype=dtype, device="meta")
-        each = keys.nbytes + values.nbytes
-        before += each * (context if window is None else min(context, window))
-        after += each * min(context, window) if window is not None else _spent(layer, keys, values, size, context)
+        keys, values = (
+            torch.empty(1, shapes[index][0], 1, dim, dtype=dtype, device="meta")
+            for dim in (size.key_dim, size.value_dim)
+        )
+        seen = context if window is None else min(context, window - 1)  # the newest token is not among its past
+        full = (keys.nbytes + values.nbytes) * seen
+        before += full
+        after += full if window is not None else _spent(layer, keys, values, size.groups, context)
     left = [layer for layer in layers if not isinstance(layer, FastKVLayer)]
-    return Survey(sorted(found), len(layers), stock.census(left) if left else "", before, after)
+    return Survey(found, len(layers), stock.census(left) if left else "", before, after)
 
 
-def _spent(layer: FastKVLayer, keys: Any, values: Any, size: modules.Sizes, context: int) -> int:
+def _spent(layer: FastKVLayer, keys: Tensor, values: Tensor, groups: int, context: int) -> int:
     """Bytes per sequence of a compressed layer for the shape of keys and values [1, Hkv, 1, D]."""
-    layer.cache.allocate(keys.shape[1] * size.groups, keys, values, context)
+    layer.cache.allocate(keys.shape[1] * groups, keys, values, context)
     return layer.cache.nbytes()
