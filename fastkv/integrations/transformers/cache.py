@@ -121,6 +121,14 @@ class FastKVCache(Cache):
             f"{kept / len(self.compressed):.0f} kept per head, {self.nbytes() / 2**20:.1f} MiB)"
         )
 
+    def changed(self) -> list[Tensor]:
+        """All tensors that a decode step changes, if the cache is static."""
+        found: list[Tensor] = []
+        for layer in self.layers:
+            own = isinstance(layer, (FastKVLayer, WindowLayer))
+            found += layer.changed() if own else stock.tensors(layer).values()
+        return found
+
     # Layers with a sliding window, of a static cache.
 
     @property
