@@ -16,6 +16,7 @@ from fastkv.integrations.transformers.attention import valid_tokens
 from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
 from .models import COMMON, build, generate, prompt
+from .test_no_sync import Crossings, to_device_without_data
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
 LINEAR = {
@@ -56,6 +57,7 @@ TYPES = {
     ),
     "phi3": ("Phi3", {}),
     "falcon_h1": ("FalconH1", MAMBA),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 64}),
     "gpt_neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4}),
     "llama4": ("Llama4Text", {**EXPERTS, "attention_chunk_size": 16, "sliding_window": None}),
@@ -204,6 +206,27 @@ def test_captured_steps(name, empty):
     for _ in range(5):
         tokens.append(step(tokens[-1]).argmax(-1, keepdim=True))
     assert torch.equal(torch.cat(tokens, 1), expected)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+@torch.no_grad()
+def test_a_step_neither_waits_nor_copies(name):
+    """On a device without data, whose mask nobody can look at."""
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    patched(model, budget=SMALL, evict_every=3, static=True)
+    cache = FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids[:, :1], past_key_values=cache)
+    to_device_without_data(model, cache)
+    for layer in cache.layers:
+        for _, holder, place in stock.places(layer):
+            holder[place] = holder[place].to("meta")
+    for num in range(42, 46):
+        cache.known_mask = torch.ones(2, num, dtype=torch.long, device="meta")
+        token = torch.zeros(2, 1, dtype=torch.long, device="meta")
+        with Crossings() as crossings:
+            model(token, attention_mask=cache.known_mask, past_key_values=cache)
+        assert not crossings.found
 
 
 # What is found.

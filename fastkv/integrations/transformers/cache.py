@@ -236,8 +236,8 @@ class FastKVCache(Cache):
 
     @property
     def fully_compressed(self) -> bool:
-        """Whether no layer is left to transformers."""
-        return all(isinstance(layer, FastKVLayer) for layer in self.layers)
+        """Whether no layer that is left to transformers has keys: then none asks for a mask in a decode step."""
+        return not any(isinstance(layer, DynamicLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
         """Bytes of everything: slots, used or not, positions, scores, moments, what stays transformers', scratch."""
