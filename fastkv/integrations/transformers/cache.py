@@ -121,6 +121,14 @@ class FastKVCache(Cache):
             f"{kept / len(self.compressed):.0f} kept per head, {self.nbytes() / 2**20:.1f} MiB)"
         )
 
+    def changed(self) -> list[Tensor]:
+        """All tensors that a decode step changes, if the cache is static."""
+        found: list[Tensor] = []
+        for layer in self.layers:
+            own = isinstance(layer, (FastKVLayer, WindowLayer))
+            found += layer.changed() if own else stock.tensors(layer).values()
+        return found
+
     # Layers with a sliding window, of a static cache.
 
     @property
@@ -228,8 +236,8 @@ class FastKVCache(Cache):
 
     @property
     def fully_compressed(self) -> bool:
-        """Whether no layer is left to transformers."""
-        return all(isinstance(layer, FastKVLayer) for layer in self.layers)
+        """Whether no layer that is left to transformers has keys: then none asks for a mask in a decode step."""
+        return not any(isinstance(layer, DynamicLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
         """Bytes of everything: slots, used or not, positions, scores, moments, what stays transformers', scratch."""
