@@ -97,6 +97,28 @@ MODELS = {
         },
         QWEN,
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                **ROPE,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "decoder_sparse_step": 1,
+            },
+            "vision_config": {
+                **VISUAL,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 32,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+        QWEN,
+    ),
     "qwen2_audio": (
         "Qwen2AudioForConditionalGeneration",
         {"text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": HEARING},
@@ -118,7 +140,7 @@ MODELS = {
         {"audio_token_id": AUDIO},
     ),
 }
-ROTARY_3D = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+ROTARY_3D = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 SEE = ("gemma3", "llava", "mistral3", *ROTARY_3D)
 HEAR = ("qwen2_audio", "voxtral")
 
@@ -178,7 +200,8 @@ def prompt(name, before=21, after=17):
 
 
 def generated(model, given, new=6, **options):
-    """Logits [B, new, vocabulary] of greedy generation, and its whole result."""
+    """Logits [B, new, vocabulary] of greedy generation, of text only, and its whole result."""
     options = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "pad_token_id": 0, **options}
+    options["suppress_tokens"] = [*range(110, VOCAB)]
     out = model.generate(**given, return_dict_in_generate=True, **options)
     return torch.stack(out.logits, 1), out

@@ -14,7 +14,7 @@ import fastkv
 from fastkv import reference
 from fastkv.reference import attention_ahead
 
-from .multimodal import HEAR, IMAGE, ROTARY_3D, SEE, VOCAB, build, generated, medium, prompt, text, types
+from .multimodal import AUDIO, HEAR, IMAGE, ROTARY_3D, SEE, VOCAB, build, generated, medium, prompt, text, types
 
 LARGE = fastkv.Budget(tokens=300, sinks=2, recent=4)
 SMALL = fastkv.Budget(tokens=16, sinks=2, recent=4)
@@ -174,6 +174,28 @@ def test_hidden_states_and_the_last_rows_only(name, block):
     close(model(**given, logits_to_keep=1).logits, want.logits[:, -1:])
 
 
+def test_router_logits_of_all_blocks():
+    model, given = build("qwen3_vl_moe"), prompt("qwen3_vl_moe")
+    want = model(**given, output_router_logits=True).router_logits
+    patch(model, prefill_block=8)
+    got = model(**given, output_router_logits=True).router_logits
+    assert len(got) == len(want) == 4
+    for mine, theirs in zip(got, want):
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_a_base_model_that_lengthens_its_prompt(block):
+    """Qwen2-Audio makes one placeholder as long as its sound, and a mask to match."""
+    model, sound = build("qwen2_audio"), medium("qwen2_audio")[1]
+    ids = torch.cat([text(21), torch.full((1, 1), AUDIO), text(17, 2)], 1)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **sound}
+    want = model(**given).logits
+    assert want.shape[1] > ids.shape[1]
+    patch(model, prefill_block=block)
+    close(model(**given).logits, want)
+
+
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "voxtral"])
 def test_without_a_cache_and_in_training_nothing_differs(name):
     model, given = build(name), prompt(name)
@@ -192,6 +214,26 @@ def test_without_a_cache_and_in_training_nothing_differs(name):
     patch(model, SMALL, prefill_block=8)
     assert torch.equal(model(**given, use_cache=False).logits, want)
     assert torch.equal(gradient(), expected)
+
+
+STRATEGIES = {
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "num_return_sequences": 3, "top_k": 5},
+    "stock chunks": {"prefill_chunk_size": 23},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
+def test_decoding_strategies(name, strategy):
+    model, given = build(name), prompt(name)
+    torch.manual_seed(0)
+    _, want = generated(model, given, **STRATEGIES[strategy])
+    patch(model, prefill_block=8)
+    torch.manual_seed(0)
+    _, got = generated(model, given, **STRATEGIES[strategy])
+    assert torch.equal(got.sequences, want.sequences)
 
 
 @pytest.mark.skipif(not hasattr(Cache, "activate_past_recording"), reason="transformers announces roll-backs from 5.14")

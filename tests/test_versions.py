@@ -12,12 +12,15 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import DynamicCache
 
 import fastkv
+from fastkv.integrations.transformers.forward import prepares_masks
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.integrations.transformers.sliding_window import WindowLayer
 from fastkv.parallel import MESHES
 
+from . import multimodal
 from .models import FAMILIES, build, prompt
 
 FOUND = Version(transformers.__version__)
@@ -212,7 +215,7 @@ def generate_makes_the_next_mask():
     return made.tolist() == [[0, 1, 1, 1]]
 
 
-@assumed("generate.py", "create_causal_mask no longer returns a prepared 4-D mask as it is")
+@assumed("forward.py", "create_causal_mask no longer returns a prepared 4-D mask as it is")
 def prepared_masks_are_kept():
     from transformers.masking_utils import _preprocess_mask_arguments
 
@@ -231,7 +234,7 @@ def masks_cover_what_the_cache_says():
     return mask.shape == (2, 1, 3, 3) and mask[0, 0].tolist()[1:] == [[False, True, False], [False, True, True]]
 
 
-@assumed("generate.py", "a model with sliding windows no longer takes a dict of prepared masks")
+@assumed("forward.py", "a model with sliding windows no longer takes a dict of prepared masks")
 def prepared_masks_can_be_a_dict():
     model, (ids, _) = build("gemma3"), prompt(1, 8, (0,))
     ones = torch.ones(8, 8).tril().bool()[None, None]
@@ -309,7 +312,7 @@ def compiling_asks_the_cache():
 # Models.
 
 
-@assumed("generate.py", "the arguments or results of a base model's forward have other names")
+@assumed("forward.py", "the arguments or results of a base model's forward have other names")
 def base_models_take_and_return_what_they_did():
     wanted = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
     model, (ids, _) = build(), prompt(1, 8, (0,))
@@ -318,7 +321,7 @@ def base_models_take_and_return_what_they_did():
     return known and out.last_hidden_state.shape[:2] == (1, 8) and out.past_key_values.get_seq_length() == 8
 
 
-@assumed("generate.py", "a model no longer hands unknown keywords on to its base model")
+@assumed("forward.py", "a model no longer hands unknown keywords on to its base model")
 def models_hand_keywords_on():
     seen = []
     for name in FAMILIES:
@@ -326,6 +329,50 @@ def models_hand_keywords_on():
         model.base_model.register_forward_pre_hook(lambda m, a, k: seen.append(k["fastkv_rows"]), with_kwargs=True)
         model(prompt(1, 4, (0,))[0], fastkv_rows=1, logits_to_keep=1)
     return seen == [1] * len(FAMILIES)
+
+
+@assumed("forward.py", "the base model of Gemma 3 no longer makes its decoder's masks, as a dict")
+def base_models_that_make_masks_are_known():
+    found = {}
+    for name in ("gemma3", "qwen3_vl"):
+        model = multimodal.build(name)
+        given = multimodal.prompt(name)
+        hook = model.get_decoder().register_forward_pre_hook(
+            lambda m, a, k, name=name: found.update({name: k["attention_mask"]}), with_kwargs=True
+        )
+        model(**given)
+        hook.remove()
+        if prepares_masks(model.base_model) != isinstance(found[name], dict):
+            return False
+    return set(found["gemma3"]) == {"full_attention", "sliding_attention"}
+
+
+@assumed("prompt.py", "Gemma 3 no longer reads the types of tokens by their place in the whole sequence")
+def types_of_tokens_have_places():
+    model, given = multimodal.build("gemma3"), multimodal.prompt("gemma3")
+    cache = DynamicCache(config=model.config)
+    model(given["input_ids"][:, :10], past_key_values=cache)
+    rest = given | {"input_ids": given["input_ids"][:, 10:]}
+    got = model(**rest, past_key_values=cache).logits
+    return torch.allclose(got, model(**given).logits[:, 10:], atol=1e-4)
+
+
+@assumed("prompt.py", "DeepStack hands features of visual tokens to the decoder by other names")
+def deepstack_is_called_what_it_was():
+    model, seen = multimodal.build("qwen3_vl"), {}
+    model.get_decoder().register_forward_pre_hook(lambda m, a, k: seen.update(k), with_kwargs=True)
+    model(**multimodal.prompt("qwen3_vl"))
+    rows = seen["deepstack_visual_embeds"][0].shape[0]
+    return seen["visual_pos_masks"].sum() == rows == 16
+
+
+@assumed("generate.py", "a model with positions in three dimensions keeps their offset elsewhere")
+def offsets_of_positions_are_kept_where_they_were():
+    model, given = multimodal.build("qwen3_vl"), multimodal.prompt("qwen3_vl")
+    multimodal.generated(model, given)
+    # An image of 4 x 4 tokens takes 4 positions.
+    kept = model.base_model.rope_deltas.tolist() == [[4 - 16]]
+    return kept and names(type(model)._prepare_position_ids_for_generation)[1:] == ["inputs_tensor", "model_kwargs"]
 
 
 @assumed("attach.py", "a config no longer reads its attention from _attn_implementation_internal")

@@ -94,7 +94,10 @@ def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
     if prompt is not None and prompt.masks is not None and prompt.masks.asking:
         prompt.masks.made = mask
         return BaseModelOutputWithPast(last_hidden_state=tokens)
-    padding = padding_of(given) if prompt is None else prompt.padding
+    padding = padding_of(given)
+    if prompt is not None:
+        # A base model may lengthen what it was given, as Qwen2-Audio does with sounds, and the mask with it.
+        padding = prompt.padding = prompt.padding if padding is None else padding
     _place(cache, given, padding, total)
     if prompt is not None:
         return read_prompt(self, cache, given)
