@@ -90,6 +90,7 @@ def rope(*sections):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}}
 
 
+GEMMA4 = {"num_kv_shared_layers": 0, "global_head_dim": 32}
 LLAMA4_VISION = {"intermediate_size": 128}  # four patches in one
 LLAMA4_VISION |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32)
 # What is told here is a field of the text model's config, unless it is the name of a part; "" is the whole.
@@ -110,8 +111,10 @@ CHANGES = {
     "lfm2_moe": {"layer_types": CONV},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma3n": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"num_kv_shared_layers": 0},
-    "gemma4": {"num_kv_shared_layers": 0},
+    "gemma4_text": GEMMA4,
+    "gemma4": GEMMA4,
+    "gemma4_unified": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "mllama": {"cross_attention_layers": []},
     "llama4": {"moe_layers": [1, 3], "vision_config": LLAMA4_VISION},
     "llama4_text": {"moe_layers": [1, 3]},
