@@ -90,6 +90,11 @@ class FastKVLayer(CacheLayerMixin):
         """Whether the next `num` tokens, none of them padding, are one decode step."""
         return num == 1 and self.cache.started and self.reader is self.cache and not self.cache.workspace.reading
 
+    @property
+    def begins(self) -> bool:
+        """Whether the next `attend` returns what stock attention does, as the tokens have no past."""
+        return not self.cache.started and not self.rereading
+
     def step(
         self,
         q: Tensor,
