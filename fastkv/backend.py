@@ -59,10 +59,12 @@ def why_not(
     groups: int = 1,
     evict_every: int = 1,
     value_dim: int | None = None,
+    latent: bool = False,
 ) -> str | None:
     """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can.
 
-    Args: head_dim: of keys, and of values unless value_dim says otherwise.
+    Args: head_dim: of keys, and of values unless value_dim says otherwise.  latent: whether values are the first
+        numbers of keys.
     """
     if backend == "cpu" and device.type != "cpu":
         return f"the model is on {device.type}"
@@ -76,6 +78,8 @@ def why_not(
             problem = f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
     if problem is None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
+    if problem is None and latent:
+        problem = "they read values from slots of their own, not out of latents (MLA)"
     dims = [dim for dim in (head_dim, value_dim) if dim is not None and (dim > MAX_HEAD_DIM or dim % 16)]
     if problem is None and dims:
         problem = f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {dims[0]}"
@@ -94,10 +98,11 @@ def check_backend(
     groups: int,
     evict_every: int,
     value_dim: int | None = None,
+    latent: bool = False,
 ) -> None:
     """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
     chosen = resolve(backend, device)
-    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim)
+    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent)
     if problem is not None:
         what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
         instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"

@@ -34,14 +34,22 @@ class LayerCache:
         leads: whether its steps advance the clock of the workspace: one layer's do.
         started: whether there is a past.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
+        latent: whether values are the first numbers of keys, so that keys are stored alone.
     """
 
     def __init__(
-        self, config: Config, layer: int, place: int, num_layers: int, workspace: CacheWorkspace, static: bool = False
+        self,
+        config: Config,
+        layer: int,
+        place: int,
+        num_layers: int,
+        workspace: CacheWorkspace,
+        static: bool = False,
+        latent: bool = False,
     ) -> None:
         """Args: layer: index in the model.  place: among the `num_layers` that share the budget.  workspace: theirs."""
         self.config, self.layer, self.place, self.num_layers = config, layer, place, num_layers
-        self.workspace, self.static, self.started = workspace, static, False
+        self.workspace, self.static, self.latent, self.started = workspace, static, latent, False
         self.num_heads, self.leads = 0, place == 0
         self.state: LayerState | None = None
         self.rule: LayerConfig | None = None
@@ -51,7 +59,8 @@ class LayerCache:
     def layout(self, heads: int, tokens: int, keep: float | None, device: torch.device) -> Layout:
         """The layout for so many KV heads and tokens per head, see `layout_of`."""
         slope = resolve(self.config.backend, device) == "triton"
-        return layout_of(self.config, self.layer, heads, tokens, keep, slope, self.workspace.parallel)
+        parallel = self.workspace.parallel
+        return layout_of(self.config, self.layer, heads, tokens, keep, slope, parallel, self.latent)
 
     def allocate(self, num_heads: int, keys: Tensor, values: Tensor, context: int, keep: float | None = None) -> None:
         """Make the slots for `num_heads` query heads and the shapes, dtype and device of keys, values [B, Hkv, T, D].

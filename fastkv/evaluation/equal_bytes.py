@@ -79,12 +79,12 @@ def token_bytes(cache: FastKVCache) -> int:
 def layer_token_bytes(layer: LayerCache) -> float:
     """Bytes per sequence of one more token in every KV head, with what of the evicted ones it lets be remembered."""
     state, rule = layer.state, layer.rule
-    assert state is not None and rule is not None and state.exact.values is not None
-    keys, values, heads, layout = state.exact.keys, state.exact.values, state.heads, rule.layout
+    assert state is not None and rule is not None
+    keys, values, heads, layout = state.exact["keys"], state.exact["values"], state.heads, rule.layout
     like_keys, like_values = (
         torch.empty(1, heads, 1, rows.shape[-1], dtype=rows.dtype, device="meta") for rows in (keys, values)
     )
-    shape = Shape(heads, keys.shape[-1], values.shape[-1], keys.element_size())
+    shape = Shape(heads, keys.shape[-1], values.shape[-1], keys.element_size(), layout.latent)
     meta = torch.device("meta")
     parts = [layout.correction.empty(1, shape, tokens, meta) for tokens in (layout.mean, layout.mean + 1)]
     fewer, more = (0 if part is None else part.nbytes() for part in parts)

@@ -60,7 +60,7 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
     """The three arguments that a state becomes."""
     tensors, names = [state.seen], ["seen"]
     owners: list[tuple[str, Any]] = [("exact.", state.exact), ("moments.", state.moments)]
-    numbers = [state.exact.filled, state.exact.limit]
+    numbers = [state.exact.filled, state.exact.limit, state.exact.value_dim]
     if state.approx is not None:
         owners.append(("approx.", state.approx))
         numbers += [state.approx.filled, state.approx.limit]
@@ -85,10 +85,10 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     for name, tensor in zip(called, tensors):
         owner, _, attribute = name.rpartition(".")
         found.setdefault(owner, {})[attribute] = tensor
-    exact = Slots(**{"values": None, **found["exact"]}, filled=numbers[0], limit=numbers[1])
+    exact = Slots(**{"values": None, **found["exact"]}, filled=numbers[0], limit=numbers[1], value_dim=numbers[2])
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:
-        state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[2], limit=numbers[3])
+        state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[3], limit=numbers[4])
     state.sink_logits = found[""].get("sink_logits")
     if "recovery" in found:
         state.recovery = Recovery(**found["recovery"])

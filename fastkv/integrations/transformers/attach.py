@@ -125,12 +125,14 @@ def _check_attention(layer: int, module: Module, config: Config, base: str) -> N
         raise FastKVError(
             f"{where} attends to later tokens too, expected causal attention; use the model without fastkv"
         )
-    if latent.is_latent(module):
+    has_latents = latent.is_latent(module)
+    if has_latents:
         _check_latents(module, config, where)
     elif config.needs("output"):
         modules.output_weight(module)
     size, spare = modules.Sizes.of(module), config.evict_every
-    check_backend(config.backend, size.device, size.dtype, size.key_dim, size.groups, spare, size.value_dim)
+    dims = size.key_dim, size.groups, spare, size.value_dim
+    check_backend(config.backend, size.device, size.dtype, *dims, has_latents)
 
 
 def _check_latents(module: Module, config: Config, where: str) -> None:

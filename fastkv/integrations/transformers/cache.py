@@ -25,7 +25,7 @@ from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
-from . import modules, serialization, stock
+from . import latent, modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer
 from .prompt import Prompt
 from .sliding_window import Ring, WindowLayer
@@ -372,8 +372,11 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     kinds = compressible(model, layers)
     windows = {layer.sliding_window for layer in layers if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
+    found = modules.attentions(model)
+    latents = {index for index, module in found.items() if latent.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
-        layers[index] = kind.beside(layers[index], LayerCache(config, index, place, len(kinds), workspace, static))
+        made = LayerCache(config, index, place, len(kinds), workspace, static, index in latents)
+        layers[index] = kind.beside(layers[index], made)
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers

@@ -16,6 +16,7 @@ TESTED = {
     "qwen3_moe": "all features",
     "gemma2": "all features, with eager attention or flash_attention_2: sdpa ignores its soft-cap",
     "gemma3_text": "all features",
+    "deepseek_v3": "all features",
     "gpt_oss": "all features, with eager attention: sdpa ignores its sinks",
 }
 
