@@ -202,6 +202,20 @@ MUTATIONS = [
         "first * cos - second * sin, second * cos + first * sin",
         "policies_geometry.py::test_keys_of_llama_are_unrotated",
     ),
+    bug(
+        "neighbours are turned back as halves",
+        "rotary.py",
+        "(turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.tensor_split(2, -1)",
+        "turned.tensor_split(2, -1)",
+        "selfcheck.py::test_keys_are_turned_back",
+    ),
+    bug(
+        "an untested model may give other logits",
+        "integrations/transformers/selfcheck.py",
+        "if not worst <= limit:",
+        "if not worst <= 1e9:",
+        "selfcheck.py::test_an_untested_model_that_disagrees_is_refused",
+    ),
     # Choosing and storing.
     bug("every head keeps three tenths", "cache/selection.py", "FLOOR = 0.2", "FLOOR = 0.3", FLOOR),
     bug("a head may keep nothing", "cache/selection.py", "FLOOR = 0.2", "FLOOR = 0.0", FLOOR),

@@ -1,8 +1,12 @@
 """What a model shows of itself: how its layers turn their keys, for tiny models that do it in all known ways."""
 
+import warnings
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 import fastkv
 from fastkv import FastKVError
@@ -10,8 +14,10 @@ from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.selfcheck import unchanged
 from fastkv.rotary import Rotary
 
-from .models import COMMON, build, prompt
+from .models import COMMON, build, generate, prompt
 from .test_exact import snapshot
+from .test_policy_matrix import small
+from .test_vector_cache import mapping
 
 LAYERS, HKV, D = 4, 2, 16
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
@@ -35,7 +41,10 @@ TURNING = {
         False, D, (),
     ),
     "mistral3": (
-        {"text_config": {**COMMON, "model_type": "mistral"}, "vision_config": {**VISION, "model_type": "pixtral"}},
+        {
+            "text_config": {**COMMON, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "pixtral"},
+        },
         False, D, (),
     ),
 }  # fmt: skip
@@ -205,3 +214,121 @@ def test_rotary_of_a_part_of_the_head():
         assert torch.equal(got[..., turned], part.unrotate(keys[..., turned], positions))
         rest = [dim for dim in range(D) if dim not in range(D)[turned]]
         assert torch.equal(got[..., rest], keys[..., rest])
+
+
+class Shrinking(LlamaAttention):
+    """Scales all keys by how many there are, after they were cached."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = self.updated(past_key_values, k, v)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = self.attended(attend, q, k, v, attention_mask, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def updated(self, cache, k, v):
+        return cache.update(k, v, self.layer_idx)
+
+    def attended(self, attend, q, k, v, mask, **kwargs):
+        return attend(self, q, k / k.shape[2] ** 0.5, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+
+
+class Twice(Shrinking):
+    """Attends with two sets of values."""
+
+    def attended(self, attend, q, k, v, mask, **kwargs):
+        one, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        other, _ = attend(self, q, k, v.flip(-1), mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return one + other, weights
+
+
+def unheard_of(attention=None):
+    """A model of a type that is on no list; its attention of that class."""
+    model = build("llama", "eager")
+    model.config.model_type = "unheard_of"
+    for layer in model.model.layers if attention is not None else ():
+        layer.self_attn.__class__ = attention
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_untested_model_that_agrees_is_accepted_with_one_warning(dtype):
+    model = unheard_of().to(dtype).train()
+    before, random = snapshot(model), torch.get_rng_state()
+    with pytest.warns(UserWarning, match="unheard_of is not among the model types") as warned:
+        fastkv.patch(model, "compactor", 64, prefill_block=16)
+    assert len(warned) == 1 and torch.equal(torch.get_rng_state(), random) and model.training
+    assert model._fastkv_config.prefill_block == 16 and model._fastkv_config.policy.name == "compactor"
+    assert snapshot(fastkv.unpatch(model)) == before
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
+@pytest.mark.parametrize(
+    "attention, why",
+    [(Shrinking, r", and .* its logits change by \d"), (Twice, " and fails .* twice to the same")],
+    ids=["shrinking", "twice"],
+)
+def test_an_untested_model_that_disagrees_is_refused(attention, why, patched):
+    model = unheard_of()
+    if patched:
+        with pytest.warns(UserWarning):
+            fastkv.patch(model, "keydiff", 64)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = attention
+    before, random = snapshot(model), torch.get_rng_state()
+    ids = prompt()[0][:1]
+    expected = model(ids, past_key_values=DynamicCache()).logits
+    with pytest.raises(FastKVError, match=f"LlamaForCausalLM is of an untested type{why}"):
+        fastkv.patch(model, "momentkv", 64)
+    assert snapshot(model) == before and torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(model(ids, past_key_values=DynamicCache()).logits, expected)
+    assert ("_fastkv_config" in vars(model)) == patched
+
+
+class Peeking(Shrinking):
+    """Looks into its cache layer, where a compressed one holds no keys."""
+
+    def updated(self, cache, k, v):
+        super().updated(cache, k, v)
+        return cache.layers[self.layer_idx].keys.clone(), cache.layers[self.layer_idx].values.clone()
+
+
+def test_an_untested_model_that_fails_is_refused():
+    model = unheard_of(Peeking)
+    before = snapshot(model)
+    with pytest.raises(FastKVError, match="fails on a short prompt read whole when it is patched"):
+        fastkv.patch(model, "keydiff", 64)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TURNING if kind != "llama"])
+def test_models_of_all_turns_can_be_compressed(kind):
+    """Untested ones agree; Compactor chooses in all of them, also where the encoder has an embedding of its own."""
+    model = tiny(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        fastkv.patch(model, "compactor", fastkv.Budget(tokens=20, sinks=2, recent=4))
+    assert generate(model, *prompt()).shape == (3, 62)
+
+
+@pytest.mark.parametrize("kind, turned", [("ernie4_5", "16 turned as neighbours"), ("glm4", "8 turned as neighbours")])
+def test_vector_refuses_what_its_kernels_do_not_turn(kind, turned):
+    model = tiny(kind)
+    model.config.model_type = "llama"  # what is tested does not matter here
+    before = snapshot(model)
+    with pytest.raises(FastKVError, match=f"dimensions are turned in halves, got {turned} in layer 0"):
+        fastkv.patch(model, "keydiff", 64, correction="vector", vector=mapping(model))
+    assert snapshot(model) == before
+
+
+def test_vector_has_tables_for_each_way_of_turning():
+    model = tiny("smollm3")
+    model.config.model_type = "llama"
+    fastkv.patch(model, "keydiff", small(), correction="vector", vector=mapping(model), evict_every=4)
+    cache = generate(model, *prompt(), return_dict_in_generate=True).past_key_values
+    sines = [cache.layers[layer].state.recovery.sin for layer in range(LAYERS)]
+    assert sines[0] is sines[2] and sines[1] is sines[3]
+    assert sines[0].any() and not sines[1].any() and sines[1].shape[1] == D // 2

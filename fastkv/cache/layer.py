@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import ops
 from ..backend import resolve
@@ -22,6 +23,19 @@ from .workspace import CacheWorkspace
 Stock = Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class SharedBlock:
+    """A block of a prompt that other layers still have to attend to.
+
+    Attributes: k, v [B, Hkv, T, D] without padding; valid [B, T].  first: whether it has no past.
+    """
+
+    k: Tensor
+    v: Tensor
+    valid: Tensor
+    first: bool
+
+
 class LayerCache:
     """One layer's tokens, and what it remembers of those it evicted, for a batch of sequences.
 
@@ -33,6 +47,8 @@ class LayerCache:
         state: None until `allocate` or the first tokens.  rule: what the layer needs of the config, None until then.
         leads: whether its steps advance the clock of the workspace: one layer's do.
         started: whether there is a past.
+        readers: how many other layers attend to this one's keys and values, each once after it and before the next
+            tokens (`look`, `look_back`).  left: how many of them still have to.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
         latent: whether values are the first numbers of keys, so that keys are stored alone.
     """
@@ -45,12 +61,16 @@ class LayerCache:
         num_layers: int,
         workspace: CacheWorkspace,
         static: bool = False,
+        readers: int = 0,
         latent: bool = False,
     ) -> None:
         """Args: layer: index in the model.  place: among the `num_layers` that share the budget.  workspace: theirs."""
         self.config, self.layer, self.place, self.num_layers = config, layer, place, num_layers
         self.workspace, self.static, self.latent, self.started = workspace, static, latent, False
         self.num_heads, self.leads = 0, place == 0
+        self.readers, self.left = readers, 0
+        self.block: SharedBlock | None = None
+        self.queries: Tensor | None = None  # of the block, if it is to be absorbed when all readers have attended
         self.state: LayerState | None = None
         self.rule: LayerConfig | None = None
 
@@ -82,18 +102,13 @@ class LayerCache:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
         device, shared = state.seen.device, self.workspace
         rotary = self.config.rotations.get(self.layer)
+        rotary = None if rotary is None else rotary.to(device)
         weight = None
         if self.config.values is not None:
             weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
         spec = spec_of(self.config, layout, scale=1.0)
         self.rule = LayerConfig(
-            self.config,
-            self.layer,
-            layout,
-            spec,
-            shared.parallel,
-            None if rotary is None else rotary.to(device),
-            weight=weight,
+            self.config, self.layer, layout, spec, shared.parallel, rotary, weight=weight, readers=self.readers
         )
         self.state, self.num_heads = state, num_heads
         self.prepare()
@@ -149,13 +164,18 @@ class LayerCache:
         """
         k, v = without_padding(k, valid), without_padding(v, valid)
         out = self.attend(q, k, v, valid, stock)
-        self.absorb(q, k, v, valid)
+        if self.readers:
+            self.queries = q
+        else:
+            self.absorb(q, k, v, valid)
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None) -> Tensor:
         """The attention of `read`, for k and v `without_padding`; the state does not include the block yet."""
         state, rule = self._held()
         first, self.started = not self.started, True
+        self._expect_readers()
+        self.block = SharedBlock(k, v, valid, first) if self.readers else None
         if first and stock is not None:
             return stock()
         return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
@@ -181,13 +201,64 @@ class LayerCache:
         clock = self.workspace.clock
         if self.leads:
             clock.advance()
+        self._expect_readers()
         if state.approx is not None:
             self._recover(length)
         state.fill()
         out, _, _ = ops.decode_step(q[:, :, 0], k, v, state, rule.spec)
-        if clock.now.evicts:
+        if clock.now.evicts and not self.readers:
             evict(state, rule)
         return out[:, :, None]
+
+    # Other layers that attend to the same keys and values.
+
+    def _expect_readers(self) -> None:
+        if self.left:
+            raise FastKVError(
+                f"{self.left} of {self.readers} layers that share the keys of layer {self.layer} did not attend to its "
+                "last tokens; call reset() on this cache and use the model as it was patched"
+            )
+        self.left = self.readers
+
+    def _looked(self) -> bool:
+        """One more reader has attended; whether it was the last one."""
+        if not self.left:
+            raise FastKVError(
+                f"layers that share the keys of layer {self.layer} attend more often than once; call "
+                "fastkv.unpatch(model)"
+            )
+        self.left -= 1
+        return not self.left
+
+    def look_back(self, q: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """Attention of another layer's query [B, Hq, 1, D] over everything so far, after `step`: [B, Hq, 1, Dv]."""
+        state, rule = self._held()
+        out, _, _ = ops.decode_step(q[:, :, 0], None, None, state, rule.attending(scale, softcap, rule.output).spec)
+        if self._looked() and self.workspace.clock.now.evicts:
+            evict(state, rule)
+        return out[:, :, None]
+
+    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
+        """Attention of another layer's last queries [B, Hq, <= T, D] over the block of `read` and what came before.
+
+        Args: stock: attention over the block alone.
+        """
+        state, rule, block = *self._held(), self.block
+        last = self._looked()
+        assert block is not None
+        if block.first:
+            out = stock()
+        else:
+            num = q.shape[2]  # transformers leaves out queries whose results nobody reads
+            whole = pad(q, (0, 0, block.k.shape[2] - num, 0))
+            rule = rule.attending(scale, softcap, rule.output)
+            out = attend_block(state, whole, block.k, block.v, block.valid, rule, self.workspace.ahead)[:, :, -num:]
+        if last:
+            self.block = None
+            if self.queries is not None:
+                queries, self.queries = self.queries, None
+                self.absorb(queries, block.k, block.v, block.valid)
+        return out
 
     # The batch, and the end.
 
@@ -201,7 +272,8 @@ class LayerCache:
 
     def reset(self) -> None:
         """Forget the sequences but keep the slots, unless their number depends on the prompt."""
-        self.started = False
+        self.started, self.left = False, 0
+        self.block = self.queries = None
         self.workspace.clock.restart()
         if self.config.budget.follows_prompt or self.config.deferred:
             self.state = self.rule = None

@@ -193,6 +193,7 @@ class LayerConfig:
         parallel: processes that share the layer's heads.  rotary: how keys are turned, if anything undoes it.
         output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
         weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value.
+        readers: how many other layers attend to the same keys.
     """
 
     config: Config
@@ -203,6 +204,7 @@ class LayerConfig:
     rotary: Rotary | None = None
     output: Tensor | None = None
     weight: Tensor | None = None
+    readers: int = 0
 
     def attending(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerConfig:
         """The same for a layer that attends so."""

@@ -73,7 +73,7 @@ def of_steps(signals: Signals, state: LayerState, rule: LayerConfig) -> Signals:
         return signals
     received = joined(*(slots["attention"] for slots in state.tiers.values()))
     # A token that arrived after the last eviction was seen by fewer queries: mean over those that saw it.
-    queries = (state.seen[:, None, None] - signals.positions).clamp(1, rule.layout.spare)
+    queries = (state.seen[:, None, None] - signals.positions).clamp(1, rule.layout.spare) * (1 + rule.readers)
     return replace(signals, attention=received / queries, queried=queries)
 
 

@@ -69,6 +69,7 @@ class CacheWorkspace:
         evict_every: decode steps between evictions, the period of `clock`.
         ahead: [B, T, T] bool, which later tokens of the block being read its tokens see, as those of an image do; None
             where attention is causal.
+        real: [B, T] bool, which tokens of the block being read are no padding, where the engine knows; else None.
         positions: for how many of them the tables are made at once.
     """
 
@@ -81,6 +82,7 @@ class CacheWorkspace:
         self.parallel, self.positions = parallel or Parallel(), positions
         self.clock, self.reading = EvictionClock(evict_every), False
         self.ahead: Tensor | None = None
+        self.real: Tensor | None = None
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import FastKVError
 from .layer import LayerCache, Stock
@@ -27,6 +28,7 @@ class HeldPrompt:
         self.held: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.attends: Attends = (1.0, None, None, None)
         self.received: Tensor | None = None
+        self.fed: tuple[Tensor, Tensor, Tensor] | None = None  # the last tokens of a second reading
 
     def configure(
         self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
@@ -41,6 +43,16 @@ class HeldPrompt:
         self.held = (q, without_padding(k, valid), without_padding(v, valid), valid)
         return stock()
 
+    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
+        """As `LayerCache.look`; a second reading watches the queries of this layer only."""
+        if self.received is None:
+            return stock()
+        assert self.fed is not None and self.held is not None
+        k, v, valid = self.fed
+        num = q.shape[2]
+        whole = pad(q, (0, 0, k.shape[2] - num, 0))
+        return attend_held(whole, k, v, valid, self.held[1:], scale, softcap)[0][:, :, -num:]
+
     def expect_again(self) -> None:
         """From now on the prompt is read a second time."""
         assert self.held is not None
@@ -50,6 +62,7 @@ class HeldPrompt:
     def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
         """Attention of re-fed tokens over the held prompt and themselves. Nothing is stored."""
         assert self.held is not None and self.received is not None
+        self.fed = (k, v, valid)
         scale, softcap, _, sink_logits = self.attends
         out, most = attend_held(q, k, v, valid, self.held[1:], scale, softcap, sink_logits)
         self.received = self.received.maximum(most)
@@ -88,6 +101,10 @@ class Rollback:
         out = self.cache.attend(q, k, v, valid, stock)
         self.pending = (q, k, v, valid)
         return out
+
+    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
+        """As `LayerCache.look`; nothing is absorbed."""
+        return self.cache.look(q, scale, softcap, stock)
 
     def settle(self, drop: int) -> None:
         """Absorb what the last forward left pending, without its last `drop` tokens.

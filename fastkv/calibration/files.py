@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,31 @@ def _shape(config: Any) -> dict[str, Any]:
     """The fields, in a form that does not depend on which of them a config spells out and which it leaves out."""
     text = config.get_text_config(decoder=True)
     shape = {name: getattr(text, name) for name in FIELDS}
-    heads, layers = text.num_attention_heads, text.num_hidden_layers
-    shape["num_key_value_heads"] = getattr(text, "num_key_value_heads", None) or heads
-    shape["head_dim"] = getattr(text, "head_dim", None) or text.hidden_size // heads
-    shape["layer_types"] = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
+    heads, dims = zip(*kv_shapes(text))
+    shape["num_key_value_heads"], shape["head_dim"] = _common(heads), _common(dims)
+    shape["layer_types"] = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
     shape["rope"] = _plain(getattr(text, "rope_parameters", None))
     return shape
+
+
+def kv_shapes(text: Any) -> list[tuple[int, int]]:
+    """KV heads of each layer, and the dimensions of their keys, from the config of a text model."""
+    layers = getattr(text, "per_layer_config", None)  # of newer transformers, where layers may differ
+    layers = [text] * text.num_hidden_layers if layers is None else layers
+    return [(_kv_heads(one), getattr(one, "head_dim", None) or one.hidden_size // _heads(one)) for one in layers]
+
+
+def _heads(layer: Any) -> int:
+    return int(layer.num_attention_heads)
+
+
+def _kv_heads(layer: Any) -> int:
+    return getattr(layer, "num_key_value_heads", None) or _heads(layer)
+
+
+def _common(numbers: Sequence[int]) -> Any:
+    """The number, if all are the same."""
+    return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
 def _plain(value: Any) -> Any:

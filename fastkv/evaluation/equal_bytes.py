@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from .. import corrections
 from ..budget import Budget
 from ..cache.layer import LayerCache
 from ..cache.layout import Layout, cost
+from ..calibration.files import kv_shapes
 from ..corrections import Shape
 from ..errors import FastKVError
+from ..integrations.transformers import stock
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..reference import LayerState
 
@@ -27,8 +28,8 @@ EVICT_EVERY = 16  # as `fastkv.patch` has it
 
 
 def is_full(layer: Any) -> bool:
-    """Whether a layer of a stock cache keeps all tokens; those of a sliding window are subclasses."""
-    return type(layer) is DynamicLayer
+    """Whether a layer of a stock cache keeps all tokens."""
+    return stock.is_compressed(layer)
 
 
 def equal_bytes(
@@ -48,17 +49,18 @@ def equal_bytes(
     if budget.tokens is None:
         raise FastKVError(f"equal_bytes turns tokens into bytes, got {budget}; give Budget(tokens=...)")
     text = config.get_text_config(decoder=True)
-    full = sum(is_full(layer) for layer in DynamicCache(config=text).layers)
+    layers = zip(DynamicCache(config=text).layers, kv_shapes(text))
+    full = [shape for layer, shape in layers if is_full(layer)]
     if not full:
         raise FastKVError(
             f"equal_bytes needs a model with full-attention layers, got {text.model_type} with none; its cache is "
             "bounded already"
         )
-    heads = text.num_key_value_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    like = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
-    plain = Layout((budget.tokens,) * heads, corrections.NONE, spare=evict_every).allocate(like, like)
-    return replace(budget, tokens=None, bytes=full * plain.nbytes())
+    total = 0
+    for heads, head_dim in full:
+        like = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
+        total += Layout((budget.tokens,) * heads, corrections.NONE, spare=evict_every).allocate(like, like).nbytes()
+    return replace(budget, tokens=None, bytes=total)
 
 
 def stored_bytes(cache: FastKVCache) -> int:

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...backend import check_backend
 from ...cache.workspace import CacheWorkspace
+from ...calibration.files import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
@@ -69,6 +70,9 @@ def check(model: Module, config: Config) -> list[Module]:
     refusal = families.refusal(types)
     if refusal is not None:
         raise FastKVError(f"{refusal}; use the model without fastkv")
+    whole = families.whole_only(types)
+    if whole is not None and config.prefill_block is not None:
+        raise FastKVError(f"{whole}; use prefill_block=None")
     layers = build_layers(model, config, CacheWorkspace())
     full = [index for index, layer in enumerate(layers) if isinstance(layer, FastKVLayer)]
     if not full:
@@ -83,17 +87,26 @@ def check(model: Module, config: Config) -> list[Module]:
             f"layers {missing} of {type(model).__name__} do not attend through transformers' attention interface; "
             "their keys cannot be compressed"
         )
-    chosen = {index: found[index] for index in full}
+    sources = modules.sources(model)
+    alone = [index for index in found if index not in sources and not stock.has_keys(layers, index)]
+    if alone:
+        raise FastKVError(
+            f"layers {alone} of {type(model).__name__} attend to keys that they do not cache, expected a layer of "
+            "their kind before them to share its own; use the model without fastkv"
+        )
+    readers = {index for index, source in sources.items() if source in full}
+    chosen = {index: module for index, module in found.items() if index in full or index in readers}
     for layer, module in chosen.items():
         _check_attention(layer, module, config, model_config._attn_implementation or "eager")
-    if Parallel.of(model).size > 1 and any(latent.is_latent(module) for module in chosen.values()):
+    latents = {layer for layer, module in chosen.items() if latent.is_latent(module)}
+    if Parallel.of(model).size > 1 and latents:
         raise FastKVError(
             f"the layers of {type(model).__name__} cache latents (MLA), which all heads share, but tensor parallelism "
             "deals heads to processes; load the model without tp_plan"
         )
     is_static(model, config.static)
     config.budget.check_layers(len(full))
-    config.policy.check(modules.kv_heads(text, chosen))
+    config.policy.check([1 if layer in latents else heads for layer, (heads, _) in enumerate(kv_shapes(text))])
     if config.budget.quality is not None and modules.get_head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "

@@ -17,13 +17,14 @@ from .layer import FastKVLayer
 from .modules import output_projection
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
+POSITIONS = ("position_ids", "cache_position")  # tensors that only say which tokens these are
 
 
 def hand_over_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pre-hook of an attention module: pass its cache layer on, which attention functions are otherwise not given."""
     cache = next((given for given in kwargs.values() if isinstance(given, FastKVCache)), None)
     if cache is not None:
-        kwargs["fastkv_layer"] = cache.layers[module.layer_idx]  # type: ignore[index]
+        kwargs["fastkv_layer"] = cache.layer_of(module.layer_idx)  # type: ignore[arg-type]
     return args, kwargs
 
 
@@ -44,23 +45,52 @@ def _stock_attention(module: Module) -> Any:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def valid_tokens(mask: Tensor | None, batch: int, num: int, device: torch.device) -> Tensor:
-    """Which of the T new tokens are real, [B, T] bool, from whatever mask the stock implementation was given.
+def valid_tokens(mask: Tensor | None, real: Tensor | None, batch: int, num: int, device: torch.device) -> Tensor:
+    """Which of the T new tokens are real, [B, T] bool.
 
-    None (all), [B, *] (flash: 1 for real), or [B, 1, T, T] (sdpa: bool, eager: additive): a real token sees itself.
+    Args:
+        mask: what the stock implementation was given: None (all), [B, *] (flash: 1 for real), or [B, 1, T, T] (sdpa:
+            bool, eager: additive), in which a real token sees itself.
+        real: [B, T] bool, from the 2-D mask of the forward, where there is one: it says more than a 4-D mask.
     """
-    if mask is None:
-        return torch.ones(batch, num, dtype=torch.bool, device=device)
-    if mask.ndim == 2:
-        return mask[:, -num:].bool().clone()  # kernels want rows without gaps
-    if mask.shape[-1] != num:
+    if mask is not None and mask.ndim == 4 and mask.shape[-1] != num:
         raise FastKVError(
             f"got a 4-D attention mask over {mask.shape[-1]} keys, but a compressed cache keeps no mask columns for "
             f"its past and only the {num} new tokens can be masked; pass a 2-D padding mask"
         )
+    if real is not None:
+        return real.to(device)
+    if mask is None:
+        return torch.ones(batch, num, dtype=torch.bool, device=device)
+    if mask.ndim == 2:
+        return mask[:, -num:].bool().clone()  # kernels want rows without gaps
     own = mask[:, 0].diagonal(dim1=-2, dim2=-1)
-    real = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
-    return real.expand(batch, num).clone()
+    seen = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    return seen.expand(batch, num).clone()
+
+
+def check_call(module: Module, query: Tensor, key: Tensor, further: dict[str, Any], softcap: float | None) -> None:
+    """Raise FastKVError if the result depends on more than queries, keys, values and what `fastkv_attention` names.
+
+    Only what the host knows is looked at. Args: further: arguments of the call that have no name there.
+    """
+    where = f"layer {module.layer_idx} ({type(module).__name__})"
+    unknown = [name for name, value in further.items() if isinstance(value, Tensor) and name not in POSITIONS]
+    if unknown:
+        raise FastKVError(
+            f"the attention of {where} was given {', '.join(unknown)}, expected queries, keys, values, mask and sinks "
+            "only; a compressed cache cannot know what these do, call fastkv.unpatch(model)"
+        )
+    base = module._fastkv_stock_config._attn_implementation  # type: ignore[union-attr]
+    if softcap is not None and base == "sdpa":
+        raise FastKVError("sdpa ignores the soft-cap of logits that this model has; load it with eager attention")
+    if further.get("is_causal") is False:
+        raise FastKVError(f"{where} was asked to attend to later tokens, expected causal attention; unpatch the model")
+    if key.shape[0] != query.shape[0]:
+        raise FastKVError(
+            f"{where} attends with {query.shape[0]} rows of queries to {key.shape[0]} of keys, expected as many; such "
+            "a model cannot be compressed, call fastkv.unpatch(model)"
+        )
 
 
 def fastkv_attention(
@@ -89,7 +119,7 @@ def fastkv_attention(
             "fastkv.unpatch(model) first"
         )
     has_latents = latent.is_latent(module)  # key and value are then what `latent.unexpanded` makes
-    scale: float = module.head_dim**-0.5 if scaling is None else scaling  # type: ignore[operator, assignment]
+    scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     # sdpa of newer transformers refuses even softcap=None
     extra = {name: one for name, one in (("softcap", softcap), ("s_aux", s_aux)) if one is not None}
 
@@ -101,16 +131,23 @@ def fastkv_attention(
 
     if fastkv_layer is None:
         return stock()
+
+    def alone() -> Tensor:
+        return stock()[0].transpose(1, 2)
+
+    if module.layer_idx != fastkv_layer.cache.layer:  # the keys are another layer's, and nothing is added to them
+        check_call(module, query, key, {**kwargs, "s_aux": s_aux}, softcap)
+        return fastkv_layer.look(query, scale, softcap, alone).transpose(1, 2).contiguous(), None
+    check_call(module, query, key, kwargs, softcap)
     q = latent.absorbed(module, query) if has_latents else query
     over_latents = has_latents and not fastkv_layer.begins
     output = output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
     if fastkv_layer.decodes(query.shape[2]):
         out = fastkv_layer.step(q, key, value, scale, softcap, output, s_aux)
     else:
-        valid = valid_tokens(attention_mask, key.shape[0], key.shape[2], key.device)
-        out = fastkv_layer.attend(
-            q, key, value, valid, scale, softcap, lambda: stock()[0].transpose(1, 2), output, s_aux
-        )
+        real = fastkv_layer.cache.workspace.real
+        valid = valid_tokens(attention_mask, real, key.shape[0], key.shape[2], key.device)
+        out = fastkv_layer.attend(q, key, value, valid, scale, softcap, alone, output, s_aux)
     if over_latents:
         out = latent.lifted(module, out)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None

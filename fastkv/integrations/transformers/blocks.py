@@ -38,7 +38,7 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
     else:
         if cache.config.deferred and not cache.started:
             prompt.embeds = given.get("inputs_embeds")
-        out = _read(decoder, cache, given, total)
+        out = _read(decoder, cache, given, 0, total)
     if deltas is not None:
         cache.continue_from(deltas)
     return out
@@ -55,16 +55,21 @@ def _check_positions(cache: FastKVCache, positions: Tensor | None) -> None:
             )
 
 
-def _read(decoder: Any, cache: FastKVCache, given: dict[str, Any], num: int) -> Any:
-    """One call of the stock forward, over `num` tokens that come next."""
+def _read(decoder: Any, cache: FastKVCache, given: dict[str, Any], left: int, num: int) -> Any:
+    """One call of the stock forward, over `num` tokens that come next; `left` more of the prompt follow."""
+    assert cache.prompt is not None
+    padding, shared = cache.prompt.padding, cache.workspace
+    if padding is not None:
+        end = padding.shape[1] - left
+        shared.real = padding[:, end - num : end].bool()
     if cache.started:  # without a past the stock attention follows the mask
         mask = given.get("attention_mask")
         ahead = later_tokens(mask.get("full_attention") if isinstance(mask, dict) else mask, num)
-        cache.workspace.ahead = None if ahead is None or not bool(ahead.any()) else ahead
+        shared.ahead = None if ahead is None or not bool(ahead.any()) else ahead
     try:
         return decoder._fastkv_decoder_forward(**given)
     finally:
-        cache.workspace.ahead = None
+        shared.ahead = shared.real = None
 
 
 def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total: int) -> Any:
@@ -83,7 +88,7 @@ def _read_blocks(decoder: Any, cache: FastKVCache, given: dict[str, Any], total:
         part = taken_from(given, start, end, total)
         if prompt.masks is not None:
             part["attention_mask"] = mask
-        outputs.append(_read(decoder, cache, part, end - start))
+        outputs.append(_read(decoder, cache, part, total - end, end - start))
         if prompt.rows is not None:
             while sum(out.last_hidden_state.shape[1] for out in outputs[1:]) >= prompt.rows:
                 outputs.pop(0)

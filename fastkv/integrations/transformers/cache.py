@@ -59,6 +59,7 @@ class FastKVCache(Cache):
         self.workspace = CacheWorkspace(Parallel.of(model), config.evict_every, positions)
         super().__init__(layers=build_layers(model, config, self.workspace, static))
         self.config: Config = config
+        self.sources = modules.sources(model)
         self.known_mask: Tensor | None = None  # that `generate` made for its next step: its new tokens are real
         self.prompt: Prompt | None = None  # that is being read
         # [B, 1] int64, how far positions are ahead of the number of tokens (M-RoPE); None before there are any such.
@@ -73,6 +74,10 @@ class FastKVCache(Cache):
         if state is None:
             raise FastKVError(f"layer {layer} is empty; run the model with this cache first")
         return state
+
+    def layer_of(self, index: int) -> Any:
+        """The layer whose keys and values layer `index` of the model attends to: its own, or that which it shares."""
+        return self.layers[self.sources.get(index, index)]
 
     @property
     def compressed(self) -> list[FastKVLayer]:
@@ -372,11 +377,11 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     kinds = compressible(model, layers)
     windows = {layer.sliding_window for layer in layers if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
-    found = modules.attentions(model)
-    latents = {index for index, module in found.items() if latent.is_latent(module)}
+    shared = list(modules.sources(model).values())
+    latents = {index for index, module in modules.attentions(model).items() if latent.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
-        made = LayerCache(config, index, place, len(kinds), workspace, static, index in latents)
-        layers[index] = kind.beside(layers[index], made)
+        own = static, shared.count(index), index in latents
+        layers[index] = kind.beside(layers[index], LayerCache(config, index, place, len(kinds), workspace, *own))
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...cache.wrappers import HeldPrompt
 from ...calibration.quality import context_nll
 from ...config import Config
 from ...errors import FastKVError
+from . import stock
 from .cache import FastKVCache
 from .layer import FastKVLayer
 from .prompt import Prompt
@@ -45,6 +47,8 @@ def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Te
 
     Args: tokens: ids [B, N] or embeddings [B, N, hidden].  mask [B, N]: 0 for padding.
     """
+    first = cache.prompt
+    assert first is not None
     policy: Any = getattr(cache.config.policy, "scorer", cache.config.policy)
     batch, num = mask.shape
     length = mask.sum(-1, keepdim=True)
@@ -56,24 +60,31 @@ def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Te
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     request = base.get_input_embeddings()(asked).to(tokens.dtype) if name == "inputs_embeds" else asked.to(tokens.dtype)
     unpadded = mask.new_ones(asked.shape)
-    stock = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, FastKVLayer)}
+    others = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, FastKVLayer)}
+    beside = {layer: stock.tensors(layer) for layer in cache.compressed}
+    kept = {layer: {name: one.clone() for name, one in found.items()} for layer, found in beside.items()}
     for prompt in held:
         prompt.expect_again()
     for start in range(0, num, policy.chunk):
         part = slice(start, start + policy.chunk)
         fed = torch.cat([request, packed[:, part]], 1)
         fed_mask = torch.cat([unpadded, packed_mask[:, part]], 1)
-        # Sliding-window layers are transformers'; they forget the second reading by being put back.
-        for index, layer in stock.items():
+        # Layers that are transformers' forget the second reading by being put back.
+        for index, layer in others.items():
             cache.layers[index] = copy.deepcopy(layer)
+        cache.prompt = replace(first, padding=torch.cat([mask, fed_mask], 1))
         base._fastkv_base_forward(
             **{name: fed},
-            attention_mask=torch.cat([mask, fed_mask], 1),
+            attention_mask=cache.prompt.padding,
             position_ids=(length + fed_mask.cumsum(-1) - 1).clamp(min=0),
             past_key_values=cache,
             use_cache=True,
         )
-    for index, layer in stock.items():
+        for layer, found in beside.items():
+            for name, tensor in found.items():
+                tensor.copy_(kept[layer][name])
+    cache.prompt = first
+    for index, layer in others.items():
         cache.layers[index] = layer
 
 

@@ -36,10 +36,21 @@ REFUSED = {
     "zamba": "one attention module serves several layers",
 }
 
+# transformers itself goes on from the state of these layers for single tokens only.
+WHOLE_ONLY = {
+    "bamba": "its linear attention begins anew at every block",
+    "jamba": "its linear attention begins anew at every block",
+}
+
 
 def refusal(types: list[str]) -> str | None:
     """Why a model of these types, its own and its language model's, cannot be patched; None if nothing is known."""
     return next((f"{name} is not supported: {REFUSED[name]}" for name in types if name in REFUSED), None)
+
+
+def whole_only(types: list[str]) -> str | None:
+    """Why a model of these types cannot read a prompt in blocks; None if nothing is known."""
+    return next((f"{name} reads prompts whole only: {WHOLE_ONLY[name]}" for name in types if name in WHOLE_ONLY), None)
 
 
 def is_tested(types: list[str]) -> bool:

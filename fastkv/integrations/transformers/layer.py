@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from ...backend import check_backend
 from ...cache.layer import LayerCache, Stock
 from ...cache.workspace import CacheWorkspace
 from ...cache.wrappers import HeldPrompt, Rollback
@@ -25,6 +26,7 @@ class FastKVLayer(CacheLayerMixin):
         cache: of the layer.  reader: what prompts go to: the cache itself, or a wrapper that holds the prompt or can
             take back the last forward.
         seen: length of the sequence as transformers counts it, padding included; int64 [] on the device if static.
+        awaited: whether attention has not been called yet for the tokens that `update` was given.
         expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
     """
 
@@ -38,6 +40,7 @@ class FastKVLayer(CacheLayerMixin):
         self.is_compileable = cache.static
         self.seen: Any = 0
         self.expected = self.batch_size = 0
+        self.awaited = False
 
     @classmethod
     def beside(cls, other: Any, cache: LayerCache) -> FastKVLayer:
@@ -66,9 +69,24 @@ class FastKVLayer(CacheLayerMixin):
                 f"this cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use another, reset() it or "
                 "change its batch with batch_select_indices and batch_repeat_interleave"
             )
+        if self.awaited:
+            raise FastKVError(
+                f"layer {self.cache.layer} got more tokens before attention was called for the last ones, which a "
+                "compressed cache would lose; call reset() on it, and fastkv.unpatch(model) if this comes back"
+            )
+        self.awaited = True
         if not self.rereading:
             self.seen += key_states.shape[-2]
         return key_states, value_states
+
+    def _arrive(self) -> None:
+        """Attention was called for the tokens that `update` was given."""
+        if not self.awaited:
+            raise FastKVError(
+                f"layer {self.cache.layer} attends to tokens that its cache was not given, or twice to the same; such "
+                "a model cannot be compressed, call fastkv.unpatch(model)"
+            )
+        self.awaited = False
 
     def get_seq_length(self, *args: Any) -> Any:
         """True length of the sequence, evicted tokens included; RoPE positions follow from it."""
@@ -106,6 +124,7 @@ class FastKVLayer(CacheLayerMixin):
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attention output for one new token that is no padding, [B, Hq, 1, Dv]; arguments as in `attend`."""
+        self._arrive()
         cache = self.cache
         cache.configure(scale, softcap, output, sink_logits)
         if not cache.static:
@@ -135,12 +154,28 @@ class FastKVLayer(CacheLayerMixin):
             output: [hidden, Hq, Dv], the layer's output projection, for policies that need it.
             sink_logits: [Hq], the layer's learned attention sinks, None for none.
         """
+        self._arrive()
         q, k, v = q.detach(), k.detach(), v.detach()
         if not isinstance(self.reader, HeldPrompt) and not self._fits(k):
+            self._check(q, k, v)
             self.cache.allocate(q.shape[1], k, v, max(self.expected, k.shape[2]))
             self._fix()
         self.reader.configure(scale, softcap, output, sink_logits)
         return self.reader.read(q, k, v, valid, stock)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
+        config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.latent
+        check_backend(config.backend, k.device, k.dtype, k.shape[-1], groups, config.evict_every, v.shape[-1], latent)
+
+    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
+        """Attention of another layer, after this one's, to the same keys and values: [B, Hq, <= T, Dv].
+
+        Args: q [B, Hq, <= T, D]: of all or the last tokens.  stock: that layer's attention over the new tokens.
+        """
+        if self.decodes(q.shape[2]):
+            return self.cache.look_back(q.detach(), scale, softcap)
+        return self.reader.look(q.detach(), scale, softcap, stock)
 
     def _fits(self, k: Tensor) -> bool:
         """Whether there are slots for as many sequences as k [B, ...] has."""
@@ -255,6 +290,7 @@ class FastKVLayer(CacheLayerMixin):
         self.cache.reset()
         if self.cache.state is None:
             self.is_initialized = False
+        self.awaited = False
         self.seen *= 0  # in place where it is a tensor
         self.reader = Rollback(self.cache) if self.recording else self.cache
 

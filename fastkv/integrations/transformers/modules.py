@@ -134,14 +134,14 @@ def is_causal(module: Module) -> bool:
     return getattr(module, "is_causal", True) is not False
 
 
-def sources(found: dict[int, Module]) -> dict[int, int]:
+def sources(model: Module) -> dict[int, int]:
     """Of each layer that reads the keys and values of another: the index of that one.
 
     Layers share with the last one before them that has keys and attends to the same tokens (Gemma 3n, Gemma 4).
     """
     own: dict[Any, int] = {}
     read: dict[int, int] = {}
-    for layer, module in sorted(found.items()):
+    for layer, module in sorted(attentions(model).items()):
         kind = getattr(module, "layer_type", None)
         if getattr(module, "is_kv_shared_layer", False) and kind in own:
             read[layer] = own[kind]
@@ -181,22 +181,6 @@ class Sizes:
             device=weights[0].device,
             dtype=next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32),
         )
-
-
-def kv_heads(config: Any, found: dict[int, Module]) -> list[int]:
-    """KV heads of every layer, from the config of a text model and its attention modules."""
-    latents = {layer for layer, module in found.items() if latent.is_latent(module)}
-    return [1 if layer in latents else _heads(one) for layer, one in enumerate(per_layer(config))]
-
-
-def _heads(config: Any) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
-def per_layer(config: Any) -> list[Any]:
-    """The config of every layer of a text model; the same for all where transformers knows no difference."""
-    own = getattr(config, "per_layer_config", None)  # from transformers 5.14 on
-    return [config] * config.num_hidden_layers if own is None else list(own)
 
 
 def output_weight(module: Module) -> Tensor:

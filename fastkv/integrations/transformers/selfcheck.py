@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -192,13 +193,18 @@ def _keys(first: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[T
 def _explained(what: str, first: Tensor, later: Tensor, ways: list[tuple[str, Rotary]]) -> tuple[str, Rotary]:
     """The way that turns keys at position 0 into those at position 7, and its kind; of several the nearest."""
     errors = [_error(way, first, later) for _, way in ways]
-    least, limit = min(errors), ROUNDING * torch.finfo(first.dtype).eps
+    least, limit = min(errors), ROUNDING * _eps(first.dtype)
     if least > limit:
         raise FastKVError(
             f"no rotary embedding explains how the keys of {what} depend on their position: the nearest is off by "
             f"{least:.1e} of their length, expected at most {limit:.1e}; use a policy and correction without it"
         )
     return ways[errors.index(least)]
+
+
+def _eps(dtype: torch.dtype) -> float:
+    """Of a dtype, but no finer than that of fp32, in which angles and differences are computed."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _error(way: Rotary, first: Tensor, later: Tensor) -> float:
@@ -230,13 +236,13 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         ids, mask = _prompt(model)
         text: Any = modules.decoder(model).config
         stock = _logits(model, ids, mask, DynamicCache(config=text.get_text_config(decoder=True)))
-        limit = torch.finfo(stock.dtype).eps ** 0.5
+        limit = _eps(stock.dtype) ** 0.5
         for how, block in (("whole", None), ("in blocks", BLOCK)):
             try:
                 patch(replace(roomy, prefill_block=block))
                 worst = _difference(_logits(model, ids, mask, None), stock, mask)
             except FAILURES as error:
-                what = str(error).partition("\n")[0]
+                what = str(error).partition("\n")[0].partition(";")[0]  # not what to do about it
                 raise FastKVError(
                     f"{kind} is of an untested type and fails on a short prompt read {how} when it is patched "
                     f"({type(error).__name__}: {what}); use the model without fastkv"
@@ -270,12 +276,17 @@ def _prompt(model: Module) -> tuple[Tensor, Tensor]:
 def _logits(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
     """Logits [2, PROMPT + DECODED, vocabulary] of a prompt and of tokens after it, each fed on its own.
 
-    Hidden states of a model without a head. Without a cache the model makes one.
+    Hidden states of a model without a head. Without a cache the model makes one. Positions are those that `generate`
+    passes, where the model takes any.
     """
     rows = []
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     for start, stop in [(0, PROMPT), *((place, place + 1) for place in range(PROMPT, PROMPT + DECODED))]:
-        part, seen = ids[:, start:stop], mask[:, :stop]
-        out = model(input_ids=part, attention_mask=seen, past_key_values=cache, use_cache=True, return_dict=True)
+        given = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop], "past_key_values": cache}
+        if takes_positions:
+            given["position_ids"] = positions[:, start:stop]
+        out = model(**given, use_cache=True, return_dict=True)
         rows.append(out.logits if "logits" in out else out.last_hidden_state)
         cache = out.past_key_values
     return torch.cat(rows, 1)

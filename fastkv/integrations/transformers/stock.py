@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -46,6 +47,11 @@ def is_left(layer: Any) -> bool:
 def is_compressed(layer: Any) -> bool:
     """Whether fastkv puts its own layer in the place of this one."""
     return type(layer) in COMPRESSED
+
+
+def has_keys(layers: list[Any], index: int) -> bool:
+    """Whether keys and values of the layer at that place are cached there."""
+    return index < len(layers) and isinstance(layers[index], CacheLayerMixin)
 
 
 def census(layers: list[Any]) -> str:

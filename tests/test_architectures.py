@@ -1,0 +1,449 @@
+"""Models of many kinds: found by behaviour, exact with room for everything, refused where they cannot be right."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import DynamicCache
+
+import fastkv
+from fastkv import Budget, FastKVCache, FastKVError
+from fastkv.backend import why_not
+from fastkv.cache.layer import LayerCache
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
+from fastkv.integrations.transformers import families, modules, stock
+from fastkv.integrations.transformers.attention import valid_tokens
+from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
+
+from .models import COMMON, build, generate, prompt
+
+ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
+LINEAR = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
+KINDS = ["sliding_attention", "full_attention"]
+PER_LAYER = {"vocab_size_per_layer_input": 98, "hidden_size_per_layer_input": 16}
+SHARED = {
+    **PER_LAYER,
+    "num_hidden_layers": 6,
+    "layer_types": KINDS * 3,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 4,
+}
+ALTUP = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
+# The name of a model and its config in transformers, and what differs from the common config.
+TYPES = {
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **LINEAR,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "phi3": ("Phi3", {}),
+    "falcon_h1": ("FalconH1", MAMBA),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4}),
+    "llama4": ("Llama4Text", {**EXPERTS, "attention_chunk_size": 16, "sliding_window": None}),
+    "gemma3n": ("Gemma3nText", {**SHARED, **ALTUP}),
+    "gemma4": ("Gemma4Text", {**SHARED, "global_head_dim": 32, "num_global_key_value_heads": 1}),
+    "mllama": (
+        "MllamaText",
+        {"hidden_size": 64, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default"}},
+    ),
+}
+NAMES = {"GPT2": "GPT2LMHeadModel"}
+
+
+def tiny(name, base="sdpa", **changes):
+    """A seeded model of that type; skipped where transformers has none."""
+    called, more = TYPES[name]
+    made = [
+        getattr(transformers, n, None)
+        for n in (f"{called}Config", NAMES.get(called, f"{called.removesuffix('Text')}ForCausalLM"))
+    ]
+    if None in made:
+        pytest.skip(f"transformers {transformers.__version__} has no {called}")
+    config = made[0](**{**COMMON, **more, **changes})
+    config._attn_implementation = base
+    torch.manual_seed(0)
+    model = made[1](config).eval()
+    for weight in model.parameters():  # attention matters, also where models begin with small weights
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=1.2 / weight.shape[1] ** 0.5)
+    return model
+
+
+def patched(model, *args, **options):
+    with pytest.warns(UserWarning, match="is not among the model types that fastkv is tested with"):
+        return fastkv.patch(model, *args, **options)
+
+
+def logits(model, ids, mask, **options):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **options).logits
+
+
+types = pytest.mark.parametrize("name", TYPES)
+
+
+@types
+def test_with_room_for_everything_nothing_changes(name):
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    expected, tokens = logits(model, ids, mask), generate(model, ids, mask)
+    real = mask.bool()
+    patched(model, budget=ROOM)
+    assert torch.equal(logits(model, ids, mask)[real], expected[real])
+    assert torch.equal(generate(model, ids, mask), tokens)
+    patched(model, budget=ROOM, prefill_block=13)
+    torch.testing.assert_close(logits(model, ids, mask)[real], expected[real], atol=3e-4, rtol=1e-3)
+    assert torch.equal(generate(model, ids, mask), tokens)
+    cache = FastKVCache(model)
+    logits(model, ids[:, :25], mask[:, :25], past_key_values=cache)
+    later = logits(model, ids[:, 25:], mask, past_key_values=cache)
+    torch.testing.assert_close(later, expected[:, 25:], atol=3e-4, rtol=1e-3)
+    fastkv.unpatch(model)
+    assert torch.equal(logits(model, ids, mask), expected)
+
+
+@types
+@pytest.mark.parametrize("policy", ["momentkv", "h2o", "criticalkv"])
+def test_every_token_is_kept_or_remembered(name, policy):
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    patched(model, policy, SMALL, prefill_block=16, evict_every=3)
+    cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
+    for layer in cache.compressed:
+        state = layer.state
+        assert torch.equal(state.stored + state.moments.count, state.seen[:, None].expand_as(state.stored))
+        assert state.seen.tolist() == [51, 44] and int(state.stored.max()) <= 20 + 3
+
+
+@types
+def test_caches_travel(name, tmp_path):
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    patched(model, "snapkv", SMALL, prefill_block=16, evict_every=3)
+    cache = FastKVCache(model)
+    first = logits(model, ids, mask, past_key_values=cache)
+    bytes_now = cache.nbytes()
+    assert bytes_now == sum(layer.cache.nbytes() for layer in cache.compressed) + cache.stock_nbytes()
+    cache.save(tmp_path / "cache")
+    loaded, twin, fork = FastKVCache.load(tmp_path / "cache", model), cache.clone(), cache.fork(2)
+    assert loaded.nbytes() == twin.nbytes() == bytes_now
+    token, mask = ids[:, -1:], torch.cat([mask, mask[:, -1:]], 1)
+    expected = logits(model, token, mask, past_key_values=cache)
+    for other in (loaded, twin):
+        assert torch.equal(logits(model, token, mask, past_key_values=other), expected)
+    rows = torch.tensor([0, 0, 1, 1])
+    forked = logits(model, token[rows], mask[rows], past_key_values=fork)
+    torch.testing.assert_close(forked, expected[rows], atol=1e-3, rtol=1e-3)
+    fork.batch_select_indices(torch.tensor([0, 3]))
+    fork.reorder_cache(torch.tensor([1, 0]))
+    token, mask = ids[:, :1] + 1, torch.cat([mask, mask[:, -1:]], 1)
+    swapped = logits(model, token.flip(0), mask.flip(0), past_key_values=fork)
+    torch.testing.assert_close(swapped.flip(0), logits(model, token, mask, past_key_values=cache), atol=1e-3, rtol=1e-3)
+    cache.reset()
+    again = logits(model, ids, mask[:, :-2], past_key_values=cache)
+    torch.testing.assert_close(again, first, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma4", "llama4"])
+def test_beams(name):
+    model, (ids, mask) = tiny(name), prompt(2, 30, (0, 7))
+    expected = generate(model, ids, mask, num_beams=3)
+    patched(model, budget=ROOM)
+    assert torch.equal(generate(model, ids, mask, num_beams=3), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma3n", "gemma4"])
+def test_a_prompt_that_is_read_twice(name):
+    """What is not compressed forgets the second reading; layers that share keys attend in both."""
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    tokens = generate(model, ids, mask)
+    patched(model, "kvzip", ROOM)
+    assert torch.equal(generate(model, ids, mask), tokens)
+    patched(model, "kvzip", SMALL)
+    generate(model, ids, mask)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma3n", "gemma4", "phi3"])
+def test_a_static_cache(name):
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    tokens = generate(model, ids, mask)
+    patched(model, budget=ROOM, static=True)
+    assert torch.equal(generate(model, ids, mask), tokens)
+
+
+# What is found.
+
+
+def test_layers_of_each_kind():
+    model = patched(tiny("qwen3_next"), budget=ROOM)
+    assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [False, True] * 2
+    model = patched(tiny("falcon_h1"), budget=ROOM)
+    assert all(type(layer) is HybridLayer for layer in FastKVCache(model).layers)
+    model = patched(tiny("gemma4"), budget=ROOM)
+    cache = FastKVCache(model)
+    assert [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)] == [1]
+    assert cache.sources == {2: 0, 3: 1, 4: 0, 5: 1} and cache.compressed[0].cache.readers == 2
+    model = patched(tiny("mllama"), budget=ROOM)
+    assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [True, False, True, True]
+
+
+def test_sizes_are_those_of_the_tensors():
+    for name in TYPES:
+        model, seen = tiny(name), {}
+        patched(model, budget=ROOM)
+        cache = FastKVCache(model)
+        logits(model, *prompt(1, 20, (0,)), past_key_values=cache)
+        for layer in cache.compressed:
+            keys, values = layer.state.exact.keys, layer.state.exact.values
+            seen[layer.cache.layer] = (layer.cache.num_heads // keys.shape[1], keys.shape[-1], values.shape[-1])
+        sizes = {index: modules.Sizes.of(one) for index, one in modules.attentions(model).items() if index in seen}
+        assert {i: (one.groups, one.key_dim, one.value_dim) for i, one in sizes.items()} == seen
+
+
+class Encoder(nn.Module):
+    """Attention of something else, with a place of its own."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.self_attn = module
+
+
+def test_only_the_decoder_is_looked_at():
+    """An encoder whose modules have the same places as the decoder's changes nothing."""
+    model = build()
+    model.add_module("audio_tower", Encoder(build("qwen3").model.layers[0].self_attn))
+    found = modules.attentions(model)
+    assert [type(one).__name__ for one in found.values()] == ["LlamaAttention"] * 4
+    fastkv.patch(model, budget=ROOM)
+    assert torch.equal(generate(model, *prompt()), generate(fastkv.patch(build(), budget=ROOM), *prompt()))
+
+
+def test_two_modules_in_one_place():
+    model = build()
+    model.model.layers[0].add_module("again", build("qwen3").model.layers[0].self_attn)
+    with pytest.raises(FastKVError, match="layer 0 of LlamaForCausalLM has several attention modules"):
+        fastkv.patch(model)
+
+
+def test_soft_caps_and_keywords():
+    gemma = build("gemma2", "eager").model.layers[1].self_attn
+    assert modules.softcap(gemma) == modules.ignored_by_sdpa(gemma) == "attn_logit_softcapping"
+    gemma.attn_logit_softcapping = None
+    assert modules.softcap(gemma) is None
+    assert modules.softcap(build("gemma3").model.layers[1].self_attn) is None
+    assert modules.unhandled(gemma) is None and not modules.is_cross(gemma) and modules.is_causal(gemma)
+
+
+def test_the_output_projection_has_many_names():
+    for name, shape in (("gpt2", (48, 4, 12)), ("gpt_neox", (48, 4, 12)), ("phi3", (48, 4, 16))):
+        module = modules.attentions(tiny(name))[0]
+        assert modules.output_projection(module, shape[2]).shape == shape
+    with pytest.raises(FastKVError, match="expected one named o_proj, out_proj"):
+        modules.output_weight(nn.Linear(2, 2))
+
+
+# What is refused.
+
+
+def test_types_that_are_refused_or_tested():
+    assert families.TESTED.keys().isdisjoint(families.REFUSED)
+    assert families.refusal(["llama"]) is None and families.refusal(["x", "mpt"]).startswith("mpt is not supported: ")
+
+
+def test_state_spaces_that_read_prompts_whole():
+    """Their layers begin anew at every block, in transformers too."""
+    assert families.whole_only(["jamba"]).startswith("jamba reads prompts whole only: ")
+    config = transformers.JambaConfig(**{**COMMON, **EXPERTS, "use_mamba_kernels": False, "mamba_dt_rank": 4})
+    model = transformers.JambaForCausalLM(config).eval()
+    with pytest.raises(FastKVError, match="its linear attention begins anew at every block; use prefill_block=None"):
+        fastkv.patch(model, prefill_block=16)
+
+
+def test_the_message_says_what_the_layers_are():
+    config = dict(layer_types=["linear_attention"] * 3 + ["sliding_attention"], sliding_window=8)
+    layers = DynamicCache(config=tiny("qwen3_next", **config).config).layers
+    assert stock.census(layers) == "3 use linear attention, 1 use a sliding window"
+
+
+def test_chunks_are_no_ring():
+    with pytest.raises(FastKVError, match="static=True cannot hold layers that attend in chunks still"):
+        fastkv.patch(tiny("llama4"), static=True)
+
+
+def test_unknown_kinds_of_layers(monkeypatch):
+    class OddLayer(stock.DynamicLayer):
+        pass
+
+    odd = [OddLayer() for _ in range(4)]
+    monkeypatch.setattr("fastkv.integrations.transformers.cache.stock_layers", lambda model: list(odd))
+    with pytest.raises(FastKVError, match="LlamaForCausalLM keeps a OddLayer, expected layers of full"):
+        fastkv.patch(build())
+
+
+def test_keys_of_nobody(monkeypatch):
+    """A layer that shares keys with one that fastkv does not know of."""
+    monkeypatch.setattr(modules, "sources", lambda model: {})
+    with pytest.raises(FastKVError, match="attend to keys that they do not cache"):
+        fastkv.patch(tiny("gemma4"))
+
+
+def test_attention_that_does_not_use_the_interface(monkeypatch):
+    monkeypatch.setattr(modules, "INTERFACE", "SOMETHING_ELSE")
+    with pytest.raises(FastKVError, match=r"layers \[0, 1, 2, 3\] of LlamaForCausalLM do not attend through"):
+        fastkv.patch(build())
+
+
+@pytest.mark.parametrize("attribute, value, words", [("is_causal", False, "later tokens"), ("expand_kv", 1, "latents")])
+def test_modules_that_behave_otherwise(attribute, value, words):
+    model = build()
+    setattr(model.model.layers[2].self_attn, attribute, value)
+    with pytest.raises(FastKVError, match=rf"layer 2 \(LlamaAttention\) .*{words}"):
+        fastkv.patch(model)
+
+
+# Guards at run time. Each is one change to the forward of an attention module.
+
+
+def calling(change):
+    """A model whose second layer calls attention as `change(attention)` does."""
+    model = fastkv.patch(build(), budget=SMALL)
+    module = model.model.layers[1].self_attn
+    stock_forward = module.forward
+    module.forward = lambda *args, **kwargs: stock_forward(*args, **change(kwargs))
+    return model
+
+
+@pytest.mark.parametrize("length", [9, 1])
+def test_unknown_tensors_of_attention(length):
+    model = calling(lambda kwargs: kwargs)
+    model(prompt(1, 30, (0,))[0], past_key_values=(cache := FastKVCache(model)))
+    model = calling(lambda kwargs: {**kwargs, "alibi": torch.ones(1), "nothing": None})
+    with pytest.raises(FastKVError, match=r"layer 1 \(LlamaAttention\) was given alibi, expected queries"):
+        model(prompt(1, length, (0,))[0], past_key_values=cache)
+
+
+def test_attention_to_later_tokens():
+    model = calling(lambda kwargs: {**kwargs, "is_causal": False})
+    with pytest.raises(FastKVError, match="was asked to attend to later tokens"):
+        model(prompt(1, 9, (0,))[0])
+
+
+def test_one_call_of_attention_for_every_update():
+    model = fastkv.patch(build(), budget=SMALL)
+    ids, cache = prompt(1, 9, (0,))[0], FastKVCache(model)
+    model(ids, past_key_values=cache)
+    layer, module = cache.layers[1], model.model.layers[1].self_attn
+    q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
+    with pytest.raises(FastKVError, match="layer 1 attends to tokens that its cache was not given"):
+        fastkv.integrations.transformers.attention.fastkv_attention(module, q, k, k, None, fastkv_layer=layer)
+    layer.update(k, k)
+    with pytest.raises(FastKVError, match="layer 1 got more tokens before attention was called"):
+        layer.update(k, k)
+    cache.reset()
+    model(ids, past_key_values=cache)
+
+
+def test_padding_follows_the_2d_mask():
+    """A 4-D mask may let a padded token see itself, so that its softmax is defined."""
+    seeing = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    real = torch.tensor([[False, True, True], [True, True, True]])
+    assert torch.equal(valid_tokens(seeing, real, 2, 3, torch.device("cpu")), real)
+    assert valid_tokens(seeing, None, 2, 3, torch.device("cpu")).all()
+    with pytest.raises(FastKVError, match="4-D attention mask over 3 keys"):
+        valid_tokens(seeing, real, 2, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_padding_of_a_model_whose_mask_hides_nothing(block, monkeypatch):
+    ids, mask = prompt(2, 30, (0, 7))
+    model = fastkv.patch(build(), budget=SMALL, prefill_block=block)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **given: None)
+    cache = FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.compressed[0].state.seen.tolist() == [30, 23]
+
+
+def test_values_as_wide_as_the_backend_can_serve():
+    sizes = (torch.device("cuda"), torch.float16, 64, 1, 1)
+    assert why_not("triton", *sizes, value_dim=128) is None
+    assert why_not("triton", *sizes, value_dim=512).endswith("up to 256, got 512")
+    assert why_not("triton", *sizes, value_dim=40).endswith("got 40")
+
+
+# Layers that share keys.
+
+
+def shared_layers(readers, evict_every=3):
+    """A cache with so many readers, which has read a prompt and been looked at by each."""
+    config = Config.make("momentkv", SMALL, None, evict_every, "auto", "reference", None)
+    layer = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=evict_every), readers=readers)
+    q, k, v, valid = block(30)
+    layer.allocate(4, k, v, 30)
+    layer.configure(0.3, None)
+    layer.read(q, k, v, valid)
+    return layer, q
+
+
+def block(num, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, num, 16, generator=generator) for heads in (4, 2, 2))
+    return q, k, v, torch.ones(2, num, dtype=torch.bool)
+
+
+def test_a_layer_evicts_after_its_last_reader():
+    (alone, _), (layer, q) = shared_layers(0), shared_layers(2)
+    before = alone.state
+    assert int(before.stored.max()) == 20 and int(layer.state.stored.max()) == 0  # its block is not absorbed yet
+    for _ in range(2):
+        layer.look(q, 0.3, None, lambda: q)
+    assert torch.equal(layer.state.stored, before.stored)
+    for step in range(7):
+        q, k, v, _ = block(1, step + 1)
+        assert torch.equal(alone.step(q, k, v), layer.step(q, k, v))
+        held = int(layer.state.stored.max())
+        assert torch.equal(layer.look_back(q, 0.3, None), layer.look_back(q, 0.3, None))
+        assert int(layer.state.stored.max()) == (20 if step % 3 == 2 else held)
+        assert torch.equal(alone.state.stored, layer.state.stored)
+        for (name, mine), (_, other) in zip(alone.state.named_tensors(), layer.state.named_tensors()):
+            times = 3 if name == "exact.attention" else 1  # the same queries were asked three times
+            torch.testing.assert_close(times * mine, other, msg=name)
+
+
+def test_readers_attend_once():
+    layer, q = shared_layers(1)
+    one = block(1, 5)
+    with pytest.raises(FastKVError, match="1 of 1 layers that share the keys of layer 0 did not attend"):
+        layer.step(*one[:3])
+    layer.look(q, 0.3, None, lambda: q)
+    with pytest.raises(FastKVError, match="attend more often than once"):
+        layer.look(q, 0.3, None, lambda: q)
+    layer.reset()
+    assert layer.left == 0
+
+
+def test_readers_see_the_past_and_the_block():
+    """Over blocks, the queries of a reader see what those of the layer itself see, also if only the last are asked."""
+    layer, q = shared_layers(1)
+    layer.look(q, 0.3, None, lambda: q)
+    q, k, v, valid = block(6, 9)
+    out = layer.read(q, k, v, valid)
+    twin_out = layer.look(q[:, :, -2:], 0.3, None, lambda: q)
+    torch.testing.assert_close(twin_out, out[:, :, -2:])
+    assert int(layer.state.seen[0]) == 36
