@@ -50,7 +50,8 @@ def check(module: Any, where: str) -> None:
     projection = getattr(module, "kv_b_proj", None)
     weight: Any = getattr(projection, "weight", None)
     if missing or not isinstance(projection, Linear) or weight.dtype not in FLOATS:
-        got = f"no {missing[0]}" if missing else f"{type(projection).__name__} with weights of {weight.dtype}"
+        dtype = getattr(weight, "dtype", None)
+        got = f"no {missing[0]}" if missing else f"{type(projection).__name__} with weights of {dtype}"
         raise FastKVError(
             f"{where} caches latents (MLA), expected a linear kv_b_proj with floating-point weights to expand them, "
             f"got {got}; load the model without quantisation and with its adapters merged, or use it without fastkv"
