@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, ops, reference
 from fastkv.backend import check_backend
+from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes
 from fastkv.integrations.transformers import families, latent
 from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
@@ -176,7 +177,10 @@ def test_a_token_costs_its_latent_once():
     for correction in ("none", "moments", "centroids"):
         fastkv.patch(model, "keydiff", budget, correction=correction)
         cache = model(ids).past_key_values
-        assert cache.nbytes() - cache.workspace.nbytes() <= 40_000
+        assert_equal_bytes({correction: cache}, 40_000)
+    equal = equal_bytes(model.config, SMALL, torch.float32, evict_every=EVERY)
+    slots, counts = (20 + EVERY) * (4 * (RANK + TURNED) + 4), 4 + 8 + 8
+    assert equal.bytes == 4 * (slots + counts)
 
 
 @torch.no_grad()

@@ -56,10 +56,14 @@ def equal_bytes(
             f"equal_bytes needs a model with full-attention layers, got {text.model_type} with none; its cache is "
             "bounded already"
         )
-    total = 0
+    total, rank = 0, getattr(text, "kv_lora_rank", None)
+    if rank is not None:  # of a latent, one for all heads, which is the first part of the key and the value
+        full = [(1, rank + text.qk_rope_head_dim)] * len(full)
     for heads, head_dim in full:
-        like = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
-        total += Layout((budget.tokens,) * heads, corrections.NONE, spare=evict_every).allocate(like, like).nbytes()
+        key = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
+        tokens = (budget.tokens,) * heads
+        layout = Layout(tokens, corrections.NONE, spare=evict_every, latent=rank is not None)
+        total += layout.allocate(key, key[..., :rank]).nbytes()
     return replace(budget, tokens=None, bytes=total)
 
 
