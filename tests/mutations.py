@@ -591,8 +591,8 @@ MUTATIONS = [
     bug(
         "an operator reads all slots instead of those that may be filled",
         "ops/operator.py",
-        "filled=numbers[0], limit=numbers[1])",
-        "filled=numbers[1], limit=numbers[1])",
+        "filled=numbers[0], ",
+        "filled=numbers[1], ",
         "ops.py::test_flat_states_come_back_whole",
     ),
     bug(

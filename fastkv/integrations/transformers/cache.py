@@ -25,7 +25,7 @@ from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
-from . import modules, serialization, stock
+from . import latent, modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer
 from .prompt import Prompt
 from .sliding_window import Ring, WindowLayer
@@ -389,11 +389,10 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     windows = {layer.sliding_window for layer in layers if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
     shared = list(modules.sources(model).values())
+    latents = {index for index, module in modules.attentions(model).items() if latent.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
-        readers = shared.count(index)
-        layers[index] = kind.beside(
-            layers[index], LayerCache(config, index, place, len(kinds), workspace, static, readers)
-        )
+        own = static, shared.count(index), index in latents
+        layers[index] = kind.beside(layers[index], LayerCache(config, index, place, len(kinds), workspace, *own))
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers
