@@ -16,7 +16,9 @@ from .errors import FastKVError
 MODULES = {"reference": ".reference", "cpu": ".cpu", "triton": ".kernels.operations"}
 BACKENDS = ("auto", *MODULES)
 OLDEST_TRITON = Version("3.6")
-MAX_GROUPS, MAX_HEAD_DIM, MAX_EVICTED = 16, 256, 64  # what the kernels handle
+MAX_GROUPS, MAX_HEAD_DIM, MAX_EVICTED = 16, 512, 64  # what the kernels handle
+# Above, fp32 attention does not fit into registers, and nothing into an AMD GPU's shared memory.
+MAX_COMMON_HEAD_DIM = 256
 
 
 def resolve(backend: str, device: torch.device) -> str:
@@ -63,7 +65,7 @@ def why_not(
 ) -> str | None:
     """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can.
 
-    Args: head_dim: of keys, and of values unless value_dim says otherwise.  latent: whether values are the first
+    Args: head_dim: of queries and keys; value_dim: of values, None for the same.  latent: whether values are the first
         numbers of keys.
     """
     if backend == "cpu" and device.type != "cpu":
@@ -80,14 +82,25 @@ def why_not(
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
     if problem is None and latent:
         problem = "they read values from slots of their own, not out of latents (MLA)"
-    dims = [dim for dim in (head_dim, value_dim) if dim is not None and (dim > MAX_HEAD_DIM or dim % 16)]
-    if problem is None and dims:
-        problem = f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {dims[0]}"
+    if problem is None:
+        problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
     if problem is None and groups > MAX_GROUPS:
         problem = f"at most {MAX_GROUPS} query heads may share a KV head, got {groups}"
     if problem is None and evict_every > MAX_EVICTED:
         problem = f"evict_every may be at most {MAX_EVICTED}, got {evict_every}"
     return problem
+
+
+def why_no_head_dim(dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+    """Why the kernels cannot attend with keys and values of these sizes; None if they can."""
+    if head_dim > MAX_HEAD_DIM or head_dim % 16:
+        return f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {head_dim}"
+    if value_dim != head_dim:
+        return f"keys and values must be equally wide, got {head_dim} and {value_dim}"
+    if head_dim > MAX_COMMON_HEAD_DIM and (dtype == torch.float32 or torch.version.hip is not None):
+        where = "on AMD" if torch.version.hip is not None else "in float32"
+        return f"head_dim may be at most {MAX_COMMON_HEAD_DIM} {where}, got {head_dim}"
+    return None
 
 
 def check_backend(

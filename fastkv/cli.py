@@ -1,12 +1,16 @@
-"""The `fastkv` command. Each subcommand imports what it needs when it runs, so that help and mistakes are quick."""
+"""The `fastkv` command. Subcommands that measure are imported when they run, so that help and mistakes are quick."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from .errors import FastKVError
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +84,10 @@ COMMANDS: dict[str, dict[str, Any]] = {
         epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
     ),
     "doctor": dict(
-        help="print versions, devices, backends and attention implementations, and why one is not available", epilog=""
+        module=".doctor",
+        help="print versions, devices, backends and attention implementations, and why one is not available; of a "
+        "model, what would be compressed, what would not and why, and how much memory that takes",
+        epilog="--model PATH --context 32768 --budget 1024",
     ),
 }
 
@@ -102,74 +109,12 @@ def build_parser() -> Parser:
             groups[name] = made.add_subparsers(
                 title="what", dest="what", required=True, metavar="WHAT", parser_class=LazyParser
             )
-        elif name == "doctor":
-            made.set_defaults(run=run_doctor)
     return parser
-
-
-def run_doctor(options: argparse.Namespace) -> None:
-    """`fastkv doctor`."""
-    import importlib.metadata
-    import platform
-
-    import torch
-
-    from . import __version__
-
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    versions = {"python": platform.python_version(), "fastkv": __version__}
-    versions |= {name: version(name) for name in ("torch", "triton", "transformers", "numpy", "flash-attn")}
-    devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        gpu = torch.cuda.get_device_properties(index)
-        devices[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
-    for title, lines in (
-        ("versions", versions),
-        ("devices", devices),
-        ("backends", backends()),
-        ("attention implementations", attention_implementations()),
-    ):
-        print(title)
-        for name, text in lines.items():
-            print(f"  {name:<{max(map(len, lines))}}  {text}")
-
-
-def backends() -> dict[str, str]:
-    """What can compute fastkv's operations here, and why the rest cannot."""
-    import torch
-
-    from .backend import MODULES, why_not
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    about = {"reference": "plain torch, any device", "cpu": "torch's fused attention", "triton": "the kernels"}
-    problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
-    return {name: f"not available: {why}" if why else f"available ({about[name]})" for name, why in problems.items()}
-
-
-def attention_implementations() -> dict[str, str]:
-    """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
-    import importlib.util
-
-    import torch
-
-    flash = "available" if torch.cuda.is_available() else "not available: torch sees no CUDA device"
-    if importlib.util.find_spec("flash_attn") is None:
-        flash = "not available: flash-attn is not installed (pip install fastkv[flash])"
-    sdpa = "available (not for Gemma 2, whose logit soft-cap it ignores)"
-    return {"eager": "available", "sdpa": sdpa, "flash_attention_2": flash}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
     options = build_parser().parse_args(arguments)
-
-    from .errors import FastKVError
-
     try:
         options.run(options)
     except FastKVError as error:

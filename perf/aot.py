@@ -113,16 +113,18 @@ def unordered_tickets(ptx: str) -> int:
     return count
 
 
-def faults(wide: bool, chip: Chip, spill: int, names: list[str], races: int, shared: int) -> list[str]:
+def faults(
+    wide: bool, chip: Chip, spill: int, names: list[str], races: int, shared: int, narrow: bool = False
+) -> list[str]:
     """What is beyond a limit, in words.
 
     Args: wide: whether 16-byte loads are expected; spill, shared: bytes; names: of all instructions; races: unordered
-        tickets.
+        tickets; narrow: whether 2-byte loads are fine.
     """
-    narrow = count(names, NARROW[chip.target.backend])
+    short = count(names, NARROW[chip.target.backend])
     limits = (
         (spill > MAX_SPILL, f"spills {spill} B"),
-        (narrow > 0, f"{narrow} 2-byte loads"),
+        (short > 0 and not narrow, f"{short} 2-byte loads"),
         (wide and not count(names, WIDE[chip.target.backend]), "no 16-byte loads"),
         (races > 0, "a ticket without a barrier"),
         (shared > chip.per_cta, f"shared memory above {chip.per_cta}"),
@@ -156,7 +158,7 @@ def check(variant: Variant, arch: str) -> bool:
         ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // variant.num_warps)
         races = unordered_tickets(compiled.asm["ptx"])
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
-    found_faults = faults(variant.wide, chip, spill, names, races, shared)
+    found_faults = faults(variant.wide, chip, spill, names, races, shared, variant.narrow)
     print(
         f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "
         f"16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "

@@ -50,7 +50,8 @@ class Variant:
     Attributes:
         types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
         div16: integer arguments that are multiples of 16 (pointers always are).
-        wide: 16-byte loads are expected.  arches: where it is used, all if empty ("80", "90", "100", "gfx942").
+        wide: 16-byte loads are expected.  narrow: some of 2 bytes are fine, of tiles with no more numbers than threads.
+        arches: where it is used, all if empty ("80", "90", "100", "gfx942").
     """
 
     name: str
@@ -61,6 +62,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 3
     wide: bool = True
+    narrow: bool = False
     arches: tuple[str, ...] = ()
 
 
@@ -83,7 +85,7 @@ def variant(
     return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
 
 
-def of_centroids(dim: int, dtype: str = "bf16", capped: bool = False) -> Variant:
+def of_centroids(dim: int, dtype: str = "bf16", capped: bool = False, arches: tuple[str, ...] = ()) -> Variant:
     """Of `fastkv.kernels.centroids`."""
     rows, block_k, warps = centroids.BLOCKS[pow2(dim, 16)]
     constants = dict(
@@ -92,33 +94,35 @@ def of_centroids(dim: int, dtype: str = "bf16", capped: bool = False) -> Variant
     )  # fmt: skip
     exact = dict.fromkeys(("keys_ptr", "values_ptr", "out_ptr"), "*fp32")
     name = f"centroids {dtype} D{dim}" + " cap" * capped
-    return variant(name, centroids._centroid_kernel, constants, dtype, exact, num_warps=warps)
+    return variant(name, centroids._centroid_kernel, constants, dtype, exact, num_warps=warps, arches=arches)
 
 
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
-    even: tuple[str, ...] = ("N", "stride_k", "stride_v"), **launch: int,
+    even: tuple[str, ...] = ("N", "stride_k", "stride_v"), **launch: Any,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
+    rows, columns, _ = compact.MERGE[pow2(dim, 64)]
     constants = dict(
-        HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), ROWS=compact.ROWS, COLUMNS=compact.COLUMNS,
+        HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), COLUMNS=columns,
+        ROWS=compact.ROWS if kernel is compact._move_kernel else rows,
         BLOCK=compact.PLAN, SPLITS=splits, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
     given = dict(spread_ptr=spread, part_spread_ptr=spread)
     return variant(name, kernel, constants, given=given, even=even, **launch)
 
 
-def of_merge(kernel: Any, dim: int, splits: int, spread: bool = False) -> Variant:
+def of_merge(kernel: Any, dim: int, splits: int, spread: bool = False, arches: tuple[str, ...] = ()) -> Variant:
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
-    launch = dict(num_warps=compact.WARPS[pow2(dim, 64)], num_stages=2)
-    return of_compact(name, kernel, dim, splits, spread, even=("stride_",), **launch)
+    launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=dim > 256)
+    return of_compact(name, kernel, dim, splits, spread, even=("stride_",), arches=arches, **launch)
 
 
 def of_decode(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: bool = False,
+    ragged: bool = False, spread: bool = False, sinks: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
@@ -129,13 +133,13 @@ def of_decode(
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
     given |= dict(
         matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value, attention_ptr=attention,
-        logits_ptr=attention, starts_ptr=ragged,
+        logits_ptr=attention, starts_ptr=ragged, sink_ptr=sinks,
     )  # fmt: skip
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} "
         + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
-        + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged
+        + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged + " sinks" * sinks
     )  # fmt: skip
     return variant(
         name, decode_attention._decode_attention_kernel, constants, dtype, dict(matrix_ptr=f"*{matrix}"),
@@ -159,7 +163,7 @@ def of_evict(
     even = ("candidates",) if ragged else ("slots", "width", "candidates")
     return variant(
         name + " ragged" * ragged + " spread 1" * spread, evict._evict_kernel, constants, dtype,
-        given=given, even=even, num_warps=num_warps, arches=arches,
+        given=given, even=even, num_warps=num_warps, narrow=head_dim > 256, arches=arches,
     )  # fmt: skip
 
 
@@ -171,7 +175,7 @@ def of_candidates(name: str, drop: int, ragged: bool = False) -> Variant:
     return variant(f"evict candidates {name}", evict._candidates_kernel, constants, given=given, **options)
 
 
-def of_key_scores(kernel: Any, dim: int, metric: str, real: str) -> Variant:
+def of_key_scores(kernel: Any, dim: int, metric: str, real: str, arches: tuple[str, ...] = ()) -> Variant:
     """Of `fastkv.kernels.key_scores`."""
     width = pow2(dim, 16)
     flags = dict(
@@ -180,7 +184,7 @@ def of_key_scores(kernel: Any, dim: int, metric: str, real: str) -> Variant:
     )  # fmt: skip
     name = f"{kernel.__name__.strip('_')} D{dim} {metric} {real}"
     even = ("N", "window", "rows_per_split", "stride_")
-    return variant(name, kernel, flags, types=dict(lengths_ptr="*i64"), even=even)
+    return variant(name, kernel, flags, types=dict(lengths_ptr="*i64"), even=even, arches=arches)
 
 
 def of_leverage(kernel: Any, dim: int, hip: bool) -> Variant:
@@ -194,35 +198,39 @@ def of_leverage(kernel: Any, dim: int, hip: bool) -> Variant:
 
 
 def of_moment_scores(
-    head_dim: int, matrix: str | None = "bf16", dtype: str = "bf16", attention: bool = True
-) -> Variant:
+    head_dim: int, matrix: str | None = "bf16", dtype: str = "bf16", attention: bool = True,
+    arches: tuple[str, ...] = (),
+) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.moment_scores`."""
     constants, num_warps = moment_scores._constants("fp32" in (matrix, dtype), head_dim)
     return variant(
         f"moment_scores {dtype} D{head_dim} matrix {matrix}" + " attention" * attention,
         moment_scores._moment_scores_kernel, constants, dtype, dict(matrix_ptr=f"*{matrix}", out_ptr="*fp32"),
         given=dict(matrix_ptr=matrix, attention_ptr=attention), even=("slots",), num_warps=num_warps,
+        arches=arches,
     )  # fmt: skip
 
 
-def of_mass(kernel: Any, dim: int, ordered: bool = False) -> Variant:
+def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -> Variant:
     """Of `fastkv.kernels.noncausal_mass`."""
     single, width = kernel is noncausal_mass._single_kernel, pow2(dim)
-    rows, columns, warps = (noncausal_mass.SINGLE[width][0], 256, 8) if single else noncausal_mass.DOUBLE[width]
+    rows, columns, warps = noncausal_mass.DOUBLE[width]
+    if single:
+        rows, columns, warps = noncausal_mass.SINGLE[width][0], min(256, noncausal_mass._room(2, False) // width), 8
     flags = dict(
         HEADS=8, G=4, D=dim, BD=width, HAS_ORDER=ordered, HAS_CAP=False, BLOCK_M=rows, BLOCK_N=columns,
         BLOCK_C=columns,
     )  # fmt: skip
     return variant(
-        f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}", kernel, flags,
-        even=("chunk", "N", "stride_"), num_warps=warps, num_stages=2,
-        arches=() if not single or width * 256 <= noncausal_mass._room(2, hip=True) else CUDA,
+        f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}" + " sinks" * sinks, kernel, flags,
+        given=dict(sink_ptr=sinks), even=("chunk", "N", "stride_"), num_warps=warps, num_stages=2,
+        arches=() if (not single or width * columns <= noncausal_mass._room(2, hip=True)) and dim <= 256 else CUDA,
     )  # fmt: skip
 
 
 def of_prefill(
     dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4, hip: bool = False,
-    spread: bool = False,
+    spread: bool = False, sinks: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention`."""
     rows, tile, warps, depth = prefill_attention.BLOCKS[pow2(dim, 16)]
@@ -232,10 +240,11 @@ def of_prefill(
         HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
     )  # fmt: skip
     name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
+    name += " sinks" * sinks
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, {} if slope else dict(slope_ptr="*fp32"),
-        given=dict(spread_ptr=spread), even=("slots", "stride_"),
-        num_warps=warps, num_stages=depth, arches=() if groups == 4 else HIP if hip else CUDA,
+        given=dict(spread_ptr=spread, sink_ptr=sinks), even=("slots", "stride_"),
+        num_warps=warps, num_stages=depth, arches=() if groups == 4 and dim <= 256 else HIP if hip else CUDA,
     )  # fmt: skip
 
 
@@ -251,6 +260,7 @@ def of_select(block: int, single: bool, mask: bool) -> Variant:
 def of_vector(
     head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
+    sinks: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.vector_decode`."""
     constants, num_warps, num_stages = vector_decode._constants(
@@ -260,10 +270,11 @@ def of_vector(
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict(matrix_ptr=order == 1)
     # where heads are unequal attention is usually collected, too
     collected = ("starts_ptr", "approx_starts_ptr", "attention_ptr", "approx_attention_ptr", "logits_ptr")
-    given |= dict.fromkeys(collected, ragged)
+    given |= dict.fromkeys(collected, ragged) | dict(sink_ptr=sinks)
     name = (
         f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
         + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append + " ragged" * ragged
+        + " sinks" * sinks
     )  # fmt: skip
     return variant(
         name, vector_decode._vector_decode_kernel, constants, dtype,
@@ -283,7 +294,7 @@ def of_window(kernel: Any, dim: int, **change: bool) -> Variant:
     return variant(
         f"window {kernel.__name__.strip('_')} D{dim} {change or ''}", kernel, flags | change,
         even=("N", "keys_per_split", "stride_"), num_warps=warps, num_stages=depth,
-        wide=kernel is not window_scores._merge_kernel,
+        wide=kernel is not window_scores._merge_kernel, arches=() if dim <= 256 else CUDA,
     )  # fmt: skip
 
 
@@ -292,6 +303,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "centroids": [
         *(of_centroids(dim) for dim in (64, 80, 128, 256)),
         *(of_centroids(128, "fp16", capped=True), of_centroids(128, "fp32"), of_centroids(256, capped=True)),
+        of_centroids(512, arches=CUDA),
     ],
     "compact": [
         of_compact("compact plan D128", compact._plan_kernel, 128, num_stages=1),
@@ -301,6 +313,9 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_merge(compact._merge_kernel, dim, 4) for dim in (128, 256)),
         *(of_merge(compact._moments_kernel, dim, splits, True) for dim, splits in ((128, 1), (128, 4), (256, 1))),
         of_merge(compact._merge_kernel, 128, 4, True),
+        of_compact("compact move D512", compact._move_kernel, 512, arches=CUDA),
+        *(of_merge(compact._moments_kernel, 512, splits, arches=CUDA) for splits in (1, 4)),
+        of_merge(compact._merge_kernel, 512, 4, arches=CUDA),
     ],
     "decode_attention": [
         *(of_decode(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)),
@@ -316,6 +331,12 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_decode(128, 16, 0, spread=True), of_decode(128, 16, 1, spread=True, capped=True)),
         *(of_decode(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in SPLIT),
         *(of_decode(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
+        *(of_decode(d, s, 1, attention=True, sinks=True) for d, s in SPLIT if d < 256),
+        *(of_decode(64, s, CENTROIDS.value, spread=True, groups=8, sinks=True) for s in (1, 16)),
+        *(of_decode(512, s, o, arches=CUDA) for s in (1, 16) for o in (None, 1)),
+        *(of_decode(512, s, 1, matrix="fp32", arches=CUDA) for s in (1, 4)),
+        *(of_decode(512, 16, o, spread=True, arches=CUDA) for o in (1, CENTROIDS.value)),
+        of_decode(512, 16, 1, attention=True, capped=True, ragged=True, arches=CUDA),
     ],
     "evict": [
         *(of_evict(d, 1040, 1024) for d in (64, 80, 96, 128)),
@@ -329,37 +350,46 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(d, 1040, 1024, spread=True) for d in (64, 128)),
         *(of_evict(256, 1040, 1024, arches=a, spread=True) for a in VENDORS),
         *(of_evict(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS),
+        *(of_evict(512, c, t, arches=CUDA) for c, t in ((1040, 1024), (2048, 1984))),
+        *(of_evict(512, 1040, 1024, arches=CUDA, ragged=r, spread=not r) for r in (True, False)),
     ],
     "key_scores": [
         *(of_key_scores(key_scores._sum_kernel, dim, "unit", "mask") for dim in (64, 80, 128, 256)),
         *(of_key_scores(key_scores._score_kernel, dim, "keydiff", "mask") for dim in (64, 80, 128, 256)),
         of_key_scores(key_scores._sum_kernel, 128, "sum", "order"),
         of_key_scores(key_scores._score_kernel, 128, "linf", "order"),
+        of_key_scores(key_scores._sum_kernel, 512, "unit", "mask", CUDA),
+        of_key_scores(key_scores._score_kernel, 512, "keydiff", "mask", CUDA),
     ],
     "leverage": [
         of_leverage(kernel, dim, hip)
         for hip in (False, True)
         for kernel in (leverage._gram_kernel, leverage._norm_kernel)
-        for dim in (64, 80, 128, 256)
+        for dim in (64, 80, 128, 256, 512)
+        if not (hip and dim > 256)
     ],
     "moment_scores": [
         *(of_moment_scores(d) for d in (64, 80, 96, 128, 256)),
         *(of_moment_scores(d, "fp32") for d in (128, 256)),
         *(of_moment_scores(128, None), of_moment_scores(128, attention=False)),
         *(of_moment_scores(128, "fp16", "fp16"), of_moment_scores(128, "fp32", "fp32")),
+        *(of_moment_scores(512, matrix, arches=CUDA) for matrix in ("bf16", "fp32")),
     ],
     "noncausal_mass": [
-        *(of_mass(noncausal_mass._single_kernel, dim) for dim in (64, 80, 128, 256)),
+        *(of_mass(noncausal_mass._single_kernel, dim) for dim in (64, 80, 128, 256, 512)),
         of_mass(noncausal_mass._single_kernel, 128, True),
-        *(of_mass(noncausal_mass._lse_kernel, dim) for dim in (128, 256)),
-        *(of_mass(noncausal_mass._column_kernel, dim) for dim in (128, 256)),
+        *(of_mass(noncausal_mass._lse_kernel, dim) for dim in (128, 256, 512)),
+        *(of_mass(noncausal_mass._column_kernel, dim) for dim in (128, 256, 512)),
+        *(of_mass(kernel, 64, sinks=True) for kernel in (noncausal_mass._single_kernel, noncausal_mass._lse_kernel)),
     ],
     "prefill_attention": [
-        *(of_prefill(dim) for dim in (64, 80, 128, 256)),
+        *(of_prefill(dim) for dim in (64, 80, 128, 256, 512)),
         *(of_prefill(128, slope=False), of_prefill(128, "fp16", slope=False), of_prefill(128, order=-1)),
         *(of_prefill(128, "fp16", groups=7, hip=hip) for hip in (False, True)),
         *(of_prefill(dim, spread=True) for dim in (64, 128, 256)),
         *(of_prefill(128, slope=False, spread=True), of_prefill(128, order=0, spread=True)),
+        *(of_prefill(512, order=-1), of_prefill(512, spread=True)),
+        *(of_prefill(dim, sinks=True) for dim in (64, 128)),
     ],
     "select": [
         *(of_select(1024, True, True), of_select(2048, True, False)),
@@ -372,10 +402,13 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         of_vector(128, 4, dtype="fp32", matrix="fp32"),
         *(of_vector(128, 1, groups=16, append=False), of_vector(128, 8, dtype="fp16", matrix="fp16")),
         *(of_vector(d, 8, ragged=True) for d in (64, 128, 256)),
+        *(of_vector(64, 8, sinks=True), of_vector(128, 8, ragged=True, sinks=True)),
+        *(of_vector(512, s, arches=CUDA) for s in (1, 8)),
+        *(of_vector(512, 4, matrix="fp32", capped=True, arches=CUDA), of_vector(512, 8, ragged=True, arches=CUDA)),
     ],
     "window_scores": [
-        *(of_window(window_scores._lse_kernel, dim) for dim in (64, 80, 128, 256)),
-        *(of_window(window_scores._column_kernel, dim) for dim in (64, 80, 128, 256)),
+        *(of_window(window_scores._lse_kernel, dim) for dim in (64, 80, 128, 256, 512)),
+        *(of_window(window_scores._column_kernel, dim) for dim in (64, 80, 128, 256, 512)),
         *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
     ],
 }

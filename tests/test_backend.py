@@ -56,14 +56,20 @@ def test_reasons(monkeypatch):
     assert why_not("triton", CUDA) is None
     for options, reason in (
         ({"dtype": torch.float64}, "not torch.float64"),
-        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 256, got 24"),
-        ({"head_dim": 272}, "head_dim must be a multiple of 16 up to 256, got 272"),
+        ({"head_dim": 24}, "head_dim must be a multiple of 16 up to 512, got 24"),
+        ({"head_dim": 528}, "head_dim must be a multiple of 16 up to 512, got 528"),
+        ({"head_dim": 272, "dtype": torch.float32}, "head_dim may be at most 256 in float32, got 272"),
+        ({"head_dim": 192, "value_dim": 128}, "keys and values must be equally wide, got 192 and 128"),
         ({"groups": 17}, "at most 16 query heads may share a KV head, got 17"),
         ({"evict_every": 65}, "evict_every may be at most 64, got 65"),
     ):
         assert why_not("triton", CUDA, **options).endswith(reason)
-    for edge in ({"head_dim": 256}, {"head_dim": 16}, {"groups": 16}, {"evict_every": 64}):
+    half = {"head_dim": 512, "value_dim": 512, "dtype": torch.bfloat16}
+    for edge in ({"head_dim": 256}, half, {"head_dim": 16}, {"groups": 16}, {"evict_every": 64}):
         assert why_not("triton", CUDA, **edge) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert why_not("triton", CUDA, **half) == "head_dim may be at most 256 on AMD, got 512"
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert why_not("triton", CPU) is None
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)

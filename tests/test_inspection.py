@@ -21,12 +21,12 @@ from fastkv.evaluation.inspection import (
     MOST,
     MOST_POINTS,
     Dimensions,
-    Layer,
     Report,
     add_arguments,
     advice,
     dimensions,
     explain,
+    mean,
     measure,
     measure_layer,
     nearest_distances,
@@ -255,9 +255,9 @@ def test_norms_and_anchor_similarity_are_what_they_say():
     for head, keys in enumerate(KEYS.tolist()):
         sizes = [math.hypot(*key) for key in keys]
         mean = math.fsum(sizes) / len(sizes)
-        assert got.norm[head].item() == pytest.approx(mean, rel=1e-12)
-        assert got.spread[head].item() == pytest.approx(variation(sizes), rel=1e-12)
-        assert got.peak[head].item() == pytest.approx(max(sizes) / mean, rel=1e-12)
+        assert got["norm"][head].item() == pytest.approx(mean, rel=1e-12)
+        assert got["spread"][head].item() == pytest.approx(variation(sizes), rel=1e-12)
+        assert got["peak"][head].item() == pytest.approx(max(sizes) / mean, rel=1e-12)
         units = [[x / size for x in key] for key, size in zip(keys, sizes)]
         for anchor, similarity in zip((mean_row(keys), mean_row(units)), anchors):
             wanted = math.fsum(cosine(anchor, key) for key in keys) / len(keys)
@@ -270,7 +270,7 @@ def test_norms_and_anchor_similarity_are_what_they_say():
 def test_dilution_equals_brute_force(window):
     lengths = [5, 32, 64, 83]
     got = geometry.dilution(KEYS.float(), lengths, window)
-    assert got.pull.shape == got.spread.shape == (len(lengths), len(KEYS))
+    assert got["pull"].shape == got["spread"].shape == (len(lengths), len(KEYS))
     for head, keys in enumerate(KEYS.float().tolist()):
         for place, length in enumerate(lengths):
             step = min(window or length, length)
@@ -279,8 +279,8 @@ def test_dilution_equals_brute_force(window):
             distances = [math.dist(key, centre) for part, centre in zip(windows, centroids) for key in part]
             size = math.fsum(math.hypot(*key) for key in keys[:length]) / length
             pull = math.fsum(math.hypot(*c) * len(part) for part, c in zip(windows, centroids)) / length / size
-            assert got.pull[place, head].item() == pytest.approx(pull, rel=1e-10)
-            assert got.spread[place, head].item() == pytest.approx(variation(distances), rel=1e-10)
+            assert got["pull"][place, head].item() == pytest.approx(pull, rel=1e-10)
+            assert got["spread"][place, head].item() == pytest.approx(variation(distances), rel=1e-10)
 
 
 def test_a_topic_for_every_window_dilutes_the_global_centroid_only():
@@ -288,9 +288,9 @@ def test_a_topic_for_every_window_dilutes_the_global_centroid_only():
     keys = (topics + normal(16, 128, 32, seed=1) * torch.linspace(0.1, 2, 128)[:, None]).reshape(1, -1, 32)
     lengths = geometry.prefix_lengths(keys.shape[1])
     whole, windowed = geometry.dilution(keys, lengths), geometry.dilution(keys, lengths, 128)
-    assert whole.pull[-1] < 0.5 * whole.pull[0]
-    assert windowed.pull.min() > 0.95
-    assert windowed.spread[-1] > 2 * whole.spread[-1]
+    assert whole["pull"][-1] < 0.5 * whole["pull"][0]
+    assert windowed["pull"].min() > 0.95
+    assert windowed["spread"][-1] > 2 * whole["spread"][-1]
 
 
 def test_effective_rank_of_known_singular_values():
@@ -316,10 +316,10 @@ def test_leverage_share_is_that_of_the_projection_on_the_keys():
 def test_keys_that_are_all_equal_or_zero_give_finite_numbers():
     for keys in (torch.zeros(2, 300, 8), torch.full((2, 300, 8), 0.1)):
         layer = measure_layer(0, keys, keys, [256, 300], 64, None)
-        numbers = json.loads(json.dumps(vars(layer), allow_nan=False))
+        numbers = json.loads(json.dumps(layer, allow_nan=False))
         assert numbers["pca"] == [0, 0] and numbers["two_nn"] == numbers["mle"] == [0.0, 0.0]
-        assert layer.mean("spread") == pytest.approx(0, abs=1e-6)
-        assert layer.mean("anchor") == pytest.approx(float(keys.max() > 0), abs=1e-12)
+        assert mean(layer, "spread") == pytest.approx(0, abs=1e-6)
+        assert mean(layer, "anchor") == pytest.approx(float(keys.max() > 0), abs=1e-12)
 
 
 def options(*arguments):
@@ -360,20 +360,20 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
     for layer, stored, row in zip(report.layers, cache.layers, rows.values()):
         keys = stored.keys[0].double()
         wanted = [dimensions(head) for head in keys]
-        assert layer.pca == [one.pca for one in wanted]
-        assert layer.two_nn == pytest.approx([one.two_nn for one in wanted], rel=1e-4)
-        assert layer.mle == pytest.approx([one.mle for one in wanted], rel=1e-4)
-        assert layer.key_norm == pytest.approx(keys.norm(dim=-1).mean(-1).tolist(), rel=1e-5)
-        assert layer.value_norm == pytest.approx(stored.values[0].norm(dim=-1).mean(-1).tolist(), rel=1e-5)
+        assert layer["pca"] == [one.pca for one in wanted]
+        assert layer["two_nn"] == pytest.approx([one.two_nn for one in wanted], rel=1e-4)
+        assert layer["mle"] == pytest.approx([one.mle for one in wanted], rel=1e-4)
+        assert layer["key_norm"] == pytest.approx(keys.norm(dim=-1).mean(-1).tolist(), rel=1e-5)
+        assert layer["value_norm"] == pytest.approx(stored.values[0].norm(dim=-1).mean(-1).tolist(), rel=1e-5)
         unit = keys / keys.norm(dim=-1, keepdim=True)
         anchor = torch.nn.functional.cosine_similarity(keys, keys.mean(1, keepdim=True), dim=-1)
-        assert layer.anchor == pytest.approx(anchor.mean(-1).tolist(), abs=1e-6)
-        assert layer.unit_anchor == pytest.approx(unit.mean(1).norm(dim=-1).tolist(), abs=1e-6)
-        assert layer.spread[0] == layer.spread[-1] and layer.window_spread != layer.spread
-        before = projected[layer.layer].unflatten(-1, (model.config.num_key_value_heads, -1)).transpose(0, 1)
-        assert layer.rank == pytest.approx(geometry.effective_rank(before).tolist(), rel=1e-3)
-        assert layer.leverage == pytest.approx(geometry.leverage_share(before).tolist(), rel=1e-3)
-        assert row[2] == f"{sum(layer.mle) / len(layer.mle):.1f}"
+        assert layer["anchor"] == pytest.approx(anchor.mean(-1).tolist(), abs=1e-6)
+        assert layer["unit_anchor"] == pytest.approx(unit.mean(1).norm(dim=-1).tolist(), abs=1e-6)
+        assert layer["spread"][0] == layer["spread"][-1] and layer["window_spread"] != layer["spread"]
+        before = projected[layer["layer"]].unflatten(-1, (model.config.num_key_value_heads, -1)).transpose(0, 1)
+        assert layer["rank"] == pytest.approx(geometry.effective_rank(before).tolist(), rel=1e-3)
+        assert layer["leverage"] == pytest.approx(geometry.leverage_share(before).tolist(), rel=1e-3)
+        assert row[2] == f"{sum(layer['mle']) / len(layer['mle']):.1f}"
 
 
 @pytest.mark.parametrize("context, read_tokens", [((), 700), (("--context", 300), 300)], ids=("all", "300"))
@@ -415,7 +415,7 @@ def test_a_model_whose_rotation_is_not_known_lacks_two_columns_and_says_why():
     model = GPTJForCausalLM(config).eval()
     ids = torch.randint(0, 50, (300,), generator=seeded())
     report = measure(model, ids, options("--model", "gpt", "--text", "words"), Console(file=io.StringIO()))
-    assert all(layer.rank is layer.leverage is None for layer in report.layers)
+    assert all(layer["rank"] is layer["leverage"] is None for layer in report.layers)
     assert "no rotary embedding" in explain(report)
     printed = io.StringIO()
     Console(file=printed, width=120).print(table_of(report))
@@ -468,9 +468,9 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(arguments, names, tmp_path
 
 def layer_with(**numbers):
     """A layer with one head and everything at a plain value unless given."""
-    plain = {name: [1.0] for name in Layer.__annotations__}
+    plain = {name: [1.0] for name in geometry.COLUMNS}
     flat = {name: [[0.3]] * 3 for name in ("pull", "spread", "window_pull", "window_spread")}
-    return Layer(**{**plain, **flat, "layer": 0, "key_spread": [0.05], "anchor": [0.8], "leverage": [0.12], **numbers})
+    return {**plain, **flat, "layer": 0, "key_spread": [0.05], "anchor": [0.8], "leverage": [0.12], **numbers}
 
 
 def told(**numbers):

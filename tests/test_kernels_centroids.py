@@ -118,7 +118,8 @@ def test_the_cosh_mass_is_stable(size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["nocap", "cap"])
 @pytest.mark.parametrize(
-    "groups,num,dim,value_dim,parts", [(4, 33, 64, 64, 5), (1, 3, 128, 48, 17), (3, 1, 80, 80, 1), (2, 40, 256, 256, 6)]
+    "groups,num,dim,value_dim,parts",
+    [(4, 33, 64, 64, 5), (1, 3, 128, 48, 17), (3, 1, 80, 80, 1), (2, 40, 256, 256, 6), (2, 9, 512, 512, 6)],
 )
 def test_centroid_attention(groups, num, dim, value_dim, parts, softcap, dtype):
     used = torch.arange(60) < torch.tensor([[60, 4, 0]])[..., None]

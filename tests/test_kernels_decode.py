@@ -297,6 +297,22 @@ def test_decode_attention_refuses():
         case.kernel()
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_decode_attention_of_wide_heads(split, dtype, splits):
+    split(splits)
+    case = sunk(Case.make(1, 1, 4, 512, 37, dtype, (33,), (40,)))
+    check(case, attention=True)
+    check(Case.make(1, 1, 2, 272, 20, dtype, (19,), (9,), exact=True), 3.0)
+    check_vector(case, 20, (17,), None, 1, True)
+    check(Case.make(1, 1, 2, 512, 20, dtype, (19,), (9,), parts=6))
+
+
+def test_decode_attention_refuses_wide_heads_in_float32():
+    with pytest.raises(FastKVError, match="head_dim up to 256 in float32"):
+        Case.make(1, 1, 1, 272, 20, torch.float32, (5,), (1,)).kernel()
+
+
 @pytest.mark.parametrize("pairs", [1, 2, 3, 8, 16, 32, 64, 100, 128, 256, 1024])
 def test_num_splits_fills_one_wave(pairs):
     last = 1

@@ -139,6 +139,7 @@ def check(case, tokens, sinks=0, recent=0, order=1, slope=True):
 SHAPES = {  # batch, heads, head_dim, slots, tokens, lengths, evicted
     "llama": (1, 2, 128, 80, 64, (80, 71), (30, 0)),
     "gemma": (1, 1, 256, 48, 16, (48,), (9,)),
+    "gemma4": (1, 1, 512, 24, 16, (24,), (9,)),
     "d80": (2, 1, 80, 33, 30, (33, 31), (5, 1)),
     "d96": (1, 2, 96, 41, 31, (41, 30), (3, 3)),
     "ragged": (2, 2, 64, 40, 24, (0, 1, 24, 25), (0, 4, 0, 1)),

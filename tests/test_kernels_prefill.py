@@ -92,6 +92,13 @@ def test_head_dims(dim, value_dim, dtype):
     check(*case(batch=1, heads=2, dim=dim, value_dim=value_dim, dtype=dtype))
 
 
+@pytest.mark.parametrize("dim, value_dim", [(512, 512), (320, 512)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_wide_heads(dim, value_dim, dtype):
+    check(*case(batch=1, groups=3, dim=dim, value_dim=value_dim, dtype=dtype))
+    check(*case(batch=1, groups=3, dim=dim, value_dim=value_dim, dtype=dtype), slope=dtype == torch.bfloat16)
+
+
 @pytest.mark.parametrize("evicted, softcap, order", covering([0, 1, 200], [None, 5.0], [1, 0, None]))
 def test_orders_and_softcap(order, softcap, evicted):
     check(*case(evicted=evicted), softcap=softcap, order=order)
@@ -191,6 +198,7 @@ def test_refusals_say_what_to_do():
     state.sink_logits = torch.zeros(3)
     with pytest.raises(FastKVError, match="sink_logits"):
         prefill_attention(*block, state, make_spec())
-    block, state = case(dim=272, num=2, slots=2)
-    with pytest.raises(FastKVError, match="head_dim up to 256"):
-        prefill_attention(*block, state, make_spec())
+    for dim, dtype, what in ((528, torch.float16, "up to 512"), (272, torch.float32, "up to 256 in float32")):
+        block, state = case(dim=dim, dtype=dtype, num=2, slots=2)
+        with pytest.raises(FastKVError, match=f"head_dim {what}"):
+            prefill_attention(*block, state, make_spec())

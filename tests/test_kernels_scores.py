@@ -115,7 +115,7 @@ def test_manifold(metric, window, dtype):
         check_manifold(tokens(2, 1, 71, 64, dtype), window, metric, make_mask(kind, 2, 1, 71))
 
 
-@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256, 512])
 def test_key_scores_head_dims(dim):
     check_keydiff(tokens(1, 2, 65, dim), "mean", "cosine", None)
     check_manifold(tokens(1, 2, 65, dim), 32, "l2", None)
@@ -225,7 +225,7 @@ def test_window_groups(groups, dtype):
     check_window(*window_case(groups=groups, dtype=dtype))
 
 
-@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [80, 96, 128, 256, 512])
 def test_window_head_dims(dim):
     check_window(*window_case(dim=dim, dtype=torch.float16))
 
@@ -305,7 +305,7 @@ def test_mass_chunks_and_masks(chunk, kind, softcap):
     check_mass(tokens(2, 2, 75, 64), tokens(2, 1, 75, 64, seed=1), chunk, make_mask(kind, 2, 1, 75), softcap=softcap)
 
 
-@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [80, 96, 128, 256, 512])
 def test_mass_head_dims(dim):
     check_mass(tokens(1, 2, 40, dim, torch.float16), tokens(1, 1, 40, dim, torch.float16, 1), 32, None)
 
@@ -313,7 +313,7 @@ def test_mass_head_dims(dim):
 @pytest.mark.parametrize("kind", MASKS)
 def test_mass_in_two_passes(kind, monkeypatch):
     monkeypatch.setattr(noncausal_mass, "ON_CHIP", 0)
-    for chunk, dim in ((70, 64), (200, 256)):
+    for chunk, dim in ((70, 64), (200, 256), (140, 512)):
         check_mass(tokens(2, 2, 150, dim), tokens(2, 1, 150, dim, seed=1), chunk, make_mask(kind, 2, 1, 150))
 
 
@@ -388,7 +388,7 @@ def test_leverage(kind, dtype, centre):
     check_leverage(tokens(2, 2, 90, 64, dtype, shift=1.0), 24, make_mask(kind, 2, 2, 90), centre=centre)
 
 
-@pytest.mark.parametrize("dim, size", [(80, 64), (96, 16), (128, 64), (256, 100)])
+@pytest.mark.parametrize("dim, size", [(80, 64), (96, 16), (128, 64), (256, 100), (512, 64)])
 @pytest.mark.parametrize("method", ["cholesky", "srht"])
 def test_leverage_head_dims(dim, size, method):
     check_leverage(tokens(1, 2, 150, dim, torch.float16), size, None, method)

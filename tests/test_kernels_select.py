@@ -226,7 +226,7 @@ def test_compact_keeps_and_merges(case, dtype):
     check_compact(*random_state(2, heads, slots, used, 64, 64, block, dtype, seed=slots), tokens)
 
 
-@pytest.mark.parametrize("dim, value_dim", [(80, 80), (96, 96), (128, 64), (256, 256)])
+@pytest.mark.parametrize("dim, value_dim", [(80, 80), (96, 96), (128, 64), (256, 256), (512, 512)])
 def test_compact_head_dims(dim, value_dim):
     check_compact(*random_state(1, 2, 48, 40, dim, value_dim, 9, torch.float32, seed=dim), 40)
 

@@ -31,9 +31,9 @@ def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
     rows, told = asked(*command)
     assert [(row.policy, row.budget) for row in rows] == [("full", ""), ("streaming", "128"), ("keydiff", "128")]
     full, streaming, keydiff = rows
-    assert full.found.accuracy == ((1.0, 1.0), (1.0, 1.0))
+    assert full.found.accuracy == [[1.0, 1.0], [1.0, 1.0]]
     # 4 sinks and the last 124 tokens hold the first words of a text and what stands right before the question.
-    assert streaming.found.accuracy == ((0.0, 0.0), (1.0, 1.0)) and keydiff.found.accuracy[0][0] == 1.0
+    assert streaming.found.accuracy == [[0.0, 0.0], [1.0, 1.0]] and keydiff.found.accuracy[0][0] == 1.0
     assert "streaming" in told and "50%" in told and str(tmp_path) in told.replace("\n", "")
 
     model, tokenizer = load()
@@ -48,7 +48,7 @@ def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
     for name in ("full", "streaming-128", "keydiff-128"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         record = json.loads((tmp_path / f"{name}.json").read_text())
-        assert Grid.of(record["found"]) == next(row.found for row in rows if row.policy == record["policy"])
+        assert Grid(**record["found"]) == next(row.found for row in rows if row.policy == record["policy"])
         assert record["settings"]["task"] == "facts"
 
     (tmp_path / "keydiff-128.json").unlink()
@@ -116,7 +116,7 @@ def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkey
 
 
 def test_the_table_has_means_over_depths():
-    found = Grid("facts", (10, 20), (0.0, 1.0), 4, 0, ((0.5, 0.25), (1.0, 0.25)))
+    found = Grid("facts", [10, 20], [0.0, 1.0], 4, 0, [[0.5, 0.25], [1.0, 0.25]])
     told = io.StringIO()
     Console(file=told, width=80).print(table_of([Row("keydiff", "64", 2048, found)]))
     assert told.getvalue().splitlines()[-1].split() == ["keydiff", "64", "2", "50%", "75%", "25%"]

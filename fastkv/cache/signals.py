@@ -110,7 +110,7 @@ def observe(signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule:
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
         later = valid[:, stop:].sum(-1, keepdim=True)
         query_positions = state.seen[:, None] - later - query_valid.flip(-1).cumsum(-1).flip(-1)
-        mean = ops.window_attention(
+        mean = ops.observed_attention(
             part,
             signals.keys,
             spec.scale,

@@ -37,6 +37,18 @@ def describe(config: Any) -> str:
     )
 
 
+def check_fitted(what: Any, fitted: str, model: str, config: Any, command: str) -> None:
+    """Raise FastKVError unless `fitted` is the fingerprint of this config.
+
+    Args: model: what was fitted, in words; command: of `fastkv calibrate`, which fits this one.
+    """
+    if fitted != fingerprint(config):
+        raise FastKVError(
+            f"{what} was fitted to another model ({model}, fingerprint {fitted}), got {describe(config)}, fingerprint "
+            f"{fingerprint(config)}; fit this one with fastkv calibrate {command}"
+        )
+
+
 def _shape(config: Any) -> dict[str, Any]:
     """The fields, in a form that does not depend on which of them a config spells out and which it leaves out."""
     text = config.get_text_config(decoder=True)

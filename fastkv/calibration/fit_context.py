@@ -291,36 +291,30 @@ def run(options: argparse.Namespace) -> None:
         policies.get(name)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
-    measured: dict[str, list[Triple]] = {}
+    shape, words = fingerprint(model.config), describe(model.config)
+    settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed", "query_aware")}
+    text = "demo" if options.model == common.DEMO else "english"
+    fitted: list[tuple[QualityCurve, list[Triple]]] = []
     with common.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
         for name in options.policies:
             progress.update(bar, description=name)
-            measured[name] = make_triples(
-                model,
-                tokenizer,
-                name,
-                lengths=options.lengths,
-                samples=options.samples,
-                seed=options.seed,
-                text="demo" if options.model == common.DEMO else "english",
-                query_aware=options.query_aware,
-                progress=partial(progress.advance, bar),
+            triples = make_triples(
+                model, tokenizer, name, **settings, text=text, progress=partial(progress.advance, bar)
             )
+            alpha, beta = fit(triples, options.penalty)
+            error = residual(triples, alpha, beta)
+            curve = QualityCurve(alpha, beta, name, shape, words, len(triples), error, options.query_aware)
+            fitted.append((curve, triples))
         progress.update(bar, description="measured")
-    shape, words, curves = fingerprint(model.config), describe(model.config), []
-    for name, triples in measured.items():
-        alpha, beta = fit(triples, options.penalty)
-        error, aware = residual(triples, alpha, beta), options.query_aware
-        curves.append(QualityCurve(alpha, beta, name, shape, words, len(triples), error, aware))
-    for curve in curves:
+    for curve, _ in fitted:
         console.print(
             f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
             f"triples {curve.triples}"
         )
     file = options.out / "context.json"
-    save(file, curves)
-    write_plot([(curve, measured[curve.policy]) for curve in curves], options.out / "context.png")
+    save(file, (curve for curve, _ in fitted))
+    write_plot(fitted, options.out / "context.png")
     console.print(
         f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r})."
     )

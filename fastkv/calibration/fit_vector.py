@@ -235,11 +235,9 @@ def run(options: argparse.Namespace) -> None:
 def table_of(fitted: VectorMap) -> Table:
     """Held-out R^2, one row a layer and one column a KV head; heads that fall back to plain eviction say so."""
     heads = range(max(len(r2) for r2 in fitted.r2.values()))
-    table = Table(
-        "layer", *(f"head {head}" for head in heads), "mean", title="held-out R² of values predicted from keys"
-    )
-    for column in table.columns:
-        column.justify = "right"
+    table = Table(title="held-out R² of values predicted from keys")
+    for name in ("layer", *(f"head {head}" for head in heads), "mean"):
+        table.add_column(name, justify="right")
     for layer, r2 in fitted.r2.items():
         cells = [f"{x:.3f}{'' if use else ' plain'}" for x, use in zip(r2.tolist(), fitted.usable(layer))]
         table.add_row(str(layer), *cells, f"{r2.mean():.3f}")

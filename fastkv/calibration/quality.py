@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError
-from .files import describe, fingerprint, replace_file
+from .files import check_fitted, replace_file
 
 FORMAT = "fastkv context calibration"
 VERSION = 1
@@ -42,7 +42,7 @@ def retained(keep: float | Tensor, k: float | Tensor) -> Tensor:
 
     Args: keep: in [0, 1]; k: any number. They broadcast.  Returns: fp64 in [0, 1], differentiable in both.
     """
-    keep, k = _doubles(keep, k)
+    keep, k = (torch.as_tensor(one, dtype=torch.float64) for one in (keep, k))
     bent = _bent(k)
     # The same ratio with exp(k) taken out of it, where that would overflow.
     falling = bent.abs().neg()
@@ -58,7 +58,7 @@ def keep_for(quality: float | Tensor, k: float | Tensor) -> Tensor:
 
     Args: quality: in [0, 1]; k: any number. They broadcast.  Returns: fp64 in [0, 1].
     """
-    quality, k = _doubles(quality, k)
+    quality, k = (torch.as_tensor(one, dtype=torch.float64) for one in (quality, k))
     bent = _bent(k)
     # Three forms of one expression, each where it neither overflows nor cancels.
     steep = 1 + torch.log(quality + (1 - quality) * torch.exp(-bent.abs())) / bent
@@ -68,13 +68,6 @@ def keep_for(quality: float | Tensor, k: float | Tensor) -> Tensor:
     curve = torch.where(bent > 1, steep, torch.where(grown > -0.5, gentle, early)).clamp(0, 1)
     share = torch.where(k.abs() < STRAIGHT, quality, curve)
     return torch.where((quality <= 0) | (quality >= 1), quality.clamp(0, 1), share)
-
-
-def _doubles(first: float | Tensor, second: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Both in fp64, on the device of the one that is a tensor, broadcast."""
-    device = next((each.device for each in (first, second) if isinstance(each, Tensor)), None)
-    one, two = (torch.as_tensor(each, dtype=torch.float64, device=device) for each in (first, second))
-    return torch.broadcast_tensors(one, two)  # type: ignore[return-value]
 
 
 def _bent(k: Tensor) -> Tensor:
@@ -177,11 +170,7 @@ def load(path: str | Path, config: Any, policy: str) -> QualityCurve:
     """
     curves = _read(Path(path))
     fitted = next(iter(curves.values()))
-    if fitted.fingerprint != fingerprint(config):
-        raise FastKVError(
-            f"{path} was fitted on another model, {fitted.model}, got {describe(config)}; run fastkv calibrate context "
-            "on this model"
-        )
+    check_fitted(path, fitted.fingerprint, fitted.model, config, "context")
     if policy not in curves:
         raise FastKVError(
             f"{path} has no curve for policy {policy!r}, only for {', '.join(sorted(curves))}; run fastkv calibrate "

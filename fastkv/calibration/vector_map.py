@@ -19,7 +19,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..errors import FastKVError
-from .files import describe, fingerprint, replace_file
+from .files import check_fitted, replace_file
 
 HEADER = "fastkv.vector"  # the one metadata entry; its presence says what the file is
 VERSION = 1
@@ -86,7 +86,7 @@ class VectorMap:
 
     def check(self, config: Any) -> None:
         """Raise FastKVError unless it was fitted to a model with this config, patched or not."""
-        _check_model("this VectorMap", self.fingerprint, self.model, config)
+        check_fitted("this VectorMap", self.fingerprint, self.model, config, "vector")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file with a JSON header; whoever reads `path` sees the old file or the whole new one.
@@ -109,7 +109,7 @@ class VectorMap:
         try:
             with safe_open(path, framework="pt") as file:
                 header = _header(path, file.metadata() or {})
-                _check_model(path, header["fingerprint"], header["model"], config)
+                check_fitted(path, header["fingerprint"], header["model"], config, "vector")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise FastKVError(
@@ -145,15 +145,6 @@ def _header(path: Any, metadata: dict[str, str]) -> dict[str, Any]:
     if any(type(header.get(name)) is not kind for name, kind in FACTS.items()):
         raise _damaged(path)
     return header
-
-
-def _check_model(what: Any, fitted: str, model: str, config: Any) -> None:
-    """Raise FastKVError unless `fitted` is the fingerprint of this config."""
-    if fitted != fingerprint(config):
-        raise FastKVError(
-            f"{what} was fitted to another model ({model}, fingerprint {fitted}), got {describe(config)}, fingerprint "
-            f"{fingerprint(config)}; fit this one with fastkv calibrate vector"
-        )
 
 
 def _fits(weight: Tensor, r2: Tensor) -> bool:

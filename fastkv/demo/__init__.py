@@ -13,13 +13,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from ..policies import Policy
+from .. import policies
 
 MODEL_DIR = Path(__file__).parent / "model"
 PATTERN = MODEL_DIR / "full_attention_heads.tsv"  # which heads DuoAttention keeps whole
@@ -32,18 +31,13 @@ def load(
 
     Args: attn_implementation: as in `from_pretrained`; dtype: of the weights, fp32 by default; directory: of the model.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=attn_implementation, dtype=dtype or torch.float32, local_files_only=True
     )
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    return cast("LlamaForCausalLM", model.eval()), cast("PreTrainedTokenizerFast", tokenizer)
+    return cast(LlamaForCausalLM, model.eval()), cast(PreTrainedTokenizerFast, tokenizer)
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> policies.Policy:
     """The policy with its defaults; DuoAttention with the pattern of the bundled model."""
-    from .. import policies
-
     return policies.get(name, **({"pattern": str(PATTERN)} if name == "duoattention" else {}))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,11 +74,9 @@ def measure(
 
     question_later: read, and compress, the text before the question is known.
     """
-    parts = [questions.prompts]
-    if question_later:
-        parts = list(questions.prompts.tensor_split([questions.prompts.shape[1] - questions.question], 1))
+    rows, length = questions.prompts.shape
     cache = None
-    for part in parts:
+    for part in questions.prompts.tensor_split([length - questions.question] if question_later else [], 1):
         out = model(part, past_key_values=cache, logits_to_keep=1, use_cache=True)
         cache = out.past_key_values
     logits = [out.logits[:, -1]]
@@ -85,10 +84,8 @@ def measure(
         for word in questions.answers[:, :-1].split(1, dim=1):
             logits.append(model(word, past_key_values=cache).logits[:, -1])
     guesses = torch.stack(logits, 1).argmax(-1)
-    rows = len(questions.prompts)
-    speed, rows = None, len(questions.prompts)
     attention = torch.stack([torch.cat(steps, 1) for steps in recorded])
-    nbytes, kept = cache_bytes(cache) // rows, kept_tokens(cache)
+    nbytes, kept, speed = cache_bytes(cache) // rows, kept_tokens(cache), None
     if timed:
         word, start = questions.answers[:, -1:], time.perf_counter()
         for _ in range(SPEED_STEPS):
@@ -122,18 +119,13 @@ def kept_tokens(cache: Any) -> float | None:
 @contextmanager
 def record_attention(model: PreTrainedModel) -> Iterator[list[list[Tensor]]]:
     """Collect what every attention layer hands to its output projection, [N, T, Hq * Dv] for each forward."""
-    recorded: list[list[Tensor]] = []
-    hooks = []
-    for layer in model.get_decoder().layers:
-        steps: list[Tensor] = []
+    layers = model.get_decoder().layers
+    recorded: list[list[Tensor]] = [[] for _ in layers]
 
-        def keep(module: Module, args: tuple[Tensor, ...], steps: list[Tensor] = steps) -> None:
-            steps.append(args[0].detach().clone())
+    def keep(steps: list[Tensor], module: Module, args: tuple[Tensor, ...]) -> None:
+        steps.append(args[0].detach().clone())
 
-        recorded.append(steps)
-        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(keep))
-    try:
+    with ExitStack() as hooks:
+        for layer, steps in zip(layers, recorded):
+            hooks.enter_context(layer.self_attn.o_proj.register_forward_pre_hook(partial(keep, steps)))
         yield recorded
-    finally:
-        for hook in hooks:
-            hook.remove()

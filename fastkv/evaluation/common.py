@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from .. import __version__, demo
-from ..api import patched
 from ..budget import Budget
 from ..calibration.files import replace_file
 from ..demo.tasks import generate
@@ -53,21 +52,30 @@ def load(name: str, device: str | None = None) -> tuple[Any, Any]:
     """A stock model in eval mode, by default on a GPU if there is one, and its tokenizer; name: also "demo"."""
     model: Any
     tokenizer: Any
-    transformers.utils.logging.disable_progress_bar()
-    try:
+    with loading(f"a model and its tokenizer from {name}", "give a directory that save_pretrained wrote, or demo"):
         if name == DEMO:
             model, tokenizer = demo.load()
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
             tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise FastKVError(
-            f"cannot load a model and its tokenizer from {name} ({first_line(error)}); give a directory that "
-            "save_pretrained wrote, or demo"
-        ) from error
+    return model.to(device or default_device()), tokenizer
+
+
+@contextmanager
+def loading(what: str, advice: str) -> Iterator[None]:
+    """Without progress bars. Raises FastKVError, with the advice, if that is not possible."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        raise FastKVError(f"cannot load {what} ({first_line(error)}); {advice}") from error
     finally:
         transformers.utils.logging.enable_progress_bar()
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+
+
+def default_device() -> str:
+    """A GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def longest_text(model: Any) -> int:
@@ -107,11 +115,6 @@ def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
             yield index, layer.keys, layer.values
 
 
-def policy_for(model: str, policy: str) -> Any:
-    """The policy as `fastkv.patch` takes it, with what the bundled model brings for it."""
-    return demo.policy_of(policy) if model == DEMO else policy
-
-
 # Texts.
 
 
@@ -120,29 +123,22 @@ def documents(source: str) -> Iterator[str]:
 
     Pieces end with a line, as far as lines are shorter than a piece.
     """
-    path = Path(source)
-    if source == "-":
-        yield from _pieces(sys.stdin, "standard input")
-        return
+    path, typed = Path(source), source == "-"
     inside = (one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
-    files = [path] if path.is_file() else sorted(inside)
+    files = [path] if typed or path.is_file() else sorted(inside)
     if not files:
         what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
         raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {DEMO}")
     for one in files:
         try:
-            with open(one, encoding="utf-8") as file:
-                yield from _pieces(file, str(one))
+            with nullcontext(sys.stdin) if typed else open(one, encoding="utf-8") as file:
+                while piece := file.read(PIECE) + file.readline():
+                    yield piece
+        except UnicodeDecodeError as error:
+            name = "standard input" if typed else one
+            raise FastKVError(f"{name} is not UTF-8 text; convert it or choose another file") from error
         except OSError as error:
             raise FastKVError(f"cannot read the text {one} ({error.strerror}); choose another one") from error
-
-
-def _pieces(file: TextIO, name: str) -> Iterator[str]:
-    try:
-        while piece := file.read(PIECE) + file.readline():
-            yield piece
-    except UnicodeDecodeError as error:
-        raise FastKVError(f"{name} is not UTF-8 text; convert it or choose another file") from error
 
 
 def demo_text(task: str, tokens: int, seed: int) -> str:
@@ -292,20 +288,16 @@ def given(text: str, options: argparse.Namespace, model: Any = None) -> Budget:
 class Planned:
     """A cache that is to be measured, or was.
 
-    Attributes: policy, budget: as on the command line; file: of the result; settings: what results must share to stand
-    in one table; record: what the file holds, None if there is none.
+    Attributes: policy, budget: as on the command line; name: in file names and messages; file: of the result; settings:
+    what results must share to stand in one table; record: what the file holds, None if there is none.
     """
 
     policy: str
     budget: str
+    name: str
     file: Path
     settings: dict[str, Any]
     record: dict[str, Any] | None
-
-    @property
-    def name(self) -> str:
-        """What it is called in file names and messages."""
-        return self.file.stem
 
     def keep(self, record: dict[str, Any]) -> None:
         """Write the file."""
@@ -325,45 +317,46 @@ def planned(options: argparse.Namespace, settings: dict[str, Any]) -> list[Plann
     shared = json.loads(json.dumps(shared, default=str))
     plan = []
     for policy, budget in [(FULL, ""), *product(options.policies, options.budgets)]:
-        file = options.out / f"{policy}{budget and '-'}{budget}.json"
+        name = f"{policy}{budget and '-'}{budget}"
+        file = options.out / f"{name}.json"
         record = json.loads(file.read_text()) if file.is_file() else None
         before = shared if record is None else record["settings"]
-        for name, now in shared.items():
-            if before.get(name) != now:
+        for key, now in shared.items():
+            if before.get(key) != now:
                 raise FastKVError(
-                    f"{file} was written with {name} {before.get(name)}, this run has {now}; choose another --out or "
+                    f"{file} was written with {key} {before.get(key)}, this run has {now}; choose another --out or "
                     "delete the file"
                 )
-        plan.append(Planned(policy, budget, file, shared, record))
+        plan.append(Planned(policy, budget, name, file, shared, record))
     return plan
 
 
-@contextmanager
-def fitted(model: Any, cache: Planned, options: argparse.Namespace) -> Iterator[Budget | None]:
-    """The model with one cache; its budget, None for the stock cache."""
+def arguments(cache: Planned, options: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """What `fastkv.patch` is told, with what the bundled model brings for a policy; no budget for the stock cache."""
     if cache.policy == FULL:
-        yield None
-        return
-    budget = given(cache.budget, options, model)
+        return {"policy": FULL, "budget": None}
+    policy = demo.policy_of(cache.policy) if options.model == DEMO else cache.policy
     settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction")}
-    with patched(model, policy_for(options.model, cache.policy), budget, **settings):
-        yield budget
+    return {"policy": policy, "budget": given(cache.budget, options, model), **settings}
 
 
-def check_bytes(name: str, cache: Any, budget: Budget | None) -> None:
-    """Raise FastKVError if a cache does not use the bytes of its budget, where that is in bytes."""
+@torch.no_grad()
+def check_first(name: str, model: Any, budget: Budget | None) -> None:
+    """Read one token: raise FastKVError if the cache is refused, or has other bytes than a budget in bytes says."""
+    cache = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True).past_key_values
     if budget is not None and budget.bytes is not None:
         assert_equal_bytes({name: cache}, budget.bytes)
 
 
-def versions() -> dict[str, str]:
-    """Of what a result may depend on."""
-    return {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write the whole file or nothing: an interrupted run leaves no half of one."""
-    replace_file(path, (json.dumps(record, indent=2, default=str) + "\n").encode())
+    text = json.dumps(record, indent=2, default=lambda one: vars(one) if is_dataclass(one) else str(one))
+    replace_file(path, f"{text}\n".encode())
+
+
+def versions(**others: str) -> dict[str, str]:
+    """Of what a result may depend on."""
+    return {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__, **others}
 
 
 def first_line(error: BaseException) -> str:
@@ -395,10 +388,18 @@ def table(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
     return made
 
 
-def cells(numbers: Mapping[str, float | None], columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    """The named numbers in the format of their columns (title, format), - for None."""
-    known = ((numbers[name], form) for name, (_, form) in columns.items())
+Columns: TypeAlias = Mapping[str, tuple[str, str, str]]  # of a number: title, format and meaning
+
+
+def cells(numbers: Mapping[str, float | None], columns: Columns) -> list[str]:
+    """The named numbers in the format of their columns, - for None."""
+    known = ((numbers[name], form) for name, (_, form, _) in columns.items())
     return ["-" if number is None else form.format(number) for number, form in known]
+
+
+def legend(columns: Columns) -> str:
+    """What the columns mean, a line for each."""
+    return "\n".join(f"  {title:<8} {meaning}" for title, _, meaning in columns.values())
 
 
 def figure(width: float, height: float) -> Any:

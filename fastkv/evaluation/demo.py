@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -93,12 +93,11 @@ def run(options: argparse.Namespace) -> list[Row]:
     console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
     console.print(explain(settings))
     record = {"versions": common.versions(), "threads": torch.get_num_threads(), "settings": vars(settings)}
-    common.write_json(settings.out / "demo.json", {**record, "rows": [asdict(row) for row in rows]})
+    common.write_json(settings.out / "demo.json", {**record, "rows": rows})
     title = f"{', '.join(settings.tasks)} over {settings.context} tokens, {settings.samples} texts each"
     write_plot(rows, settings.out / "demo.png", title)
-    seconds = time.perf_counter() - started
-    files = f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'}"
-    console.print(f"{files} written; {seconds:.0f} s in all")
+    seconds = f"{time.perf_counter() - started:.0f} s in all"
+    console.print(f"{settings.out / 'demo.png'} and {settings.out / 'demo.json'} written; {seconds}")
     return rows
 
 
@@ -129,9 +128,7 @@ def compare(
             if settings.equal == "bytes":
                 budget = equal_bytes(model.config, budget, model.dtype)
             with patched(model, policy_of(policy), budget, prefill_block=block, evict_every=EVICT_EVERY):
-                with torch.no_grad():
-                    first = model(asked[0].prompts[:1, :1], use_cache=True).past_key_values
-                common.check_bytes(policy, first, budget)
+                common.check_first(policy, model, budget)
                 measured = answers(later=prefill == "context")
             yield summarise((policy, str(block or prefill), tokens), asked, measured, full)
             progress.advance(bar)

@@ -21,7 +21,7 @@ from ..calibration.files import kv_shapes
 from ..corrections import Shape
 from ..errors import FastKVError
 from ..integrations.transformers import stock
-from ..integrations.transformers.cache import FastKVCache, FastKVLayer
+from ..integrations.transformers.cache import FastKVCache
 from ..reference import LayerState
 
 EVICT_EVERY = 16  # as `fastkv.patch` has it
@@ -113,10 +113,9 @@ def assert_equal_bytes(caches: Mapping[str, FastKVCache], bound: int) -> None:
 
 
 def _states(cache: FastKVCache) -> list[LayerState]:
-    states = [layer.state for layer in cache.layers if isinstance(layer, FastKVLayer)]
-    filled = [state for state in states if state is not None]
-    if not filled or len(filled) < len(states):
+    filled, num = [layer.state for layer in cache.compressed if layer.state is not None], len(cache.compressed)
+    if not filled or len(filled) < num:
         raise FastKVError(
-            f"only a filled cache has bytes to compare, got {len(filled)} of {len(states)} layers; run the model first"
+            f"only a filled cache has bytes to compare, got {len(filled)} of {num} layers; run the model first"
         )
     return filled

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +40,7 @@ from . import common
 from .equal_bytes import EVICT_EVERY, equal_bytes, stored_bytes
 
 VECTORLESS = frozenset({"duoattention"})  # fixes what each head keeps, and so does VECTOR
-SINKS, RECENT = 4, 16  # never evicted, as in `fastkv demo`
+SHARES = {"sinks": 4, "recent": 16}  # tokens that are never evicted, as in `fastkv demo`
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     console.print(explain(rows, options.steps))
     chosen = ("model", "text", "context", "steps", "policies", "budgets", "correction", "vector", "seeds", "figure")
     record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
-    common.write_json(options.out / "fidelity.json", {**record, "rows": [asdict(row) for row in rows]})
+    common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
     picture = options.out / ("fidelity.png" if options.figure is None else f"figure{options.figure}.png")
     PICTURES[options.figure](rows, picture)
     console.print(f"{picture} and {options.out / 'fidelity.json'} written")
@@ -471,13 +471,12 @@ def texts_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Tenso
 
 def compared(model: Any, texts: list[Tensor], options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Every policy at every budget, for every context."""
-    shares = {"sinks": SINKS, "recent": RECENT}
-    budgets = {tokens: equal_bytes(model.config, tokens, model.dtype, **shares) for tokens in options.budgets}
+    budgets = {tokens: equal_bytes(model.config, tokens, model.dtype, **SHARES) for tokens in options.budgets}
     caches = [(policy, tokens) for tokens in options.budgets for policy in options.policies]
     settings = {"evict_every": EVICT_EVERY, "correction": options.correction, "vector": options.vector}
     for policy, tokens in caches:
         with patched(model, policy_of(policy), budgets[tokens], **settings):
-            model(texts[0][:1, :1])  # a budget that is too small is refused now and not after minutes
+            common.check_first(policy, model, budgets[tokens])  # refused now and not after minutes
     with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=len(texts) * (1 + len(caches)))
         for text in texts:
@@ -488,38 +487,47 @@ def compared(model: Any, texts: list[Tensor], options: argparse.Namespace, conso
                 progress.update(bar, description=f"{text.shape[1]} tokens, {policy}, {tokens}")
                 with patched(model, policy_of(policy), budgets[tokens], **settings):
                     measured = measure(model, text, options.steps, full)
-                common.check_bytes(policy, measured.cache, budgets[tokens])
                 yield summarise((policy, text.shape[1], tokens), measured, full)
                 progress.advance(bar)
         progress.update(bar, description="done")
 
 
-COLUMNS = {  # attribute: title and format
-    "kept": ("kept", "{:.0f}"),
-    "nbytes": ("KiB", "{:.0f}"),
-    "error": ("error", "{:.3f}"),
-    "standard_error": ("±", "{:.3f}"),
-    "own_error": ("own", "{:.3f}"),
-    "cosine": ("cosine", "{:.3f}"),
-    "mass": ("mass", "{:.3f}"),
-    "estimated_mass": ("est.", "{:.3f}"),
-    "gap": ("gap", "{:.2f}"),
-    "agreement": ("top-1", "{:.0%}"),
-    "kl": ("KL", "{:.2g}"),
-    "perplexity_ratio": ("ppl", "{:.3f}"),
+COLUMNS: common.Columns = {
+    "budget": ("budget", "{}", "tokens per KV head that a cache without moments keeps; all policies get its bytes"),
+    "kept": ("kept", "{:.0f}", "tokens per KV head that this cache keeps"),
+    "kibibytes": ("KiB", "{:.0f}", "bytes of this cache"),
+    "error": ("error", "{:.3f}", "mean |o - full| / |full| of attention outputs, against the run of the full cache"),
+    "standard_error": ("±", "{:.3f}", "standard error of that, over the texts"),
+    "own_error": (
+        "own",
+        "{:.3f}",
+        "error with full from all pairs the layer itself was given: what eviction costs there",
+    ),
+    "cosine": (
+        "cosine",
+        "{:.3f}",
+        "of the evicted tokens' output with its estimate from the moments; - without moments",
+    ),
+    "mass": ("mass", "{:.3f}", "share of the attention that the evicted tokens should get"),
+    "estimated_mass": ("est.", "{:.3f}", "estimate of that share"),
+    "gap": ("gap", "{:.2f}", "log mass of the evicted tokens minus log of its estimate (Jensen)"),
+    "agreement": ("top-1", "{:.0%}", "equal most likely next tokens"),
+    "kl": ("KL", "{:.2g}", "divergence of the next-token distribution, nats"),
+    "perplexity_ratio": ("ppl", "{:.3f}", "perplexity of the fed tokens, relative to the full cache"),
 }
 
 
 def table_of(rows: Sequence[Row]) -> Table:
     """A row for each cache, a section for each context and budget."""
     several = len({row.context for row in rows}) > 1
-    titles = (*["context"] * several, "budget", *(title for title, _ in COLUMNS.values()))
-    table = common.table(("policy",), titles, padding=(0, 1, 0, 0))
+    table = common.table(
+        ("policy",), (*["context"] * several, *(title for title, _, _ in COLUMNS.values())), padding=(0, 1, 0, 0)
+    )
     for before, row in zip([rows[0], *rows], rows):
         if (row.context, row.budget) != (before.context, before.budget):
             table.add_section()
-        numbers = common.cells({**vars(row), "nbytes": row.nbytes / 2**10}, COLUMNS)
-        table.add_row(row.policy, *[str(row.context)] * several, str(row.budget), *numbers)
+        numbers = common.cells({**vars(row), "kibibytes": row.nbytes / 2**10}, COLUMNS)
+        table.add_row(row.policy, *[str(row.context)] * several, *numbers)
     return table
 
 
@@ -529,15 +537,7 @@ def explain(rows: Sequence[Row], steps: int) -> str:
     return f"""
 Means over {len(rows[0].by_text["error"])} text(s), the last {steps} tokens of each fed one at a time.
 The full cache takes {", ".join(sizes.values())}.
-  budget      tokens per KV head that a cache without moments keeps; all policies get its bytes (KiB)
-  kept        tokens per KV head that this cache keeps
-  error, ±    mean |o - full| / |full| of attention outputs, against the run of the full cache; standard error
-  own         the same with full from all pairs that the layer itself was given: what eviction costs there
-  cosine      of the evicted tokens' output with its estimate from the moments; - without moments
-  mass, est.  share of the attention that the evicted tokens should get, and its estimate
-  gap         log mass of the evicted tokens minus log of its estimate (Jensen)
-  top-1, KL   equal most likely next tokens, and divergence of the next-token distribution, nats
-  ppl         perplexity of the fed tokens, relative to the full cache
+{common.legend(COLUMNS)}
 """
 
 

@@ -13,18 +13,16 @@ import importlib.metadata
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
 from .. import demo
-from ..budget import Budget
 from ..errors import FastKVError
 from . import TASK_FILES, check_harness, common
 
@@ -129,19 +127,16 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
             f"texts must have at most {lm.max_length} tokens for {options.model}, got max_seq_lengths {longest}, and "
             "longer ones would lose their beginning; give smaller ones or another model"
         )
-    for one in plan:  # what cannot be used is refused before anything slow, bytes when the first token comes
-        budget = use(lm, one, options)
-        with torch.no_grad():
-            first = lm.patched(torch.tensor([[lm.prefix_token_id]], device=lm.device), use_cache=True)
-        common.check_bytes(one.name, first.past_key_values, budget)
+    caches = [common.arguments(one, options, lm.patched) for one in plan]
+    for one, cache in zip(plan, caches):  # what cannot be used is refused before anything slow
+        lm.set_cache(**cache, mode=options.mode)
+        common.check_first(one.name, lm.patched, cache["budget"])
     rows = []
-    for place, one in enumerate(plan, 1):
+    for place, (one, cache) in enumerate(zip(plan, caches), 1):
         if one.record is None:
             console.print(f"{place}/{len(plan)} {one.name}")
-            use(lm, one, options)
-            row, harness = evaluate(lm, one, tasks, manager, options)
-            if row is not None:
-                one.keep({"row": asdict(row), "harness": harness})
+            lm.set_cache(**cache, mode=options.mode)
+            row = evaluate(lm, one, tasks, manager, options)
         else:
             console.print(f"{place}/{len(plan)} {one.name} is in {options.out} already")
             row = Row.of(one.record["row"])
@@ -149,8 +144,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
             rows.append(row)
     lm.set_cache(common.FULL)
     if lm.rank == 0:
-        used = {**common.versions(), "lm_eval": importlib.metadata.version("lm_eval")}
-        record = {"versions": used, "settings": plan[0].settings, "rows": [asdict(row) for row in rows]}
+        versions = common.versions(lm_eval=importlib.metadata.version("lm_eval"))
+        record = {"versions": versions, "settings": plan[0].settings, "rows": rows}
         common.write_json(options.out / "results.json", record)
         write_plot(rows, options.out / "results.png", f"{options.model}: score over cache size")
         console.print(table_of(rows))
@@ -167,42 +162,14 @@ def load_model(pretrained: str, options: argparse.Namespace) -> Any:
 
     from .plugins import FastKVLM
 
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return FastKVLM(
-            pretrained,
-            policy=common.FULL,
-            batch_size=options.batch_size,
-            device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            **simple_parse_args_string(options.model_args),
-        )
-    except (OSError, TypeError, ValueError) as error:
-        raise FastKVError(
-            f"cannot load a model from {options.model} ({common.first_line(error)}); name a folder or a model, and "
-            "check --model-args"
-        ) from error
-    finally:
-        transformers.utils.logging.enable_progress_bar()
+    with common.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
+        arguments = simple_parse_args_string(options.model_args)
+        where = {"batch_size": options.batch_size, "device": options.device or common.default_device()}
+        return FastKVLM(pretrained, policy=common.FULL, **where, **arguments)
 
 
-def use(lm: Any, cache: common.Planned, options: argparse.Namespace) -> Budget | None:
-    """Give the model a cache. Returns: its budget, None for the stock cache."""
-    if cache.policy == common.FULL:
-        lm.set_cache(common.FULL)
-        return None
-    budget = common.given(cache.budget, options, lm.patched)
-    settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction", "mode")}
-    lm.set_cache(common.policy_for(options.model, cache.policy), budget, **settings)
-    return budget
-
-
-def evaluate(
-    lm: Any, cache: common.Planned, tasks: list[str], manager: Any, options: argparse.Namespace
-) -> tuple[Row | None, dict[str, Any]]:
-    """Run the tasks with the cache that the model has.
-
-    Returns: the row, None in every process but the first, and what is kept of the harness's own results.
-    """
+def evaluate(lm: Any, cache: common.Planned, tasks: list[str], manager: Any, options: argparse.Namespace) -> Row | None:
+    """Run the tasks with the cache that the model has, and keep the row; None in every process but the first."""
     import lm_eval
 
     started = time.perf_counter()
@@ -218,10 +185,10 @@ def evaluate(
     )
     largest = lm.all_gather(torch.tensor([lm.cache_bytes], device=lm.device)).max()
     if results is None:
-        return None, {}
-    seconds = time.perf_counter() - started
-    row = Row(cache.policy, cache.budget, int(largest), seconds, scores_of(results))
-    return row, {name: results[name] for name in KEPT if name in results}
+        return None
+    row = Row(cache.policy, cache.budget, int(largest), time.perf_counter() - started, scores_of(results))
+    cache.keep({"row": row, "harness": {name: results[name] for name in KEPT if name in results}})
+    return row
 
 
 def table_of(rows: Sequence[Row]) -> Table:

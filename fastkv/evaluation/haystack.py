@@ -23,6 +23,7 @@ from .common import documents
 T = TypeVar("T")
 
 NOISE = "The kettle is warm. The window is open. The street is quiet. Off we walk. Nobody waits."
+TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # of the answers, by the first part of a task's name
 LONGEST = 60  # words of one unit of a file; tables and code have no sentences
 
 WORDS = {"adjective": ADJECTIVES, "adverb": ADVERBS, "did": TRANSITIVE, "moved": INTRANSITIVE, "near": PREPOSITIONS}
@@ -58,19 +59,13 @@ class Units(Generic[T]):
         return self._made[:number]
 
 
-def check_depth(depth: float) -> None:
-    """Raise FastKVError for what is no place in a text."""
-    if not 0 <= depth <= 1:
-        raise FastKVError(f"the depth of a needle must be from 0 to 1, got {depth}; pass a share of the text")
-
-
 def prose(rng: random.Random) -> Iterator[str]:
     """English sentences without end, each makes sense and all of them together do not; no digits, no hyphens."""
     while True:
         yield re.sub(r"\{(\w+)\}", lambda slot: rng.choice(WORDS[slot[1]]), rng.choice(SENTENCES))
 
 
-def from_files(source: str | Path, rng: random.Random) -> Iterator[str]:
+def essays(source: str | Path, rng: random.Random) -> Iterator[str]:
     """The sentences of a file, or of the .txt and .md files of a folder, over and over from a random one on."""
     sentences = _sentences(str(source))
     start = rng.randrange(len(sentences))
@@ -78,7 +73,13 @@ def from_files(source: str | Path, rng: random.Random) -> Iterator[str]:
 
 
 def scatter(units: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
-    """`units` with every needle behind round(depth * len(units)) of them; equally deep needles keep their order."""
+    """`units` with every needle behind round(depth * len(units)) of them; equally deep needles keep their order.
+
+    Raises: FastKVError for a depth that is no place in a text.
+    """
+    wrong = [depth for depth in depths if not 0 <= depth <= 1]
+    if wrong:
+        raise FastKVError(f"the depth of a needle must be from 0 to 1, got {wrong[0]}; pass a share of the text")
     places = [(round(depth * len(units)), 0) for depth in depths] + [(place, 1) for place in range(len(units))]
     ordered = sorted(zip(places, [*needles, *units]), key=lambda placed: placed[0])
     return [line for _, line in ordered]
@@ -149,19 +150,13 @@ def hidden(filler: Units[str], between: str, needles: Sequence[str], depths: Seq
 
 
 def drafted(
-    request: Request,
-    write: Writer,
-    *,
-    before: str,
-    question: str,
-    answers: tuple[str, ...],
-    tokens: int,
-    between: str = "",
+    request: Request, write: Writer, *, before: str, question: str, answers: tuple[str, ...], between: str = ""
 ) -> Draft:
     """How to make the sample from what `write` makes of a number of units: the context and its metadata.
 
-    Args: before, between: what stands before the context, and between it and the question.  tokens: of the answer.
+    Args: before, between: what stands before the context, and between it and the question.
     """
+    tokens = TOKENS[request.task.partition("_")[0]]
 
     def draft(units: int) -> Sample:
         context, metadata = write(units)
@@ -178,12 +173,12 @@ def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     return tokenizer
 
 
-def longest(draft: Draft, count: Callable[[str], int], length: int, least: int = 1) -> Sample:
+def longest(draft: Draft, tokenizer: Tokenizer, length: int, least: int = 1) -> Sample:
     """The sample with most filler whose prompt and answer fit in `length` tokens; one unit more would not fit.
 
     Doubles the number of units, then closes in by linear interpolation, because texts grow nearly linearly.
     """
-    low, best = least, draft(least)
+    count, low, best = counter(tokenizer), least, draft(least)
     room, low_tokens = length - best.tokens_to_generate, count(best.prompt)
     if low_tokens > room:
         raise FastKVError(

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from rich.console import Console
@@ -51,32 +51,13 @@ WINDOW = 4096  # of WindowedManifoldKV
 TOP = 0.1  # share of the tokens whose leverage is added up
 
 
-class Norms(NamedTuple):
-    """Of the rows of each head, all [Hkv]: mean norm, standard deviation over mean, largest over mean."""
-
-    norm: Tensor
-    spread: Tensor
-    peak: Tensor
-
-
-class Dilution(NamedTuple):
-    """How much a centroid still says as the context grows.
-
-    Attributes:
-        pull: [P, Hkv], |mean of keys| / mean |key|: 1 if all keys are equal, 0 if they cancel.
-        spread: [P, Hkv], standard deviation over mean of the distances |k_i - centroid|: what ManifoldKV ranks by. Near
-            0 all tokens are equally far, and the ranking is noise.
+def norms(rows: Tensor) -> dict[str, Tensor]:
+    """Norms of keys or values [Hkv, N, D]: mean ("norm"), standard deviation over mean ("spread"), largest over mean
+    ("peak"), [Hkv] each; zeros where all rows are zero.
     """
-
-    pull: Tensor
-    spread: Tensor
-
-
-def norms(rows: Tensor) -> Norms:
-    """Norms of keys or values [Hkv, N, D]; zeros where all rows are zero."""
     length = rows.double().norm(dim=-1)
     mean = length.mean(-1)
-    return Norms(mean, _variation(length), length.amax(-1) / _positive(mean))
+    return {"norm": mean, "spread": _variation(length), "peak": length.amax(-1) / _positive(mean)}
 
 
 def anchor_similarity(keys: Tensor, anchor: str = "mean") -> Tensor:
@@ -99,8 +80,13 @@ def window_length(num: int) -> int:
     return max(1, min(WINDOW, num // 4))
 
 
-def dilution(keys: Tensor, lengths: list[int], window: int | None = None) -> Dilution:
-    """Pull and spread of the first n keys of [Hkv, N, D], for each n in `lengths` (ManifoldKV, Sec. 3.2 and App. F).
+def dilution(keys: Tensor, lengths: list[int], window: int | None = None) -> dict[str, Tensor]:
+    """How much a centroid still says as the context grows: of the first n keys of [Hkv, N, D], for each of the P n in
+    `lengths` (ManifoldKV, Sec. 3.2 and App. F),
+
+        pull     [P, Hkv], |mean of keys| / mean |key|: 1 if all keys are equal, 0 if they cancel
+        spread   [P, Hkv], standard deviation over mean of the distances |k_i - centroid|: what ManifoldKV ranks by.
+                 Near 0 all tokens are equally far, and the ranking is noise
 
     The centroid is the mean of the n keys or, given a window, of each `window` of them; the pull is then the mean over
     tokens of the pull of their window, and distances of all windows are compared with each other, as they are ranked.
@@ -113,7 +99,7 @@ def dilution(keys: Tensor, lengths: list[int], window: int | None = None) -> Dil
         centroids = torch.stack([part.mean(1).norm(dim=-1) * part.shape[1] / length for part in windows]).sum(0)
         pull.append(centroids / _positive(prefix.norm(dim=-1).mean(-1)))
         spread.append(_variation(reference.manifold_scores(prefix[None], window)[0]))
-    return Dilution(torch.stack(pull), torch.stack(spread))
+    return {"pull": torch.stack(pull), "spread": torch.stack(spread)}
 
 
 def effective_rank(rows: Tensor) -> Tensor:
@@ -147,6 +133,8 @@ class Dimensions(NamedTuple):
 def dimensions(points: Tensor) -> Dimensions:
     """All three estimates of `points` [N, D]; 0 for equal points, and for neighbours fewer than three."""
     nearest, dim = nearest_distances(points, max(NEIGHBOURS)), points.shape[1]
+    if nearest.shape[1] < 2:
+        return Dimensions(pca(points), 0.0, 0.0)
     return Dimensions(pca(points), two_nn(nearest, dim), levina_bickel(nearest, dim))
 
 
@@ -156,10 +144,8 @@ def pca(points: Tensor, variance: float = VARIANCE) -> int:
     min {k : sum of the k largest eigenvalues of the covariance >= variance * sum of all}. Unlike the other estimates
     this takes every point, as often as it occurs.
     """
-    if len(points) == 0:
-        return 0
     wide = points.double()
-    wide = wide - wide[0]  # equal points become exact zeros, which subtracting a rounded mean would not give
+    wide = wide - wide[:1]  # equal points become exact zeros, which subtracting a rounded mean would not give
     wide = wide - wide.mean(0)
     eigenvalues = torch.linalg.eigvalsh(wide.T @ wide).flip(0).clamp(min=0)
     total = eigenvalues.sum()
@@ -178,8 +164,6 @@ def two_nn(nearest: Tensor, dim: int, discard: float = DISCARD) -> float:
 
     Args: nearest: [n, >= 2] from `nearest_distances`.
     """
-    if nearest.shape[1] < 2:
-        return 0.0
     ratios = (nearest[:, 1] / nearest[:, 0]).log().sort().values
     num = len(ratios)
     kept = num - int(discard * num)
@@ -193,10 +177,8 @@ def levina_bickel(nearest: Tensor, dim: int, counts: Sequence[int] = NEIGHBOURS)
     With T_j the distance to the j-th neighbour, the mean of log(T_k / T_j) over the j < k and over all points estimates
     1/d: inverses are averaged, not estimates, as MacKay and Ghahramani (2005) advise. The result is the mean over k.
 
-    Args: nearest: [n, K] from `nearest_distances`; counts: every k, at least 2; at most K of them count.
+    Args: nearest: [n, K >= 2] from `nearest_distances`; counts: every k, at least 2; at most K of them count.
     """
-    if nearest.shape[1] < 2:
-        return 0.0
     logs = nearest.log()
     usable = [min(count, nearest.shape[1]) for count in counts]
     inverses = [(logs[:, count - 1 : count] - logs[:, : count - 1]).mean() for count in usable]
@@ -208,7 +190,7 @@ def nearest_distances(points: Tensor, count: int) -> Tensor:
 
     At most `MOST_POINTS` are used.
     """
-    sample = _different(points)
+    sample = torch.unique(points, dim=0)
     if len(sample) > MOST_POINTS:
         chosen = torch.randperm(len(sample), generator=torch.Generator().manual_seed(0))[:MOST_POINTS]
         sample = sample[chosen.to(sample.device)]
@@ -216,16 +198,6 @@ def nearest_distances(points: Tensor, count: int) -> Tensor:
     pairs = torch.cdist(sample.double(), sample.double(), compute_mode="donot_use_mm_for_euclid_dist")
     nearest = pairs.topk(min(count + 1, len(sample)), largest=False).values[:, 1:]  # the first is the point itself
     return nearest.clamp(min=torch.finfo(torch.float64).tiny)
-
-
-def _different(points: Tensor) -> Tensor:
-    """The points without repetitions, in order of their first occurrence."""
-    if len(points) == 0:
-        return points
-    rows, label = torch.unique(points, dim=0, return_inverse=True)
-    place = torch.arange(len(points), device=points.device)
-    first = torch.full((len(rows),), len(points), device=points.device).scatter_reduce(0, label, place, "amin")
-    return points[first.sort().values]
 
 
 def _variation(sizes: Tensor) -> Tensor:
@@ -238,42 +210,13 @@ def _positive(number: Tensor) -> Tensor:
     return number.clamp(min=torch.finfo(number.dtype).tiny)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One full-attention layer: a number for each KV head, or a list of them for each prefix length.
+Layer: TypeAlias = dict[str, Any]  # what `measure_layer` returns
 
-    Attributes:
-        layer: index in the model.
-        pca, two_nn, mle: intrinsic dimension of the keys.
-        key_norm, key_spread, key_peak: mean norm, its standard deviation and its maximum over the mean; value_*: same.
-        anchor, unit_anchor: mean cosine with the mean key, and with the mean of the keys' directions.
-        pull, spread: of each prefix, see `Dilution`; window_*: with a centroid for each window.
-        rank, leverage: effective rank and leverage share of the keys before the rotary embedding; None if unknown.
-    """
 
-    layer: int
-    pca: list[int]
-    two_nn: list[float]
-    mle: list[float]
-    key_norm: list[float]
-    key_spread: list[float]
-    key_peak: list[float]
-    value_norm: list[float]
-    value_spread: list[float]
-    value_peak: list[float]
-    anchor: list[float]
-    unit_anchor: list[float]
-    pull: list[list[float]]
-    spread: list[list[float]]
-    window_pull: list[list[float]]
-    window_spread: list[list[float]]
-    rank: list[float] | None
-    leverage: list[float] | None
-
-    def mean(self, name: str, prefix: int = -1) -> float:
-        """Mean over KV heads of an attribute, at one prefix where it has several (default the whole context)."""
-        numbers = getattr(self, name)
-        return fmean(numbers[prefix] if isinstance(numbers[0], list) else numbers)
+def mean(layer: Layer, name: str, prefix: int = -1) -> float:
+    """Mean over KV heads of a measurement, at one prefix where it has several (default the whole context)."""
+    numbers = layer[name]
+    return fmean(numbers[prefix] if isinstance(numbers[0], list) else numbers)
 
 
 @dataclass(frozen=True)
@@ -296,24 +239,24 @@ class Report:
 
     def mean(self, name: str, prefix: int = -1) -> float:
         """Mean over layers and KV heads."""
-        return fmean(layer.mean(name, prefix) for layer in self.layers)
+        return fmean(mean(layer, name, prefix) for layer in self.layers)
 
 
-COLUMNS = {  # attribute: title and format
-    "pca": ("PCA", "{:.0f}"),
-    "two_nn": ("2-NN", "{:.1f}"),
-    "mle": ("MLE", "{:.1f}"),
-    "key_norm": ("|k|", "{:.3g}"),
-    "key_spread": ("std", "{:.0%}"),
-    "key_peak": ("max", "{:.2f}"),
-    "value_norm": ("|v|", "{:.3g}"),
-    "anchor": ("anchor", "{:.2f}"),
-    "unit_anchor": ("unit", "{:.2f}"),
-    "pull": ("pull", "{:.2f}"),
-    "spread": ("spread", "{:.3f}"),
-    "window_spread": ("window", "{:.3f}"),
-    "rank": ("rank", "{:.1f}"),
-    "leverage": ("lever", "{:.0%}"),
+COLUMNS: common.Columns = {
+    "pca": ("PCA", "{:.0f}", "intrinsic dimension of the keys: components for 95% of variance"),
+    "two_nn": ("2-NN", "{:.1f}", "the same as the two nearest neighbours see it: Two-NN"),
+    "mle": ("MLE", "{:.1f}", "the same as near neighbours see it: Levina-Bickel"),
+    "key_norm": ("|k|", "{:.3g}", "mean norm of the keys"),
+    "key_spread": ("std", "{:.0%}", "standard deviation of |k|, relative to the mean"),
+    "key_peak": ("max", "{:.2f}", "maximum of |k|, relative to the mean"),
+    "value_norm": ("|v|", "{:.3g}", "mean norm of the values"),
+    "anchor": ("anchor", "{:.2f}", "mean cosine of the keys with their mean"),
+    "unit_anchor": ("unit", "{:.2f}", "mean cosine of the keys with the mean of their directions"),
+    "pull": ("pull", "{:.2f}", "length of the mean key, relative to |k|"),
+    "spread": ("spread", "{:.3f}", "of the distances from the mean key: std, relative to the mean"),
+    "window_spread": ("window", "{:.3f}", "the same, with a mean key for every window"),
+    "rank": ("rank", "{:.1f}", "effective rank of the keys before the rotary embedding"),
+    "leverage": ("lever", "{:.0%}", "share of their leverage that the top tenth of the tokens holds"),
 }
 
 
@@ -341,7 +284,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
     console.print(table_of(report, roomy=console.width >= ROOMY))
     console.print(explain(report))
     console.print("\n".join(advice(report)))
-    record = {"versions": common.versions(), **asdict(report), "advice": advice(report)}
+    record = {"versions": common.versions(), **vars(report), "advice": advice(report)}
     common.write_json(options.out / "inspect.json", record)
     write_plot(report, options.out / "inspect.png")
     console.print(f"{options.out / 'inspect.png'} and {options.out / 'inspect.json'} written")
@@ -395,47 +338,46 @@ def read(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 def measure_layer(
     index: int, keys: Tensor, values: Tensor, lengths: list[int], window: int, rotary: Rotary | None
 ) -> Layer:
-    """All measurements of one layer from its keys [Hkv, N, D] at positions 0 to N - 1 and its values [Hkv, N, Dv]."""
-    clouds = [dimensions(head) for head in keys]
-    numbers: dict[str, Any] = {name: [getattr(cloud, name) for cloud in clouds] for name in ("pca", "two_nn", "mle")}
-    several: dict[str, Any] = {"key_": norms(keys), "value_": norms(values)}
+    """All measurements of one layer from its keys [Hkv, N, D] at positions 0 to N - 1 and its values [Hkv, N, Dv].
+
+    Returns: a number for each KV head, or a list of them for each prefix length, by name:
+        layer: index in the model, a single number.
+        pca, two_nn, mle: intrinsic dimension of the keys.
+        key_norm, key_spread, key_peak: mean norm, its standard deviation and its maximum over the mean; value_*: same.
+        anchor, unit_anchor: mean cosine with the mean key, and with the mean of the keys' directions.
+        pull, spread: of each prefix, see `dilution`; window_*: with a centroid for each window.
+        rank, leverage: effective rank and leverage share of the keys before the rotary embedding; None if unknown.
+    """
+    clouds = zip(*(dimensions(head) for head in keys))
+    numbers: Layer = {"layer": index, **{name: list(one) for name, one in zip(Dimensions._fields, clouds)}}
+    several = {"key_": norms(keys), "value_": norms(values)}
     several |= {"": dilution(keys, lengths), "window_": dilution(keys, lengths, window)}
-    numbers |= {f"{kind}{name}": one for kind, found in several.items() for name, one in found._asdict().items()}
+    numbers |= {f"{kind}{name}": one for kind, found in several.items() for name, one in found.items()}
     numbers |= {"anchor": anchor_similarity(keys), "unit_anchor": anchor_similarity(keys, "normalized_mean")}
     numbers |= {"rank": None, "leverage": None}
     if rotary is not None:
         positions = torch.arange(keys.shape[1], device=keys.device).expand(1, *keys.shape[:2])
         before = rotary.to(keys.device).unrotate(keys.float()[None], positions)[0]
         numbers |= {"rank": effective_rank(before), "leverage": leverage_share(before)}
-    return Layer(index, **{name: n.tolist() if isinstance(n, Tensor) else n for name, n in numbers.items()})
+    return {name: n.tolist() if isinstance(n, Tensor) else n for name, n in numbers.items()}
 
 
 def table_of(report: Report, *, roomy: bool = True) -> Table:
     """A row for each full-attention layer, means over its KV heads; 80 columns wide unless `roomy`."""
-    table = common.table((), ("layer", *(title for title, _ in COLUMNS.values())), padding=(0, int(roomy)))
+    table = common.table((), ("layer", *(title for title, _, _ in COLUMNS.values())), padding=(0, int(roomy)))
     for layer in report.layers:
-        means = {name: None if getattr(layer, name) is None else layer.mean(name) for name in COLUMNS}
-        table.add_row(str(layer.layer), *common.cells(means, COLUMNS))
+        means = {name: None if layer[name] is None else mean(layer, name) for name in COLUMNS}
+        table.add_row(str(layer["layer"]), *common.cells(means, COLUMNS))
     return table
 
 
 def explain(report: Report) -> str:
     """What the columns are."""
-    lines = f"""
-Means over the KV heads of a layer, {report.tokens} tokens of {report.text}.
-  PCA          intrinsic dimension of the keys: components for 95% of variance
-  2-NN, MLE    the same as near neighbours see it: Two-NN, Levina-Bickel
-  |k|, |v|     mean norm of the keys, of the values
-  std, max     standard deviation and maximum of |k|, relative to the mean
-  anchor       mean cosine of the keys with their mean
-  unit         mean cosine of the keys with the mean of their directions
-  pull         length of the mean key, relative to |k|
-  spread       of the distances from the mean key: std, relative to the mean
-  window       the same, with a mean key for every {report.window} tokens
-  rank         effective rank of the keys before the rotary embedding
-  lever        share of their leverage that the top tenth of the tokens holds
-"""
-    return lines + ("" if report.no_rotary is None else f"  -            not measured: {report.no_rotary}\n")
+    missing = "" if report.no_rotary is None else f"  -        not measured: {report.no_rotary}\n"
+    return f"""
+Means over the KV heads of a layer, {report.tokens} tokens of {report.text}, windows of {report.window}.
+{common.legend(COLUMNS)}
+{missing}"""
 
 
 def advice(report: Report) -> list[str]:
@@ -486,11 +428,11 @@ def write_plot(report: Report, path: Path) -> None:
     """Write a PNG of four panels: dimension, norms and anchor similarity by layer, dilution over the context."""
     figure = common.figure(10, 7.4)
     (dimension, norm), (similarity, length) = figure.subplots(2, 2)
-    places = [layer.layer for layer in report.layers]
+    places = [layer["layer"] for layer in report.layers]
 
     def lines(axis: Any, title: str, names: dict[str, str], by_length: bool = False) -> None:
         for (label, name), colour, dash in zip(names.items(), common.COLOURS, ("-", "--", "-", "--")):
-            y = [layer.mean(name) for layer in report.layers]
+            y = [mean(layer, name) for layer in report.layers]
             if by_length:
                 y = [report.mean(name, place) for place in range(len(report.lengths))]
             style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 4, "linewidth": 1.6}
@@ -500,8 +442,8 @@ def write_plot(report: Report, path: Path) -> None:
     estimates = {"PCA, 95 % of the variance": "pca", "Levina-Bickel": "mle", "Two-NN": "two_nn"}
     lines(dimension, "intrinsic dimension of the keys", estimates)
     for kind, colour in zip(("key", "value"), common.COLOURS):
-        both = [(layer.mean(f"{kind}_norm"), layer.mean(f"{kind}_spread")) for layer in report.layers]
-        low, high = ([mean * (1 + sign * spread) for mean, spread in both] for sign in (-1, 1))
+        both = [(mean(layer, f"{kind}_norm"), mean(layer, f"{kind}_spread")) for layer in report.layers]
+        low, high = ([size * (1 + sign * spread) for size, spread in both] for sign in (-1, 1))
         norm.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
     lines(norm, "norm, mean and standard deviation", {"keys": "key_norm", "values": "value_norm"})
     anchors = {"mean key": "anchor", "mean direction": "unit_anchor"}

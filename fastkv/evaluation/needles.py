@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,11 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..api import patched
 from ..demo import tasks as demo
 from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from . import common, ruler
-from .haystack import Sample, Tokenizer, check_depth, counter, scatter
+from .haystack import Sample, Tokenizer, counter, scatter
 from .ruler import KINDS
 
 TASKS = (*KINDS, *demo.TASKS)
@@ -39,18 +42,11 @@ class Grid:
     """
 
     task: str
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
+    lengths: list[int]
+    depths: list[float]
     samples: int
     seed: int
-    accuracy: tuple[tuple[float, ...], ...]
-
-    @classmethod
-    def of(cls, record: dict[str, Any]) -> Grid:
-        """What was saved, from the JSON object."""
-        accuracy = tuple(map(tuple, record["accuracy"]))
-        ranges = {name: tuple(record[name]) for name in ("lengths", "depths")}
-        return cls(**{**record, **ranges, "accuracy": accuracy})
+    accuracy: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -94,11 +90,8 @@ def grid(
             progress()
         return mark
 
-    accuracy = tuple(
-        tuple(sum(found(depth, length, index) for index in range(samples)) / samples for length in lengths)
-        for depth in depths
-    )
-    return Grid(task, tuple(lengths), tuple(depths), samples, seed, accuracy)
+    accuracy = [[fmean(found(depth, length, i) for i in range(samples)) for length in lengths] for depth in depths]
+    return Grid(task, list(lengths), list(depths), samples, seed, accuracy)
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
@@ -121,10 +114,10 @@ def needle(
     text: str | Path | None = None,
 ) -> Sample:
     """A sample of `task` with the needles that are asked for at `depth`. Raises: FastKVError as `grid` does."""
+    if task not in TASKS:
+        raise FastKVError(f"expected one of the tasks {', '.join(TASKS)}, got {task!r}; choose one of them")
     if task in KINDS:
         return ruler.generate(task, tokenizer, length, seed, index, depth=depth, text=text)
-    if task not in demo.TASKS:
-        raise FastKVError(f"expected one of the tasks {', '.join(TASKS)}, got {task!r}; choose one of them")
     if text is not None:
         raise FastKVError(f"{task} has no text, got text={str(text)!r}; leave it out or choose another task")
     return placed(task, tokenizer, length, depth, seed + index)
@@ -135,7 +128,6 @@ def placed(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int
 
     It has the same words, exactly `length` tokens with the answer.
     """
-    check_depth(depth)
     try:
         told = demo.generate(task, length, seed)
     except ValueError as error:
@@ -205,30 +197,34 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     plan = common.planned(options, settings)
     model, tokenizer = common.load(options.model)
     check(model, tokenizer, task, options)
-    start = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    for one in plan:  # what cannot be used is refused before anything slow
-        with common.fitted(model, one, options) as budget, torch.no_grad():
-            common.check_bytes(one.name, model(start, use_cache=True).past_key_values, budget)
+    caches = [common.arguments(one, options, model) for one in plan]
+    for one, cache in zip(plan, caches):  # what cannot be used is refused before anything slow
+        with fitted(model, cache):
+            common.check_first(one.name, model, cache["budget"])
     rows, total = [], len(options.lengths) * len(options.depths) * options.samples
     with common.progress(console) as progress:
-        for one in plan:
+        for one, cache in zip(plan, caches):
             bar = progress.add_task(one.name, total=total)
             if one.record is None:
-                with common.fitted(model, one, options):
+                with fitted(model, cache):
                     nbytes, found = measured(model, tokenizer, task, options, partial(progress.advance, bar))
-                row = Row(one.policy, one.budget, nbytes, found)
-                write_plot(found, one.file.with_name(f"{one.name}.png"), f"{task}: {one.name}")
-                one.keep(asdict(row))
+                write_plot(found, one.file.with_suffix(".png"), f"{task}: {one.name}")
+                rows.append(Row(one.policy, one.budget, nbytes, found))
+                one.keep(vars(rows[-1]))
             else:
-                row = Row(one.policy, one.budget, one.record["nbytes"], Grid.of(one.record["found"]))
+                rows.append(Row(one.policy, one.budget, one.record["nbytes"], Grid(**one.record["found"])))
                 progress.update(bar, completed=total)
-            rows.append(row)
     console.print(table_of(rows))
     console.print(
         f"Share of {task} needles found, {options.samples} texts for each length and depth; KiB is the largest cache "
         f"of one sequence, everything counted.\n{len(rows)} heat maps and JSON files in {options.out}"
     )
     return rows
+
+
+def fitted(model: Any, cache: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The model with one cache of `common.arguments`."""
+    return nullcontext() if cache["policy"] == common.FULL else patched(model, **cache)
 
 
 def check(model: Any, tokenizer: Any, task: str, options: argparse.Namespace) -> None:
@@ -267,7 +263,7 @@ def table_of(rows: list[Row]) -> Table:
     lengths = rows[0].found.lengths
     table = common.table(("policy",), ("budget", "KiB", "found", *(f"{length:,}" for length in lengths)))
     for row in rows:
-        marks = [sum(column) / len(column) for column in zip(*row.found.accuracy)]
-        means = [sum(marks) / len(marks), *marks]
-        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", *(f"{mean:.0%}" for mean in means))
+        marks = [fmean(column) for column in zip(*row.found.accuracy)]
+        means = (f"{mean:.0%}" for mean in (fmean(marks), *marks))
+        table.add_row(row.policy, row.budget, f"{row.nbytes / 2**10:.0f}", *means)
     return table

@@ -50,7 +50,7 @@ from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from ..policies import Policy
 from . import ruler
-from .common import FOREIGN, FULL, first_line, to_budget, unknown_share
+from .common import FOREIGN, FULL, loading, to_budget, unknown_share
 from .haystack import Sample, Tokenizer
 
 MODES = ("auto", "stream", "prefix")
@@ -181,7 +181,6 @@ class FastKVLM(HFLM):
     @torch.no_grad()
     def _score(self, context: tuple[int, ...], continuations: list[list[int]]) -> list[Answer]:
         """Read and compress all of the context but its last token, then score continuations in one batch."""
-        lengths = [len(continuation) for continuation in continuations]
         rows = [torch.tensor([context[-1], *one[:-1]], device=self.device) for one in continuations]
         padded = pad_sequence(rows, batch_first=True)  # on the right, where nothing attends to it
         with torch.autocast(
@@ -195,10 +194,10 @@ class FastKVLM(HFLM):
             logits = self.model(padded, past_key_values=past, use_cache=True).logits
         scores = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
         answers = []
-        for score, continuation, length in zip(scores, continuations, lengths):
-            target = torch.tensor(continuation, device=score.device)
-            chosen = score[:length].gather(1, target[:, None])
-            answers.append((float(chosen.sum()), bool((score[:length].argmax(-1) == target).all())))
+        for score, continuation in zip(scores, continuations):
+            target, score = torch.tensor(continuation, device=score.device), score[: len(continuation)]
+            chosen = score.gather(1, target[:, None])
+            answers.append((float(chosen.sum()), bool((score.argmax(-1) == target).all())))
         return answers
 
 
@@ -238,7 +237,7 @@ class RulerTask(ConfigurableTask):
         metadata = self.config.metadata or {}
         (samples,) = whole_numbers("num_samples", metadata.get("num_samples", SAMPLES), most=1)
         (seed,) = whole_numbers("seed", metadata.get("seed", 0), most=1, least=0)
-        tokenizer = tokenizer_of(metadata)
+        tokenizer = tokenizer_of(metadata.get("tokenizer") or metadata.get("pretrained"))
         essays = self.kind in ruler.KINDS and ruler.KINDS[self.kind].haystack == "essay"
         text = metadata.get("haystack") if essays else None
         data = metadata.get(ruler.SOURCES[self.kind].option) if self.kind in ruler.SOURCES else None
@@ -273,25 +272,18 @@ def written(
     return found
 
 
-def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that lengths are counted with: of the metadata, or of the model that is evaluated."""
-    given = metadata.get("tokenizer") or metadata.get("pretrained")
+@lru_cache(maxsize=4)
+def tokenizer_of(given: str | Tokenizer | None) -> Tokenizer:
+    """The tokenizer that lengths are counted with, from its folder or name."""
     if given is None:
         raise FastKVError(
             "RULER needs a tokenizer to write texts of a length, got none; pass --metadata tokenizer=PATH or "
             "--model_args pretrained=PATH"
         )
-    return _loaded(given) if isinstance(given, str) else given
-
-
-@lru_cache(maxsize=4)
-def _loaded(name: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise FastKVError(
-            f"cannot load a tokenizer from {name} ({first_line(error)}); name another with --metadata tokenizer=PATH"
-        ) from error
+    if not isinstance(given, str):
+        return given
+    with loading(f"a tokenizer from {given}", "name another with --metadata tokenizer=PATH"):
+        return AutoTokenizer.from_pretrained(given)
 
 
 def whole_numbers(name: str, value: Any, most: int | None = None, least: int = 1) -> tuple[int, ...]:

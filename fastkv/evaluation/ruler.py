@@ -28,27 +28,11 @@ from typing import Any, NamedTuple
 
 from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
 from ..errors import FastKVError
-from .haystack import (
-    NOISE,
-    Draft,
-    Request,
-    Sample,
-    Tokenizer,
-    Units,
-    check_depth,
-    counter,
-    drafted,
-    from_files,
-    hidden,
-    longest,
-    prose,
-    scatter,
-)
+from .haystack import NOISE, Draft, Request, Sample, Tokenizer, Units, drafted, essays, hidden, longest, prose, scatter
 
 __all__ = ["TASKS", "Sample", "generate", "score"]
 
 CONTROL = re.compile(r"[\x00-\x1f]")
-TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # of the answers
 DEPTHS = 40  # places a needle may have, evenly from the start of the text to its end
 HOPS = 4  # of variable tracking, from variable to variable
 NAME = 5  # letters of a variable
@@ -113,7 +97,6 @@ def niah(request: Request) -> Draft:
     needles = [_needle(kind, key, value) for key, value in pairs]
     depths = [place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), len(needles))]
     if request.depth is not None:
-        check_depth(request.depth)
         depths = [request.depth if key in asked else depth for depth, (key, _) in zip(depths, pairs)]
 
     filler = Units(_filler(kind, request, {*keys, *values}))
@@ -130,7 +113,7 @@ def niah(request: Request) -> Draft:
     )
 
     write = hidden(filler, between, needles, depths)
-    return drafted(request, write, before=task, question=question, answers=answers, tokens=TOKENS["niah"])
+    return drafted(request, write, before=task, question=question, answers=answers)
 
 
 def tracking(request: Request) -> Draft:
@@ -146,7 +129,7 @@ def tracking(request: Request) -> Draft:
 
     write = hidden(filler, "\n", statements, depths)
     before, answers = f"{example}\n\n{TRACKING}", tuple(asked)
-    return drafted(request, write, before=before, question=question, answers=answers, tokens=TOKENS["vt"])
+    return drafted(request, write, before=before, question=question, answers=answers)
 
 
 def _needle(kind: Kind, key: str, value: str) -> str:
@@ -160,7 +143,7 @@ def _filler(kind: Kind, request: Request, taken: set[str]) -> Iterator[str]:
     if kind.haystack == "needles":
         pairs = ((MAKE[kind.keys](rng), MAKE[kind.values](rng)) for _ in count())
         return (_needle(kind, *pair) for pair in pairs if not taken.intersection(pair))
-    return prose(rng) if request.text is None else from_files(request.text, rng)
+    return prose(rng) if request.text is None else essays(request.text, rng)
 
 
 def _drawn(kind: str, rng: random.Random) -> Iterator[str]:
@@ -244,7 +227,7 @@ def common_words(request: Request) -> Draft:
         return context, {"counts": {**dict.fromkeys(asked, often), **dict.fromkeys(uncommon, seldom)}}
 
     before, answers = f"{example}\n\n{COMMON_TASK}", tuple(asked)
-    return drafted(request, write, before=before, question=COMMON_QUESTION, answers=answers, tokens=TOKENS["cwe"])
+    return drafted(request, write, before=before, question=COMMON_QUESTION, answers=answers)
 
 
 def frequent_words(request: Request) -> Draft:
@@ -262,9 +245,7 @@ def frequent_words(request: Request) -> Draft:
         return context, {"counts": dict(Counter(drawn))}
 
     answers = tuple(words[1 : ASKED + 1])
-    return drafted(
-        request, write, before=FREQUENT_TASK, question=FREQUENT_QUESTION, answers=answers, tokens=TOKENS["fwe"]
-    )
+    return drafted(request, write, before=FREQUENT_TASK, question=FREQUENT_QUESTION, answers=answers)
 
 
 def _placed(words: Sequence[str], times: int, rng: random.Random) -> list[tuple[float, str]]:
@@ -360,9 +341,7 @@ def questions_on_documents(request: Request) -> Draft:
         return context, {"needles": tuple(text for _, text in needed), "depths": depths}
 
     between = f"{QA_TASK}\n\n"
-    return drafted(
-        request, write, before=QA_TASK, between=between, question=question, answers=asked.answers, tokens=TOKENS["qa"]
-    )
+    return drafted(request, write, before=QA_TASK, between=between, question=question, answers=asked.answers)
 
 
 def _others(paragraphs: tuple[str, ...], asked: Question, rng: random.Random) -> Iterator[tuple[float, str]]:
@@ -489,11 +468,10 @@ def generate(
         if value is not None and not has:
             raise FastKVError(f"{task} has no {name}, got {name}={value!r}; leave it out or choose another task")
     draft = TASKS[task].write(Request(task, length, seed, index, depth, text, data))
-    return longest(draft, counter(tokenizer), length, TASKS[task].least)
+    return longest(draft, tokenizer, length, TASKS[task].least)
 
 
 def score(sample: Sample, prediction: str) -> float:
     """RULER's mark of what a model wrote, 0 to 1: the share of the answers in it, for `qa` whether any is in it."""
-    if sample.task not in TASKS:
-        return string_match_all(prediction, sample.answers)
-    return TASKS[sample.task].metric(prediction, sample.answers)
+    metric = TASKS[sample.task].metric if sample.task in TASKS else string_match_all
+    return metric(prediction, sample.answers)

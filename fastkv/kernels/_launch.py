@@ -8,12 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids, LayerState
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
-MAX_HEAD_DIM = 256
 CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
 SMS = 132
 
@@ -75,11 +75,14 @@ def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: 
         )
 
 
-def check_head_dim(op: str, head_dim: int) -> None:
-    """Raise FastKVError unless the kernels support this head size."""
-    if head_dim > MAX_HEAD_DIM or head_dim % 16:
+def check_head_dim(op: str, head_dim: int, dtype: torch.dtype | None = None) -> None:
+    """Raise FastKVError unless the kernels support this head size, for attention in `dtype` if one is given."""
+    exact = dtype == torch.float32
+    most = MAX_COMMON_HEAD_DIM if exact or on_hip() else MAX_HEAD_DIM
+    if head_dim > most or head_dim % 16:
         raise FastKVError(
-            f"{op} supports head_dim up to {MAX_HEAD_DIM} in multiples of 16, got {head_dim}; use backend='reference'"
+            f"{op} supports head_dim up to {most}{' in float32' * exact} in multiples of 16, got {head_dim}; use "
+            "backend='reference'"
         )
 
 
@@ -88,7 +91,7 @@ def check_decode(op: str, q: Tensor, keys: Tensor, values: Tensor, *same_dtype: 
     batch, num_heads, dim = q.shape
     heads, slots = keys.shape[1:3]
     groups = check_groups(op, num_heads, heads)
-    check_head_dim(op, dim)
+    check_head_dim(op, dim, q.dtype)
     check_shape(op, "keys", keys, (batch, heads, slots, dim))
     check_shape(op, "values", values, (batch, heads, slots, dim))
     dtypes = {t.dtype for t in (q, keys, values, *same_dtype)}

@@ -7,7 +7,7 @@ program are the queries of one KV head, (token, head of the group) in that order
 other tokens by `reference.merge_partials`.
 
 Bytes: the centroids, 8 M D, once per BLOCK_M rows; q once; 4 D of out per row. Products are fp32, as the centroids are.
-Does not handle: head_dim above 256, centroids that are not fp32.
+Does not handle: head_dim above 512, centroids that are not fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._evicted import _centroid_partial
 from ._launch import INTERPRET, check_centroids, check_head_dim, pow2
 
 # padded head_dim: (rows, dimensions of a key at a time, warps)
-BLOCKS = {16: (64, 16, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (32, 32, 4)}
+BLOCKS = {16: (64, 16, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (32, 32, 4), 512: (16, 32, 4)}
 BLOCK_C = 16  # centroids at a time
 
 

@@ -30,11 +30,12 @@ from ._attention import _dot32, _store_spread
 from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2
 
 PLAN = 2048  # candidates per prefix sum
-ROWS = 32  # per tile
-COLUMNS = 32  # value columns per program of the merge
+ROWS = 32  # that a program moves at once
 ROWS_PER_SPLIT = 2048
 MAX_SPLITS = 16
-WARPS = {64: 4, 128: 4, 256: 8}  # of the merge, by padded head_dim
+# Of the merge, by padded head_dim: rows per tile, value columns per program, warps. Triton 3.7 compiles products of 512
+# rows and 32 columns to nothing for sm_100.
+MERGE = {64: (32, 32, 4), 128: (32, 32, 4), 256: (32, 32, 8), 512: (16, 16, 8)}
 MAX_MOVERS = 32
 
 
@@ -333,16 +334,16 @@ def _merge(
     spread = moments.spread
     part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=keys.device)
     state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope, spread)
-    shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": ROWS, "COLUMNS": COLUMNS, "SPLITS": splits}
+    rows, columns, warps = MERGE[pow2(dk, 64)]
+    shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns, "SPLITS": splits}
     shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread is not None}
-    warps = WARPS[pow2(dk, 64)]
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
-    _moments_kernel[(batch * heads, triton.cdiv(dv, COLUMNS), splits)](
+    _moments_kernel[(batch * heads, triton.cdiv(dv, columns), splits)](
         keys, values, new_keys, new_values, listed, tally, means, part, part_spread, *state, listed.shape[-1], slots,
         used, *strides, HEADS=heads, INTERP=INTERPRET, num_warps=warps, num_stages=2, **shape,
     )  # fmt: skip
     if splits > 1:
-        grid = (batch * heads, triton.cdiv(dv, COLUMNS))
+        grid = (batch * heads, triton.cdiv(dv, columns))
         _merge_kernel[grid](tally, means, part, part_spread, *state, num_warps=warps, **shape)
 
 

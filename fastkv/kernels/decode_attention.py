@@ -10,8 +10,8 @@ centroids, and the last of a pair to arrive merges; with many pairs one program 
 `fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
 
 Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the matrix (4 D^2 in fp32), 8 D a centroid.
-Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 256, float64, windows, padding.
-In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
+Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 512 (256 in float32 and on AMD),
+float64, windows, padding. In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from ._launch import (
     stages,
 )
 
-BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
+# padded head_dim -> slots, matrix rows, stages
+BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3), 512: (16, 32, 3)}
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
 BLOCK_C = 16  # centroids at a time
 BLOCK_S = 256  # slots per step when attention is added up
@@ -191,7 +192,7 @@ def _constants(
     if capped or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
     if matrix == torch.float32:
-        block_k = 32 if hip else 16  # its exact product needs several times the registers
+        block_k = 32 if hip or padded > 256 else 16  # its exact product needs several times the registers
     if order == CENTROIDS.value:
         block_k = 32
     merge_rows = pow2(groups)
@@ -201,7 +202,8 @@ def _constants(
         BLOCK_C=BLOCK_C, BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order,
         SPREAD=spread, HAS_CAP=capped,
     )  # fmt: skip
-    return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
+    wide = padded > 256 or (dtype == torch.float32 and padded == 256)
+    return constants, 8 if wide else 4, num_stages
 
 
 def decode_step(

@@ -11,7 +11,7 @@ of S; all parts need all evicted keys, so keys, positions and sizes are changed 
 than MAX_SCAN slots a first launch finds candidates. Twins: `select` and `compact`, up to the order of slots.
 
 Bytes per pair: 8 C for scores and positions, 8 D^2 for S read and written, 2 D^2 for its copy, 8 R D for the rows.
-Does not handle: more than 64 tokens at once, Dv != Dk, head_dim above 256, float64.
+Does not handle: more than 64 tokens at once, Dv != Dk, head_dim above 512, float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_he
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
-BLOCK_V = 32  # value columns of one program
+BLOCK_V = {64: 32, 128: 32, 256: 32, 512: 16}  # value columns of one program, by padded head_dim; see `compact.MERGE`
 TILE = 16  # evicted rows at a time
 MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
@@ -173,9 +173,9 @@ def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, h
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
     scanned = pow2(chunks * most if chunks else width, 16)
     padded = pow2(head_dim, 64)
-    constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, BLOCK_V=BLOCK_V, TILE=TILE)
-    constants |= dict(SPREAD=spread)
-    return constants, chunks, 8 if padded == 256 and not hip else 4
+    constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
+    constants |= dict(BLOCK_V=BLOCK_V[padded], SPREAD=spread)
+    return constants, chunks, 8 if padded >= 256 and not hip else 4
 
 
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
@@ -216,7 +216,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         )  # fmt: skip
     room = Workspace.of(state.scratch)
     tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
-    _evict_kernel[pairs, triton.cdiv(dim, BLOCK_V)](
+    _evict_kernel[pairs, triton.cdiv(dim, constants["BLOCK_V"])](
         keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
         moments.cross, moments.slope, moments.spread, scores, starts, found, found_slots, tickets, slots, width, drop,
         spec.sinks, spec.recent, candidates, **constants, INTERP=INTERPRET, num_warps=num_warps,

@@ -20,7 +20,7 @@ from ..errors import FastKVError
 from ..reference.geometry import check_metric
 from ._launch import check_head_dim, check_like, pow2
 
-BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}  # rows per tile, by padded head_dim
+BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32, 512: 16}  # rows per tile, by padded head_dim
 LEAST_ROWS = 512  # of a split
 MAX_SPLITS = 64
 METRICS = {"keydiff": 0, "cosine": 1, "dot": 2, "l2": 3, "l1": 4, "linf": 5}

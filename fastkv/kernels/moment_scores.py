@@ -6,7 +6,7 @@ Source: MomentKV (arXiv:2606.01563, Eq. 10); the key is not centred, as there. T
 times attention. A program takes a tile of slots and multiplies it with the whole moment matrix.
 
 Bytes per pair: 4 L D for keys and values in half precision, 8 C for attention and scores, 2 D^2 (4 D^2 in fp32) per
-tile for the matrix, from L2 after the first. Does not handle: Dv != Dk, head_dim above 256, float64.
+tile for the matrix, from L2 after the first. Does not handle: Dv != Dk, head_dim above 512, float64.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from ..errors import check_shape
 from ._attention import _dot, _dot32
 from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, stages
 
-BLOCKS = {64: (64, 32, 4), 128: (64, 32, 4), 256: (64, 32, 8)}  # padded head_dim -> slots, matrix rows, warps
-FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8)}
+BLOCKS = {
+    64: (64, 32, 4),
+    128: (64, 32, 4),
+    256: (64, 32, 8),
+    512: (32, 32, 8),
+}  # padded head_dim -> slots, matrix rows, warps
+FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32, 8)}
 
 
 @triton.jit

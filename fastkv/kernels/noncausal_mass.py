@@ -24,9 +24,9 @@ from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
-SINGLE = {16: (64, 4), 32: (64, 4), 64: (64, 8), 128: (64, 8), 256: (32, 8)}
+SINGLE = {16: (64, 4), 32: (64, 4), 64: (64, 8), 128: (64, 8), 256: (32, 8), 512: (16, 8)}
 # padded head_dim: (rows, columns, warps) of the two passes
-DOUBLE = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8)}
+DOUBLE = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8), 512: (32, 32, 8)}
 
 
 @triton.jit

@@ -7,7 +7,8 @@ are one more, (sink, 1, 0), and come last. Rows of a program are the queries of 
 in that order: keys are read once per group.
 
 Bytes: keys and values once per BLOCK_M rows; q and out once.
-Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache.
+Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
+with head_dim above 256. With head_dim 512 and a softcap it spills registers (20 bytes on sm_90).
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from ._evicted import Terms, _seed
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (rows, keys per tile, warps, stages)
-BLOCKS = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2)}
+BLOCKS = {
+    16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2),
+    512: (32, 32, 8, 2),
+}  # fmt: skip
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
-SEED = {16: 16, 32: 32, 64: 32, 128: 32, 256: 16}  # key dimensions per step of the moment term
+SEED = {16: 16, 32: 32, 64: 32, 128: 32, 256: 16, 512: 16}  # key dimensions per step of the moment term
 
 
 @triton.jit
@@ -118,7 +122,7 @@ def prefill_attention(
     check_shape(op, "k", k, (batch, heads, num, dim))
     check_shape(op, "v", v, (batch, heads, num, value_dim))
     check_shape(op, "valid", valid, (batch, num))
-    check_head_dim(op, max(dim, value_dim))
+    check_head_dim(op, max(dim, value_dim), q.dtype)
     evicted = spec.evicted(state)
     moments = evicted if isinstance(evicted, Moments) else None
     known = Terms.of(op, moments, dim)
@@ -140,7 +144,7 @@ def prefill_attention(
     order, has_slope = -1, False
     if moments is not None and known.order is not None:
         order, has_slope, matrix = known.order, moments.slope is not None, known.matrix
-        if order == 1 and not has_slope and value_width == 256 and q.element_size() == 2:
+        if order == 1 and not has_slope and value_width >= 256 and q.element_size() == 2:
             assert matrix is not None
             matrix = (matrix / moments.count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
             has_slope = True

@@ -54,9 +54,10 @@ from ._launch import (
     stages,
 )
 
-BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
+# padded head_dim -> slots, matrix rows, stages
+BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2), 512: (16, 64, 2)}
 FP32_BLOCKS = {64: (32, 16, 2), 128: (32, 16, 2), 256: (16, 16, 2)}
-BLOCK_A = {64: 32, 128: 32, 256: 16}  # slots without values
+BLOCK_A = {64: 32, 128: 32, 256: 16, 512: 16}  # slots without values
 BLOCK_S = 256  # slots per step when attention is added up
 MERGE_TILE = 2048  # elements of partials summed at once
 
@@ -261,14 +262,14 @@ def _constants(
     exact = dtype == torch.float32
     block_n, block_k, num_stages = (FP32_BLOCKS if exact else BLOCKS)[padded]
     if matrix == torch.float32 and not exact:
-        block_k = 32 if hip else 16  # its exact product needs several times the registers
+        block_k = 32 if hip or padded > 256 else 16  # its exact product needs several times the registers
     merge_d = max(16, MERGE_TILE // (max(splits, approx, 2) * MIN_ROWS))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n,
         BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, BLOCK_S=BLOCK_S, SPLITS=splits, APPROX=approx,
         MERGE_D=merge_d, ORDER=order, HAS_CAP=capped,
     )  # fmt: skip
-    return constants, 8 if exact and padded == 256 else 4, num_stages
+    return constants, 8 if padded > 256 or (exact and padded == 256) else 4, num_stages
 
 
 def vector_decode_step(

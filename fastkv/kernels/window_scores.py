@@ -22,7 +22,7 @@ from ._attention import LOG2E, _dot, _logits2
 from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (keys per tile, warps, stages)
-BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
+BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2), 512: (32, 8, 1)}
 MAX_ROWS = 64  # queries times heads per tile
 LEAST_KEYS = 512  # of a split
 MAX_SPLITS = 32

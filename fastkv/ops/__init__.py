@@ -32,9 +32,9 @@ from .scores import (
     manifold_scores,
     moment_scores,
     noncausal_attention_mass,
+    observed_attention,
     select,
     sketch,
     sketched_leverage,
-    window_attention,
     window_scores,
 )

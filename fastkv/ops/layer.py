@@ -1,7 +1,7 @@
 """What one layer does with its state: attend to a block or a token, shrink, remember what leaves.
 
-Arguments are objects (`reference.LayerState`, `reference.Spec`); the function of the same name in `reference` says what
-they mean. Which backend runs is the spec's.
+Arguments are objects (`reference.LayerState`, `reference.Spec`). Operations have signature and docstring of the
+reference's function of that name; which backend runs is the spec's.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import corrections
+from .. import corrections, reference
 from ..backend import implementation, resolve
-from ..reference import Evicted, LayerState, Moments, Selection, Slots, Spec, compute_dtype
-from .operator import Block, nothing, operator
+from ..reference import Evicted, LayerState, Moments, Slots, Spec, compute_dtype
+from .operator import by_spec, nothing, operator
 
 
 def _step_outputs(
@@ -24,12 +24,8 @@ def _step_outputs(
     return q.new_empty(*q.shape[:2], state.exact.value_dim), lse, torch.empty_like(lse)
 
 
-@operator(_step_outputs, changes=("state",))
-def decode_step(
-    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_step`. Kernel: one launch, append included; no allocation but the results."""
-    return implementation("decode_step", spec.backend, q.device.type)(q, k, v, state, spec)
+# Kernel: one launch, append included; no allocation but the results.
+decode_step = operator(_step_outputs, changes=("state",))(by_spec(reference.decode_step))
 
 
 def decode_attention(
@@ -59,40 +55,25 @@ def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
-@operator(_block_outputs)
-def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor]:
-    """`reference.prefill_attention`. Kernel: one launch, two with centroids."""
-    return implementation("prefill_attention", spec.backend, q.device.type)(q, k, v, valid, state, spec)
+# Kernel: one launch, two with centroids.
+prefill_attention = operator(_block_outputs)(by_spec(reference.prefill_attention))
 
 
 def _masses(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
-@operator(_masses)
-def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
-    """`reference.evicted_mass`. Kernel: for centroids, one launch; their logits stay in registers."""
-    return implementation("evicted_mass", spec.backend, q.device.type)(q, state, spec)
+# Kernel: for centroids, one launch; their logits stay in registers.
+evicted_mass = operator(_masses)(by_spec(reference.evicted_mass))
 
+# On every backend the reference's: static shapes, no host sync.
+remember = operator(nothing, changes=("state",))(by_spec(reference.remember))
 
-@operator(nothing, changes=("state",))
-def remember(keys: Tensor, values: Tensor, mask: Tensor, state: LayerState, spec: Spec) -> None:
-    """`reference.remember`, on every backend: static shapes, no host sync."""
-    implementation("remember", spec.backend, keys.device.type)(keys, values, mask, state, spec)
+# Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`.
+compact = operator(nothing, changes=("state",))(by_spec(reference.compact))
 
-
-@operator(nothing, changes=("state",))
-def compact(valid: Tensor, selection: Selection, block: Block | None, state: LayerState, spec: Spec) -> None:
-    """`reference.compact`. Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`."""
-    implementation("compact", spec.backend, valid.device.type)(valid, selection, block, state, spec)
-
-
-@operator(nothing, changes=("state",))
-def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
-    """`reference.evict`. Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`."""
-    implementation("evict", spec.backend, scores.device.type)(scores, kept, state, spec)
+# Kernel: two launches for at most 64 victims a head; refreshes `moments.slope`.
+evict = operator(nothing, changes=("state",))(by_spec(reference.evict))
 
 
 def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:

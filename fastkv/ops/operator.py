@@ -1,8 +1,9 @@
 """How an operation becomes one opaque torch operator: objects are flattened here, once, from their own description.
 
 A function of tensors, a `LayerState` and a `Spec` is registered as `torch.ops.fastkv.<its name>` with a schema made of
-its annotations. A state travels as the list of its tensors, their names and the numbers the host knows of its slots, a
-spec as text. Declared mutation and a fake implementation make it compile, graph-capture and pass `opcheck`.
+its annotations; most are functions of the reference, which `by_spec` and `by_keyword` hand to a backend. A state
+travels as the list of its tensors, their names and the numbers the host knows of its slots, a spec as text. Declared
+mutation and a fake implementation make it compile, graph-capture and pass `opcheck`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import corrections
+from ..backend import implementation
 from ..reference import Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 Block = tuple[Tensor, Tensor, Tensor]
 
 PLAIN = {
@@ -35,18 +38,10 @@ PLAIN = {
     str: "str",
     bool: "bool",
 }
-# One line a type that is flattened: its schema, where $ is the argument's name and @ its mutation.
-FLATTENED = {
-    LayerState: ("Tensor@[] $", "str $_names", "SymInt[] $_numbers"),
-    Moments: ("Tensor@[] $", "str $_names"),
-    Spec: ("str $",),
-    Selection: ("Tensor[] $",),
-    Block | None: ("Tensor[] $",),
-}
-RETURNS = {None: "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
+RETURNS = {type(None): "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
 ATTRIBUTES = {
-    kind: tuple(one.name for one in fields(kind))
-    for kind in (Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
+    kind: tuple(one.name for one in fields(kind) if one.name not in LayerState.BORROWED)
+    for kind in (LayerState, Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
 }
 
 
@@ -58,23 +53,17 @@ def flat_parts(prefix: str, owner: Any) -> tuple[list[Tensor], list[str]]:
 
 def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
     """The three arguments that a state becomes."""
-    tensors, names = [state.seen], ["seen"]
-    owners: list[tuple[str, Any]] = [("exact.", state.exact), ("moments.", state.moments)]
-    numbers = [state.exact.filled, state.exact.limit, state.exact.value_dim]
-    if state.approx is not None:
-        owners.append(("approx.", state.approx))
-        numbers += [state.approx.filled, state.approx.limit]
-    if state.parts is not None:
-        owners.append((f"{state.parts.kind}.", state.parts))
-    if state.recovery is not None:
-        owners.append(("recovery.", state.recovery))
-    for prefix, owner in owners:
+    tensors: list[Tensor] = []
+    names: list[str] = []
+    recovery = [] if state.recovery is None else [("recovery.", state.recovery)]
+    for prefix, owner in (*state.owners(), *recovery):
         more, called = flat_parts(prefix, owner)
         tensors += more
         names += called
     if state.sink_logits is not None:
         tensors.append(state.sink_logits.detach())  # a parameter of the model; no gradient passes through operators
         names.append("sink_logits")
+    numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit, tier.value_dim)]
     return tensors + state.scratch, " ".join(names), numbers
 
 
@@ -116,33 +105,43 @@ def spec_of(text: str) -> Spec:
     )
 
 
+def flat_moments(moments: Moments) -> tuple[list[Tensor], str]:
+    """The two arguments that moments become."""
+    tensors, names = flat_parts("", moments)
+    return tensors, " ".join(names)
+
+
+def moments_of(tensors: list[Tensor], names: str) -> Moments:
+    """The inverse of `flat_moments`."""
+    return Moments(**dict(zip(names.split(), tensors)))
+
+
+class Form(NamedTuple):
+    """How arguments of one type travel: schema, where $ stands for the name and @ for the mutation, and both ways."""
+
+    schema: tuple[str, ...]
+    there: Callable[..., tuple[Any, ...]]
+    back: Callable[..., Any]
+
+
+FORMS: dict[Any, Form] = {
+    **{kind: Form((f"{name} $",), lambda one: (one,), lambda one: one) for kind, name in PLAIN.items()},
+    LayerState: Form(("Tensor@[] $", "str $_names", "SymInt[] $_numbers"), flat_state, state_of),
+    Moments: Form(("Tensor@[] $", "str $_names"), flat_moments, moments_of),
+    Spec: Form(("str $",), lambda spec: (spec_text(spec),), spec_of),
+    Selection: Form(("Tensor[] $",), lambda selection: (list(selection),), lambda rows: Selection(*rows)),
+    Block | None: Form(("Tensor[] $",), lambda block: (list(block or ()),), lambda rows: tuple(rows) or None),
+}
+
+
 def flat(kind: Any, argument: Any) -> tuple[Any, ...]:
     """What an argument of that annotation becomes."""
-    if kind is LayerState:
-        return flat_state(argument)
-    if kind is Spec:
-        return (spec_text(argument),)
-    if kind is Moments:
-        tensors, names = flat_parts("", argument)
-        return tensors, " ".join(names)
-    if kind in FLATTENED:
-        return ([] if argument is None else list(argument),)
-    return (argument,)
+    return FORMS[kind].there(argument)
 
 
 def restored(kind: Any, parts: tuple[Any, ...]) -> Any:
     """The inverse of `flat`."""
-    if kind is LayerState:
-        return state_of(*parts)
-    if kind is Spec:
-        return spec_of(parts[0])
-    if kind is Moments:
-        return Moments(**dict(zip(parts[1].split(), parts[0])))
-    if kind is Selection:
-        return Selection(*parts[0])
-    if kind in FLATTENED:
-        return tuple(parts[0]) or None
-    return parts[0]
+    return FORMS[kind].back(*parts)
 
 
 def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[[Function], Function]:
@@ -163,14 +162,11 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
         pieces = []
         for number, (parameter, kind) in enumerate(zip(parameters, kinds)):
             mark = f"({chr(97 + number)}!)" if parameter in changes else ""
-            for piece in FLATTENED.get(kind) or (f"{PLAIN[kind]} $",):
-                pieces.append(piece.replace("$", parameter).replace("@", mark))
+            pieces += [piece.replace("$", parameter).replace("@", mark) for piece in FORMS[kind].schema]
         returned = hints["return"]
-        kind_of_result = RETURNS.get(None if returned is type(None) else returned)
-        if kind_of_result is None:
-            kind_of_result = f"({', '.join(PLAIN[one] for one in typing.get_args(returned))})"
+        kind_of_result = RETURNS.get(returned) or f"({', '.join(PLAIN[one] for one in typing.get_args(returned))})"
         LIBRARY.define(f"{name}({', '.join(pieces)}) -> {kind_of_result}")
-        widths = tuple(len(FLATTENED.get(kind, (0,))) for kind in kinds)
+        widths = tuple(len(FORMS[kind].schema) for kind in kinds)
 
         def on_flat(wrapped: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:
@@ -208,6 +204,35 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
         return call  # type: ignore[return-value]
 
     return register
+
+
+def by_spec(function: Function) -> Function:
+    """A function of the reference as the backend has it that its last argument, a `Spec`, names."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        return implementation(function.__name__, arguments[-1].backend, arguments[0].device.type)(*arguments)
+
+    return run  # type: ignore[return-value]
+
+
+def by_keyword(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function of the reference as the backend has it that one more argument names, `backend="auto"`."""
+    signature = inspect.signature(function)
+    backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation="str")
+    extended = signature.replace(parameters=[*signature.parameters.values(), backend])
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Result:
+        bound = extended.bind(*arguments, **options)
+        bound.apply_defaults()
+        device = next(one.device for one in bound.arguments.values() if isinstance(one, Tensor))
+        chosen: Callable[..., Result] = implementation(function.__name__, bound.arguments.pop("backend"), device.type)
+        return chosen(*bound.args, **bound.kwargs)
+
+    run.__signature__ = extended  # type: ignore[attr-defined]
+    run.__annotations__ = {**function.__annotations__, "backend": "str"}
+    return run
 
 
 def nothing(*arguments: Any) -> None:

@@ -1,4 +1,8 @@
-"""Scores: how much each cached token matters. And which of them stay."""
+"""Scores: how much each cached token matters. And which of them stay.
+
+Operations without a body here have signature and docstring of the reference's function of that name, and one more
+keyword, `backend`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,16 @@ from torch import Tensor
 
 from .. import reference
 from ..backend import implementation
-from ..reference import Moments, Selection, compute_dtype
-from .operator import operator
-
-
-def _per_key(keys: Tensor) -> Tensor:
-    return keys.new_empty(keys.shape[:3], dtype=compute_dtype(keys))
+from ..reference import compute_dtype
+from .operator import by_keyword, operator
 
 
 def _of_first(keys: Tensor, *rest: Any) -> Tensor:
-    return _per_key(keys)
+    return keys.new_empty(keys.shape[:3], dtype=compute_dtype(keys))
 
 
-def _of_second(first: Tensor | None, keys: Tensor, *rest: Any) -> Tensor:
-    return _per_key(keys)
+def _of_second(first: Tensor | None, *rest: Any) -> Tensor:
+    return _of_first(*rest)
 
 
 @operator(_of_first)
@@ -37,12 +37,8 @@ def keydiff_scores(
     return function(keys, anchor, distance=distance, mask=mask)
 
 
-@operator(_of_first)
-def manifold_scores(
-    keys: Tensor, window: int | None = None, metric: str = "l2", *, mask: Tensor | None = None, backend: str = "auto"
-) -> Tensor:
-    """`reference.manifold_scores`. Kernel: two passes over the keys."""
-    return implementation("manifold_scores", backend, keys.device.type)(keys, window, metric, mask=mask)
+# Kernel: two passes over the keys.
+manifold_scores = operator(_of_first)(by_keyword(reference.manifold_scores))
 
 
 @operator(_of_first)
@@ -87,77 +83,26 @@ def leverage_scores(
     return sketched_leverage(pre_rope_keys, made, method, mask, centre, backend)
 
 
-@operator(_of_second)
-def noncausal_attention_mass(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    chunk: int = 256,
-    *,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """`reference.noncausal_attention_mass`. Kernel: one launch up to chunks of 256."""
-    function = implementation("noncausal_attention_mass", backend, q.device.type)
-    return function(q, keys, scale, chunk, softcap=softcap, mask=mask, sink_logits=sink_logits)
+# Kernel: one launch up to chunks of 256.
+noncausal_attention_mass = operator(_of_second)(by_keyword(reference.noncausal_attention_mass))
 
-
-@operator(_of_second)
-def window_attention(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    positions: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    valid: Tensor | None = None,
-    query_valid: Tensor | None = None,
-    log_mass: Tensor | None = None,
-    pool: int = 1,
-    backend: str = "auto",
-) -> Tensor:
-    """`reference.observed_attention`: pooled attention of queries that see the valid keys up to their own position.
-
-    Kernel: three launches, no logits in memory.
-    """
-    return implementation("observed_attention", backend, q.device.type)(
-        q,
-        keys,
-        scale,
-        softcap,
-        positions=positions,
-        query_positions=query_positions,
-        valid=valid,
-        query_valid=query_valid,
-        log_mass=log_mass,
-        pool=pool,
-    )
+# Kernel: three launches, no logits in memory.
+observed_attention = operator(_of_second)(by_keyword(reference.observed_attention))
 
 
 def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backend: str = "auto") -> Tensor:
-    """`reference.window_scores`: `window_attention` of all queries to all keys."""
+    """`reference.window_scores`: `observed_attention` of all queries to all keys."""
     reference.check_pool(pool)
-    return window_attention(q, keys, scale, pool=pool, backend=backend)
+    return observed_attention(q, keys, scale, pool=pool, backend=backend)
 
 
-@operator(_of_second)
-def moment_scores(
-    attention: Tensor | None, keys: Tensor, values: Tensor, moments: Moments, scale: float, backend: str = "auto"
-) -> Tensor:
-    """`reference.moment_scores`. Kernel: one launch."""
-    return implementation("moment_scores", backend, keys.device.type)(attention, keys, values, moments, scale)
+# Kernel: one launch.
+moment_scores = operator(_of_second)(by_keyword(reference.moment_scores))
 
 
 def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(valid), valid.new_empty(valid.shape[:2], dtype=torch.int64)
 
 
-@operator(_selected)
-def select(
-    scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor, tokens: int, *, backend: str = "auto"
-) -> Selection:
-    """`reference.select`. Kernel: one launch, bisection instead of sorting."""
-    return implementation("select", backend, scores.device.type)(scores, positions, valid, protected, tokens)
+# Kernel: one launch, bisection instead of sorting.
+select = operator(_selected)(by_keyword(reference.select))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import check_pool
+from ..reference import check_pool, in_order
 from .base import Policy, Signals, check_at_least
 
 
@@ -80,8 +80,7 @@ class TOVA(Policy):
         """Mean attention over the heads, [B, Hkv, N] fp32, the same for a token in all of them."""
         assert signals.attention is not None
         # A token may sit in another slot in another head: put the heads in order of position before averaging.
-        last = torch.iinfo(signals.positions.dtype).max
-        order = torch.where(signals.valid, signals.positions, last).argsort(dim=-1)
+        order = in_order(signals.positions, signals.valid)
         weights = signals.attention.gather(-1, order)
         mean = signals.parallel.mean_heads(weights).expand_as(weights)
         return torch.empty_like(weights).scatter_(-1, order, mean)

@@ -15,7 +15,7 @@ from .gather import add_to_slab
 from .moments import Evicted, Moments, compute_dtype
 from .state import LayerState, Slots, Spec
 
-QUERY_CHUNK = 256  # queries per logits tile: bounds prefill scratch at [B, Hq, QUERY_CHUNK, N] without changing results
+QUERY_CHUNK = 64  # queries per logits tile: bounds prefill scratch at [B, Hq, QUERY_CHUNK, N] without changing results
 
 
 def masked_softmax(logits: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,16 +71,13 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Te
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, Hkv, G, T, D] over keys [B, Hkv, N, D]; visible broadcasts to [B, Hkv, 1, T, N].
+    """q [B, Hq, T, D] over keys [B, Hkv, N, D]; visible broadcasts to [B, Hkv, 1, T, N].
 
-    Returns: out [B, Hkv, G, T, Dv], lse [B, Hkv, G, T], probabilities [B, Hkv, G, T, N].
+    Returns: out [B, Hq, T, Dv], lse [B, Hq, T], probabilities [B, Hkv, G, T, N].
     """
-    batch, heads, groups, num, dim = q.shape
-    logits = (q.reshape(batch, heads, groups * num, dim) * scale) @ keys.transpose(-1, -2)
-    logits = softcapped(logits, softcap).reshape(batch, heads, groups, num, -1)
-    probs, lse = masked_softmax(logits, visible)
-    out = probs.reshape(batch, heads, groups * num, -1) @ values
-    return out.reshape(batch, heads, groups, num, -1), lse, probs
+    probs, lse = masked_softmax(grouped_logits(q, keys, scale, softcap), visible)
+    out = probs.flatten(2, 3) @ values
+    return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3]), probs
 
 
 def _mix(
@@ -155,13 +152,10 @@ def attend_rows(
 
     Returns: out, lse_retained and lse_evicted as there, and what each row receives: [B, Hkv, C], mean over the group.
     """
-    (batch, num_heads, dim), heads, dtype = q.shape, keys.shape[1], compute_dtype(q)
-    grouped = q.to(dtype).reshape(batch, heads, -1, 1, dim)
-    values = torch.where(held[..., None], values.to(dtype), 0)
-    out, lse, probs = _attend(grouped, keys.to(dtype), values, held[:, :, None, None], scale, softcap)
-    out, lse = out.reshape(batch, num_heads, 1, -1), lse.reshape(batch, num_heads, 1)
-    out, lse_evicted, lse_all = _mix(out, lse, q[:, :, None], evicted, sink_logits, scale, softcap)
-    share = torch.exp(lse - lse_all).nan_to_num(0.0).reshape(batch, heads, -1, 1)
+    query, values = q[:, :, None], torch.where(held[..., None], values.to(compute_dtype(q)), 0)
+    out, lse, probs = _attend(query, keys, values, held[:, :, None, None], scale, softcap)
+    out, lse_evicted, lse_all = _mix(out, lse, query, evicted, sink_logits, scale, softcap)
+    share = torch.exp(lse - lse_all).nan_to_num(0.0).reshape(*keys.shape[:2], -1, 1)
     received = (probs[:, :, :, 0] * share).mean(2)
     return out[:, :, 0].to(q.dtype), lse[..., 0], lse_evicted[..., 0], received
 
@@ -244,7 +238,7 @@ def prefill_attention(
     keys, values, held = state.exact["keys"], state.exact["values"], state.exact.valid
     batch, num_heads, num, dim = q.shape
     heads, slots = keys.shape[1:3]
-    groups = check_groups("prefill_attention", num_heads, heads)
+    check_groups("prefill_attention", num_heads, heads)
     check_shape("prefill_attention", "k", k, (batch, heads, num, dim))
     check_shape("prefill_attention", "valid", valid, (batch, num))
     dtype, evicted = compute_dtype(q), spec.evicted(state)
@@ -256,20 +250,14 @@ def prefill_attention(
     for start in range(0, num, QUERY_CHUNK):
         rows = slice(start, start + QUERY_CHUNK)
         part = q[:, :, rows]
-        size = part.shape[2]
-        end = slots + start + size  # later keys are in the future of every query of this chunk
+        end = slots + start + part.shape[2]  # later keys are in the future of every query of this chunk
         causal = index[:end] <= index[slots + start : end, None]
         visible = (usable[:, :, None, :end] & causal)[:, :, None]
-        grouped = part.to(dtype).reshape(batch, heads, groups, size, dim)
-        out, lse, _ = _attend(grouped, all_keys[:, :, :end], all_values[:, :, :end], visible, spec.scale, spec.softcap)
-        out, lse = out.reshape(batch, num_heads, size, -1), lse.reshape(batch, num_heads, size)
+        out, lse, _ = _attend(part, all_keys[:, :, :end], all_values[:, :, :end], visible, spec.scale, spec.softcap)
         out, _, lse = _mix(out, lse, part, evicted, state.sink_logits, spec.scale, spec.softcap)
         outs.append(out.to(q.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
-
-
-QUERY_CHUNK = 64  # rows of logits that live at once
 
 
 def attention_ahead(
@@ -283,22 +271,19 @@ def attention_ahead(
     Returns: out [B, Hq, T, Dv] and lse [B, Hq, T], both fp32 (fp64 for fp64 inputs); zeros and -inf for a token that
         sees none.
     """
-    batch, num_heads, num, dim = q.shape
-    heads = k.shape[1]
-    groups = check_groups("attention_ahead", num_heads, heads)
+    (batch, num_heads, num, dim), heads = q.shape, k.shape[1]
+    check_groups("attention_ahead", num_heads, heads)
     check_shape("attention_ahead", "k", k, (batch, heads, num, dim))
     check_shape("attention_ahead", "ahead", ahead, (None, num, num))
     dtype = compute_dtype(q)
-    keys, values = k.to(dtype), v.to(dtype)
+    query, keys, values = q.to(dtype), k.to(dtype), v.to(dtype)
     outs, lses = [], []
     for start in range(0, num, QUERY_CHUNK):
-        part = q[:, :, start : start + QUERY_CHUNK].to(dtype)
-        size = part.shape[2]
-        visible = ahead[:, None, None, start : start + size, start:]
-        grouped = part.reshape(batch, heads, groups, size, dim)
-        out, lse, _ = _attend(grouped, keys[:, :, start:], values[:, :, start:], visible, scale, softcap)
-        outs.append(out.reshape(batch, num_heads, size, -1))
-        lses.append(lse.reshape(batch, num_heads, size))
+        rows = slice(start, start + QUERY_CHUNK)
+        visible = ahead[:, None, None, rows, start:]
+        out, lse, _ = _attend(query[:, :, rows], keys[:, :, start:], values[:, :, start:], visible, scale, softcap)
+        outs.append(out)
+        lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
@@ -328,13 +313,12 @@ def most_attended(
     outs = []
     for start in range(0, num, QUERY_CHUNK):
         rows = slice(start, start + QUERY_CHUNK)
-        logits = grouped_logits(q[:, :, rows], keys, scale, softcap)
-        probs, lse = masked_softmax(logits, visible[:, None, None, rows])
-        sink = None if sink_logits is None else sink_logits.view(heads, -1, 1)
-        probs, _ = with_sink(probs, lse, sink)
+        out, lse, probs = _attend(q[:, :, rows], keys, values, visible[:, None, None, rows], scale, softcap)
+        out, _ = with_sink(out, lse, None if sink_logits is None else sink_logits[:, None])
+        sinks = None if sink_logits is None else sink_logits.view(heads, -1, 1)
+        probs, _ = with_sink(probs, lse.view(probs.shape[:-1]), sinks)
         most = torch.maximum(most, probs.amax((2, 3)))
-        out = probs.flatten(2, 3) @ values
-        outs.append(out.view(batch, num_heads, logits.shape[3], -1).to(q.dtype))
+        outs.append(out.to(q.dtype))
     return torch.cat(outs, 2), most
 
 

@@ -94,12 +94,8 @@ class Centroids(Evicted):
             new_keys = torch.where(inside[..., None], keys[:, :, part].to(dtype), 0)
             new_values = torch.where(inside[..., None], values[:, :, part].to(dtype), 0)
             count = inside.to(dtype)
-            total = Centroids(
-                torch.cat([total.count, count], 2),
-                torch.cat([total.keys, new_keys], 2),
-                torch.cat([total.values, new_values], 2),
-                torch.cat([total.spread, torch.zeros_like(count)], 2),
-            ).packed()
+            new = count, new_keys, new_values, torch.zeros_like(count)
+            total = Centroids(*(torch.cat(rows, 2) for rows in zip(total.tensors(), new))).packed()
             used, half = (total.count > 0).sum(-1), 0
             while total.num > num:
                 joins = torch.minimum(used - num, (used // ROUND_SHARE).clamp(min=1)).clamp(min=0)

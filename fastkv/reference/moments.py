@@ -143,15 +143,10 @@ class Moments(Evicted):
         """Moments of the empty set; spread: whether they know the mean square deviation of the keys."""
         if spread and order is None:
             raise FastKVError("a spread is around means, got spread with order None; choose order 0 or 1")
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(batch, num_kv_heads, *shape, dtype=dtype, device=device)
-
-        count = torch.zeros(batch, num_kv_heads, dtype=torch.int64, device=device)
-        if order is None:
-            return cls(count)
-        cross = zeros(key_dim, value_dim) if order >= 1 else None
-        return cls(count, zeros(key_dim), zeros(value_dim), cross, spread=zeros(1) if spread else None)
+        keys, values = (
+            torch.empty(batch, num_kv_heads, 0, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)
+        )
+        return cls.of(keys, values, None, dtype, order, spread)
 
     @classmethod
     def of(
@@ -239,8 +234,7 @@ class Moments(Evicted):
 
     def copy_(self, other: Moments) -> None:
         """Overwrite in place, so that addresses stay what a captured graph has seen."""
-        for mine, theirs in zip(self.tensors(), other.tensors()):
-            mine.copy_(theirs)
+        super().copy_(other)
         if self.slope is not None:
             assert self.cross is not None
             self.slope.copy_(self.cross / self.count.clamp(min=1)[..., None, None])

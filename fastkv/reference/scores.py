@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..errors import FastKVError, check_groups, check_shape
 from .attention import grouped_logits, masked_softmax
 from .moments import compute_dtype
+from .selection import in_order
 
 ANCHORS = ("mean", "normalized_mean", "median", "pairwise")
 DISTANCES = ("cosine", "dot", "euclidean")
@@ -152,8 +153,7 @@ def visible_keys(positions: Tensor | None, query_positions: Tensor | None, valid
 
 def position_order(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Order of the tokens by position, invalid ones last, and its inverse; both [B, Hkv, N]."""
-    last = torch.iinfo(positions.dtype).max
-    order = torch.where(valid, positions, last).argsort(dim=-1, stable=True)
+    order = in_order(positions, valid)
     return order, order.argsort(dim=-1)
 
 

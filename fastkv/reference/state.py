@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from .gather import unpack
 from .moments import Evicted, Moments
+
+if TYPE_CHECKING:
+    from ..corrections import Correction
 
 
 @dataclass
@@ -197,17 +200,6 @@ class LayerState:
                 self.replace(name, new)
 
 
-class Corrects(Protocol):
-    """What attention asks of a correction (`fastkv.corrections`)."""
-
-    @property
-    def name(self) -> str:
-        """What `fastkv.patch` calls it."""
-
-    def evicted(self, state: LayerState) -> Evicted | None:
-        """What is mixed into attention for the evicted tokens; None for nothing."""
-
-
 @dataclass(frozen=True)
 class Spec:
     """How a layer attends and evicts: plain values, so that operators can pass it on as text.
@@ -222,7 +214,7 @@ class Spec:
 
     scale: float
     softcap: float | None = None
-    correction: Corrects | None = None
+    correction: Correction | None = None
     backend: str = "auto"
     tokens: int = 0
     spare: int = 0

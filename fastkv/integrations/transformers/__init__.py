@@ -3,5 +3,6 @@
 from .attach import attach, check, detach
 from .families import REFUSED, TESTED
 from .selfcheck import rotations, with_rotations
+from .survey import Survey, survey
 
-__all__ = ["REFUSED", "TESTED", "attach", "check", "detach", "rotations", "with_rotations"]
+__all__ = ["REFUSED", "TESTED", "Survey", "attach", "check", "detach", "rotations", "survey", "with_rotations"]

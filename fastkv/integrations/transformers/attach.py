@@ -44,8 +44,11 @@ def _override(module: Module, name: str, value: Any) -> None:
     object.__setattr__(module, name, bound)
 
 
-def check(model: Module, config: Config) -> list[Module]:
-    """The attention modules to compress. Raises FastKVError, having changed nothing, if the model cannot be patched."""
+def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
+    """The attention modules to compress. Raises FastKVError, having changed nothing, if the model cannot be patched.
+
+    Args: runs: whether an untested model may be run; without, its weights may be on the meta device.
+    """
     model_config = getattr(model, "config", None)
     if not isinstance(model, Module) or model_config is None or not hasattr(model_config, "get_text_config"):
         raise FastKVError(
@@ -61,7 +64,7 @@ def check(model: Module, config: Config) -> list[Module]:
             "prefix and prompt tuning bring a past of their own, which a compressed cache cannot take; merge or drop "
             "the adapter first"
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if runs and any(parameter.is_meta for parameter in model.parameters()):
         raise FastKVError("patch needs a model with weights, got one on the meta device; load or materialise it first")
     if getattr(model_config, "is_encoder_decoder", False):
         raise FastKVError(f"patch needs a decoder-only model, got {type(model).__name__} with an encoder; use another")
@@ -112,7 +115,7 @@ def check(model: Module, config: Config) -> list[Module]:
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
-    if not families.is_tested(types):
+    if runs and not families.is_tested(types):
         _check_untested(model, list(chosen.values()), config, types)
     return list(chosen.values())
 
@@ -170,7 +173,7 @@ def _check_untested(model: Module, found: list[Module], config: Config, types: l
         detach(model)
         attach(model, found, config)
 
-    selfcheck.check_agreement(model, patch, config)
+    selfcheck.check_agreement(model, patch, config, blocks=families.whole_only(types) is None)
     warnings.warn(
         f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the unpatched "
         "model's",

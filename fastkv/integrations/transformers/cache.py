@@ -121,6 +121,14 @@ class FastKVCache(Cache):
             f"{kept / len(self.compressed):.0f} kept per head, {self.nbytes() / 2**20:.1f} MiB)"
         )
 
+    def changed(self) -> list[Tensor]:
+        """All tensors that a decode step changes, if the cache is static."""
+        found: list[Tensor] = []
+        for layer in self.layers:
+            own = isinstance(layer, (FastKVLayer, WindowLayer))
+            found += layer.changed() if own else stock.tensors(layer).values()
+        return found
+
     # Layers with a sliding window, of a static cache.
 
     @property
@@ -228,8 +236,8 @@ class FastKVCache(Cache):
 
     @property
     def fully_compressed(self) -> bool:
-        """Whether no layer is left to transformers."""
-        return all(isinstance(layer, FastKVLayer) for layer in self.layers)
+        """Whether no layer that is left to transformers has keys: then none asks for a mask in a decode step."""
+        return not any(isinstance(layer, DynamicLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
         """Bytes of everything: slots, used or not, positions, scores, moments, what stays transformers', scratch."""
@@ -261,7 +269,7 @@ class FastKVCache(Cache):
         if self.windows:  # the file holds what transformers expects; this cache goes on with its rings
             source = self.clone()
             source.unroll()
-        serialization.write(path, self.model_config, self.config, source.layers)
+        serialization.write(path, self.model_config, self.config, source.layers, self.rope_deltas)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
@@ -271,7 +279,8 @@ class FastKVCache(Cache):
         Raises: FastKVError if it is not, if its shape or dtype is another, or if the file is damaged or something else.
         """
         cache = cls(model)
-        serialization.read(path, cache.model_config, cache.config, cache.layers, _places(model), model.dtype)  # type: ignore[arg-type]
+        places, dtype = _places(model), model.dtype
+        cache.rope_deltas = serialization.read(path, cache.model_config, cache.config, cache.layers, places, dtype)  # type: ignore[arg-type]
         return cache
 
     def clone(self) -> FastKVCache:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 BASES = ("eager", "sdpa", "flash_attention_2")  # attention implementations that compute what models mean
 
+# What `python -m tests.families --write` found:
 TESTED = {
     "llama": "all features",
     # Version 0.1 slides a window in every layer and is refused; from 0.2 on every layer attends to everything.
@@ -26,6 +27,7 @@ TESTED = {
     ),
     "gpt_oss": "all features, with eager attention: sdpa ignores its sinks",
 }
+# Until here.
 
 INDEXED = "it attends to tokens that an indexer picks from the whole past"
 REFUSED = {

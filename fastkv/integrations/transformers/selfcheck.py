@@ -151,7 +151,8 @@ def with_rotations(config: Config, model: Module, found: Iterable[Any]) -> Confi
     """
     if not config.undoes_rotation:
         return config
-    layers = [module.layer_idx for module in found]
+    readers = modules.sources(model)  # of the keys of other layers
+    layers = [module.layer_idx for module in found if module.layer_idx not in readers]
     return replace(config, rotations=rotations(model, layers, halves=config.correction.key_only))
 
 
@@ -216,7 +217,7 @@ def _error(way: Rotary, first: Tensor, later: Tensor) -> float:
     return float(((end - start).abs() / length).nan_to_num(nan=torch.inf).max())
 
 
-def check_agreement(model: Module, patch: Callable[[Config], None], config: Config) -> None:
+def check_agreement(model: Module, patch: Callable[[Config], None], config: Config, blocks: bool = True) -> None:
     """Raise FastKVError unless the patched model, with room for every token, gives the logits of the stock model.
 
     Read are two rows of random tokens, one padded on the left, whole and in blocks, and two more tokens after them.
@@ -226,7 +227,7 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
 
     Args:
         model: which is as it was in any case.  patch: puts a config on it, whether it is patched or not.
-        config: that it is to be patched with; backend and static count.
+        config: that it is to be patched with; backend and static count.  blocks: whether it can read in blocks.
     """
     kind = type(model).__name__
     roomy = replace(
@@ -237,7 +238,7 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         text: Any = modules.decoder(model).config
         stock = _logits(model, ids, mask, DynamicCache(config=text.get_text_config(decoder=True)))
         limit = _eps(stock.dtype) ** 0.5
-        for how, block in (("whole", None), ("in blocks", BLOCK)):
+        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 + blocks]:
             try:
                 patch(replace(roomy, prefill_block=block))
                 worst = _difference(_logits(model, ids, mask, None), stock, mask)

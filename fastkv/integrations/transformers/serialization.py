@@ -32,19 +32,23 @@ from .layer import FastKVLayer
 
 HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
 VERSION = 1
+DELTAS = "rope_deltas"  # of the cache, where positions do not count tokens
 STOCK = "stock."  # before the names of what a compressed layer keeps for transformers
 
 
-def write(path: str | os.PathLike[str], model_config: Any, config: Config, layers: Sequence[Any]) -> None:
+def write(
+    path: str | os.PathLike[str], model_config: Any, config: Config, layers: Sequence[Any], deltas: Tensor | None
+) -> None:
     """Save the layers of a cache; whoever reads `path` sees the old file or the whole new one.
 
-    Args: config: the model was patched with.  layers: FastKVLayer or stock, one per layer of the model.
+    Args: config: the model was patched with.  layers: FastKVLayer or stock, one per layer of the model.  deltas: [B, 1]
+        int64, `rope_deltas` of the cache.
     Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
     """
     from ... import __version__  # the package imports this file first
 
     _check_alone(layers)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {} if deltas is None else {DELTAS: deltas.cpu().contiguous()}
     entries = []
     for index, layer in enumerate(layers):
         compressed = isinstance(layer, FastKVLayer)
@@ -140,8 +144,8 @@ def read(
     layers: Sequence[Any],
     sizes: Mapping[int, tuple[torch.device, int]],
     dtype: torch.dtype,
-) -> None:
-    """Fill the empty layers of a new cache with what `write` saved.
+) -> Tensor | None:
+    """Fill the empty layers of a new cache with what `write` saved. Returns: its `deltas`, on the first layer's device.
 
     Args: sizes: of each layer of the model, its device and how many query heads share a KV head.  dtype: that the model
         computes in.  The others as in `write`.
@@ -170,6 +174,11 @@ def read(
         file.need(stock.fits(layer, own))
         names = [name for name in stock.numbers(layer) if name in entry]
         stock.fill(layer, own, dict(zip(names, file.counts(entry, *names))), device)
+    first, deltas = _compressed(layers)[0].state, file.tensors.get(DELTAS)
+    if first is None or deltas is None:
+        return None
+    file.need(deltas.dtype == torch.int64 and deltas.shape == (len(first.seen), 1))
+    return deltas.to(first.seen.device)
 
 
 def _fill(

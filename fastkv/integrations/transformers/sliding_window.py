@@ -22,10 +22,11 @@ class Ring:
         size: of the window, in tokens.  rolled: whether the layers are rings now.
         seen: int64 [], length of the sequence, padding included.  place: int64 [1], where the newest token lies.
         real: [B, size] bool, places that hold a token that is no padding.
+        counted: whether one of its layers counts tokens.
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.rolled = size, False
+        self.size, self.rolled, self.counted = size, False, False
         self.seen = self.place = self.real = torch.empty(0)
 
     def recent(self, length: int, device: torch.device) -> Tensor:
@@ -44,10 +45,12 @@ class Ring:
         self.rolled = True
 
     def step(self, dtype: torch.dtype | None) -> Tensor:
-        """Make room for one more token. Returns its mask [B, 1, 1, size]: bool, or additive where there is a dtype."""
+        """Make room for one more token. Returns its mask [B, 1, 1, size]: bool, or additive where there is a dtype.
+
+        The token itself is counted by a layer, because transformers takes its position from the length before it.
+        """
         self.place.copy_((self.seen % self.size)[None])
         self.real.index_fill_(1, self.place, True)
-        self.seen.add_(1)
         mask = self.real[:, None, None]
         return mask.clone() if dtype is None else torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
 
@@ -66,7 +69,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def __init__(self, ring: Ring) -> None:
         super().__init__(sliding_window=ring.size)
-        self.ring = ring
+        self.ring, self.counts = ring, not ring.counted  # one layer counts for all that share the ring
+        ring.counted = True
         self.key_room: Tensor | None = None
         self.value_room: Tensor | None = None
 
@@ -78,6 +82,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
         """Store new keys and values [B, Hkv, T, D]; returns those that the new tokens see."""
         if not self.ring.rolled:
             return super().update(key_states, value_states, *args, **kwargs)
+        if self.counts:
+            self.ring.seen.add_(1)
         self.keys.index_copy_(2, self.ring.place, key_states)
         self.values.index_copy_(2, self.ring.place, value_states)
         return self.keys, self.values

@@ -1,0 +1,152 @@
+"""The lists that results are written to: `TESTED` of the package and docs/models.md."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastkv.integrations.transformers import families
+
+from .checks import CHECKS
+from .examine import FAILS, REFUSED, UNBUILT, WORKS
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE, CODE = ROOT / "docs" / "models.md", Path(families.__file__)
+BEGIN, END = "# What `python -m tests.families --write` found:\n", "# Until here.\n"
+ALL = "all features"
+KINDS = {
+    "FastKVLayer": "full attention",
+    "DynamicSlidingWindowLayer": "sliding windows",
+    "WindowLayer": "sliding windows",
+    "DynamicChunkedLayer": "chunked attention",
+    "LinearAttentionLayer": "linear attention",
+    "DummyLayer": "layers that read another's keys",
+}
+HEAD = """# Models
+
+Which models fastkv was tried with, and what came of it. `python -m tests.families --write` makes this page: it builds a
+tiny random model of every type of transformers {version} that generates text, compares the patched model with the stock
+one, and writes down what it found. To ask about a checkpoint: `fastkv doctor --model PATH`.
+
+A type that is not on this page is accepted, with a warning, if its attention behaves as expected.
+
+## Tested
+
+All of this was checked of every type in the table, except for what the last column says:
+
+{checks}
+| model type | compressed | left to transformers | limits |
+|---|---|---|---|
+{works}
+## Refused
+
+`fastkv.patch` says so, with this reason, and leaves the model as it was.
+
+| model type | why |
+|---|---|
+{refused}
+"""
+FAILING = """## Wrong or failing
+
+Not to be used with fastkv.
+
+| model type | what failed |
+|---|---|
+{fails}
+"""
+UNTRIED = """## Not tried
+
+No tiny model of these types could be built and run.
+
+| model type | why |
+|---|---|
+{untried}
+"""
+
+
+@dataclass
+class Row:
+    """One model type with its variants."""
+
+    name: str
+    results: list
+
+    @property
+    def status(self):
+        """Of the type as it usually is, unless a variant fails."""
+        return FAILS if any(result.status == FAILS for result in self.results) else self.results[0].status
+
+    @property
+    def reason(self):
+        return next(result.reason for result in self.results if result.status == self.status)
+
+    @property
+    def limits(self):
+        """What is refused or was not checked, by a word for it; a variant that is refused counts."""
+        found = {}
+        for result in self.results[1:]:
+            if result.status != WORKS:
+                found[result.name.partition(":")[2]] = result.reason
+        return self.results[0].limits | found
+
+    @property
+    def summary(self):
+        """For `TESTED`."""
+        return f"{ALL} but {', '.join(self.limits)}" if self.limits else ALL
+
+
+def rows(results):
+    """One row per model type, from results by name."""
+    types = {}
+    for name in sorted(results):
+        types.setdefault(name.partition(":")[0], []).append(results[name])
+    return [Row(name, found) for name, found in types.items() if ":" not in found[0].name]
+
+
+def cell(text):
+    """Text within a table: model types and names of code stay as they are."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def page(found):
+    """docs/models.md for these rows."""
+    groups = {status: [row for row in found if row.status == status] for status in (WORKS, REFUSED, FAILS, UNBUILT)}
+    works = ""
+    for row in groups[WORKS]:
+        kinds = dict.fromkeys(KINDS.get(kind, kind) for result in row.results for kind in result.layers)
+        left = ", ".join(kind for kind in kinds if kind != KINDS["FastKVLayer"]) or "nothing"
+        limits = "; ".join(f"{what}: {why}" for what, why in row.limits.items()) or "none"
+        works += f"| `{row.name}` | {KINDS['FastKVLayer']} | {left} | {cell(limits)} |\n"
+
+    def reasons(status):
+        return "".join(f"| `{row.name}` | {cell(row.reason)} |\n" for row in groups[status])
+
+    checks = "".join(f"- `{name}`: {check.__doc__.splitlines()[0]}\n" for name, check in CHECKS.items())
+    version = next(row.results[0].transformers for row in found)
+    text = HEAD.format(version=version, checks=checks, works=works, refused=reasons(REFUSED))
+    text += FAILING.format(fails=reasons(FAILS)) if groups[FAILS] else ""
+    text += UNTRIED.format(untried=reasons(UNBUILT)) if groups[UNBUILT] else ""
+    return text.rstrip() + "\n"
+
+
+def tested(found):
+    """The lines of `TESTED` for these rows."""
+    lines = [f'    "{row.name}": "{row.summary}",\n' for row in found if row.status == WORKS]
+    return "TESTED = {\n" + "".join(lines) + "}\n"
+
+
+def write(results):
+    """Write both lists, from results by name."""
+    found = rows(results)
+    PAGE.write_text(page(found))
+    before, rest = CODE.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    CODE.write_text(before + BEGIN + tested(found) + END + after)
+
+
+def table(text, title):
+    """Rows of the table below a heading of the page: {model type: its cells}."""
+    part = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in part.splitlines() if line.startswith("| `")]
+    return {first.strip().strip("`"): [one.strip() for one in rest] for first, *rest in cells}

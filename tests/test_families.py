@@ -1,0 +1,192 @@
+"""Which model types work: every check of `tests.families` on tiny models, and the lists that are written from them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from fastkv.integrations.transformers import families
+from fastkv.integrations.transformers.layer import FastKVLayer
+
+from .families import lists, tiny
+from .families.__main__ import main
+from .families.checks import CHECKS, Subject, difference
+from .families.examine import FAILS, REFUSED, UNBUILT, WORKS, Result, examine
+from .pairwise import named
+
+# One of each way to be special: nothing, windows and images, three-dimensional positions, states of linear attention
+# beside and within layers, shared keys, sinks, latents.
+OFTEN = [
+    "llama",
+    "gemma3",
+    "qwen2_vl",
+    "qwen3_5_text",
+    "falcon_h1",
+    "gemma3n_text:shared-keys",
+    "gpt_oss",
+    "deepseek_v3",
+]
+NAMES = """
+llama llama4 llama4_text mllama mllama:cross-attention mistral mistral:windows-only ministral ministral3 mistral3
+mixtral qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_vl
+qwen3_vl_moe gemma gemma2 gemma3 gemma3_text gemma3n_text gemma3n_text:shared-keys gemma4 gemma4_text gemma4_text:shared-keys
+gpt_oss phi phi3 phimoe phi4_multimodal glm glm4 glm4_moe olmo2 olmo3 smollm3 granite granitemoehybrid cohere2 exaone4 nemotron_h
+falcon_h1 lfm2 ernie4_5 hunyuan_v1_dense seed_oss starcoder2 minimax_m2 deepseek_v2 deepseek_v3
+""".split()
+PAGE = lists.PAGE.read_text()
+WRITTEN_WITH = re.search(r"transformers (\S+) that", PAGE)[1]
+
+
+def listed(name):
+    """What docs/models.md says of a model type."""
+    for title, status in (("Tested", WORKS), ("Refused", REFUSED), ("Wrong or failing", FAILS)):
+        if name.partition(":")[0] in lists.table(PAGE, title):
+            return status
+    return UNBUILT
+
+
+@pytest.mark.parametrize("name", [named(name, slow=name not in OFTEN) for name in NAMES])
+def test_a_type_works_or_is_refused(name):
+    try:
+        tiny.kind_of(name)
+    except tiny.DoesNotExist as error:
+        pytest.skip(str(error))
+    result = examine(name)
+    assert result.status != FAILS, result.reason
+    if transformers.__version__ == WRITTEN_WITH and ":" not in name:
+        assert result.status == listed(name), f"{result}; run python -m tests.families --types {name} --write"
+
+
+def test_what_works_is_what_is_tested():
+    table = lists.table(PAGE, "Tested")
+    assert table.keys() == families.TESTED.keys()
+    for name, (_, _, limits) in table.items():
+        words = [] if limits == "none" else [limit.partition(":")[0] for limit in limits.split("; ")]
+        assert set(families.TESTED[name].removeprefix(lists.ALL).removeprefix(" but ").split(", ")) - {""} <= set(words)
+
+
+def test_what_is_refused_says_why():
+    refused = lists.table(PAGE, "Refused")
+    assert not families.REFUSED.keys() & families.TESTED.keys()
+    assert not refused.keys() & families.TESTED.keys()
+    reasons = " ".join(why for (why,) in refused.values())
+    missing = [
+        name for name, why in families.REFUSED.items() if lists.cell(f"{name} is not supported: {why}") not in reasons
+    ]
+    assert not missing
+
+
+def test_nothing_is_wrong_and_accepted():
+    """A type that fails a check has to be refused."""
+    assert not lists.table(PAGE, "Wrong or failing")
+
+
+def test_every_check_is_on_the_page():
+    assert re.findall(r"^- `(\w+)`: ", PAGE, re.M) == list(CHECKS)
+
+
+def test_a_tiny_model_is_the_same_every_time():
+    first, second = tiny.build("qwen3"), tiny.build("qwen3")
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+    assert sum(parameter.numel() for parameter in first.parameters()) < 500_000
+    subject = Subject("qwen3", first)
+    assert 3 < float(subject.logits.abs().max()) < 20
+    assert difference(subject.logits[:, 1:], subject.logits[:, :-1]) > 1  # tokens matter
+
+
+def test_a_tiny_model_has_every_kind_of_layer():
+    kinds = tiny.build("gemma3_text").config.layer_types
+    assert len(kinds) == tiny.LAYERS
+    assert set(kinds) == {"sliding_attention", "full_attention"}
+
+
+def test_what_transformers_lacks_does_not_exist():
+    with pytest.raises(tiny.DoesNotExist, match="no model type 'telepathy'"):
+        tiny.build("telepathy")
+    assert examine("telepathy").status == UNBUILT
+
+
+@pytest.mark.parametrize("check", ["whole", "turns", "kept_only"])
+def test_checks_notice_a_position_that_is_off_by_one(check, monkeypatch):
+    right = FastKVLayer.get_seq_length
+    monkeypatch.setattr(FastKVLayer, "get_seq_length", lambda self, *args: right(self, *args) + bool(self.seen))
+    assert examine("llama", ["unpatched"]).status == WORKS
+    found = examine("llama", [check])
+    assert found.status == (WORKS if check == "kept_only" else FAILS)  # which is given positions
+
+
+def test_checks_notice_evicted_tokens_that_still_count(monkeypatch):
+    monkeypatch.setattr("tests.families.checks.PADDING", 5)
+    monkeypatch.setattr("fastkv.cache.layer.evict", lambda state, rule: None)
+    found = examine("llama", ["evictions"])
+    assert found.status == FAILS and "evictions" in found.reason
+
+
+def result(name, status=WORKS, **rest):
+    layers = {"FastKVLayer": 2, "DynamicSlidingWindowLayer": 2} if status == WORKS else {}
+    return Result(name, status, layers=layers, transformers="5.0", **rest)
+
+
+FOUND = [
+    result("good"),
+    result("good:odd", REFUSED, reason="odd | ones"),
+    result("limited", limits={"blocks": "why; not", "sdpa": "no"}),
+    result("bad", FAILS, reason="whole: wrong"),
+    result("fine"),
+    result("fine:less", FAILS, reason="blocks: wrong"),
+    result("other", REFUSED, reason="other is not supported: why"),
+    result("none", UNBUILT, reason="no weights"),
+]
+
+
+def test_a_page_says_what_was_found():
+    found = lists.rows({one.name: one for one in FOUND})
+    text = lists.page(found)
+    works = lists.table(text, "Tested")
+    assert works["good"] == ["full attention", "sliding windows", "odd: odd \\| ones"]
+    assert works["limited"][2].startswith("blocks: why")
+    assert lists.table(text, "Refused") == {"other": ["other is not supported: why"]}
+    assert lists.table(text, "Wrong or failing") == {"bad": ["whole: wrong"], "fine": ["blocks: wrong"]}
+    assert lists.table(text, "Not tried") == {"none": ["no weights"]}
+    assert lists.tested(found) == (
+        'TESTED = {\n    "good": "all features but odd",\n    "limited": "all features but blocks, sdpa",\n}\n'
+    )
+
+
+def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
+    code = tmp_path / "families.py"
+    code.write_text(lists.CODE.read_text())
+    monkeypatch.setattr(lists, "PAGE", tmp_path / "models.md")
+    monkeypatch.setattr(lists, "CODE", code)
+    monkeypatch.setattr("tests.families.__main__.CHECKS", {})
+    kept = ["--results", str(tmp_path / "kept.jsonl")]
+    assert main(["--types", "llama,bloom,telepathy", *kept]) == 0
+    assert "1/3" in capsys.readouterr().out
+    assert main(["--types", "llama,bloom", "--missing", "--write", *kept]) == 0
+    assert "1/" not in capsys.readouterr().out
+    assert lists.table((tmp_path / "models.md").read_text(), "Tested").keys() == {"llama"}
+    assert '"llama": "all features",\n}\n' in code.read_text()
+    assert code.read_text().partition(lists.END)[2] == lists.CODE.read_text().partition(lists.END)[2]
+    main(["--list"])
+    assert "mistral:windows-only" in capsys.readouterr().out.split()
+
+
+def test_a_type_that_crashes_fails_alone(monkeypatch, tmp_path, capsys):
+    def crash(name, checks):
+        raise SystemExit(3)
+
+    monkeypatch.setattr("tests.families.__main__.examine", crash)
+    assert main(["--types", "llama", "--results", str(tmp_path / "kept.jsonl")]) == 1
+    assert "ended without a result" in capsys.readouterr().out
+
+
+def test_results_of_another_type_stay(tmp_path):
+    from .families.__main__ import keep, load
+
+    file = tmp_path / "build" / "kept.jsonl"
+    keep(file, {one.name: one for one in FOUND})
+    assert load(file) == {one.name: one for one in FOUND}
+    keep(file, load(file) | {"bad": replace(FOUND[3], status=WORKS)})
+    assert load(file)["bad"].status == WORKS and load(file)["none"] == FOUND[-1]

@@ -1,0 +1,405 @@
+"""Models that see and hear: prompts with images and sounds, whole and in blocks, in every turn, against stock models.
+
+Budgets hold everything unless a test says otherwise, so that logits have to be those of the stock model.
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+import fastkv
+from fastkv import reference
+from fastkv.reference import attention_ahead
+
+from .multimodal import HEAR, IMAGE, ROTARY_3D, SEE, VOCAB, build, generated, medium, prompt, text, types
+
+LARGE = fastkv.Budget(tokens=300, sinks=2, recent=4)
+SMALL = fastkv.Budget(tokens=16, sinks=2, recent=4)
+
+
+def close(mine, theirs):
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+def patch(model, budget=LARGE, policy="momentkv", **options):
+    return fastkv.patch(model, policy, budget, **{"evict_every": 4, **options})
+
+
+def calls(module):
+    """How many tokens each call of a module reads, as it is called."""
+    seen = []
+    module.register_forward_pre_hook(lambda m, args, kwargs: seen.append(args[0].shape[1]), with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("block", [None, 5, 8])
+@pytest.mark.parametrize("base", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*SEE, *HEAR])
+def test_a_prompt_with_an_image_or_a_sound_is_read_as_by_the_stock_model(name, base, block):
+    model, given = build(name, base), prompt(name)
+    want, (steps, _) = model(**given).logits, generated(model, given)
+    other = prompt(name) | medium(name, 6)[1]
+    assert (model(**other).logits - want).abs().max() > 0.1, "another image or sound would show"
+    patch(model, prefill_block=block)
+    close(model(**given).logits, want)
+    close(generated(model, given)[0], steps)
+
+
+@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("name", SEE)
+def test_an_image_in_a_second_turn(name, block):
+    """Through generate, which is given the tokens of both turns and the pixels that are new."""
+    model, before = build(name), text(20, 3)
+    first = {"input_ids": before, "attention_mask": torch.ones_like(before), **types(name, before)}
+
+    def turns(cache):
+        _, out = generated(model, first, past_key_values=cache)
+        own, given = medium(name)
+        ids = torch.cat([out.sequences, text(9, 4), own, text(11, 5)], 1)
+        both = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids), **given}
+        return generated(model, both, past_key_values=out.past_key_values)[0]
+
+    want = turns(DynamicCache(config=model.config))
+    patch(model, prefill_block=block)
+    close(turns(fastkv.FastKVCache(model)), want)
+
+
+@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("name", SEE)
+def test_images_in_both_turns_and_rows_that_are_padded(name, block):
+    model = build(name)
+    own, given = medium(name)
+    rows = [torch.cat([text(9, 1), own, text(14, 2)], 1), torch.cat([text(4, 3), own, text(8, 4)], 1)]
+    length = rows[0].shape[1]
+    pad = length - rows[1].shape[1]
+    ids = torch.cat([rows[0], torch.cat([torch.zeros(1, pad, dtype=torch.long), rows[1]], 1)])
+    mask = torch.ones_like(ids)
+    mask[1, :pad] = 0
+    given = {
+        key: torch.cat([value, value.flip(-1) if value.is_floating_point() else value]) for key, value in given.items()
+    }
+    both = {"input_ids": ids, "attention_mask": mask, **types(name, ids), **given}
+    want, (steps, _) = model(**both).logits, generated(model, both)
+    patch(model, prefill_block=block)
+    close(model(**both).logits[mask.bool()], want[mask.bool()])
+    close(generated(model, both)[0], steps)
+
+
+def test_tokens_of_an_image_see_each_other_beside_a_past():
+    """Were they read causally it would show, in the first turn and in the second."""
+    model, given = build("gemma3"), prompt("gemma3")
+    want = model(**given).logits
+    causal = given | {"token_type_ids": torch.zeros_like(given["input_ids"])}
+    assert (model(**causal).logits - want).abs().max() > 0.1
+    patch(model)
+    head, total = 10, given["input_ids"].shape[1]
+    cache = fastkv.FastKVCache(model)
+    model(given["input_ids"][:, :head], past_key_values=cache)
+    rest = given | {"input_ids": given["input_ids"][:, head:]}
+    assert total - head > 4
+    close(model(**rest, past_key_values=cache).logits, want[:, head:])
+
+
+@pytest.mark.parametrize("base", ["sdpa", "eager"])
+def test_blocks_cut_no_image(base):
+    """Four tokens of an image at 21: a block ends before it, or, if it is shorter than the image, behind it."""
+    model, given = build("gemma3", base), prompt("gemma3")
+    want = model(**given).logits
+    read = calls(model.model.language_model.layers[0])
+    for block, expected in ((8, [8, 8, 5, 8, 8, 5]), (3, [3] * 7 + [4] + [3] * 5 + [2]), (25, [25, 17])):
+        patch(model, prefill_block=block)
+        read.clear()
+        close(model(**given).logits, want)
+        assert read == expected
+        fastkv.unpatch(model)
+
+
+def test_masks_of_the_whole_prompt_are_not_made_for_blocks(monkeypatch):
+    """They would grow with the square of the prompt."""
+    model, given = build("gemma3"), prompt("gemma3")
+    patch(model, prefill_block=8)
+    decoder, widest = type(model.model.language_model), []
+    stock = decoder.forward
+
+    def forward(self, *args, attention_mask=None, **kwargs):
+        widest.extend(mask.shape[-1] * mask.shape[-2] for mask in attention_mask.values() if mask is not None)
+        return stock(self, *args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(
+        model.model.language_model, "_fastkv_decoder_forward", forward.__get__(model.model.language_model)
+    )
+    model(**given)
+    assert max(widest) <= 8 * (8 + 7)
+
+
+def test_what_sees_itself_as_a_whole_is_one_block():
+    """However long it is: a block is as long as it takes."""
+    model, ids = build("gemma3"), text(40)
+    kinds = torch.ones_like(ids)
+    kinds[:, :6] = kinds[:, 35:] = 0
+    want = model(input_ids=ids, token_type_ids=kinds).logits
+    assert (model(input_ids=ids).logits - want).abs().max() > 0.1
+    patch(model, prefill_block=5)
+    read = calls(model.model.language_model.layers[0])
+    close(model(input_ids=ids, token_type_ids=kinds).logits, want)
+    assert read == [5, 1, 29, 5]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
+def test_a_prepared_mask_cannot_be_cut(name):
+    model, given = build(name), prompt(name)
+    total = given["input_ids"].shape[1]
+    prepared = torch.ones(1, 1, total, total, dtype=torch.bool).tril()
+    positions = torch.arange(total)[None]
+    patch(model, prefill_block=8)
+    with pytest.raises(fastkv.FastKVError, match="2-D"):
+        model(**given | {"attention_mask": prepared, "position_ids": positions})
+    patch(model)
+    assert model(**given | {"attention_mask": prepared, "position_ids": positions}).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("block", [None, 8])
+def test_hidden_states_and_the_last_rows_only(name, block):
+    model, given = build(name), prompt(name)
+    want = model(**given, output_hidden_states=True)
+    patch(model, prefill_block=block)
+    got = model(**given, output_hidden_states=True)
+    assert len(got.hidden_states) == len(want.hidden_states)
+    for mine, theirs in zip(got.hidden_states, want.hidden_states):
+        close(mine, theirs)
+    close(model(**given, logits_to_keep=1).logits, want.logits[:, -1:])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "voxtral"])
+def test_without_a_cache_and_in_training_nothing_differs(name):
+    model, given = build(name), prompt(name)
+    want = model(**given, use_cache=False).logits
+    weight = model.model.language_model.layers[1].self_attn.k_proj.weight
+
+    def gradient():
+        model.zero_grad()
+        with torch.enable_grad():
+            model.train()
+            model(**given, labels=given["input_ids"]).loss.backward()
+            model.eval()
+        return weight.grad.clone()
+
+    expected = gradient()
+    patch(model, SMALL, prefill_block=8)
+    assert torch.equal(model(**given, use_cache=False).logits, want)
+    assert torch.equal(gradient(), expected)
+
+
+@pytest.mark.skipif(not hasattr(Cache, "activate_past_recording"), reason="transformers announces roll-backs from 5.14")
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
+@pytest.mark.parametrize("block", [None, 8])
+def test_assisted_decoding(name, block):
+    model, given = build(name), prompt(name)
+    given["input_ids"][0, -6:] = given["input_ids"][0, :6]  # something to look up
+    patch(model, prefill_block=block)
+    _, want = generated(model, given, new=12)
+    _, got = generated(model, given, new=12, prompt_lookup_num_tokens=3)
+    assert torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
+def test_kvzip_reads_images_again(name):
+    """What is fed again are the embeddings of the image, not of its placeholders."""
+    model, given = build(name), prompt(name)
+    want = model(**given).logits
+    decoder = model.model.language_model
+    patch(model, SMALL, "kvzip")
+    fed, stock = [], decoder._fastkv_decoder_forward
+    decoder._fastkv_decoder_forward = lambda **kwargs: fed.append(kwargs["inputs_embeds"]) or stock(**kwargs)
+    close(model(**given).logits, want)
+    assert len(fed) == 2
+    assert torch.equal(fed[1][:, -fed[0].shape[1] :], fed[0])
+    assert generated(model, given)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("name", [*SEE, *HEAR])
+def test_small_budgets_evict(name, block):
+    model, given = build(name), prompt(name)
+    patch(model, SMALL, prefill_block=block)
+    logits, out = generated(model, given, new=9)
+    assert logits.isfinite().all()
+    cache = out.past_key_values
+    layer = next(i for i, one in enumerate(cache.layers) if hasattr(one, "state"))
+    assert int(cache.stored(layer).max()) < 16 + 4
+    assert (cache.stored(layer) + cache.moments(layer).count == given["input_ids"].shape[1] + 8).all()
+
+
+# Positions in three dimensions.
+
+
+def likeliest(logits):
+    """The likeliest tokens [B, 1] that are text, after the last one."""
+    return logits[:, -1:, :110].argmax(-1)
+
+
+def steps(model, cache, token, new=5):
+    """Logits of plain steps from a token, each the likeliest after the one before; no positions are given."""
+    found = []
+    for _ in range(new):
+        logits = model(input_ids=token, past_key_values=cache).logits[:, -1:]
+        token = likeliest(logits)
+        found.append(logits)
+    return torch.cat(found, 1)
+
+
+def alone(name, given, new=5):
+    """Logits of the same steps by a stock model that reads everything anew for each."""
+    model = build(name)
+    found = []
+    for _ in range(new):
+        given = grown(name, given, likeliest(model(**given).logits))
+        found.append(model(**given).logits[:, -1:])
+    return torch.cat(found, 1)
+
+
+def grown(name, given, token):
+    ids = torch.cat([given["input_ids"], token], 1)
+    return given | {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids)}
+
+
+@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("name", ROTARY_3D)
+def test_caches_know_their_own_positions(name, block, tmp_path):
+    """The model remembers those of the last prompt only, which may have been another cache's."""
+    seen, ids = prompt(name), text(30, 7)
+    read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    want = [alone(name, given) for given in (seen, read)]
+    model = patch(build(name), prefill_block=block)
+    caches, tokens = [], []
+    for given in (seen, read):
+        out = model(**given)
+        caches.append(out.past_key_values)
+        tokens.append(likeliest(out.logits))
+    caches[0].save(tmp_path / "cache")
+    twins = [caches[0].clone(), fastkv.FastKVCache.load(tmp_path / "cache", model), caches[0].fork(2)]
+    for twin in twins:
+        generated(model, seen)  # something else in between
+        close(steps(model, twin, tokens[0].repeat(len(twin.compressed[0].state.seen), 1))[:1], want[0])
+    for cache, token, expected in reversed([*zip(caches, tokens, want)]):
+        close(steps(model, cache, token), expected)
+    caches[0].reset()
+    out = model(**read, past_key_values=caches[0])
+    close(steps(model, caches[0], likeliest(out.logits)), want[1])
+
+
+@pytest.mark.parametrize("name", ROTARY_3D)
+def test_a_text_turn_after_an_image(name):
+    """In plain calls, with a mask over both turns and without, beside a generate of another prompt."""
+    given, turn = prompt(name), text(11, 8)
+    ids = torch.cat([given["input_ids"], turn], 1)
+    whole = given | {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids)}
+    want = build(name)(**whole).logits[:, -11:]
+    for block in (None, 4):
+        model = patch(build(name), prefill_block=block)
+        for mask in ({}, {"attention_mask": whole["attention_mask"]}):
+            cache = model(**given).past_key_values
+            generated(model, {"input_ids": text(40, 9), "attention_mask": torch.ones(1, 40, dtype=torch.long)})
+            close(model(input_ids=turn, past_key_values=cache, **mask).logits, want)
+
+
+@pytest.mark.parametrize("name", ROTARY_3D)
+def test_a_generated_turn_after_another_prompt(name):
+    """generate, too, would go on from the positions of the last prompt."""
+    given, turn = prompt(name), text(11, 8)
+
+    def second(model, between):
+        _, out = generated(model, given)
+        between()
+        ids = torch.cat([out.sequences, turn], 1)
+        more = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids)}
+        return generated(model, more, past_key_values=out.past_key_values)[0]
+
+    want = second(build(name), lambda: None)
+    model = patch(build(name))
+    other = {"input_ids": text(40, 9), "attention_mask": torch.ones(1, 40, dtype=torch.long)}
+    close(second(model, lambda: generated(model, other)), want)
+
+
+@pytest.mark.parametrize("name", ROTARY_3D)
+def test_what_positions_cannot_serve_is_refused(name):
+    model, given = build(name), prompt(name)
+    patch(model, SMALL, "compactor")
+    with pytest.raises(fastkv.FastKVError, match="three dimensions"):
+        model(**given)
+    ids = given["input_ids"] % 110 + 3
+    assert generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0].isfinite().all()
+    patch(model)
+    cache = model(ids).past_key_values
+    with pytest.raises(fastkv.FastKVError, match="pass them, or use generate"):
+        model(**given, past_key_values=cache)
+
+
+def test_graphs_of_a_step_continue_after_an_image():
+    name = "qwen3_vl"
+    given = prompt(name)
+    want = alone(name, given, 4)
+    model = patch(build(name), static=True)
+    cache = fastkv.FastKVCache(model)
+    token = likeliest(model(**given, past_key_values=cache).logits)
+    step = fastkv.capture_decode(model, cache, 1)
+    for place in range(4):
+        logits = step(token)
+        close(logits, want[:, place])
+        token = likeliest(logits[:, None])
+
+
+def test_static_caches_read_images(name="gemma3"):
+    model, given = build(name), prompt(name)
+    want, _ = generated(model, given)
+    for block in (None, 8):
+        patch(model, prefill_block=block, static=True)
+        close(generated(model, given)[0], want)
+
+
+# The parts.
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("num", [1, 5, 70])
+def test_attention_over_later_tokens_equals_brute_force(num, softcap):
+    generator = torch.Generator().manual_seed(num)
+    q = torch.randn(2, 6, num, 8, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(2, 2, num, dim, generator=generator, dtype=torch.float64) for dim in (8, 5))
+    ahead = (torch.rand(2, num, num, generator=generator) < 0.3).triu(1)
+    out, lse = attention_ahead(q, k, v, ahead, 0.4, softcap)
+    logits = 0.4 * torch.einsum("bhtd,bhnd->bhtn", q, k.repeat_interleave(3, 1))
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~ahead[:, None], -torch.inf)
+    weights = logits.softmax(-1).nan_to_num()
+    torch.testing.assert_close(lse, logits.logsumexp(-1))
+    torch.testing.assert_close(out, weights @ v.repeat_interleave(3, 1))
+    assert reference.attention_ahead is attention_ahead
+
+
+def test_a_copy_of_a_patched_model_is_its_own():
+    model = patch(build("gemma3"), prefill_block=8)
+    given = prompt("gemma3")
+    want = model(**given).logits
+    other = copy.deepcopy(model)
+    assert torch.equal(other(**given).logits, want)
+    fastkv.unpatch(model)
+    for module in (model.model, model.model.language_model):
+        assert "forward" not in vars(module)
+        assert not [name for name in vars(module) if name.startswith("_fastkv")]
+    assert torch.equal(other(**given).logits, want)
+    assert (given["input_ids"] == IMAGE).sum() == 4
+    assert VOCAB == want.shape[-1]
+
+
+def test_arguments_by_position_reach_their_names():
+    """The base model of Gemma 3 takes pixels second, that of Llama the mask."""
+    model, given = build("gemma3"), prompt("gemma3")
+    args = (given["input_ids"], given["pixel_values"], given["attention_mask"])
+    want = model.model(*args, token_type_ids=given["token_type_ids"]).last_hidden_state
+    patch(model, prefill_block=8)
+    close(model.model(*args, token_type_ids=given["token_type_ids"]).last_hidden_state, want)
