@@ -61,10 +61,12 @@ def why_not(
     groups: int = 1,
     evict_every: int = 1,
     value_dim: int | None = None,
+    latent: bool = False,
 ) -> str | None:
     """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can.
 
-    Args: head_dim: of queries and keys; value_dim: of values, None for the same.
+    Args: head_dim: of queries and keys; value_dim: of values, None for the same.  latent: whether values are the first
+        numbers of keys.
     """
     if backend == "cpu" and device.type != "cpu":
         return f"the model is on {device.type}"
@@ -78,6 +80,8 @@ def why_not(
             problem = f"on {device.type} they need Triton's interpreter, which is off (TRITON_INTERPRET=1 turns it on)"
     if problem is None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
+    if problem is None and latent:
+        problem = "they read values from slots of their own, not out of latents (MLA)"
     if problem is None:
         problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
     if problem is None and groups > MAX_GROUPS:
@@ -107,10 +111,11 @@ def check_backend(
     groups: int,
     evict_every: int,
     value_dim: int | None = None,
+    latent: bool = False,
 ) -> None:
     """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
     chosen = resolve(backend, device)
-    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim)
+    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent)
     if problem is not None:
         what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
         instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"

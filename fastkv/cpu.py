@@ -286,10 +286,10 @@ def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tens
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
     """`reference.evict`: for heads of equally many slots, survivors among the last slots move into the holes."""
     exact, moments, tokens = state.exact, state.moments, spec.tokens
-    keys, values, positions, lengths = exact.keys, exact.values, exact.positions, exact.lengths
-    assert values is not None and positions is not None
+    positions, lengths = exact.positions, exact.lengths
+    assert positions is not None
     # Rows are addressed by their place in memory.
-    if exact.starts is not None or not all(part.is_contiguous() for part in (keys, values, positions, lengths)):
+    if exact.starts is not None or not all(part.is_contiguous() for part in (*exact.moving().values(), lengths)):
         reference.evict(scores, kept, state, spec)
         return
     slots = positions.shape[-1]

@@ -4,6 +4,8 @@ import copy
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -47,6 +49,16 @@ GEMMA = {
     "query_pre_attn_scalar": 24,
     "tie_word_embeddings": False,
 }
+MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 4,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES = {
@@ -58,13 +70,17 @@ FAMILIES = {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA, attn_logit_softcapping=5.0)),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA)),
 }
+# Keys and values are made of one latent for all heads.
+LATENT = {"deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**{**COMMON, **MLA}))}
 # Gemma 2 soft-caps its logits, which sdpa cannot do.
-COMBINATIONS = [(name, base) for name in FAMILIES for base in ("eager", "sdpa") if (name, base) != ("gemma2", "sdpa")]
+COMBINATIONS = [
+    (name, base) for name in (*FAMILIES, *LATENT) for base in ("eager", "sdpa") if (name, base) != ("gemma2", "sdpa")
+]
 
 
 def build(name="llama", base="sdpa", **changes):
     """A seeded model; `changes` override config fields."""
-    cls, config = FAMILIES[name]
+    cls, config = {**FAMILIES, **LATENT}[name]
     config = copy.deepcopy(config)
     for key, value in changes.items():
         setattr(config, key, value)

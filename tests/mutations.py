@@ -361,14 +361,14 @@ MUTATIONS = [
     # The cache.
     bug(
         "beams keep their old past",
-        "integrations/transformers/layer.py",
+        "integrations/transformers/cache.py",
         "t.index_select(0, beam_idx.to(t.device))",
         "t.index_select(0, beam_idx.to(t.device).sort().values)",
         SEQUENCES,
     ),
     bug(
         "repeated rows are interleaved wrongly",
-        "integrations/transformers/layer.py",
+        "integrations/transformers/cache.py",
         "t.repeat_interleave(repeats, 0)",
         "torch.cat([t] * repeats)",
         SEQUENCES,
@@ -493,7 +493,7 @@ MUTATIONS = [
         "integrations/transformers/attention.py",
         "own > torch.finfo(own.dtype).min / 2",
         "own < torch.inf",
-        "bounds.py::test_bound_and_conservation",
+        "architectures.py::test_padding_follows_the_2d_mask",
     ),
     bug(
         "unpatch leaves a hook",
@@ -591,8 +591,8 @@ MUTATIONS = [
     bug(
         "an operator reads all slots instead of those that may be filled",
         "ops/operator.py",
-        "filled=numbers[0], limit=numbers[1])",
-        "filled=numbers[1], limit=numbers[1])",
+        "filled=numbers[0], ",
+        "filled=numbers[1], ",
         "ops.py::test_flat_states_come_back_whole",
     ),
     bug(
@@ -657,6 +657,62 @@ MUTATIONS = [
         "gone = signals.valid & ~kept",
         "gone = signals.valid",
         "centroid_cache.py::test_centroids_are_of_what_was_evicted",
+    ),
+    bug(
+        "every block has the padding of the first",
+        "integrations/transformers/blocks.py",
+        "padding[:, end - num : end]",
+        "padding[:, :num]",
+        "bounds.py::test_bound_and_conservation",
+    ),
+    bug(
+        "a layer evicts before others have attended to its keys",
+        "cache/layer.py",
+        "if clock.now.evicts and not self.readers:",
+        "if clock.now.evicts:",
+        "architectures.py::test_a_layer_evicts_after_its_last_reader",
+    ),
+    bug(
+        "a block is evicted from before others have attended to it",
+        "cache/layer.py",
+        "if self.readers:\n            self.queries = q",
+        "if self.readers > 9:\n            self.queries = q",
+        "architectures.py::test_a_layer_evicts_after_its_last_reader",
+    ),
+    bug(
+        "layers share the keys of the first of their kind",
+        "integrations/transformers/modules.py",
+        "own[kind] = layer",
+        "own.setdefault(kind, layer)",
+        "architectures.py::test_with_room_for_everything_nothing_changes",
+    ),
+    bug(
+        "a clone shares what stays transformers'",
+        "integrations/transformers/stock.py",
+        "holder[place] = holder[place].detach().clone()",
+        "holder[place] = holder[place].detach()",
+        "architectures.py::test_caches_travel",
+    ),
+    bug(
+        "states of linear attention stay where they are when rows move",
+        "integrations/transformers/stock.py",
+        "old, new = holder[place], change(holder[place])",
+        "old, new = holder[place], change(holder[place]) if place in PAIRS else holder[place]",
+        "architectures.py::test_caches_travel",
+    ),
+    bug(
+        "tokens that attention was not called for are forgotten",
+        "integrations/transformers/layer.py",
+        "self.awaited = True",
+        "self.awaited = False",
+        "architectures.py::test_one_call_of_attention_for_every_update",
+    ),
+    bug(
+        "attention ignores arguments that it does not know",
+        "integrations/transformers/attention.py",
+        "and name not in POSITIONS]",
+        "and name in POSITIONS]",
+        "architectures.py::test_unknown_tensors_of_attention",
     ),
 ]
 

@@ -3,20 +3,23 @@
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import DynamicCache
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
-from fastkv.backend import why_not
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.transformers import families, modules, stock
 from fastkv.integrations.transformers.attention import valid_tokens
+from fastkv.integrations.transformers.generate import SLIDING_ROLLBACK
 from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
 from .models import COMMON, build, generate, prompt
+from .test_compile import Graphs, decode
+from .test_no_sync import Crossings, to_device_without_data
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
 LINEAR = {
@@ -57,10 +60,11 @@ TYPES = {
     ),
     "phi3": ("Phi3", {}),
     "falcon_h1": ("FalconH1", MAMBA),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 64}),
     "gpt_neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4}),
     "llama4": ("Llama4Text", {**EXPERTS, "attention_chunk_size": 16, "sliding_window": None}),
-    "gemma3n": ("Gemma3nText", {**SHARED, **ALTUP}),
+    "gemma3n": ("Gemma3nText", {**SHARED, **ALTUP, "num_kv_shared_layers": 2}),
     "gemma4": ("Gemma4Text", {**SHARED, "global_head_dim": 32, "num_global_key_value_heads": 1}),
     "mllama": (
         "MllamaText",
@@ -180,12 +184,80 @@ def test_a_prompt_that_is_read_twice(name):
     generate(model, ids, mask)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < SLIDING_ROLLBACK, reason="windows cannot roll back")
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "phi3"])
+@pytest.mark.parametrize("block", [None, 13])
+def test_assisted_decoding(name, block):
+    """Layers that share keys attend before it is known which tokens stay."""
+    model, ids = tiny(name), prompt(1, 20, (0,))[0].repeat(1, 2)
+    expected = generate(model, ids)
+    patched(model, budget=ROOM, prefill_block=block)
+    cache = FastKVCache(model, static=False)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=4, past_key_values=cache), expected)
+    assert int(cache.compressed[0].state.seen) >= 40
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma3n", "gemma4", "phi3"])
 def test_a_static_cache(name):
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
     tokens = generate(model, ids, mask)
     patched(model, budget=ROOM, static=True)
     assert torch.equal(generate(model, ids, mask), tokens)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma4"])
+@pytest.mark.parametrize("empty", [True, False])
+def test_captured_steps(name, empty):
+    """On a CPU these run the model itself, from the same tensors."""
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    patched(model, budget=SMALL, evict_every=3, static=True)
+    expected = generate(model, ids, mask, new=6)[:, 40:]
+    cache = FastKVCache(model)
+    if empty:
+        step = fastkv.capture_decode(model, cache, 2)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    tokens = [logits(model, ids, mask, past_key_values=cache, position_ids=positions)[:, -1:].argmax(-1)]
+    if not empty:
+        step = fastkv.capture_decode(model, cache, 2)
+    for _ in range(5):
+        tokens.append(step(tokens[-1]).argmax(-1, keepdim=True))
+    assert torch.equal(torch.cat(tokens, 1), expected)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "lfm2", "falcon_h1"])
+@torch.no_grad()
+def test_a_static_step_is_two_graphs(name):
+    """One of them evicts, also where several layers attend to the same keys."""
+    torch._dynamo.reset()
+    model, (ids, _) = tiny(name), prompt(2, 30, (0, 0))
+    patched(model, budget=SMALL, evict_every=3, static=True)
+    want = decode(model, model, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
+    graphs = Graphs()
+    step = torch.compile(model, fullgraph=True, backend=graphs)
+    got = decode(model, step, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert len(graphs.inputs) == 2
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+@torch.no_grad()
+def test_a_step_neither_waits_nor_copies(name):
+    """On a device without data, whose mask nobody can look at."""
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    patched(model, budget=SMALL, evict_every=3, static=True)
+    cache = FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids[:, :1], past_key_values=cache)
+    to_device_without_data(model, cache)
+    for layer in cache.layers:
+        for _, holder, place in stock.places(layer):
+            holder[place] = holder[place].to("meta")
+    for num in range(42, 46):
+        cache.known_mask = torch.ones(2, num, dtype=torch.long, device="meta")
+        token = torch.zeros(2, 1, dtype=torch.long, device="meta")
+        with Crossings() as crossings:
+            model(token, attention_mask=cache.known_mask, past_key_values=cache)
+        assert not crossings.found
 
 
 # What is found.
@@ -366,6 +438,9 @@ def test_padding_follows_the_2d_mask():
     real = torch.tensor([[False, True, True], [True, True, True]])
     assert torch.equal(valid_tokens(seeing, real, 2, 3, torch.device("cpu")), real)
     assert valid_tokens(seeing, None, 2, 3, torch.device("cpu")).all()
+    least = torch.finfo(torch.float32).min
+    hidden = torch.where(real[:, None, None] & seeing, 0.0, least)
+    assert torch.equal(valid_tokens(hidden, None, 2, 3, torch.device("cpu")), real)
     with pytest.raises(FastKVError, match="4-D attention mask over 3 keys"):
         valid_tokens(seeing, real, 2, 2, torch.device("cpu"))
 
@@ -378,13 +453,6 @@ def test_padding_of_a_model_whose_mask_hides_nothing(block, monkeypatch):
     cache = FastKVCache(model)
     model(ids, attention_mask=mask, past_key_values=cache)
     assert cache.compressed[0].state.seen.tolist() == [30, 23]
-
-
-def test_values_as_wide_as_the_backend_can_serve():
-    sizes = (torch.device("cuda"), torch.float16, 64, 1, 1)
-    assert why_not("triton", *sizes, value_dim=128) is None
-    assert why_not("triton", *sizes, value_dim=512).endswith("up to 256, got 512")
-    assert why_not("triton", *sizes, value_dim=40).endswith("got 40")
 
 
 # Layers that share keys.

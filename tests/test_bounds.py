@@ -30,7 +30,7 @@ class Watch:
     def check(self, module, args, kwargs, output):
         layer = kwargs["past_key_values"].layers[module.layer_idx]
         state = layer.state
-        assert state.exact.keys.shape[2] == state.exact.values.shape[2] == TOKENS + EVERY
+        assert {rows.shape[2] for rows in state.exact.moving().values()} == {TOKENS + EVERY}
         assert int(state.exact.lengths.max()) <= state.exact.filled <= TOKENS + EVERY
         assert torch.equal(
             state.exact.lengths + state.moments.count, state.seen[:, None].expand_as(state.exact.lengths)

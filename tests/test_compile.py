@@ -22,6 +22,7 @@ KINDS = [
     ("llama", "fastkv", {}),
     ("qwen3", "fastkv", {"heads": "adaptive"}),
     ("llama", "h2o", {"correction": "cosh"}),
+    ("deepseek_v3", "momentkv", {}),
 ]
 
 
@@ -73,7 +74,7 @@ def compiled(name, policy, options, static, every=EVERY):
     return model, ids, want, torch.compile(model, fullgraph=True, backend=graphs), graphs
 
 
-@pytest.mark.parametrize("name,policy,options", kinds(0, 3, 4, 6))
+@pytest.mark.parametrize("name,policy,options", kinds(0, 3, 4, 6, 8))
 @torch.no_grad()
 def test_a_static_step_is_two_graphs_of_tensors(name, policy, options):
     model, ids, want, step, graphs = compiled(name, policy, options, static=True)

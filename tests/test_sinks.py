@@ -15,6 +15,7 @@ from fastkv.reference import Moments
 
 from .models import COMMON, generate, prompt
 from .states import make_spec, make_state
+from .test_module import compare, fresh
 
 B, HQ, HKV, D = 2, 6, 2, 16
 F64 = torch.float64
@@ -264,3 +265,10 @@ def test_gpt_oss_saves_no_sinks(tmp_path):
     other.model.layers[1].self_attn.sinks.fill_(5.0)
     again = fastkv.FastKVCache.load(tmp_path / "prefix.safetensors", model)
     assert not torch.equal(other(ids[:, -1:], past_key_values=again).logits, logits[0])
+
+
+def test_a_compiled_step():
+    """The sinks are an input of the graph; two graphs, as without them."""
+    sinks = torch.tensor([0.5, -2.0, 3.0, -torch.inf])
+    graphs, worst = compare(lambda: fresh("h2o", sink_logits=sinks), "aot_eager")
+    assert graphs == 2 and worst <= 1e-6

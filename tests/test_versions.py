@@ -397,6 +397,29 @@ def attention_modules_are_where_they_were():
     return True
 
 
+@assumed("latent.py", "latent attention no longer caches what expand_kv makes keys and values of")
+def latents_are_cached_before_they_are_expanded():
+    from transformers import DynamicCache
+
+    model = build("deepseek_v3", "eager")
+    module = model.model.layers[1].self_attn
+    if not hasattr(module, "expand_kv"):  # keys and values of all heads are cached, as of any other model
+        return True
+    given, cache = [], DynamicCache(config=model.config)
+    module.expand_kv = lambda latent, turned: (
+        given.append((latent, turned)) or type(module).expand_kv(module, latent, turned)
+    )
+    model(prompt(1, 4, (0,))[0], past_key_values=cache)
+    held = cache.layers[1]
+    shapes = held.keys.shape == (1, 1, 4, module.kv_lora_rank) and held.values.shape == (
+        1,
+        1,
+        4,
+        module.qk_rope_head_dim,
+    )
+    return shapes and torch.equal(given[0][0], held.keys) and torch.equal(given[0][1], held.values)
+
+
 @assumed(
     "attention.py",
     "a family's eager attention is no longer eager_attention_forward in its own file",

@@ -43,7 +43,8 @@ def _store_in_slabs(state: LayerState, signals: Signals, selection: Selection, r
     """`store` where heads share slots unequally."""
     exact, layout = state.exact, rule.layout
     # Compacted where the candidates lie, because the stretches of the heads are about to move.
-    rows = Slots(signals.keys, signals.values, exact.lengths, signals.positions.clone())
+    values = None if exact.values is None else signals.values
+    rows = Slots(signals.keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
     ops.compact(signals.valid, selection, None, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:

@@ -50,6 +50,7 @@ class LayerCache:
         readers: how many other layers attend to this one's keys and values, each once after it and before the next
             tokens (`look`, `look_back`).  left: how many of them still have to.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
+        latent: whether values are the first numbers of keys, so that keys are stored alone.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class LayerCache:
         workspace: CacheWorkspace,
         static: bool = False,
         readers: int = 0,
+        latent: bool = False,
     ) -> None:
         """Args: layer: index in the model.  place: among the `num_layers` that share the budget.  workspace: theirs."""
         self.config, self.layer, self.place, self.num_layers = config, layer, place, num_layers
-        self.workspace, self.static, self.started = workspace, static, False
+        self.workspace, self.static, self.latent, self.started = workspace, static, latent, False
         self.num_heads, self.leads = 0, place == 0
         self.readers, self.left = readers, 0
         self.block: SharedBlock | None = None
@@ -77,7 +79,8 @@ class LayerCache:
     def layout(self, heads: int, tokens: int, keep: float | None, device: torch.device) -> Layout:
         """The layout for so many KV heads and tokens per head, see `layout_of`."""
         slope = resolve(self.config.backend, device) == "triton"
-        return layout_of(self.config, self.layer, heads, tokens, keep, slope, self.workspace.parallel)
+        parallel = self.workspace.parallel
+        return layout_of(self.config, self.layer, heads, tokens, keep, slope, parallel, self.latent)
 
     def allocate(self, num_heads: int, keys: Tensor, values: Tensor, context: int, keep: float | None = None) -> None:
         """Make the slots for `num_heads` query heads and the shapes, dtype and device of keys, values [B, Hkv, T, D].

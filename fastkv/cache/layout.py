@@ -35,6 +35,7 @@ class Layout:
         slope: whether to keep a half-precision copy of the cross moment for the kernels (half-precision keys only).
         attention: whether to add up the attention that slots receive.
         memory: whether the policy stores a number with each token.
+        latent: whether values are the first numbers of keys, which are then stored alone.
     """
 
     tokens: tuple[int, ...]
@@ -47,6 +48,7 @@ class Layout:
     slope: bool = False
     attention: bool = False
     memory: bool = False
+    latent: bool = False
 
     @property
     def ragged(self) -> bool:
@@ -75,7 +77,7 @@ class Layout:
         moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=self.order, spread=spread)
         if self.slope and moments.cross is not None and itemsize == 2:
             moments.slope = torch.zeros(batch, heads, key_dim, value_dim, dtype=like_keys.dtype, device=device)
-        shape = Shape(heads, key_dim, value_dim, itemsize)
+        shape = Shape(heads, key_dim, value_dim, itemsize, self.latent)
         return LayerState(
             exact=self._slots("exact", like_keys, like_values),
             seen=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -94,14 +96,16 @@ class Layout:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=like_keys.device)
 
+        value_dim = 0 if like_values is None else like_values.shape[-1]
         made = Slots(
             keys=zeros(*place, dim, dtype=like_keys.dtype),
-            values=None if like_values is None else zeros(*place, like_values.shape[-1], dtype=like_values.dtype),
+            values=zeros(*place, value_dim, dtype=like_keys.dtype) if value_dim and not self.latent else None,
             lengths=zeros(batch, heads, dtype=torch.int32),
             positions=zeros(*place, dtype=torch.int32),
             starts=zeros(batch, heads + 1, dtype=torch.int32) if ragged else None,
             attention=zeros(*place) if self.attention else None,
             memory=zeros(*place) if self.memory else None,
+            value_dim=value_dim,
         )
         made.deal(capacities)
         return made
@@ -125,13 +129,21 @@ def cost(like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout]
         return replace(layout(tokens), mean=0).allocate(meta[0], meta[1]).nbytes()
 
     each = (spent(2 * SAMPLE) - spent(SAMPLE)) / SAMPLE
-    shape = Shape(like_keys.shape[1], like_keys.shape[-1], like_values.shape[-1], like_keys.element_size())
+    made, dims = layout(SAMPLE), (like_keys.shape[-1], like_values.shape[-1])
+    shape = Shape(like_keys.shape[1], *dims, like_keys.element_size(), made.latent)
     pairs = LayerCost(each, spent(SAMPLE) - round(SAMPLE * each))
-    return layout(SAMPLE).correction.cost(shape, pairs)
+    return made.correction.cost(shape, pairs)
 
 
 def layout_of(
-    config: Config, layer: int, heads: int, tokens: int, keep: float | None, slope: bool, parallel: Parallel
+    config: Config,
+    layer: int,
+    heads: int,
+    tokens: int,
+    keep: float | None,
+    slope: bool,
+    parallel: Parallel,
+    latent: bool = False,
 ) -> Layout:
     """The layout of a layer's state.
 
@@ -140,6 +152,7 @@ def layout_of(
         keep: share of the prompt that stays, where the budget says so.
         slope: whether kernels want a half-precision copy of the cross moment.
         parallel: processes that share the layer's heads.
+        latent: whether values are the first numbers of keys.
     Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps.
     """
     policy, correction, reserved = config.policy, config.correction, config.budget.reserved
@@ -167,6 +180,7 @@ def layout_of(
         slope=slope,
         attention=config.needs("attention"),
         memory=policy.remembers,
+        latent=latent,
     )
 
 

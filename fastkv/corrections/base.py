@@ -16,18 +16,19 @@ class Shape:
     """Sizes of one layer's keys and values, per sequence.
 
     Attributes: heads: KV heads of this process.  key_dim, value_dim: numbers of a key and a value.  itemsize: bytes of
-        one of them.
+        one of them.  latent: whether values are the first numbers of keys and cost nothing.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     itemsize: int
+    latent: bool = False
 
     @property
     def pair(self) -> int:
-        """Bytes of a key and its value."""
-        return (self.key_dim + self.value_dim) * self.itemsize
+        """Bytes of a key and its value, as stored."""
+        return (self.key_dim + (0 if self.latent else self.value_dim)) * self.itemsize
 
 
 @dataclass(frozen=True)

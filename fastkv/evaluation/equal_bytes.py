@@ -56,10 +56,14 @@ def equal_bytes(
             f"equal_bytes needs a model with full-attention layers, got {text.model_type} with none; its cache is "
             "bounded already"
         )
-    total = 0
+    total, rank = 0, getattr(text, "kv_lora_rank", None)
+    if rank is not None:  # of a latent, one for all heads, which is the first part of the key and the value
+        full = [(1, rank + text.qk_rope_head_dim)] * len(full)
     for heads, head_dim in full:
-        like = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
-        total += Layout((budget.tokens,) * heads, corrections.NONE, spare=evict_every).allocate(like, like).nbytes()
+        key = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
+        tokens = (budget.tokens,) * heads
+        layout = Layout(tokens, corrections.NONE, spare=evict_every, latent=rank is not None)
+        total += layout.allocate(key, key[..., :rank]).nbytes()
     return replace(budget, tokens=None, bytes=total)
 
 
@@ -81,12 +85,12 @@ def token_bytes(cache: FastKVCache) -> int:
 def layer_token_bytes(layer: LayerCache) -> float:
     """Bytes per sequence of one more token in every KV head, with what of the evicted ones it lets be remembered."""
     state, rule = layer.state, layer.rule
-    assert state is not None and rule is not None and state.exact.values is not None
-    keys, values, heads, layout = state.exact.keys, state.exact.values, state.heads, rule.layout
+    assert state is not None and rule is not None
+    keys, values, heads, layout = state.exact["keys"], state.exact["values"], state.heads, rule.layout
     like_keys, like_values = (
         torch.empty(1, heads, 1, rows.shape[-1], dtype=rows.dtype, device="meta") for rows in (keys, values)
     )
-    shape = Shape(heads, keys.shape[-1], values.shape[-1], keys.element_size())
+    shape = Shape(heads, keys.shape[-1], values.shape[-1], keys.element_size(), layout.latent)
     meta = torch.device("meta")
     parts = [layout.correction.empty(1, shape, tokens, meta) for tokens in (layout.mean, layout.mean + 1)]
     fewer, more = (0 if part is None else part.nbytes() for part in parts)

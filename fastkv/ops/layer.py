@@ -20,9 +20,8 @@ from .operator import by_spec, nothing, operator
 def _step_outputs(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    values, lse = state.exact.values, q.new_empty(q.shape[:2], dtype=compute_dtype(q))
-    assert values is not None
-    return q.new_empty(*q.shape[:2], values.shape[-1]), lse, torch.empty_like(lse)
+    lse = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
+    return q.new_empty(*q.shape[:2], state.exact.value_dim), lse, torch.empty_like(lse)
 
 
 # Kernel: one launch, append included; no allocation but the results.

@@ -63,7 +63,7 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
     if state.sink_logits is not None:
         tensors.append(state.sink_logits.detach())  # a parameter of the model; no gradient passes through operators
         names.append("sink_logits")
-    numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit)]
+    numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit, tier.value_dim)]
     return tensors + state.scratch, " ".join(names), numbers
 
 
@@ -74,10 +74,11 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     for name, tensor in zip(called, tensors):
         owner, _, attribute = name.rpartition(".")
         found.setdefault(owner, {})[attribute] = tensor
-    exact = Slots(**{"values": None, **found["exact"]}, filled=numbers[0], limit=numbers[1])
+    filled, limit, value_dim = numbers[:3]
+    exact = Slots(**{"values": None, **found["exact"]}, filled=filled, limit=limit, value_dim=value_dim)
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:
-        state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[2], limit=numbers[3])
+        state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[3], limit=numbers[4])
     state.sink_logits = found[""].get("sink_logits")
     if "recovery" in found:
         state.recovery = Recovery(**found["recovery"])

@@ -88,7 +88,6 @@ def compact(
         over them; block: k, v [B, Hkv, T, D] and positions [B, Hkv, T] of new tokens, None for none.
     """
     slots, moments = state.exact, state.moments
-    assert slots.values is not None
     used = valid.shape[-1] - (0 if block is None else block[0].shape[2])
     evicted = valid & ~selection.kept
     gone = moments.add(slots["keys"][:, :, :used], slots["values"][:, :, :used], evicted[..., :used])
@@ -139,7 +138,9 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         compact(valid, chosen, None, state, spec)
         return
     rows = {name: unpack(slab, slots.starts, num) for name, slab in slots.moving().items()}
-    equal = replace(slots, starts=None, attention=None, memory=None, limit=num, filled=num, **rows)
+    equal = replace(
+        slots, starts=None, attention=None, memory=None, limit=num, filled=num, value_dim=slots.value_dim, **rows
+    )
     compact(valid, chosen, None, LayerState(equal, state.seen, state.moments), spec)
     for name, slab in slots.moving().items():
         pack(slab, slots.starts, rows[name])

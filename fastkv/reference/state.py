@@ -27,7 +27,8 @@ class Slots:
     [starts[h], starts[h + 1]).
 
     Attributes:
-        keys: [..., Dk] post-RoPE and values: [..., Dv], in the model's dtype; values is None for a tier of keys only.
+        keys: [..., Dk] post-RoPE and values: [..., Dv], in the model's dtype; values is None for a tier of keys only,
+            and where they are the first numbers of keys (latent attention).
         lengths: [B, Hkv] int32.
         positions: int32, index of the token among the true (unpadded) tokens of its sequence; None where nothing asks.
         starts: [B, Hkv + 1] int32, None for equal heads.
@@ -35,6 +36,7 @@ class Slots:
         memory: fp32, what the policy stored with each token; None if it stores nothing.
         limit: slots of the head that has most, -1 for all there are.
         filled: upper bound of `lengths` that the host knows without a sync, -1 for `limit`.
+        value_dim: Dv, 0 for a tier of keys only.
     """
 
     keys: Tensor
@@ -46,11 +48,13 @@ class Slots:
     memory: Tensor | None = None
     limit: int = -1
     filled: int = -1
+    value_dim: int = 0
     MOVING: ClassVar = ("keys", "values", "positions")  # tensors with a row for every token, which moves with it
 
     def __post_init__(self) -> None:
         self.limit = self.keys.shape[-2] if self.limit < 0 else self.limit
         self.filled = self.limit if self.filled < 0 else self.filled
+        self.value_dim = self.value_dim if self.values is None else self.values.shape[-1]
 
     def moving(self) -> dict[str, Tensor]:
         """The tensors that have a row for every token, by name."""
@@ -58,7 +62,8 @@ class Slots:
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Rows for `moving` of tokens with these keys, values [B, Hkv, N, D] and positions [B, Hkv, N], as stored."""
-        return {"keys": keys, "values": values, "positions": positions}
+        pairs = {"keys": keys} if self.values is None else {"keys": keys, "values": values}
+        return {**pairs, "positions": positions}
 
     def deal(self, capacities: Sequence[int]) -> None:
         """Give each head so many slots, all of them empty."""
@@ -85,7 +90,8 @@ class Slots:
 
     def __getitem__(self, name: str) -> Tensor:
         """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...], as read by attention."""
-        rows: Tensor = getattr(self, name)
+        inside = name == "values" and self.values is None
+        rows: Tensor = self.keys[..., : self.value_dim] if inside else getattr(self, name)
         return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)
 
     @property

@@ -23,7 +23,8 @@ from ...cache.workspace import CacheWorkspace
 from ...calibration.files import kv_shapes
 from ...config import Config
 from ...errors import FastKVError
-from . import attention, families, forward, generate, modules, selfcheck, stock
+from ...parallel import Parallel
+from . import attention, families, forward, generate, latent, modules, selfcheck, stock
 from .cache import build_layers, is_static
 from .layer import FastKVLayer
 
@@ -100,9 +101,15 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
     chosen = {index: module for index, module in found.items() if index in full or index in readers}
     for layer, module in chosen.items():
         _check_attention(layer, module, config, model_config._attn_implementation or "eager")
+    latents = {layer for layer, module in chosen.items() if latent.is_latent(module)}
+    if Parallel.of(model).size > 1 and latents:
+        raise FastKVError(
+            f"the layers of {type(model).__name__} cache latents (MLA), which all heads share, but tensor parallelism "
+            "deals heads to processes; load the model without tp_plan"
+        )
     is_static(model, config.static)
     config.budget.check_layers(len(full))
-    config.policy.check([heads for heads, _ in kv_shapes(text)])
+    config.policy.check([1 if layer in latents else heads for layer, (heads, _) in enumerate(kv_shapes(text))])
     if config.budget.quality is not None and modules.get_head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
@@ -130,19 +137,33 @@ def _check_attention(layer: int, module: Module, config: Config, base: str) -> N
             f"the attention of {where} depends on {unhandled}, expected queries and keys only; use the model without "
             "fastkv"
         )
-    if modules.is_latent(module):
-        raise FastKVError(
-            f"{where} caches latents that it expands to keys and values itself (MLA), expected keys and values; use "
-            "the model without fastkv"
-        )
     if not modules.is_causal(module):
         raise FastKVError(
             f"{where} attends to later tokens too, expected causal attention; use the model without fastkv"
         )
-    if config.needs("output"):
+    has_latents = latent.is_latent(module)
+    if has_latents:
+        _check_latents(module, config, where)
+    elif config.needs("output"):
         modules.output_weight(module)
     size, spare = modules.Sizes.of(module), config.evict_every
-    check_backend(config.backend, size.device, size.dtype, size.key_dim, size.groups, spare, size.value_dim)
+    dims = size.key_dim, size.groups, spare, size.value_dim
+    check_backend(config.backend, size.device, size.dtype, *dims, has_latents)
+
+
+def _check_latents(module: Module, config: Config, where: str) -> None:
+    """Raise FastKVError unless a module that caches latents does so as expected, and the config can use them."""
+    latent.check(module, where)
+    if config.correction.key_only:
+        raise FastKVError(
+            f"correction='vector' recovers values from keys, but {where} caches latents (MLA), which hold both; use "
+            "another correction"
+        )
+    if config.needs("output"):
+        raise FastKVError(
+            f"policy {config.policy.name!r} reads values as the output projection does, but {where} caches latents "
+            "(MLA), which it would have to expand; use another policy"
+        )
 
 
 def _check_untested(model: Module, found: list[Module], config: Config, types: list[str]) -> None:
@@ -170,6 +191,8 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         _override(module, "_fastkv_stock_config", module.config)
         _override(module, "config", own)
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
+        if latent.is_latent(module):
+            _override(module, "expand_kv", latent.unexpanded)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
     base, decoder = modules.base(model), modules.decoder(model)
     for module in (decoder, base):

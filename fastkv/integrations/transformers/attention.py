@@ -11,6 +11,7 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import FastKVError
+from . import latent
 from .cache import FastKVCache
 from .layer import FastKVLayer
 from .modules import output_projection
@@ -117,13 +118,15 @@ def fastkv_attention(
             "continuous batching brings its own paged cache, which would bypass the compressed one; call "
             "fastkv.unpatch(model) first"
         )
+    has_latents = latent.is_latent(module)  # key and value are then what `latent.unexpanded` makes
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     # sdpa of newer transformers refuses even softcap=None
     extra = {name: one for name, one in (("softcap", softcap), ("s_aux", s_aux)) if one is not None}
 
     def stock() -> tuple[Tensor, Tensor | None]:
+        keys, values = latent.expanded(module, key, value) if has_latents else (key, value)
         return _stock_attention(module)(
-            _StockView(module), query, key, value, attention_mask, dropout=dropout, scaling=scale, **extra, **kwargs
+            _StockView(module), query, keys, values, attention_mask, dropout=dropout, scaling=scale, **extra, **kwargs
         )
 
     if fastkv_layer is None:
@@ -136,11 +139,15 @@ def fastkv_attention(
         check_call(module, query, key, {**kwargs, "s_aux": s_aux}, softcap)
         return fastkv_layer.look(query, scale, softcap, alone).transpose(1, 2).contiguous(), None
     check_call(module, query, key, kwargs, softcap)
+    q = latent.absorbed(module, query) if has_latents else query
+    over_latents = has_latents and not fastkv_layer.begins
     output = output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
     if fastkv_layer.decodes(query.shape[2]):
-        out = fastkv_layer.step(query, key, value, scale, softcap, output, s_aux)
+        out = fastkv_layer.step(q, key, value, scale, softcap, output, s_aux)
     else:
         real = fastkv_layer.cache.workspace.real
         valid = valid_tokens(attention_mask, real, key.shape[0], key.shape[2], key.device)
-        out = fastkv_layer.attend(query, key, value, valid, scale, softcap, alone, output, s_aux)
+        out = fastkv_layer.attend(q, key, value, valid, scale, softcap, alone, output, s_aux)
+    if over_latents:
+        out = latent.lifted(module, out)
     return out.transpose(1, 2).contiguous(), None

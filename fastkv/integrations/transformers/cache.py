@@ -25,7 +25,7 @@ from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
-from . import modules, serialization, stock
+from . import latent, modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer
 from .prompt import Prompt
 from .sliding_window import Ring, WindowLayer
@@ -120,6 +120,14 @@ class FastKVCache(Cache):
             f"FastKVCache({settings}, {len(first.seen)} sequences, {int(first.seen.max())} tokens seen, "
             f"{kept / len(self.compressed):.0f} kept per head, {self.nbytes() / 2**20:.1f} MiB)"
         )
+
+    def changed(self) -> list[Tensor]:
+        """All tensors that a decode step changes, if the cache is static."""
+        found: list[Tensor] = []
+        for layer in self.layers:
+            own = isinstance(layer, (FastKVLayer, WindowLayer))
+            found += layer.changed() if own else stock.tensors(layer).values()
+        return found
 
     # Layers with a sliding window, of a static cache.
 
@@ -230,8 +238,8 @@ class FastKVCache(Cache):
 
     @property
     def fully_compressed(self) -> bool:
-        """Whether no layer is left to transformers."""
-        return all(isinstance(layer, FastKVLayer) for layer in self.layers)
+        """Whether no layer that is left to transformers has keys: then none asks for a mask in a decode step."""
+        return not any(isinstance(layer, DynamicLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
         """Bytes of everything: slots, used or not, positions, scores, moments, what stays transformers', scratch."""
@@ -381,11 +389,10 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     windows = {layer.sliding_window for layer in layers if static and type(layer) is DynamicSlidingWindowLayer}
     rings = {size: Ring(size) for size in windows}
     shared = list(modules.sources(model).values())
+    latents = {index for index, module in modules.attentions(model).items() if latent.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
-        readers = shared.count(index)
-        layers[index] = kind.beside(
-            layers[index], LayerCache(config, index, place, len(kinds), workspace, static, readers)
-        )
+        own = static, shared.count(index), index in latents
+        layers[index] = kind.beside(layers[index], LayerCache(config, index, place, len(kinds), workspace, *own))
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers

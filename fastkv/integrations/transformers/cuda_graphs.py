@@ -63,7 +63,7 @@ class DecodeStep:
         if empty:
             model(self.tokens.expand(-1, 2), past_key_values=cache)
         clock = cache.workspace.clock
-        changed = [tensor for layer in cache.layers for tensor in layer.changed()]
+        changed = cache.changed()
         self.start, self.saved = clock.now, [(tensor, tensor.clone()) for tensor in changed]
         self.replay: dict[bool, Callable[[], Tensor]] = {}
         for link in (clock.first, clock.last):

@@ -82,18 +82,25 @@ TESTED = {
 }
 # Until here.
 
+INDEXED = "it attends to tokens that an indexer picks from the whole past"
 REFUSED = {
+    "axk2": INDEXED,
     "bloom": "it biases attention by distance (ALiBi), which evicted tokens no longer have",
     "codegen": "its attention does not go through transformers' interface",
+    "deepseek_v32": INDEXED,
     "deepseek_v4": "it compresses its own cache",
     "diffllama": "it attends twice to the same keys, with halves of the values",
+    "dots3_note": INDEXED,
     "falcon": "its attention does not go through transformers' interface",
-    "glm5_next": "it attends to tokens that an indexer picks from the whole past",
+    "glm5_next": INDEXED,
+    "glm_moe_dsa": INDEXED,
     "gpt_bigcode": "it caches keys and values in one tensor",
     "gptj": "its attention does not go through transformers' interface",
+    "hy_v4": INDEXED,
     "inkling": "it biases attention by positions, which evicted tokens no longer have",
     "jetmoe": "each of its experts attends with queries of its own",
     "minimax": "its linear attention keeps a cache of its own",
+    "mistral_large4": INDEXED,
     "mpt": "it biases attention by distance (ALiBi), which evicted tokens no longer have",
     "zamba": "one attention module serves several layers",
 }

@@ -108,6 +108,11 @@ class FastKVLayer(CacheLayerMixin):
         """Whether the next `num` tokens, none of them padding, are one decode step."""
         return num == 1 and self.cache.started and self.reader is self.cache and not self.cache.workspace.reading
 
+    @property
+    def begins(self) -> bool:
+        """Whether the next `attend` returns what stock attention does, as the tokens have no past."""
+        return not self.cache.started and not self.rereading
+
     def step(
         self,
         q: Tensor,
@@ -160,8 +165,8 @@ class FastKVLayer(CacheLayerMixin):
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
-        config, groups = self.cache.config, q.shape[1] // k.shape[1]
-        check_backend(config.backend, k.device, k.dtype, k.shape[-1], groups, config.evict_every, v.shape[-1])
+        config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.latent
+        check_backend(config.backend, k.device, k.dtype, k.shape[-1], groups, config.evict_every, v.shape[-1], latent)
 
     def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
         """Attention of another layer, after this one's, to the same keys and values: [B, Hq, <= T, Dv].

@@ -19,6 +19,7 @@ from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
 
 from ...errors import FastKVError
+from . import latent
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what an output projection is called
@@ -133,11 +134,6 @@ def is_causal(module: Module) -> bool:
     return getattr(module, "is_causal", True) is not False
 
 
-def is_latent(module: Module) -> bool:
-    """Whether what a module caches is a latent that it expands to keys and values itself (MLA)."""
-    return hasattr(module, "expand_kv")
-
-
 def sources(model: Module) -> dict[int, int]:
     """Of each layer that reads the keys and values of another: the index of that one.
 
@@ -170,15 +166,18 @@ class Sizes:
 
     @classmethod
     def of(cls, module: Module) -> Sizes:
-        """Of one attention module."""
+        """Of one attention module; of one that caches latents, of these."""
         known: Any = module
         key_dim = next((dim for name in HEAD_DIMS if (dim := getattr(known, name, None))), None)
         key_dim = key_dim or known.config.hidden_size // known.config.num_attention_heads
+        groups, value_dim = getattr(known, "num_key_value_groups", None) or 1, getattr(known, "v_head_dim", None)
+        if latent.is_latent(module):
+            groups, key_dim, value_dim = latent.num_heads(module), latent.key_dim(module), known.kv_lora_rank
         weights = list(module.parameters())
         return cls(
-            groups=getattr(known, "num_key_value_groups", None) or 1,
+            groups=groups,
             key_dim=key_dim,
-            value_dim=getattr(known, "v_head_dim", None) or key_dim,
+            value_dim=value_dim or key_dim,
             device=weights[0].device,
             dtype=next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32),
         )

@@ -97,6 +97,8 @@ def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
         entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
     for name, slots in state.tiers.items():
         entry |= {f"{name}.filled": slots.filled, f"{name}.limit": slots.limit}
+    if cache.latent:
+        entry["exact.value_dim"] = state.exact.value_dim
     return entry
 
 
@@ -183,14 +185,19 @@ def _fill(
     file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[str, Tensor], device: torch.device, groups: int
 ) -> None:
     """Put the saved tensors and numbers of a compressed layer into it."""
-    file.need(all(name in saved and saved[name].ndim > 1 for name in ("exact.keys", "exact.values", "exact.lengths")))
+    pairs = ("exact.keys",) if layer.cache.latent else ("exact.keys", "exact.values")
+    file.need(all(name in saved and saved[name].ndim > 1 for name in (*pairs, "exact.lengths")))
     batch, heads = saved["exact.lengths"].shape[:2]
     file.need(batch > 0 and heads > 0)
     tokens = file.counts(entry, *(f"tokens.{head}" for head in range(heads)))
     approx = file.counts(entry, *(f"approx.{head}" for head in range(heads))) if "approx.0" in entry else []
     layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
-    sizes = [(batch, heads, 0, saved[name].shape[-1]) for name in ("exact.keys", "exact.values")]
-    keys, values = (torch.empty(size, dtype=saved["exact.keys"].dtype, device="meta") for size in sizes)
+    dims = [saved[name].shape[-1] for name in pairs]
+    if layer.cache.latent:
+        dims += file.counts(entry, "exact.value_dim")
+        file.need(dims[1] <= dims[0])
+    dtype = saved["exact.keys"].dtype
+    keys, values = (torch.empty(batch, heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
     state = layout.allocate(keys, values)
     for name, like in list(state.named_tensors()):
         if name == "moments.slope" and name not in saved:

@@ -60,7 +60,7 @@ def census(layers: list[Any]) -> str:
     return ", ".join(f"{kinds.count(kind)} use {kind}" for kind in dict.fromkeys(kinds))
 
 
-def _places(layer: Any) -> Iterator[tuple[str, Any, Any]]:
+def places(layer: Any) -> Iterator[tuple[str, Any, Any]]:
     """Where the tensors of a layer lie: a name, what holds the tensor, and the key or attribute in it."""
     held = vars(layer)
     for name in PAIRS if isinstance(layer, DynamicLayer) else ():
@@ -77,7 +77,7 @@ def _places(layer: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def tensors(layer: Any) -> dict[str, Tensor]:
     """Every tensor [B, ...] that the layer holds."""
-    return {name: holder[place] for name, holder, place in _places(layer)}
+    return {name: holder[place] for name, holder, place in places(layer)}
 
 
 def nbytes(layer: Any) -> int:
@@ -87,7 +87,7 @@ def nbytes(layer: Any) -> int:
 
 def map_batch(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Apply a change of the batch axis to every tensor, in place where the shape stays."""
-    for _, holder, place in _places(layer):
+    for _, holder, place in places(layer):
         old, new = holder[place], change(holder[place])
         holder[place] = old.copy_(new) if new.shape == old.shape else new
 
@@ -95,7 +95,7 @@ def map_batch(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
 def separate(layer: Any) -> None:
     """Give a shallow copy of a layer tensors of its own."""
     vars(layer).update({name: copy.copy(value) for name, value in vars(layer).items() if isinstance(value, dict)})
-    for _, holder, place in _places(layer):
+    for _, holder, place in places(layer):
         holder[place] = holder[place].detach().clone()
 
 

@@ -1,0 +1,320 @@
+"""Latent attention (MLA): the cache keeps one head of latents, and attention over them is the model's own."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+import fastkv
+from fastkv import Budget, FastKVCache, FastKVError, ops, reference
+from fastkv.backend import check_backend
+from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes
+from fastkv.integrations.transformers import families, latent
+from fastkv.parallel import Parallel
+from fastkv.reference import Moments, Slots
+
+from .models import COMMON, MLA, build, generate, prompt
+from .states import make_spec, make_state
+
+RANK, TURNED, HEADS = MLA["kv_lora_rank"], MLA["qk_rope_head_dim"], 4
+ROOM, SMALL = Budget(tokens=200), Budget(tokens=20, sinks=2, recent=4)
+EVERY = 5
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+DENSE = {"mlp_layer_types": ["dense"] * 4}
+YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "llama_4_scaling_beta": 0.1,
+}
+# What differs from the common config, of every type that caches latents and picks none of them with an indexer.
+TYPES = {
+    "axk1": {},
+    "bailing_hybrid": {**LINEAR, **DENSE},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm4_moe_lite": DENSE,
+    "kimi_linear": {**LINEAR, **DENSE},
+    "longcat_flash": {
+        "num_layers": 2,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 1,
+        "moe_topk": 2,
+    },
+    "minicpm3": {},
+    "mistral4": {"rope_parameters": YARN, "head_dim": 24},
+    "youtu": {},
+}
+EXPERTS = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1}
+KNOWN = [name for name in TYPES if name in CONFIG_MAPPING]
+types = pytest.mark.parametrize("name", KNOWN)
+pytestmark = pytest.mark.skipif(
+    not hasattr(DeepseekV3Attention, "expand_kv"), reason="this transformers caches the keys and values of all heads"
+)
+
+
+def tiny(name, base="eager"):
+    """A seeded model of that type, with weights that make attention sharp."""
+    config = AutoConfig.for_model(name, **{**COMMON, **MLA, **EXPERTS, **TYPES[name]})
+    torch.manual_seed(0)
+    # Mistral 4 is named among models of images and text only.
+    made = transformers.Mistral4ForCausalLM._from_config if name == "mistral4" else AutoModelForCausalLM.from_config
+    model = made(config, attn_implementation=base).eval()
+    for called, weight in model.named_parameters():
+        if weight.ndim >= 2 and "conv" not in called:
+            nn.init.normal_(weight, std=1.5 / weight.shape[-1] ** 0.5)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def logits(model, ids, mask, **options):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **options).logits
+
+
+@types
+@pytest.mark.parametrize("base", ["eager", "sdpa"])
+def test_with_room_for_everything_nothing_changes(name, base):
+    model, (ids, mask) = tiny(name, base), prompt(2, 40, (0, 7))
+    real = mask.bool()
+    expected, tokens = logits(model, ids, mask), generate(model, ids, mask)
+    assert expected[real].std() > 0.5
+    for block in (None, 13):
+        fastkv.patch(model, budget=ROOM, prefill_block=block)
+        cache = FastKVCache(model)
+        torch.testing.assert_close(
+            logits(model, ids[:, :25], mask[:, :25], past_key_values=cache)[real[:, :25]],
+            expected[:, :25][real[:, :25]],
+            atol=1e-4,
+            rtol=1e-4,
+        )
+        for at in range(25, 40):
+            later = logits(model, ids[:, at : at + 1], mask[:, : at + 1], past_key_values=cache)
+            torch.testing.assert_close(later, expected[:, at : at + 1], atol=1e-4, rtol=1e-4)
+        assert torch.equal(generate(model, ids, mask), tokens)
+    fastkv.unpatch(model)
+    assert torch.equal(logits(model, ids, mask), expected)
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+@types
+@pytest.mark.parametrize("block", [None, 16])
+def test_every_token_is_kept_or_remembered(name, block):
+    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
+    fastkv.patch(model, "momentkv", SMALL, prefill_block=block, evict_every=EVERY)
+    cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
+    assert len(cache.compressed) == (2 if "layer_types" in TYPES[name] else 4)
+    for layer in cache.compressed:
+        state = layer.state
+        assert torch.equal(state.stored + state.moments.count, state.seen[:, None])
+        assert state.seen.tolist() == [51, 44] and int(state.stored.max()) <= 20 + EVERY
+        assert state.exact.keys.shape == (2, 1, 20 + EVERY, RANK + TURNED) and state.exact.values is None
+        assert state.moments.cross.shape == (2, 1, RANK + TURNED, RANK) and state.moments.cross.any()
+
+
+POLICIES = ["momentkv", "keydiff", "compactor", "h2o", "snapkv", "tova", "kvzip", "pyramidkv", "streaming", "fastkv"]
+
+
+CORRECTIONS = ["none", "mean", "moments", "cosh", "centroids"]
+# The scores of MomentKV need its moments.
+PAIRS = [(name, one) for name in POLICIES for one in CORRECTIONS if name != "momentkv" or one in ("moments", "cosh")]
+
+
+@pytest.mark.parametrize("name,correction", PAIRS)
+def test_policies_and_corrections(name, correction):
+    model, (ids, mask) = build("deepseek_v3"), prompt(2, 50, (0, 7))
+    fastkv.patch(model, name, SMALL, correction=correction, evict_every=EVERY)
+    cache = FastKVCache(model)
+    out = generate(model, ids, mask, new=14, past_key_values=cache)
+    more = torch.cat([out, prompt(2, 11, (0, 0), seed=2)[0]], 1)  # a second turn
+    mask = torch.cat([mask, mask.new_ones(2, more.shape[1] - mask.shape[1])], 1)
+    assert logits(model, more[:, 63:], mask, past_key_values=cache).isfinite().all()
+    for layer in cache.compressed:
+        state = layer.state
+        assert torch.equal(state.stored + state.moments.count, state.seen[:, None])
+        assert int(state.moments.count.min()) > 0 and state.seen.tolist() == [75, 68]
+        if state.parts is not None:
+            assert torch.equal(state.parts.count.sum(-1), state.moments.count.float())
+
+
+@torch.no_grad()
+def test_slots_and_moments_are_of_the_latents_that_transformers_caches():
+    model, (ids, _) = build("deepseek_v3"), prompt(1, 50, (0,))
+    stock = DynamicCache(config=model.config)
+    model(ids, past_key_values=stock)
+    fastkv.patch(model, "streaming", SMALL, correction="moments", evict_every=EVERY)
+    cache = model(ids).past_key_values
+    kept, gone = [0, 1, *range(32, 50)], slice(2, 32)
+    for layer in range(4):
+        state, theirs = cache.layers[layer].state, stock.layers[layer]
+        keys = torch.cat([theirs.keys, theirs.values], -1)  # latent, rotated part
+        assert state.exact["positions"][0, 0].tolist() == kept
+        assert torch.equal(state.exact["keys"], keys[:, :, kept])
+        assert torch.equal(state.exact["values"], theirs.keys[:, :, kept])
+        empty = Moments.empty(1, 1, RANK + TURNED, RANK, torch.device("cpu"))
+        wanted = empty.add(keys[:, :, gone], theirs.keys[:, :, gone])
+        torch.testing.assert_close(state.moments.key_mean, wanted.key_mean)
+        torch.testing.assert_close(state.moments.cross, wanted.cross, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_token_costs_its_latent_once():
+    model, (ids, _) = build("deepseek_v3"), prompt(1, 50, (0,))
+    sizes = []
+    for tokens in (20, 30):
+        fastkv.patch(model, "streaming", Budget(tokens=tokens, sinks=2, recent=4), correction="none")
+        sizes.append(model(ids).past_key_values.nbytes())
+    assert sizes[1] - sizes[0] == 10 * 4 * (4 * (RANK + TURNED) + 4)  # four layers, fp32, and the position
+    budget = Budget(bytes=40_000, sinks=2, recent=4)
+    for correction in ("none", "moments", "centroids"):
+        fastkv.patch(model, "keydiff", budget, correction=correction)
+        cache = model(ids).past_key_values
+        assert_equal_bytes({correction: cache}, 40_000)
+    equal = equal_bytes(model.config, SMALL, torch.float32, evict_every=EVERY)
+    slots, counts = (20 + EVERY) * (4 * (RANK + TURNED) + 4), 4 + 8 + 8
+    assert equal.bytes == 4 * (slots + counts)
+
+
+@torch.no_grad()
+def test_absorption_is_the_same_attention():
+    module = build("deepseek_v3").double().model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, 1, 9, size, generator=generator, dtype=torch.float64) for size in (RANK, TURNED)]
+    query = torch.randn(2, HEADS, 9, module.qk_head_dim, generator=generator, dtype=torch.float64)
+    keys, values = module.expand_kv(*drawn)
+    wanted = (query @ keys.mT).softmax(-1) @ values
+    key, value = latent.unexpanded(module, *drawn)
+    out = (latent.absorbed(module, query) @ key.mT).softmax(-1) @ value
+    torch.testing.assert_close(latent.lifted(module, out), wanted, atol=1e-12, rtol=0)
+    for found, expected in zip(latent.expanded(module, key, value), (keys, values)):
+        assert torch.equal(found, expected)
+
+
+@torch.enable_grad()
+def test_without_a_compressed_cache_nothing_changes():
+    model, (ids, mask) = build("deepseek_v3"), prompt(2, 30, (0, 7))
+    expected = logits(model, ids, mask)
+    model.train()(ids, labels=ids).loss.backward()
+    gradient = model.model.layers[0].self_attn.kv_b_proj.weight.grad.clone()
+    model.zero_grad()
+    fastkv.patch(model.eval(), budget=SMALL)
+    assert torch.equal(logits(model, ids, mask, use_cache=False), expected)
+    own = DynamicCache(config=model.config)
+    logits(model, ids[:, :20], mask[:, :20], past_key_values=own)
+    torch.testing.assert_close(logits(model, ids[:, 20:], mask, past_key_values=own), expected[:, 20:])
+    model.train()(ids, labels=ids).loss.backward()
+    assert torch.equal(model.model.layers[0].self_attn.kv_b_proj.weight.grad, gradient)
+
+
+@torch.no_grad()
+def test_caches_travel(tmp_path):
+    model, (ids, mask) = build("deepseek_v3"), prompt(2, 40, (0, 7))
+    fastkv.patch(model, "h2o", SMALL, correction="centroids", evict_every=EVERY)
+    cache = FastKVCache(model)
+    logits(model, ids, mask, past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    loaded, twin = FastKVCache.load(tmp_path / "cache", model), cache.clone()
+    assert loaded.nbytes() == twin.nbytes() == cache.nbytes()
+    mask = torch.cat([mask, mask.new_ones(2, 9)], 1)
+    word = prompt(2, 9, (0, 0), seed=3)[0]
+    expected = logits(model, word, mask, past_key_values=cache)
+    assert torch.equal(logits(model, word, mask, past_key_values=loaded), expected)
+    forked = twin.fork(2)
+    twice = logits(model, word.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), past_key_values=forked)
+    torch.testing.assert_close(twice[::2], expected)
+    assert torch.equal(logits(model, word, mask, past_key_values=twin), expected)
+    beams = model.generate(ids[:1], num_beams=3, max_new_tokens=8, do_sample=False)
+    assert beams.shape[0] == 1
+
+
+def test_copies_of_a_patched_model_expand_by_their_own_weights():
+    model, (ids, mask) = build("deepseek_v3"), prompt(2, 30, (0, 7))
+    fastkv.patch(model, budget=ROOM)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in twin.model.layers:
+            layer.self_attn.kv_b_proj.weight.mul_(2)
+    assert torch.equal(generate(twin, ids, mask), generate(fastkv.unpatch(copy.deepcopy(twin)), ids, mask))
+
+
+@pytest.mark.parametrize("correction", ["none", "moments", "centroids"])
+def test_slots_of_latents_attend_and_evict_as_slots_of_pairs(correction):
+    """The same operations where values are stored, and where they are the first numbers of keys."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 1, 12, 10, generator=generator)
+    q, k = torch.randn(2, 4, 10, generator=generator), torch.randn(2, 1, 1, 10, generator=generator)
+    lengths, positions = torch.tensor([[10], [9]], dtype=torch.int32), torch.arange(12, dtype=torch.int32)
+    spec = make_spec(0.3, correction=correction, tokens=6, spare=6, backend="cpu")
+    results = []
+    for values in (keys[..., :7].clone(), None):
+        moments = Moments.empty(2, 1, 10, 7, keys.device).add(keys[:, :, 10:], keys[:, :, 10:, :7])
+        parts = reference.Centroids.empty(2, 1, 3, 10, 7, keys.device) if correction == "centroids" else None
+        seen = torch.tensor([12, 11])
+        state = make_state(keys.clone(), values, lengths.clone(), seen=seen, moments=moments, parts=parts)
+        own = positions.expand(2, 1, 12).clone()
+        state.exact = Slots(state.exact.keys, values, state.exact.lengths, own, value_dim=7)
+        out = ops.decode_step(q, k, k[..., :7], state, spec)
+        ops.evict(state.exact["keys"].norm(dim=-1), None, state, spec)
+        block = torch.randn(2, 4, 3, 10, generator=torch.Generator().manual_seed(1))
+        real = torch.ones(2, 3, dtype=torch.bool)
+        again = ops.prefill_attention(block, block[:, :1], block[:, :1, :, :7], real, state, spec)
+        held = [state.exact[name][:, :, :6] for name in ("keys", "values", "positions")]
+        results.append([*out, *again, *held, state.moments.key_mean, state.moments.cross])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+
+
+def refused(model, match, *args, **options):
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(FastKVError, match=match):
+        fastkv.patch(model, *args, **options)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_settings_that_need_keys_and_values_of_heads_are_refused():
+    model = build("deepseek_v3")
+    refused(
+        model, "read values from slots of their own, not out of latents .* use backend='reference'", backend="triton"
+    )
+    refused(model, "'vector' recovers values from keys, .* caches latents", "keydiff", correction="vector")
+    refused(model, "'criticalkv' reads values .* would have to expand", "criticalkv")
+    with pytest.raises(FastKVError, match=r"not out of latents .* use backend='reference'"):
+        check_backend("auto", torch.device("cuda"), torch.bfloat16, 576, 128, 16, 512, latent=True)
+
+
+def test_heads_of_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(Parallel, "of", classmethod(lambda cls, model: cls(0, 2)))
+    refused(build("deepseek_v3"), "which all heads share, but tensor parallelism deals heads to processes")
+
+
+def test_latents_that_are_expanded_in_another_way_are_refused():
+    model = build("deepseek_v3")
+    attention = model.model.layers[2].self_attn
+    projection = attention.kv_b_proj
+    attention.kv_b_proj = nn.Sequential(projection)
+    refused(model, "layer 2 .* expected a linear kv_b_proj .* got Sequential")
+    attention.kv_b_proj = projection.to(torch.float8_e4m3fn)
+    refused(model, "layer 2 .* floating-point weights .* got Linear with weights of torch.float8_e4m3fn")
+    attention.kv_b_proj = projection.to(torch.float32)
+    hook = attention.kv_b_proj.register_forward_hook(lambda module, args, out: out + 0.1)
+    refused(model, "layer 2 .* expands them to other keys and values than its kv_b_proj makes")
+    hook.remove()
+    fastkv.patch(model)
+
+
+@pytest.mark.parametrize("name", [name for name, why in families.REFUSED.items() if why is families.INDEXED])
+def test_models_with_indexers_are_refused(name):
+    if name not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no such model")
+    model = nn.Module()
+    model.config = CONFIG_MAPPING[name]()
+    with pytest.raises(FastKVError, match=f"{name} is not supported: it attends to tokens that an indexer picks"):
+        fastkv.patch(model)
