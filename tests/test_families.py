@@ -64,8 +64,8 @@ def test_what_works_is_what_is_tested():
     table = lists.table(PAGE, "Tested")
     assert table.keys() == families.TESTED.keys()
     for name, (_, _, limits) in table.items():
-        words = [] if limits == "none" else [limit.partition(":")[0] for limit in limits.split("; ")]
-        assert set(families.TESTED[name].removeprefix(lists.ALL).removeprefix(" but ").split(", ")) - {""} <= set(words)
+        found = [] if limits == "none" else [limit.partition(": ")[0] for limit in limits.split("<br>")]
+        assert families.TESTED[name] == lists.summary(found)
 
 
 def test_what_is_refused_says_why():
@@ -109,13 +109,12 @@ def test_what_transformers_lacks_does_not_exist():
     assert examine("telepathy").status == UNBUILT
 
 
-@pytest.mark.parametrize("check", ["whole", "turns", "kept_only"])
-def test_checks_notice_a_position_that_is_off_by_one(check, monkeypatch):
+def test_checks_notice_a_position_that_is_off_by_one(monkeypatch):
     right = FastKVLayer.get_seq_length
     monkeypatch.setattr(FastKVLayer, "get_seq_length", lambda self, *args: right(self, *args) + bool(self.seen))
-    assert examine("llama", ["unpatched"]).status == WORKS
-    found = examine("llama", [check])
-    assert found.status == (WORKS if check == "kept_only" else FAILS)  # which is given positions
+    found = examine("llama", ["turns", "unpatched"])
+    assert found.status == FAILS and "second turn" in found.reason and "unpatched" not in found.reason
+    assert examine("llama", ["kept_only"]).status == WORKS  # is given positions
 
 
 def test_checks_notice_evicted_tokens_that_still_count(monkeypatch):
@@ -147,7 +146,7 @@ def test_a_page_says_what_was_found():
     text = lists.page(found)
     works = lists.table(text, "Tested")
     assert works["good"] == ["full attention", "sliding windows", "odd: odd \\| ones"]
-    assert works["limited"][2].startswith("blocks: why")
+    assert works["limited"][2] == "blocks: why; not<br>sdpa: no"
     assert lists.table(text, "Refused") == {"other": ["other is not supported: why"]}
     assert lists.table(text, "Wrong or failing") == {"bad": ["whole: wrong"], "fine": ["blocks: wrong"]}
     assert lists.table(text, "Not tried") == {"none": ["no weights"]}
@@ -168,7 +167,7 @@ def test_the_command_keeps_and_writes(tmp_path, monkeypatch, capsys):
     assert main(["--types", "llama,bloom", "--missing", "--write", *kept]) == 0
     assert "1/" not in capsys.readouterr().out
     assert lists.table((tmp_path / "models.md").read_text(), "Tested").keys() == {"llama"}
-    assert '"llama": "all features",\n}\n' in code.read_text()
+    assert f'TESTED = {{\n    "llama": "{lists.summary(CHECKS)}",\n}}\n' in code.read_text()
     assert code.read_text().partition(lists.END)[2] == lists.CODE.read_text().partition(lists.END)[2]
     main(["--list"])
     assert "mistral:windows-only" in capsys.readouterr().out.split()

@@ -339,10 +339,10 @@ def images(subject):
     model = subject.model
     given = pictures.given(subject.name, model)
     if given is None:
-        return {"images": "not checked"} if pictures.sees(model) else {}
+        return pictures.unchecked(model, images=False)
     first, second = given
     words = pictures.Turn(second.ids[:, :6], {})  # the second turn before its image
-    limits, turns = {}, {}
+    limits, turns = pictures.unchecked(model, images=True), {}
 
     def generated():
         return answer(model, first.ids, torch.ones_like(first.ids), **first.given)

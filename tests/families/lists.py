@@ -17,11 +17,13 @@ BEGIN, END = "# What `python -m tests.families --write` found:\n", "# Until here
 ALL = "all features"
 KINDS = {
     "FastKVLayer": "full attention",
+    "HybridLayer": "full attention",
     "DynamicSlidingWindowLayer": "sliding windows",
     "WindowLayer": "sliding windows",
     "DynamicChunkedLayer": "chunked attention",
     "LinearAttentionLayer": "linear attention",
-    "DummyLayer": "layers that read another's keys",
+    "DummyLayer": "layers without a cache",
+    "DynamicLayer": "attention to images",
 }
 HEAD = """# Models
 
@@ -93,7 +95,12 @@ class Row:
     @property
     def summary(self):
         """For `TESTED`."""
-        return f"{ALL} but {', '.join(self.limits)}" if self.limits else ALL
+        return summary(self.limits)
+
+
+def summary(limits):
+    """What `TESTED` says of a type with these limits."""
+    return f"{ALL} but {', '.join(limits)}" if limits else ALL
 
 
 def rows(results):
@@ -116,8 +123,8 @@ def page(found):
     for row in groups[WORKS]:
         kinds = dict.fromkeys(KINDS.get(kind, kind) for result in row.results for kind in result.layers)
         left = ", ".join(kind for kind in kinds if kind != KINDS["FastKVLayer"]) or "nothing"
-        limits = "; ".join(f"{what}: {why}" for what, why in row.limits.items()) or "none"
-        works += f"| `{row.name}` | {KINDS['FastKVLayer']} | {left} | {cell(limits)} |\n"
+        limits = "<br>".join(cell(f"{what}: {why}") for what, why in row.limits.items()) or "none"
+        works += f"| `{row.name}` | {KINDS['FastKVLayer']} | {left} | {limits} |\n"
 
     def reasons(status):
         return "".join(f"| `{row.name}` | {cell(row.reason)} |\n" for row in groups[status])

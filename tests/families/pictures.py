@@ -11,7 +11,10 @@ from .tiny import IMAGE, TOKENS
 
 SIDE, PATCH = 16, 8
 PATCHES = {"gemma3": 4, "mistral3": 4, "llava": 4, "paligemma": 4, "llama4": 1}  # tokens of an image of SIDE x SIDE
-GRID = 4  # of the models that take their images as rows of patches: GRID x GRID tokens
+# Those that take images as rows of patches, of which they are told how many stand in a grid: GRID x GRID tokens.
+GRID = 4
+GRIDDED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+GRIDDED = (*GRIDDED, "glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
 
 
 @dataclass
@@ -22,15 +25,19 @@ class Turn:
     given: dict
 
 
-def sees(model):
-    """Whether images go into the model."""
-    return "pixel_values" in inspect.signature(model.forward).parameters
+def unchecked(model, images):
+    """What goes into the model besides text and is not checked; of images, unless they are."""
+    words = {"images": () if images else ("pixel_values", "image_"), "sound": ("audio", "input_features")}
+    takes = inspect.signature(model.forward).parameters
+    return {
+        kind: "not checked" for kind, found in words.items() if any(word in name for name in takes for word in found)
+    }
 
 
 def given(model_type, model):
     """A first turn and a second, each with an image of its own; None if the type takes none that is known here."""
     takes = inspect.signature(model.forward).parameters
-    if "image_grid_thw" in takes and hasattr(model.config.vision_config, "temporal_patch_size"):
+    if model_type in GRIDDED:
         tokens = GRID * GRID
     elif model_type in PATCHES:
         tokens = PATCHES[model_type]

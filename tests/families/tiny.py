@@ -338,6 +338,8 @@ def build(name, attention="sdpa", seed=0):
         model = cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except BROKEN as error:
         reason = " ".join(str(error).split()).split(". Please")[0]
+        if "does not support an attention implementation" in reason:
+            raise CannotBuild(f"transformers has no {attention} attention for it") from error
         raise CannotBuild(reason if isinstance(error, CannotBuild) else f"{type(error).__name__}: {reason}") from error
     if not hasattr(model, "generation_config"):
         raise CannotBuild(f"{type(model).__name__} generates no text")
