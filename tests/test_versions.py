@@ -384,15 +384,22 @@ def configs_copy_and_switch():
 
 
 @assumed(
-    "attach.py",
-    "full-attention modules are no longer found by layer_idx and k_proj in get_decoder()",
+    "modules.py",
+    "attention modules no longer have an integer layer_idx and go through ALL_ATTENTION_FUNCTIONS in get_decoder()",
 )
 def attention_modules_are_where_they_were():
-    wanted = ("layer_idx", "k_proj", "o_proj", "head_dim", "num_key_value_groups", "config")
+    from fastkv.integrations.transformers import modules
+
     for name in FAMILIES:
-        decoder = build(name, "eager").get_decoder()
-        found = [m for m in decoder.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
-        if [m.layer_idx for m in found] != [0, 1, 2, 3] or not all(hasattr(m, a) for m in found for a in wanted):
+        found = modules.attentions(build(name, "eager"))
+        sizes = {(one.groups, one.key_dim, one.value_dim) for one in map(modules.Sizes.of, found.values())}
+        if (
+            list(found) != [0, 1, 2, 3]
+            or sizes != {(2, 16, 16)}
+            or not all(hasattr(m, "config") for m in found.values())
+        ):
+            return False
+        if any(modules.output_projection(m, 16).shape != (48, 4, 16) for m in found.values()):
             return False
     return True
 
