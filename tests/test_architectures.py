@@ -93,11 +93,6 @@ def tiny(name, base="sdpa", **changes):
     return model
 
 
-def patched(model, *args, **options):
-    with pytest.warns(UserWarning, match="is not among the model types that fastkv is tested with"):
-        return fastkv.patch(model, *args, **options)
-
-
 def logits(model, ids, mask, **options):
     with torch.no_grad():
         return model(ids, attention_mask=mask, **options).logits
@@ -111,10 +106,10 @@ def test_with_room_for_everything_nothing_changes(name):
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
     expected, tokens = logits(model, ids, mask), generate(model, ids, mask)
     real = mask.bool()
-    patched(model, budget=ROOM)
+    fastkv.patch(model, budget=ROOM)
     assert torch.equal(logits(model, ids, mask)[real], expected[real])
     assert torch.equal(generate(model, ids, mask), tokens)
-    patched(model, budget=ROOM, prefill_block=13)
+    fastkv.patch(model, budget=ROOM, prefill_block=13)
     torch.testing.assert_close(logits(model, ids, mask)[real], expected[real], atol=3e-4, rtol=1e-3)
     assert torch.equal(generate(model, ids, mask), tokens)
     cache = FastKVCache(model)
@@ -129,7 +124,7 @@ def test_with_room_for_everything_nothing_changes(name):
 @pytest.mark.parametrize("policy", ["momentkv", "h2o", "criticalkv"])
 def test_every_token_is_kept_or_remembered(name, policy):
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    patched(model, policy, SMALL, prefill_block=16, evict_every=3)
+    fastkv.patch(model, policy, SMALL, prefill_block=16, evict_every=3)
     cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
     for layer in cache.compressed:
         state = layer.state
@@ -140,7 +135,7 @@ def test_every_token_is_kept_or_remembered(name, policy):
 @types
 def test_caches_travel(name, tmp_path):
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    patched(model, "snapkv", SMALL, prefill_block=16, evict_every=3)
+    fastkv.patch(model, "snapkv", SMALL, prefill_block=16, evict_every=3)
     cache = FastKVCache(model)
     first = logits(model, ids, mask, past_key_values=cache)
     bytes_now = cache.nbytes()
@@ -169,7 +164,7 @@ def test_caches_travel(name, tmp_path):
 def test_beams(name):
     model, (ids, mask) = tiny(name), prompt(2, 30, (0, 7))
     expected = generate(model, ids, mask, num_beams=3)
-    patched(model, budget=ROOM)
+    fastkv.patch(model, budget=ROOM)
     assert torch.equal(generate(model, ids, mask, num_beams=3), expected)
 
 
@@ -178,9 +173,9 @@ def test_a_prompt_that_is_read_twice(name):
     """What is not compressed forgets the second reading; layers that share keys attend in both."""
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
     tokens = generate(model, ids, mask)
-    patched(model, "kvzip", ROOM)
+    fastkv.patch(model, "kvzip", ROOM)
     assert torch.equal(generate(model, ids, mask), tokens)
-    patched(model, "kvzip", SMALL)
+    fastkv.patch(model, "kvzip", SMALL)
     generate(model, ids, mask)
 
 
@@ -191,7 +186,7 @@ def test_assisted_decoding(name, block):
     """Layers that share keys attend before it is known which tokens stay."""
     model, ids = tiny(name), prompt(1, 20, (0,))[0].repeat(1, 2)
     expected = generate(model, ids)
-    patched(model, budget=ROOM, prefill_block=block)
+    fastkv.patch(model, budget=ROOM, prefill_block=block)
     cache = FastKVCache(model, static=False)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=4, past_key_values=cache), expected)
     assert int(cache.compressed[0].state.seen) >= 40
@@ -201,7 +196,7 @@ def test_assisted_decoding(name, block):
 def test_a_static_cache(name):
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
     tokens = generate(model, ids, mask)
-    patched(model, budget=ROOM, static=True)
+    fastkv.patch(model, budget=ROOM, static=True)
     assert torch.equal(generate(model, ids, mask), tokens)
 
 
@@ -210,7 +205,7 @@ def test_a_static_cache(name):
 def test_captured_steps(name, empty):
     """On a CPU these run the model itself, from the same tensors."""
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    patched(model, budget=SMALL, evict_every=3, static=True)
+    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
     expected = generate(model, ids, mask, new=6)[:, 40:]
     cache = FastKVCache(model)
     if empty:
@@ -230,7 +225,7 @@ def test_a_static_step_is_two_graphs(name):
     """One of them evicts, also where several layers attend to the same keys."""
     torch._dynamo.reset()
     model, (ids, _) = tiny(name), prompt(2, 30, (0, 0))
-    patched(model, budget=SMALL, evict_every=3, static=True)
+    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
     want = decode(model, model, model(ids).past_key_values, ids[:, -1:].clone(), 10, 30)
     graphs = Graphs()
     step = torch.compile(model, fullgraph=True, backend=graphs)
@@ -244,7 +239,7 @@ def test_a_static_step_is_two_graphs(name):
 def test_a_step_neither_waits_nor_copies(name):
     """On a device without data, whose mask nobody can look at."""
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    patched(model, budget=SMALL, evict_every=3, static=True)
+    fastkv.patch(model, budget=SMALL, evict_every=3, static=True)
     cache = FastKVCache(model)
     model(ids, attention_mask=mask, past_key_values=cache)
     model(ids[:, :1], past_key_values=cache)
@@ -264,22 +259,22 @@ def test_a_step_neither_waits_nor_copies(name):
 
 
 def test_layers_of_each_kind():
-    model = patched(tiny("qwen3_next"), budget=ROOM)
+    model = fastkv.patch(tiny("qwen3_next"), budget=ROOM)
     assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [False, True] * 2
-    model = patched(tiny("falcon_h1"), budget=ROOM)
+    model = fastkv.patch(tiny("falcon_h1"), budget=ROOM)
     assert all(type(layer) is HybridLayer for layer in FastKVCache(model).layers)
-    model = patched(tiny("gemma4"), budget=ROOM)
+    model = fastkv.patch(tiny("gemma4"), budget=ROOM)
     cache = FastKVCache(model)
     assert [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)] == [1]
     assert cache.sources == {2: 0, 3: 1, 4: 0, 5: 1} and cache.compressed[0].cache.readers == 2
-    model = patched(tiny("mllama"), budget=ROOM)
+    model = fastkv.patch(tiny("mllama"), budget=ROOM)
     assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [True, False, True, True]
 
 
 def test_sizes_are_those_of_the_tensors():
     for name in TYPES:
         model, seen = tiny(name), {}
-        patched(model, budget=ROOM)
+        fastkv.patch(model, budget=ROOM)
         cache = FastKVCache(model)
         logits(model, *prompt(1, 20, (0,)), past_key_values=cache)
         for layer in cache.compressed:

@@ -344,8 +344,7 @@ def test_layers_that_share_keys_undo_the_rotation_once(kind):
     per_layer = {"vocab_size_per_layer_input": 98, "hidden_size_per_layer_input": 16, "laurel_rank": 8}
     more = {"activation_sparsity_pattern": [0.0] * 6} if kind == "gemma3n_text" else {}
     model = tiny(kind, **shared, **per_layer, **more, sliding_window=16)
-    with pytest.warns(UserWarning, match="is not among the model types"):
-        fastkv.patch(model, "compactor", small())
+    fastkv.patch(model, "compactor", small())
     assert list(model._fastkv_config.rotations) == [1]
     assert generate(model, *prompt()).shape == (3, 62)
 

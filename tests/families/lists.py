@@ -138,9 +138,10 @@ def page(found):
 
 
 def tested(found):
-    """The lines of `TESTED` for these rows."""
+    """The lines of `TESTED_WITH` and `TESTED` for these rows."""
     lines = [f'    "{row.name}": "{row.summary}",\n' for row in found if row.status == WORKS]
-    return "TESTED = {\n" + "".join(lines) + "}\n"
+    version = next(row.results[0].transformers for row in found)
+    return f'TESTED_WITH = "{version}"  # of transformers\nTESTED = {{\n' + "".join(lines) + "}\n"
 
 
 def write(results):

@@ -115,8 +115,8 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
-    if runs and not families.is_tested(types):
-        _check_untested(model, list(chosen.values()), config, types)
+    if runs and not families.is_tested_here(types):
+        _check_agreement(model, list(chosen.values()), config, types)
     return list(chosen.values())
 
 
@@ -166,20 +166,24 @@ def _check_latents(module: Module, config: Config, where: str) -> None:
         )
 
 
-def _check_untested(model: Module, found: list[Module], config: Config, types: list[str]) -> None:
-    """Accept a model that nobody has tested, with a warning. Raises FastKVError if a short prompt tells it apart."""
+def _check_agreement(model: Module, found: list[Module], config: Config, types: list[str]) -> None:
+    """Accept a model that is not tested with this transformers, with a warning if it is tested with none.
+
+    Raises: FastKVError if a short prompt tells it apart from the stock model.
+    """
 
     def patch(config: Config) -> None:
         detach(model)
         attach(model, found, config)
 
     selfcheck.check_agreement(model, patch, config, blocks=families.whole_only(types) is None)
-    warnings.warn(
-        f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the unpatched "
-        "model's",
-        UserWarning,
-        stacklevel=4,
-    )
+    if not families.is_tested(types):
+        warnings.warn(
+            f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the "
+            "unpatched model's",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def attach(model: Module, found: list[Module], config: Config) -> None:

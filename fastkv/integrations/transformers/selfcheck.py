@@ -7,9 +7,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache
@@ -221,6 +223,9 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
     """Raise FastKVError unless the patched model, with room for every token, gives the logits of the stock model.
 
     Read are two rows of random tokens, one padded on the left, whole and in blocks, and two more tokens after them.
+    Where transformers itself cannot go on from the state of a model but for single tokens (linear attention of earlier
+    versions), blocks are compared only if the config asks for them, and then refused.
+
     Differences are relative, |logits - stock| / |stock - mean of stock|, and may be the root of the dtype's eps, half
     of its digits: attention is summed in another order, but nothing that a model means is so small. They are means over
     the prompt and over the decoded tokens of a row, because rounding may send one token to another expert.
@@ -233,27 +238,47 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
     roomy = replace(
         config, policy=policies.get("streaming"), correction=corrections.NONE, budget=Budget(tokens=ROOM), values=None
     )
+    text: Any = modules.decoder(model).config
+
+    def read(how: str, size: int, cache: Any) -> Tensor:
+        try:
+            return _logits(model, ids, mask, cache, size)
+        except FAILURES as error:
+            what = str(error).partition("\n")[0].partition(";")[0]  # not what to do about it
+            raise FastKVError(
+                f"{kind} is of an untested type and fails on a short prompt {how} ({type(error).__name__}: {what}); "
+                "use the model without fastkv"
+            ) from error
+
     with unchanged(model):
         ids, mask = _prompt(model)
-        text: Any = modules.decoder(model).config
-        stock = _logits(model, ids, mask, DynamicCache(config=text.get_text_config(decoder=True)))
+        stock = read("before it is patched", PROMPT, DynamicCache(config=text.get_text_config(decoder=True)))
         limit = _eps(stock.dtype) ** 0.5
-        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 + blocks]:
-            try:
-                patch(replace(roomy, prefill_block=block))
-                worst = _difference(_logits(model, ids, mask, None), stock, mask)
-            except FAILURES as error:
-                what = str(error).partition("\n")[0].partition(";")[0]  # not what to do about it
+        if blocks and not _goes_on(model, ids, mask, stock, limit):
+            blocks = False
+            if config.prefill_block is not None:
                 raise FastKVError(
-                    f"{kind} is of an untested type and fails on a short prompt read {how} when it is patched "
-                    f"({type(error).__name__}: {what}); use the model without fastkv"
-                ) from error
+                    f"{kind} of transformers {transformers.__version__} goes on from what it has read for single "
+                    "tokens only; use prefill_block=None or a newer transformers"
+                )
+        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 + blocks]:
+            patch(replace(roomy, prefill_block=block))
+            worst = _difference(read(f"read {how} when it is patched", PROMPT, None), stock, mask)
             if not worst <= limit:
                 raise FastKVError(
                     f"{kind} is of an untested type, and with room for every token of a short prompt read {how} its "
                     f"logits change by {worst:.1e} of their norm when it is patched, expected at most {limit:.1e}; use "
                     "the model without fastkv"
                 )
+
+
+def _goes_on(model: Any, ids: Tensor, mask: Tensor, stock: Tensor, limit: float) -> bool:
+    """Whether the stock model reads a prompt in parts as it does whole."""
+    cache = DynamicCache(config=modules.decoder(model).config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+    try:
+        return _difference(_logits(model, ids, mask, cache, BLOCK), stock, mask) <= limit
+    except FAILURES:
+        return False
 
 
 def _prompt(model: Module) -> tuple[Tensor, Tensor]:
@@ -274,8 +299,8 @@ def _prompt(model: Module) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _logits(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
-    """Logits [2, PROMPT + DECODED, vocabulary] of a prompt and of tokens after it, each fed on its own.
+def _logits(model: Any, ids: Tensor, mask: Tensor, cache: Any, size: int) -> Tensor:
+    """Logits [2, PROMPT + DECODED, vocabulary] of a prompt, fed in parts of `size`, and of tokens after it, one by one.
 
     Hidden states of a model without a head. Without a cache the model makes one. Positions are those that `generate`
     passes, where the model takes any.
@@ -283,7 +308,8 @@ def _logits(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
     rows = []
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    for start, stop in [(0, PROMPT), *((place, place + 1) for place in range(PROMPT, PROMPT + DECODED))]:
+    edges = [*range(0, PROMPT, size), *range(PROMPT, PROMPT + DECODED + 1)]
+    for start, stop in pairwise(edges):
         given = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop], "past_key_values": cache}
         if takes_positions:
             given["position_ids"] = positions[:, start:stop]
