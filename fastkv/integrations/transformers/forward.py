@@ -66,7 +66,7 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
         )
     total, padding = tokens.shape[1], padding_of(given)
     if hasattr(self, "rope_deltas") and given.get("position_ids") is None and cache.started:
-        given["position_ids"] = _next_positions(cache, given, total, padding)
+        given["position_ids"] = _next_positions(cache, given, tokens, padding)
     if self._fastkv_prepares:
         _place(cache, given, padding, total)
         if is_step(cache, total, given.get("attention_mask")):
@@ -139,11 +139,15 @@ def _place(cache: FastKVCache, given: dict[str, Any], padding: Tensor | None, to
         given["position_ids"] = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
 
 
-def _next_positions(cache: FastKVCache, given: dict[str, Any], total: int, padding: Tensor | None) -> Tensor:
+def _next_positions(cache: FastKVCache, given: dict[str, Any], tokens: Tensor, padding: Tensor | None) -> Tensor:
     """Positions [B, T] of text that goes on after images, which take fewer positions than tokens (M-RoPE)."""
+    batch, total = tokens.shape[:2]
     if any("grid_thw" in name and value is not None for name, value in given.items()):
         raise FastKVError(
             "images and videos in a later turn have positions that follow from all turns, got no position_ids; pass "
             "them, or use generate with the tokens of all turns"
         )
+    if cache.rope_deltas is None and not cache.config.undoes_rotation:
+        # Like those of the text before, which transformers numbered, padding included.
+        return (cache.compressed[0].seen + torch.arange(total, device=tokens.device)).expand(batch, -1)
     return cache.next_positions(total, padding)
