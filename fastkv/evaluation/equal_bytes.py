@@ -61,8 +61,8 @@ def equal_bytes(
         full = [(1, rank + text.qk_rope_head_dim)] * len(full)
     for heads, head_dim in full:
         key = torch.empty(1, heads, 1, head_dim, dtype=dtype, device="meta")
-        tokens = (budget.tokens,) * heads
-        layout = Layout(tokens, corrections.NONE, spare=evict_every, latent=rank is not None)
+        each = (budget.tokens,) * heads
+        layout = Layout(each, corrections.NONE, spare=evict_every, latent=rank is not None)
         total += layout.allocate(key, key[..., :rank]).nbytes()
     return replace(budget, tokens=None, bytes=total)
 
