@@ -102,6 +102,7 @@ REFUSED = {
     "minimax": "its linear attention keeps a cache of its own",
     "mistral_large4": INDEXED,
     "mpt": "it biases attention by distance (ALiBi), which evicted tokens no longer have",
+    "opt": "its positions follow from the attention mask, which is not the sequence's when it decodes",
     "zamba": "one attention module serves several layers",
 }
 
