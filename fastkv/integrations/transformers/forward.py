@@ -120,7 +120,8 @@ def step_mask(module: Any, cache: FastKVCache, tokens: Tensor, mask: Any, paddin
     if not cache.rolled:
         cache.roll(padding)
     eager = module.config._attn_implementation in (None, "eager")
-    return {"full_attention": ones, "sliding_attention": cache.window_mask(eager)}
+    others = getattr(module.config.get_text_config(decoder=True), "layer_types", None) or ()  # linear ones need none
+    return {**dict.fromkeys(others), "full_attention": ones, "sliding_attention": cache.window_mask(eager)}
 
 
 def _tokens(given: dict[str, Any]) -> Tensor | None:

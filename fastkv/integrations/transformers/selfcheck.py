@@ -252,7 +252,7 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
 
     with unchanged(model):
         ids, mask = _prompt(model)
-        stock = read("before it is patched", PROMPT, DynamicCache(config=text.get_text_config(decoder=True)))
+        stock = read("by itself", PROMPT, DynamicCache(config=text.get_text_config(decoder=True)))
         limit = _eps(stock.dtype) ** 0.5
         if blocks and not _goes_on(model, ids, mask, stock, limit):
             blocks = False
