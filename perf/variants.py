@@ -21,6 +21,7 @@ from fastkv.kernels import (
     moment_scores,
     noncausal_mass,
     prefill_attention,
+    remember,
     select,
     vector_decode,
     window_scores,
@@ -97,12 +98,12 @@ def of_centroids(dim: int, dtype: str = "bf16", capped: bool = False) -> Variant
 
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
-    even: tuple[str, ...] = ("N", "stride_k", "stride_v"), **launch: int,
+    even: tuple[str, ...] = ("stride_k", "stride_v"), **launch: Any,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
     constants = dict(
         HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), ROWS=compact.ROWS, COLUMNS=compact.COLUMNS,
-        BLOCK=compact.PLAN, SPLITS=splits, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
+        BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
     given = dict(spread_ptr=spread, part_spread_ptr=spread)
     return variant(name, kernel, constants, given=given, even=even, **launch)
@@ -175,12 +176,11 @@ def of_key_scores(kernel: Any, dim: int, metric: str, real: str) -> Variant:
     """Of `fastkv.kernels.key_scores`."""
     width = pow2(dim, 16)
     flags = dict(
-        HEADS=8, D=dim, BD=width, BLOCK_N=key_scores.BLOCK_N[width], SPLITS=4, HAS_ORDER=real == "order",
+        HEADS=8, D=dim, BD=width, BLOCK_N=key_scores.BLOCK_N[width], HAS_ORDER=real == "order",
         HAS_MASK=real == "mask", UNIT=metric == "unit", METRIC=key_scores.METRICS.get(metric),
     )  # fmt: skip
     name = f"{kernel.__name__.strip('_')} D{dim} {metric} {real}"
-    even = ("N", "window", "rows_per_split", "stride_")
-    return variant(name, kernel, flags, types=dict(lengths_ptr="*i64"), even=even)
+    return variant(name, kernel, flags, types=dict(lengths_ptr="*i64"))
 
 
 def of_leverage(kernel: Any, dim: int, hip: bool) -> Variant:
@@ -188,7 +188,7 @@ def of_leverage(kernel: Any, dim: int, hip: bool) -> Variant:
     tile, warps = leverage._tile(pow2(dim), hip)
     flags = dict(HEADS=8, D=dim, BD=pow2(dim), K=64, BK=64, BLOCK_N=tile, HAS_MASK=True, CENTRE=True)
     return variant(
-        f"leverage {kernel.__name__.strip('_')} D{dim}", kernel, flags, even=("N", "rows_per_split", "stride_"),
+        f"leverage {kernel.__name__.strip('_')} D{dim}", kernel, flags, even=("stride_",),
         num_warps=warps, num_stages=2, arches=HIP if hip else CUDA,
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False) -> Variant:
     )  # fmt: skip
     return variant(
         f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}", kernel, flags,
-        even=("chunk", "N", "stride_"), num_warps=warps, num_stages=2,
+        even=("stride_",), num_warps=warps, num_stages=2,
         arches=() if not single or width * 256 <= noncausal_mass._room(2, hip=True) else CUDA,
     )  # fmt: skip
 
@@ -239,12 +239,28 @@ def of_prefill(
     )  # fmt: skip
 
 
+def of_remember(kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16") -> Variant:
+    """Of `fastkv.kernels.remember`."""
+    sizes, offers, merges = remember._constants(dim, dim)
+    few, settles = kernel is remember._few_kernel, kernel is remember._settle_kernel
+    lanes = pow2((num + most) // 2 + 1, remember.MOVERS) if few else remember.SETTLED // 2 if settles else 1024
+    flags = dict(
+        **sizes, **offers, **merges, HEADS=8, R=pow2(most, 16), LANES=lanes, SCAN=remember.SCAN, SLICE=remember.SLICE,
+        ROWS=remember.ROWS,
+    )  # fmt: skip
+    types = {name: "*fp32" for name in ("keys_ptr", "values_ptr")}
+    types |= dict(index_ptr="*i64", gone_ptr="*i64")
+    name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few
+    even = ("rows", "stride_k", "stride_v")
+    return variant(name, kernel, flags, dtype, types, even=even, num_warps=remember.WARPS[pow2(dim, 64)], num_stages=2)
+
+
 def of_select(block: int, single: bool, mask: bool) -> Variant:
     """Of `fastkv.kernels.select`."""
     return variant(
         f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}", select._select_kernel,
-        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), types=dict(counts_ptr="*i64"), even=("N",),
-        num_warps=select.WARPS[block], num_stages=1,
+        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), types=dict(counts_ptr="*i64"),
+        num_warps=select.WARPS[block], num_stages=1, wide=not single,
     )  # fmt: skip
 
 
@@ -294,7 +310,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_centroids(128, "fp16", capped=True), of_centroids(128, "fp32"), of_centroids(256, capped=True)),
     ],
     "compact": [
-        of_compact("compact plan D128", compact._plan_kernel, 128, num_stages=1),
+        of_compact("compact plan D128", compact._plan_kernel, 128, even=("N",), num_stages=1),
         *(of_compact(f"compact move D{dim}", compact._move_kernel, dim) for dim in (64, 80, 128, 256)),
         *(of_merge(compact._moments_kernel, dim, 1) for dim in (64, 80, 128, 256)),
         of_merge(compact._moments_kernel, 128, 4),
@@ -361,8 +377,17 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_prefill(dim, spread=True) for dim in (64, 128, 256)),
         *(of_prefill(128, slope=False, spread=True), of_prefill(128, order=0, spread=True)),
     ],
+    "remember": [
+        *(of_remember(remember._few_kernel, dim) for dim in (64, 80, 96, 128, 256)),
+        *(of_remember(remember._few_kernel, 128, num, most) for num, most in ((63, 64), (510, 16))),
+        *(of_remember(remember._few_kernel, dim, dtype="fp32") for dim in (128, 256)),
+        *(of_remember(remember._gather_kernel, dim) for dim in (64, 80, 128, 256)),
+        *(of_remember(remember._offer_kernel, dim) for dim in (64, 80, 128, 256)),
+        *(of_remember(remember._receive_kernel, dim) for dim in (64, 80, 128, 256)),
+        *(of_remember(remember._settle_kernel, dim) for dim in (64, 80, 128, 256)),
+    ],
     "select": [
-        *(of_select(1024, True, True), of_select(2048, True, False)),
+        *(of_select(2048, True, True), of_select(2048, True, False)),
         *(of_select(8192, True, True), of_select(8192, False, False)),
     ],
     "vector_decode": [

@@ -28,6 +28,7 @@ from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_he
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
+SCANS = (512, MAX_SCAN)  # rounded up to: few, because slots may follow the length of the prompt
 BLOCK_V = 32  # value columns of one program
 TILE = 16  # evicted rows at a time
 MAX_FP32 = tl.constexpr(3.4028234663852886e38)
@@ -60,7 +61,7 @@ def _rank_slots(
     return tl.where(slot < tl.load(lengths_ptr + pair), key, LAST_KEY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "width", "sinks", "recent"])
 def _candidates_kernel(
     scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr,
     slots, width, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -79,7 +80,7 @@ def _candidates_kernel(
         keys = tl.where(keys == low, LAST_KEY, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "width", "most", "sinks", "recent", "candidates"])
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
     slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
@@ -171,7 +172,8 @@ def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, h
     """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
-    scanned = pow2(chunks * most if chunks else width, 16)
+    found = chunks * most if chunks else width
+    scanned = next((block for block in SCANS if found <= block), pow2(found))
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, BLOCK_V=BLOCK_V, TILE=TILE)
     constants |= dict(SPREAD=spread)

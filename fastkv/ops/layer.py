@@ -74,9 +74,19 @@ def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
 
 
 @operator(nothing, changes=("state",))
-def remember(keys: Tensor, values: Tensor, mask: Tensor, state: LayerState, spec: Spec) -> None:
-    """`reference.remember`, on every backend: static shapes, no host sync."""
-    implementation("remember", spec.backend, keys.device.type)(keys, values, mask, state, spec)
+def remember(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    kept: Tensor,
+    most: int,
+    state: LayerState,
+    spec: Spec,
+) -> None:
+    """`reference.remember`: static shapes, no host sync. Kernel: for centroids, one launch while decoding."""
+    function = implementation("remember", spec.backend, keys.device.type)
+    function(keys, values, positions, valid, kept, most, state, spec)
 
 
 @operator(nothing, changes=("state",))
@@ -98,4 +108,4 @@ def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
     """
     if resolve(spec.backend, state.seen.device) != "triton":
         return []
-    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state)
+    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state, spec)

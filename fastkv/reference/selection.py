@@ -13,6 +13,9 @@ from .gather import pack, rows_at, unpack
 from .state import LayerState, Spec
 
 
+CHUNK = 4096  # evicted tokens copied out at once on their way into what is remembered
+
+
 class Selection(NamedTuple):
     """Which candidates of each head stay.
 
@@ -145,13 +148,26 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         pack(slab, slots.starts, rows[name])
 
 
-def remember(keys: Tensor, values: Tensor, mask: Tensor, state: LayerState, spec: Spec) -> None:
-    """Let evicted pairs join what the layer's correction remembers besides the moments, in place.
+def remember(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    kept: Tensor,
+    most: int,
+    state: LayerState,
+    spec: Spec,
+) -> None:
+    """Let the candidates that leave join what the layer's correction remembers besides the moments, oldest first.
 
-    Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, true for pairs that leave.
+    Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; positions, valid, kept [B, Hkv, N], of which those leave that are
+        valid and not kept; most: at least as many as leave any head, so that shapes are static.
     """
     assert state.parts is not None
-    state.parts.copy_(state.parts.add(keys, values, mask))
+    gone = valid & ~kept
+    for index in in_order(positions, gone)[..., :most].split(CHUNK, -1):
+        rows = (rows_at(part, index) for part in (keys, values))
+        state.parts.copy_(state.parts.add(*rows, gone.gather(2, index)))
 
 
 def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
