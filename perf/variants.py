@@ -23,8 +23,10 @@ from fastkv.kernels import (
     prefill_attention,
     remember,
     select,
+    slot_signals,
     vector_decode,
     window_scores,
+    z_scores,
 )
 from fastkv.kernels._evicted import CENTROIDS
 from fastkv.kernels._launch import pow2
@@ -264,6 +266,15 @@ def of_select(block: int, single: bool, mask: bool) -> Variant:
     )  # fmt: skip
 
 
+def of_slots(everything: bool) -> Variant:
+    """Of `fastkv.kernels.slot_signals`."""
+    given = dict.fromkeys(("guard_ptr", "received_ptr", "attention_ptr", "queried_ptr"), everything)
+    return variant(
+        "slots" + " all" * everything, slot_signals._slot_kernel, dict(HEADS=8, BLOCK=slot_signals.BLOCK),
+        types=dict(guard_ptr="*u8"), given=given, even=("slots",),
+    )  # fmt: skip
+
+
 def of_vector(
     head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
@@ -300,6 +311,14 @@ def of_window(kernel: Any, dim: int, **change: bool) -> Variant:
         f"window {kernel.__name__.strip('_')} D{dim} {change or ''}", kernel, flags | change,
         even=("N", "keys_per_split", "stride_"), num_warps=warps, num_stages=depth,
         wide=kernel is not window_scores._merge_kernel,
+    )  # fmt: skip
+
+
+def of_z(bonus: bool) -> Variant:
+    """Of `fastkv.kernels.z_scores`."""
+    return variant(
+        "z_scores" + " bonus" * bonus, z_scores._z_kernel, dict(BLOCK=z_scores.BLOCK), types=dict(weight="fp32"),
+        given=dict(bonus_ptr=bonus), num_warps=8, wide=False,
     )  # fmt: skip
 
 
@@ -390,6 +409,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_select(2048, True, True), of_select(2048, True, False)),
         *(of_select(8192, True, True), of_select(8192, False, False)),
     ],
+    "slot_signals": [of_slots(True), of_slots(False)],
     "vector_decode": [
         *(of_vector(d, 8) for d in (64, 80, 96, 128, 256)),
         *(of_vector(128, s, o) for s in (1, 8) for o in (None, 0)),
@@ -403,4 +423,5 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_window(window_scores._column_kernel, dim) for dim in (64, 80, 128, 256)),
         *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
     ],
+    "z_scores": [of_z(True), of_z(False)],
 }

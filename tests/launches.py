@@ -17,7 +17,16 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import fastkv.kernels
 from fastkv.ops import operator
 
-NOT_LAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "sym_size"}
+NOT_LAUNCHED = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "lift_fresh",
+    "detach",
+    "sym_size",
+}
 
 
 class Kernel:

@@ -1,4 +1,4 @@
-"""What a GPU is asked to do: how many kernels a step launches, and how many compilations all lengths of prompts need."""
+"""What a GPU is asked to do: how many kernels a step launches, how many compilations all lengths of prompts need."""
 
 import random
 
@@ -10,7 +10,7 @@ from fastkv.cache.layer import LayerCache
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 
-from .launches import recorded
+from .launches import Operators, recorded
 
 HQ, HKV, D = 2, 1, 16
 MOST = 4  # compilations of a kernel
@@ -57,3 +57,24 @@ def test_nor_do_scores_of_prompts():
                 ops.noncausal_attention_mass(q, keys, 0.25, mask=chosen, backend="triton")
     found = launches.compilations()
     assert len(found) == 3 and max(found.values()) <= MOST, found
+
+
+def evicting_step(policy):
+    """The launches of a step that evicts, and torch's operators that are launches."""
+    cache = layer(policy, Budget(tokens=64, sinks=2, recent=8))
+    with recorded() as launches:
+        read(cache, 100, 100)
+        q, k, v = tokens(1)
+        for _ in range(15):
+            cache.step(q, k, v)
+        launches.clear()
+        with Operators() as operators:
+            cache.step(q, k, v)
+    assert cache.workspace.clock.now.evicts
+    return [name for name, _ in launches], operators.found
+
+
+@pytest.mark.parametrize("policy,most", {"fastkv": 8}.items())
+def test_an_evicting_step_is_few_launches(policy, most):
+    launched, others = evicting_step(policy)
+    assert len(launched) + len(others) <= most, (launched, others)

@@ -130,7 +130,9 @@ class Workspace:
         if not scratch:
             return None
         accs, tops, totals, tickets, logits, joining = scratch
-        return cls(accs, tops, totals, logits if logits.numel() else None, tickets, joining if joining.numel() else None)
+        return cls(
+            accs, tops, totals, logits if logits.numel() else None, tickets, joining if joining.numel() else None
+        )
 
     def tensors(self) -> list[Tensor]:
         """As `LayerState.scratch` holds them; empty ones for those that are None."""

@@ -340,7 +340,8 @@ def _merge(
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, COLUMNS), splits)](
         keys, values, new_keys, new_values, listed, tally, means, part, part_spread, *state, listed.shape[-1], slots,
-        used, splits, *strides, HEADS=heads, SINGLE=splits == 1, INTERP=INTERPRET, num_warps=warps, num_stages=2, **shape,
+        used, splits, *strides, HEADS=heads, SINGLE=splits == 1, INTERP=INTERPRET, num_warps=warps, num_stages=2,
+        **shape,
     )  # fmt: skip
     if splits > 1:
         grid = (batch * heads, triton.cdiv(dv, COLUMNS))

@@ -55,7 +55,8 @@ def _rank_slots(
     if starts_ptr is not None:
         known = known & (slot < capacity)
     position = tl.load(positions_ptr + base + slot, mask=known, other=0)
-    bits = _order_bits(tl.load(scores_ptr + pair * width + slot, mask=known, other=0.0)).to(tl.uint64)
+    score = tl.load(scores_ptr + pair * width + slot, mask=known, other=0).to(tl.float32)  # or whether it is kept
+    bits = _order_bits(score).to(tl.uint64)
     guarded = ((position < sinks) | (position >= tl.load(seen_ptr + pair // HEADS) - recent)).to(tl.uint64)
     key = (guarded << 63) | (bits << 31) | (0x7FFFFFFF - position).to(tl.uint64)
     return tl.where(slot < tl.load(lengths_ptr + pair), key, LAST_KEY)
@@ -199,7 +200,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     width, drop = scores.shape[-1], slots - spec.tokens if starts is None else spec.spare
     if not 0 <= drop <= MAX_DROP:
         raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; evict more often")
-    scores = scores if kept is None else kept.float()
+    scores = scores if kept is None else kept.view(torch.uint8)
     check_contiguous(
         op, keys=keys, values=values, positions=exact.positions, lengths=exact.lengths, seen=state.seen,
         count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross,

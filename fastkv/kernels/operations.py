@@ -15,7 +15,9 @@ from . import moment_scores as residuals
 from . import prefill_attention as prefill
 from . import remember as joining
 from . import select as selection
+from . import slot_signals as slots
 from . import vector_decode as vector
+from . import z_scores as standardised
 from ._launch import Workspace
 from .compact import compact as compact
 from .evict import evict as evict
@@ -56,6 +58,18 @@ def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
     if isinstance(known, Centroids):
         return centroids.centroid_attention(q, known, spec.scale, spec.softcap)[1]
     return reference.evicted_mass(q, state, spec)
+
+
+def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.slot_signals`."""
+    equal = state.exact.starts is None and state.approx is None
+    function = slots.slot_signals if equal else reference.slot_signals
+    return function(positions, state, spec)
+
+
+def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None, weight: float) -> Tensor:
+    """`reference.z_scores`."""
+    return standardised.z_scores(scores, mask, bonus, weight)
 
 
 def remember(

@@ -13,9 +13,9 @@ all tokens do not change by merging, so each set of tokens that joins at once is
 Rows of a working set stay where they are in scratch; `order` lists those in use by age, and every program that writes a
 row of a partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits.
 
-Launches: one where few tokens leave (an eviction while decoding). For a prompt, per BLOCK tokens, one that gathers them,
-two a round (offers; merges) down to SETTLED centroids, and one for all rounds from there. Programs of the last kind own
-a head; the others own columns, movers or partners of it.
+Launches: one where few tokens leave (an eviction while decoding). For a prompt, per BLOCK tokens, one that gathers
+them, two a round (offers; merges) down to SETTLED centroids, and one for all rounds from there. Programs of the last
+kind own a head; the others own columns, movers or partners of it.
 Bytes per BLOCK tokens and head: 4 BLOCK (Dk + Dv) written and, in a round of u, read u / 64 times from L2.
 Does not handle: centroids that are not fp32, head_dim above 256.
 """
@@ -42,7 +42,17 @@ WARPS = {64: 4, 128: 4, 256: 8}  # by padded head_dim
 SLICE = 32  # columns gathered by a program
 ROWS = 64  # of a slice at a time
 SCAN = 1024  # candidates looked at at a time
-VARYING = ["N", "num", "most", "first", "half", "parts", "stride_i", "stride_pb", "stride_ph"]  # one compilation for all
+VARYING = [
+    "N",
+    "num",
+    "most",
+    "first",
+    "half",
+    "parts",
+    "stride_i",
+    "stride_pb",
+    "stride_ph",
+]  # one compilation for all
 SHARE = tl.constexpr(ROUND_SHARE)
 WEIGHT = tl.constexpr(VALUE_WEIGHT)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -598,6 +608,15 @@ def _join_blocks(
             _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **launch)
             total, half = max(num, total - max(total // ROUND_SHARE, 1)), 1 - half
         _settle_kernel[(pairs,)](
-            *known, room, num, rows, half, LANES=SETTLED // 2, INTERP=INTERPRET, **sizes, **offers, **merges,
+            *known,
+            room,
+            num,
+            rows,
+            half,
+            LANES=SETTLED // 2,
+            INTERP=INTERPRET,
+            **sizes,
+            **offers,
+            **merges,
             **launch,
         )

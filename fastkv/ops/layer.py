@@ -73,6 +73,21 @@ def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
     return implementation("evicted_mass", spec.backend, q.device.type)(q, state, spec)
 
 
+def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def made(there: bool, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(positions, dtype=dtype) if there else positions.new_empty(0, dtype=dtype)
+
+    attends = state.exact.attention is not None
+    guard = made(state.parts is not None, torch.bool)
+    return made(True, torch.bool), guard, made(attends, torch.float32), made(attends, torch.float32)
+
+
+@operator(_slot_outputs, changes=("state",))
+def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.slot_signals`. Kernel: one launch for heads of equally many slots."""
+    return implementation("slot_signals", spec.backend, positions.device.type)(positions, state, spec)
+
+
 @operator(nothing, changes=("state",))
 def remember(
     keys: Tensor,

@@ -21,6 +21,10 @@ def _of_first(keys: Tensor, *rest: Any) -> Tensor:
     return _per_key(keys)
 
 
+def _of_scores(scores: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(scores)
+
+
 def _of_second(first: Tensor | None, keys: Tensor, *rest: Any) -> Tensor:
     return _per_key(keys)
 
@@ -148,6 +152,14 @@ def moment_scores(
 ) -> Tensor:
     """`reference.moment_scores`. Kernel: one launch."""
     return implementation("moment_scores", backend, keys.device.type)(attention, keys, values, moments, scale)
+
+
+@operator(_of_scores)
+def z_scores(
+    scores: Tensor, mask: Tensor, bonus: Tensor | None = None, weight: float = 1.0, *, backend: str = "auto"
+) -> Tensor:
+    """`reference.z_scores`. Kernel: one launch."""
+    return implementation("z_scores", backend, scores.device.type)(scores, mask, bonus, weight)
 
 
 def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
