@@ -241,7 +241,9 @@ def of_prefill(
     )  # fmt: skip
 
 
-def of_remember(kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16") -> Variant:
+def of_remember(
+    kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16", arches: tuple[str, ...] = ()
+) -> Variant:
     """Of `fastkv.kernels.remember`."""
     sizes, offers, merges = remember._constants(dim, dim)
     few, settles = kernel is remember._few_kernel, kernel is remember._settle_kernel
@@ -254,7 +256,8 @@ def of_remember(kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str
     types |= dict(index_ptr="*i64", gone_ptr="*i64")
     name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few
     even = ("rows", "stride_k", "stride_v")
-    return variant(name, kernel, flags, dtype, types, even=even, num_warps=remember.WARPS[pow2(dim, 64)], num_stages=2)
+    warps = remember._warps(dim, 0 if kernel is remember._gather_kernel else lanes, arches == HIP)
+    return variant(name, kernel, flags, dtype, types, even=even, num_warps=warps, num_stages=2, arches=arches)
 
 
 def of_select(block: int, single: bool, mask: bool) -> Variant:
@@ -266,11 +269,12 @@ def of_select(block: int, single: bool, mask: bool) -> Variant:
     )  # fmt: skip
 
 
-def of_slots(everything: bool) -> Variant:
+def of_slots(guard: bool, attention: bool) -> Variant:
     """Of `fastkv.kernels.slot_signals`."""
-    given = dict.fromkeys(("guard_ptr", "received_ptr", "attention_ptr", "queried_ptr"), everything)
+    given = dict.fromkeys(("received_ptr", "attention_ptr", "queried_ptr"), attention) | dict(guard_ptr=guard)
+    flags = dict(HEADS=8, BLOCK=slot_signals.BLOCK)
     return variant(
-        "slots" + " all" * everything, slot_signals._slot_kernel, dict(HEADS=8, BLOCK=slot_signals.BLOCK),
+        "slots" + " guard" * guard + " attention" * attention, slot_signals._slot_kernel, flags,
         types=dict(guard_ptr="*u8"), given=given, even=("slots",),
     )  # fmt: skip
 
@@ -322,6 +326,7 @@ def of_z(bonus: bool) -> Variant:
     )  # fmt: skip
 
 
+JOINING = (remember._gather_kernel, remember._offer_kernel, remember._settle_kernel)
 SPLIT = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
 AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "centroids": [
@@ -397,19 +402,19 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_prefill(128, slope=False, spread=True), of_prefill(128, order=0, spread=True)),
     ],
     "remember": [
-        *(of_remember(remember._few_kernel, dim) for dim in (64, 80, 96, 128, 256)),
-        *(of_remember(remember._few_kernel, 128, num, most) for num, most in ((63, 64), (510, 16))),
-        *(of_remember(remember._few_kernel, dim, dtype="fp32") for dim in (128, 256)),
-        *(of_remember(remember._gather_kernel, dim) for dim in (64, 80, 128, 256)),
-        *(of_remember(remember._offer_kernel, dim) for dim in (64, 80, 128, 256)),
-        *(of_remember(remember._receive_kernel, dim) for dim in (64, 80, 128, 256)),
-        *(of_remember(remember._settle_kernel, dim) for dim in (64, 80, 128, 256)),
+        *(of_remember(remember._few_kernel, dim) for dim in (64, 80, 96, 128)),
+        *(of_remember(remember._few_kernel, 128, 63, 64), of_remember(remember._few_kernel, 128, dtype="fp32")),
+        *(of_remember(remember._few_kernel, 128, 510, arches=a) for a in VENDORS),
+        *(of_remember(remember._few_kernel, 256, dtype=t, arches=a) for a in VENDORS for t in ("bf16", "fp32")),
+        *(of_remember(kernel, dim) for kernel in JOINING for dim in (64, 80, 128)),
+        *(of_remember(kernel, 256, arches=a) for kernel in JOINING for a in VENDORS),
+        *(of_remember(remember._receive_kernel, dim, arches=a) for dim in (64, 80, 128, 256) for a in VENDORS),
     ],
     "select": [
         *(of_select(2048, True, True), of_select(2048, True, False)),
         *(of_select(8192, True, True), of_select(8192, False, False)),
     ],
-    "slot_signals": [of_slots(True), of_slots(False)],
+    "slot_signals": [of_slots(True, True), of_slots(True, False), of_slots(False, True)],
     "vector_decode": [
         *(of_vector(d, 8) for d in (64, 80, 96, 128, 256)),
         *(of_vector(128, s, o) for s in (1, 8) for o in (None, 0)),

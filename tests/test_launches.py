@@ -9,6 +9,7 @@ from fastkv import Budget, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
+from fastkv.reference.centroids import BLOCK
 
 from .launches import Operators, recorded
 
@@ -57,6 +58,18 @@ def test_nor_do_scores_of_prompts():
                 ops.noncausal_attention_mass(q, keys, 0.25, mask=chosen, backend="triton")
     found = launches.compilations()
     assert len(found) == 3 and max(found.values()) <= MOST, found
+
+
+def test_a_prompt_of_centroids_is_few_launches():
+    """Per block of tokens that join: one that gathers, five rounds of two, one for the others. Torch finds the order."""
+    num, state = 32768, layer("fastkv", Budget(tokens=1024))
+    q, k, v = tokens(1)
+    state.allocate(HQ, k, v, num)
+    keys, valid = torch.zeros(1, HKV, num, D), torch.ones(1, HKV, num, dtype=torch.bool)
+    places = torch.arange(num, dtype=torch.int32)[None, None]
+    with recorded() as launches, Operators() as operators:
+        ops.remember(keys, keys, places, valid, torch.zeros_like(valid), num, state.state, state.rule.spec)
+    assert len(launches) == num // BLOCK * 12 and len(operators.found) < 12
 
 
 def evicting_step(policy):

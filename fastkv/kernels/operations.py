@@ -63,7 +63,8 @@ def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.slot_signals`."""
     equal = state.exact.starts is None and state.approx is None
-    function = slots.slot_signals if equal else reference.slot_signals
+    asked = state.parts is not None or state.exact.attention is not None  # lengths alone are compared as fast by torch
+    function = slots.slot_signals if equal and asked else reference.slot_signals
     return function(positions, state, spec)
 
 

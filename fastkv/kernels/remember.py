@@ -31,14 +31,14 @@ from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
 from ..reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
 from ._attention import _dot32
-from ._launch import INTERPRET, Workspace, check_centroids, check_head_dim, check_like, pow2, stages
+from ._launch import INTERPRET, Workspace, check_centroids, check_head_dim, check_like, on_hip, pow2, stages
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
 SETTLED = 256  # below so many, rounds are done by one program
 MOVERS, PARTNERS, DIMS = 32, 64, 32  # tile of offers, and dimensions at a time
 RECEIVERS = 16  # partners merged at a time
-WARPS = {64: 4, 128: 4, 256: 8}  # by padded head_dim
+MANY = 128  # movers that four warps compare
 SLICE = 32  # columns gathered by a program
 ROWS = 64  # of a slice at a time
 SCAN = 1024  # candidates looked at at a time
@@ -542,6 +542,11 @@ def _constants(dim: int, value_dim: int) -> tuple[dict[str, int], dict[str, int]
     return sizes, offers, {"BK": pow2(dim, 16), "BV": pow2(value_dim, 16), "RECEIVERS": RECEIVERS}
 
 
+def _warps(dim: int, lanes: int, hip: bool) -> int:
+    """Warps of a program with rows of `dim` columns and so many movers; AMD's have twice the threads."""
+    return 8 if (dim > 128 or lanes > MANY) and not hip else 4
+
+
 def remember(
     keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, kept: Tensor, most: int, state: LayerState,
     spec: Spec,
@@ -569,7 +574,7 @@ def remember(
         _join_blocks((keys, values, index, gone), known, min(most, num), strides)
         return
     sizes, offers, merges = _constants(dim, value_dim)
-    rows = working_rows(parts.num, most)
+    rows, lanes = working_rows(parts.num, most), pow2(triton.cdiv(parts.num + most, 2), MOVERS)
     size, scratch = batch * heads * room_size(rows, dim, value_dim), Workspace.of(state.scratch)
     room = None if scratch is None else scratch.joining
     if room is None or room.numel() < size:
@@ -577,8 +582,8 @@ def remember(
     _few_kernel[(batch * heads,)](
         keys, values, positions, valid.view(torch.uint8), kept.view(torch.uint8), *known,
         room, num, parts.num, rows, *strides, *positions.stride()[:2], HEADS=heads, R=pow2(most, 16),
-        LANES=pow2(triton.cdiv(parts.num + most, 2), MOVERS), SCAN=SCAN, SLICE=SLICE, INTERP=INTERPRET,
-        num_warps=WARPS[pow2(max(dim, value_dim), 64)], num_stages=stages(2), **sizes, **offers, **merges,
+        LANES=lanes, SCAN=SCAN, SLICE=SLICE, INTERP=INTERPRET, num_stages=stages(2),
+        num_warps=_warps(max(dim, value_dim), lanes, on_hip()), **sizes, **offers, **merges,
     )  # fmt: skip
 
 
@@ -591,7 +596,8 @@ def _join_blocks(
     sizes, offers, merges = _constants(dim, value_dim)
     rows, lanes = working_rows(num, min(most, BLOCK)), pow2(triton.cdiv(num + BLOCK, 2))
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=known[0].device)
-    launch = {"num_warps": WARPS[pow2(max(dim, value_dim), 64)], "num_stages": stages(2)}
+    launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
+    wide = launch | {"num_warps": _warps(dim, lanes, on_hip())}
     slices = triton.cdiv(dim, SLICE) + triton.cdiv(value_dim, SLICE)
     for first in range(0, most, BLOCK):
         total, half, parts = num + min(BLOCK, most - first), 0, slices
@@ -605,18 +611,8 @@ def _join_blocks(
                 room, num, rows, half, parts, INTERP=INTERPRET, **sizes, **offers, **launch
             )
             parts = triton.cdiv(max(movers, partners), RECEIVERS)
-            _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **launch)
+            _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
             total, half = max(num, total - max(total // ROUND_SHARE, 1)), 1 - half
         _settle_kernel[(pairs,)](
-            *known,
-            room,
-            num,
-            rows,
-            half,
-            LANES=SETTLED // 2,
-            INTERP=INTERPRET,
-            **sizes,
-            **offers,
-            **merges,
-            **launch,
-        )
+            *known, room, num, rows, half, LANES=SETTLED // 2, INTERP=INTERPRET, **sizes, **offers, **merges, **launch
+        )  # fmt: skip
