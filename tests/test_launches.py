@@ -61,7 +61,7 @@ def test_nor_do_scores_of_prompts():
 
 
 def test_a_prompt_of_centroids_is_few_launches():
-    """Per block of tokens that join: one that gathers, five rounds of two, one for the others. Torch finds the order."""
+    """Per block of tokens that join: one that gathers, five rounds of two, one for the others. Torch sorts them."""
     num, state = 32768, layer("fastkv", Budget(tokens=1024))
     q, k, v = tokens(1)
     state.allocate(HQ, k, v, num)
