@@ -256,16 +256,17 @@ def of_remember(
     types |= dict(index_ptr="*i64", gone_ptr="*i64")
     name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few
     even = ("rows", "stride_k", "stride_v")
-    warps = remember._warps(dim, 0 if kernel is remember._gather_kernel else lanes, arches == HIP)
+    warps = remember._warps(dim, lanes if few or kernel is remember._receive_kernel else 0, arches == HIP)
     return variant(name, kernel, flags, dtype, types, even=even, num_warps=warps, num_stages=2, arches=arches)
 
 
-def of_select(block: int, single: bool, mask: bool) -> Variant:
+def of_select(block: int, single: bool, mask: bool, arches: tuple[str, ...] = ()) -> Variant:
     """Of `fastkv.kernels.select`."""
     return variant(
         f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}", select._select_kernel,
         dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), types=dict(counts_ptr="*i64"),
-        num_warps=select.WARPS[block], num_stages=1, wide=not single,
+        num_warps=(select.HIP_WARPS if arches == HIP else select.WARPS)[block], num_stages=1, wide=not single,
+        arches=arches,
     )  # fmt: skip
 
 
@@ -412,7 +413,8 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     ],
     "select": [
         *(of_select(2048, True, True), of_select(2048, True, False)),
-        *(of_select(8192, True, True), of_select(8192, False, False)),
+        *(of_select(8192, single, single, CUDA) for single in (True, False)),
+        *(of_select(4096, single, single, HIP) for single in (True, False)),
     ],
     "slot_signals": [of_slots(True, True), of_slots(True, False), of_slots(False, True)],
     "vector_decode": [

@@ -129,15 +129,14 @@ class Workspace:
         """The workspace that `tensors` made a list of; None if there is none."""
         if not scratch:
             return None
-        accs, tops, totals, tickets, logits, joining = scratch
-        return cls(
-            accs, tops, totals, logits if logits.numel() else None, tickets, joining if joining.numel() else None
-        )
+        accs, tops, totals, tickets, *rest = scratch
+        optional = {part.ndim: part for part in rest}  # logits have two dimensions, the room for joining has one
+        return cls(accs, tops, totals, optional.get(2), tickets, optional.get(1))
 
     def tensors(self) -> list[Tensor]:
-        """As `LayerState.scratch` holds them; empty ones for those that are None."""
-        absent = (self.accs.new_empty(0) if t is None else t for t in (self.logits, self.joining))
-        return [self.accs, self.tops, self.totals, self.tickets, *absent]
+        """As `LayerState.scratch` holds them."""
+        optional = [t for t in (self.logits, self.joining) if t is not None]
+        return [self.accs, self.tops, self.totals, self.tickets, *optional]
 
     @classmethod
     def for_state(cls, num_heads: int, state: LayerState, joining: int = 0) -> Workspace:

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import check_like
+from ._launch import check_like, on_hip
 
 WARPS = {2048: 8, 8192: 16}  # by candidates held in registers: few tiles, so that lengths share them
+HIP_WARPS = {2048: 8, 4096: 16}  # with 8192, triton 3.7 spills on gfx942
 LOWEST = tl.constexpr(-(2**31))  # below every key: not in the running
 
 
@@ -181,7 +182,8 @@ def select(
     if not kept.numel():
         counts.zero_()
         return kept, counts
-    block = next((tile for tile in WARPS if num <= tile), max(WARPS))
+    tiles = HIP_WARPS if on_hip() else WARPS
+    block = next((tile for tile in tiles if num <= tile), max(tiles))
     single = num <= block
     room = 0 if single else triton.cdiv(num, block) * block
     scratch = torch.empty(2 * batch * heads * room, dtype=torch.int32, device=scores.device)
@@ -189,6 +191,6 @@ def select(
     _select_kernel[(batch * heads,)](
         scores, positions, valid_bytes, valid_bytes if protected is None else protected.view(torch.uint8),
         positions if seen is None else seen, scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent,
-        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, num_warps=WARPS[block],
+        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, num_warps=tiles[block],
     )  # fmt: skip
     return kept, counts
