@@ -21,9 +21,12 @@ from fastkv.kernels import (
     moment_scores,
     noncausal_mass,
     prefill_attention,
+    remember,
     select,
+    slot_signals,
     vector_decode,
     window_scores,
+    z_scores,
 )
 from fastkv.kernels._evicted import CENTROIDS
 from fastkv.kernels._launch import pow2
@@ -99,14 +102,14 @@ def of_centroids(dim: int, dtype: str = "bf16", capped: bool = False, arches: tu
 
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
-    even: tuple[str, ...] = ("N", "stride_k", "stride_v"), **launch: Any,
+    even: tuple[str, ...] = ("stride_k", "stride_v"), **launch: Any,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
     rows, columns, _ = compact.MERGE[pow2(dim, 64)]
     constants = dict(
         HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), COLUMNS=columns,
         ROWS=compact.ROWS if kernel is compact._move_kernel else rows,
-        BLOCK=compact.PLAN, SPLITS=splits, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
+        BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
     given = dict(spread_ptr=spread, part_spread_ptr=spread)
     return variant(name, kernel, constants, given=given, even=even, **launch)
@@ -179,12 +182,11 @@ def of_key_scores(kernel: Any, dim: int, metric: str, real: str, arches: tuple[s
     """Of `fastkv.kernels.key_scores`."""
     width = pow2(dim, 16)
     flags = dict(
-        HEADS=8, D=dim, BD=width, BLOCK_N=key_scores.BLOCK_N[width], SPLITS=4, HAS_ORDER=real == "order",
+        HEADS=8, D=dim, BD=width, BLOCK_N=key_scores.BLOCK_N[width], HAS_ORDER=real == "order",
         HAS_MASK=real == "mask", UNIT=metric == "unit", METRIC=key_scores.METRICS.get(metric),
     )  # fmt: skip
     name = f"{kernel.__name__.strip('_')} D{dim} {metric} {real}"
-    even = ("N", "window", "rows_per_split", "stride_")
-    return variant(name, kernel, flags, types=dict(lengths_ptr="*i64"), even=even, arches=arches)
+    return variant(name, kernel, flags, types=dict(lengths_ptr="*i64"), arches=arches)
 
 
 def of_leverage(kernel: Any, dim: int, hip: bool) -> Variant:
@@ -192,7 +194,7 @@ def of_leverage(kernel: Any, dim: int, hip: bool) -> Variant:
     tile, warps = leverage._tile(pow2(dim), hip)
     flags = dict(HEADS=8, D=dim, BD=pow2(dim), K=64, BK=64, BLOCK_N=tile, HAS_MASK=True, CENTRE=True)
     return variant(
-        f"leverage {kernel.__name__.strip('_')} D{dim}", kernel, flags, even=("N", "rows_per_split", "stride_"),
+        f"leverage {kernel.__name__.strip('_')} D{dim}", kernel, flags, even=("stride_",),
         num_warps=warps, num_stages=2, arches=HIP if hip else CUDA,
     )  # fmt: skip
 
@@ -223,7 +225,7 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
     )  # fmt: skip
     return variant(
         f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}" + " sinks" * sinks, kernel, flags,
-        given=dict(sink_ptr=sinks), even=("chunk", "N", "stride_"), num_warps=warps, num_stages=2,
+        given=dict(sink_ptr=sinks), even=("stride_",), num_warps=warps, num_stages=2,
         arches=() if (not single or width * columns <= noncausal_mass._room(2, hip=True)) and dim <= 256 else CUDA,
     )  # fmt: skip
 
@@ -248,12 +250,42 @@ def of_prefill(
     )  # fmt: skip
 
 
-def of_select(block: int, single: bool, mask: bool) -> Variant:
+def of_remember(
+    kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16", arches: tuple[str, ...] = ()
+) -> Variant:
+    """Of `fastkv.kernels.remember`."""
+    sizes, offers, merges = remember._constants(dim, dim)
+    few, settles = kernel is remember._few_kernel, kernel is remember._settle_kernel
+    lanes = pow2((num + most) // 2 + 1, remember.MOVERS) if few else remember.SETTLED // 2 if settles else 1024
+    flags = dict(
+        **sizes, **offers, **merges, HEADS=8, R=pow2(most, 16), LANES=lanes, SCAN=remember.SCAN, SLICE=remember.SLICE,
+        ROWS=remember.ROWS,
+    )  # fmt: skip
+    types = {name: "*fp32" for name in ("keys_ptr", "values_ptr")}
+    types |= dict(index_ptr="*i64", gone_ptr="*i64")
+    name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few
+    even = ("rows", "stride_k", "stride_v")
+    warps = remember._warps(dim, lanes if few or kernel is remember._receive_kernel else 0, arches == HIP)
+    return variant(name, kernel, flags, dtype, types, even=even, num_warps=warps, num_stages=2, arches=arches)
+
+
+def of_select(block: int, single: bool, mask: bool, arches: tuple[str, ...] = ()) -> Variant:
     """Of `fastkv.kernels.select`."""
     return variant(
         f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}", select._select_kernel,
-        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), types=dict(counts_ptr="*i64"), even=("N",),
-        num_warps=select.WARPS[block], num_stages=1,
+        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), types=dict(counts_ptr="*i64"),
+        num_warps=(select.HIP_WARPS if arches == HIP else select.WARPS)[block], num_stages=1, wide=not single,
+        arches=arches,
+    )  # fmt: skip
+
+
+def of_slots(guard: bool, attention: bool) -> Variant:
+    """Of `fastkv.kernels.slot_signals`."""
+    given = dict.fromkeys(("received_ptr", "attention_ptr", "queried_ptr"), attention) | dict(guard_ptr=guard)
+    flags = dict(HEADS=8, BLOCK=slot_signals.BLOCK)
+    return variant(
+        "slots" + " guard" * guard + " attention" * attention, slot_signals._slot_kernel, flags,
+        types=dict(guard_ptr="*u8"), given=given, even=("slots",),
     )  # fmt: skip
 
 
@@ -298,6 +330,15 @@ def of_window(kernel: Any, dim: int, **change: bool) -> Variant:
     )  # fmt: skip
 
 
+def of_z(bonus: bool) -> Variant:
+    """Of `fastkv.kernels.z_scores`."""
+    return variant(
+        "z_scores" + " bonus" * bonus, z_scores._z_kernel, dict(BLOCK=z_scores.BLOCK), types=dict(weight="fp32"),
+        given=dict(bonus_ptr=bonus), num_warps=8, wide=False,
+    )  # fmt: skip
+
+
+JOINING = (remember._gather_kernel, remember._offer_kernel, remember._settle_kernel)
 SPLIT = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
 AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "centroids": [
@@ -306,7 +347,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         of_centroids(512, arches=CUDA),
     ],
     "compact": [
-        of_compact("compact plan D128", compact._plan_kernel, 128, num_stages=1),
+        of_compact("compact plan D128", compact._plan_kernel, 128, even=("N",), num_stages=1),
         *(of_compact(f"compact move D{dim}", compact._move_kernel, dim) for dim in (64, 80, 128, 256)),
         *(of_merge(compact._moments_kernel, dim, 1) for dim in (64, 80, 128, 256)),
         of_merge(compact._moments_kernel, 128, 4),
@@ -391,10 +432,21 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_prefill(512, order=-1), of_prefill(512, spread=True)),
         *(of_prefill(dim, sinks=True) for dim in (64, 128)),
     ],
-    "select": [
-        *(of_select(1024, True, True), of_select(2048, True, False)),
-        *(of_select(8192, True, True), of_select(8192, False, False)),
+    "remember": [
+        *(of_remember(remember._few_kernel, dim) for dim in (64, 80, 96, 128)),
+        *(of_remember(remember._few_kernel, 128, 63, 64), of_remember(remember._few_kernel, 128, dtype="fp32")),
+        *(of_remember(remember._few_kernel, 128, 510, arches=a) for a in VENDORS),
+        *(of_remember(remember._few_kernel, 256, dtype=t, arches=a) for a in VENDORS for t in ("bf16", "fp32")),
+        *(of_remember(kernel, dim) for kernel in JOINING for dim in (64, 80, 128)),
+        *(of_remember(kernel, 256, arches=a) for kernel in JOINING for a in VENDORS),
+        *(of_remember(remember._receive_kernel, dim, arches=a) for dim in (64, 80, 128, 256) for a in VENDORS),
     ],
+    "select": [
+        *(of_select(2048, True, True), of_select(2048, True, False)),
+        *(of_select(8192, single, single, CUDA) for single in (True, False)),
+        *(of_select(4096, single, single, HIP) for single in (True, False)),
+    ],
+    "slot_signals": [of_slots(True, True), of_slots(True, False), of_slots(False, True)],
     "vector_decode": [
         *(of_vector(d, 8) for d in (64, 80, 96, 128, 256)),
         *(of_vector(128, s, o) for s in (1, 8) for o in (None, 0)),
@@ -411,4 +463,5 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_window(window_scores._column_kernel, dim) for dim in (64, 80, 128, 256, 512)),
         *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
     ],
+    "z_scores": [of_z(True), of_z(False)],
 }

@@ -70,6 +70,7 @@ CACHE = "cache_operations.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
 CENTROIDS = "reference_centroids.py"
+JOINING = "kernels_remember.py::test_rounds_over_several_programs"
 FLOOR = "policy_matrix.py::test_every_head_keeps_a_fifth_of_the_mean"
 
 MUTATIONS = [
@@ -653,9 +654,9 @@ MUTATIONS = [
     ),
     bug(
         "tokens that stay join the centroids too",
-        "cache/compaction.py",
-        "gone = signals.valid & ~kept",
-        "gone = signals.valid",
+        "reference/selection.py",
+        "gone = valid & ~kept",
+        "gone = valid",
         "centroid_cache.py::test_centroids_are_of_what_was_evicted",
     ),
     bug(
@@ -713,6 +714,20 @@ MUTATIONS = [
         "and name not in POSITIONS]",
         "and name in POSITIONS]",
         "architectures.py::test_unknown_tensors_of_attention",
+    ),
+    bug(
+        "the kernel's movers are always the same half",
+        "kernels/remember.py",
+        "used, half, flip = used - joins, 1 - half, 1 - flip",
+        "used, half, flip = used - joins, half, 1 - flip",
+        JOINING,
+    ),
+    bug(
+        "the kernel forgets how far apart the tokens of a mover were",
+        "kernels/remember.py",
+        "spread += tl.load(spreads_ptr + gone, mask=comes, other=0.0) + size",
+        "spread += size",
+        JOINING,
     ),
 ]
 

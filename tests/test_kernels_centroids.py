@@ -216,7 +216,8 @@ def test_tokens_join_in_place():
     addresses = [t.data_ptr() for t in parts.tensors()]
     lengths = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
     state = make_state(*(rows[:, :, :0] for rows in pairs), lengths, parts=parts)
-    ops.remember(*pairs, inside, state, make_spec(correction="centroids"))
+    places = torch.arange(30, dtype=torch.int32, device=DEVICE).repeat(1, 2, 1)
+    ops.remember(*pairs, places, inside, torch.zeros_like(inside), 30, state, make_spec(correction="centroids"))
     assert addresses == [t.data_ptr() for t in parts.tensors()]
     for got, want in zip(parts.tensors(), expected.tensors()):
         assert torch.equal(got, want)

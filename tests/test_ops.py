@@ -143,8 +143,13 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV * G, T, D), layer(parts=5), make_spec(0.3, 4.0, correction="centroids", backend=b)
     ),
     "remember": lambda b: case(
-        *block()[:2], torch.rand(B, HKV, T) > 0.2, layer(parts=5), make_spec(correction="centroids", backend=b)
+        *block(), torch.rand(B, HKV, T) > 0.2, torch.rand(B, HKV, T) > 0.6, T, layer(parts=5),
+        make_spec(correction="centroids", backend=b),
     ),
+    "slot_signals": lambda b: case(candidates()[0], layer(parts=5), make_spec(spare=3, sinks=1, recent=2, backend=b)),
+    "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
+    "z_scores": lambda b: case(randn(B, HKV, C), candidates()[1], backend=b),
+    "z_scores with a bonus": lambda b: case(randn(B, HKV, C), candidates()[1], torch.rand(B, HKV, C), 2.5, backend=b),
     "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
     "compact without a block": lambda b: case(*compaction(0), None, layer(spread=True), make_spec(backend=b)),
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),

@@ -8,11 +8,9 @@ from torch.nn.functional import pad
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, Selection, Slots, in_order, pack, rows_at
+from ..reference import LayerState, Selection, Slots, pack
 from . import key_only
 from .layout import LayerConfig
-
-CHUNK = 4096  # evicted tokens copied out at once on their way into what is remembered
 
 
 def store(
@@ -57,16 +55,13 @@ def _store_in_slabs(state: LayerState, signals: Signals, selection: Selection, r
 
 
 def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule: LayerConfig) -> None:
-    """Let the candidates that leave join what is remembered besides the moments, oldest first; before slots move.
+    """Let the candidates that leave join what is remembered besides the moments; before slots move.
 
-    Args: kept [B, Hkv, N] bool, which stay.  most: at least as many as leave any head, so that shapes are static.
+    Args: kept [B, Hkv, N] bool, which stay.  most: at least as many as leave any head.
     """
-    if state.parts is None:
-        return
-    gone = signals.valid & ~kept
-    for index in in_order(signals.positions, gone)[..., :most].split(CHUNK, -1):
-        keys, values = (rows_at(rows, index) for rows in (signals.keys, signals.values))
-        ops.remember(keys, values, gone.gather(2, index), state, rule.spec)
+    if state.parts is not None:
+        pairs = (signals.keys, signals.values, signals.positions)
+        ops.remember(*pairs, signals.valid, kept, most, state, rule.spec)
 
 
 def finish(state: LayerState, signals: Signals) -> None:

@@ -302,7 +302,7 @@ def evict(state: LayerState, rule: LayerConfig) -> None:
     All slots are looked at, used or not (the host counts on no slot being free), so that shapes never differ.
     """
     exact, spare = state.exact, rule.layout.spare
-    told = signals.of_steps(signals.candidates(state, None, rule), state, rule)
+    told, guard = signals.of_slots(state, rule)
     told, scores = signals.score(told, rule)
     if state.approx is not None:
         kept = selection.keep_best(told, scores, state.seen, rule)
@@ -312,8 +312,8 @@ def evict(state: LayerState, rule: LayerConfig) -> None:
         told = replace(told, positions=told.positions.clone())  # eviction moves them
     chosen = None
     if state.parts is not None:  # what leaves has to be known before anything moves
-        chosen = selection.keep_slots(told, scores, state, rule).kept
+        chosen = selection.keep_slots(told, scores, guard, state, rule).kept
         compaction.remember(state, told, chosen, spare, rule)
     ops.evict(scores, chosen, state, rule.spec)
     exact.filled = exact.limit - spare
-    compaction.finish(state, told)
+    compaction.memorise(exact, told)

@@ -34,12 +34,12 @@ def keep_best(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig)
     return _each(signals, scores, guard, [pairs + extra for pairs, extra in zip(layout.tokens, keys)])
 
 
-def keep_slots(signals: Signals, scores: Tensor, state: LayerState, rule: LayerConfig) -> Selection:
-    """Of the slots of a layer, those that `ops.evict` is going to keep: each head shrinks by what its slots have spare
+def keep_slots(signals: Signals, scores: Tensor, guard: Tensor, state: LayerState, rule: LayerConfig) -> Selection:
+    """Of the slots of a layer, those that `ops.evict` is going to keep: each head shrinks by what its slots have spare.
 
-    Args: scores [B, Hkv, N] of all slots.
+    Args: scores [B, Hkv, N] of all slots; guard [B, Hkv, N] bool, those that no policy may evict.
     """
-    guard, starts = protected(signals, state.seen, rule), state.exact.starts
+    starts = state.exact.starts
     choice = (scores, signals.positions, signals.valid, guard)
     if starts is None:
         return ops.select(*choice, rule.layout.least, backend=signals.backend)

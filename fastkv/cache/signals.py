@@ -14,24 +14,49 @@ from . import key_only
 from .layout import LayerConfig
 
 Block = tuple[Tensor, Tensor, Tensor, Tensor]
+Tokens = tuple[Tensor, Tensor, Tensor]
 QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
 
 
-def candidates(state: LayerState, block: Block | None, rule: LayerConfig) -> Signals:
+def candidates(state: LayerState, block: Block, rule: LayerConfig) -> Signals:
     """The tokens in the slots, then those of a block: k, v [B, Hkv, T, D], positions [B, Hkv, T] and valid [B, T]."""
-    exact, spec = state.exact, rule.spec
-    parts = [(exact["keys"], exact["values"], exact["positions"], exact.valid)]
-    if state.approx is not None:
-        parts.append(key_only.recovered(state.approx, exact, rule))
-    if block is not None:
-        k, v, positions, valid = block
-        parts.append((k, v, positions, valid[:, None].repeat(1, k.shape[1], 1)))
-    keys, values, positions, valid = (joined(*same) for same in zip(*parts))
+    k, v, positions, valid = block
+    real = joined(*(slots.valid for slots in state.tiers.values()), valid[:, None].repeat(1, k.shape[1], 1))
+    return _told(state, [*_stored(state, rule), (k, v, positions)], real, rule, decoding=False)
+
+
+def of_slots(state: LayerState, rule: LayerConfig) -> tuple[Signals, Tensor]:
+    """The tokens in the slots, with the attention received since the last eviction if the policy asks for it; it is
+    counted anew from here. And which of them no policy may evict, [B, Hkv, N] bool, if `ops.slot_signals` says.
+    """
+    stored = _stored(state, rule)
+    positions = joined(*(part[2] for part in stored))
+    valid, guard, attention, queried = ops.slot_signals(positions, state, rule.spec)
+    told = _told(state, stored, valid, rule, decoding=True)
+    if rule.layout.attention and rule.readers:
+        looks = 1 + rule.readers  # at every token: each layer that shares the keys has queries of its own
+        attention, queried = attention / looks, queried * looks
+    if rule.layout.attention:
+        told = replace(told, attention=attention, queried=queried)
+    return told, guard
+
+
+def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
+    """Keys, values and positions in the slots of each tier."""
+    exact = state.exact
+    stored = [(exact["keys"], exact["values"], exact["positions"])]
+    return stored if state.approx is None else [*stored, key_only.recovered(state.approx, exact, rule)]
+
+
+def _told(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerConfig, decoding: bool) -> Signals:
+    """What every policy is told of tokens: those of the tiers, then perhaps a block."""
+    spec = rule.spec
+    keys, values, positions = (joined(*same) for same in zip(*tokens))
     memory = None
     if rule.layout.memory:
         known = [slots["memory"] for slots in state.tiers.values()]
-        num = 0 if block is None else block[0].shape[2]
-        memory = joined(*known, exact.lengths.new_zeros(*exact.lengths.shape, num, dtype=torch.float32))
+        new = [part[0].new_zeros(part[0].shape[:3], dtype=torch.float32) for part in tokens[len(known) :]]
+        memory = joined(*known, *new)
     return Signals(
         keys=keys,
         values=values,
@@ -43,7 +68,7 @@ def candidates(state: LayerState, block: Block | None, rule: LayerConfig) -> Sig
         sink_logits=None if state.sink_logits is None else state.sink_logits.detach(),
         layer=rule.layer,
         tokens=rule.layout.total,
-        decoding=block is None,
+        decoding=decoding,
         output=rule.output,
         memory=memory,
         rotary=rule.rotary,
@@ -65,16 +90,6 @@ def of_block(
     elif rule.config.needs("attention"):
         signals = observe(signals, q, valid, state, rule)
     return replace(signals, queries=q) if rule.config.needs("queries") else signals
-
-
-def of_steps(signals: Signals, state: LayerState, rule: LayerConfig) -> Signals:
-    """Add the attention that slots received since the last eviction, if the policy asks for it."""
-    if not rule.layout.attention:
-        return signals
-    received = joined(*(slots["attention"] for slots in state.tiers.values()))
-    # A token that arrived after the last eviction was seen by fewer queries: mean over those that saw it.
-    queries = (state.seen[:, None, None] - signals.positions).clamp(1, rule.layout.spare) * (1 + rule.readers)
-    return replace(signals, attention=received / queries, queried=queries)
 
 
 def score(signals: Signals, rule: LayerConfig) -> tuple[Signals, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -117,6 +117,7 @@ class Workspace:
         accs, tops, totals: room for every partial.
         logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
         tickets: [B * Hkv] int32, zeroed once; each launch leaves them zero.
+        joining: room for the tokens of an eviction and the centroids that they join; None without centroids.
     """
 
     accs: Tensor
@@ -124,29 +125,33 @@ class Workspace:
     totals: Tensor
     logits: Tensor | None
     tickets: Tensor
+    joining: Tensor | None = None
 
     @classmethod
     def of(cls, scratch: list[Tensor]) -> Workspace | None:
         """The workspace that `tensors` made a list of; None if there is none."""
         if not scratch:
             return None
-        accs, tops, totals, tickets, *logits = scratch
-        return cls(accs, tops, totals, logits[0] if logits else None, tickets)
+        accs, tops, totals, tickets, *rest = scratch
+        optional = {part.ndim: part for part in rest}  # logits have two dimensions, the room for joining has one
+        return cls(accs, tops, totals, optional.get(2), tickets, optional.get(1))
 
     def tensors(self) -> list[Tensor]:
         """As `LayerState.scratch` holds them."""
-        return [t for t in (self.accs, self.tops, self.totals, self.tickets, self.logits) if t is not None]
+        optional = [t for t in (self.logits, self.joining) if t is not None]
+        return [self.accs, self.tops, self.totals, self.tickets, *optional]
 
     @classmethod
-    def for_state(cls, num_heads: int, state: LayerState) -> Workspace:
-        """Room for the decode steps of so many query heads over the slots of a layer."""
+    def for_state(cls, num_heads: int, state: LayerState, joining: int = 0) -> Workspace:
+        """Room for the decode steps of so many query heads over the slots of a layer; joining: numbers in `joining`."""
         exact, tiers, heads = state.exact, state.tiers.values(), state.heads
         dim = exact.keys.shape[-1]
-        return cls.allocate(
+        made = cls.allocate(
             len(state.seen), heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
             attention=exact.attention is not None, sets=len(tiers),
             pool=sum(slots.keys.numel() // dim for slots in tiers),
         )  # fmt: skip
+        return replace(made, joining=made.accs.new_empty(joining)) if joining else made
 
     @classmethod
     def allocate(

@@ -37,12 +37,13 @@ MAX_SPLITS = 16
 # rows and 32 columns to nothing for sm_100.
 MERGE = {64: (32, 32, 4), 128: (32, 32, 4), 256: (32, 32, 8), 512: (16, 16, 8)}
 MAX_MOVERS = 32
+FOLLOWING = ["N", "slots", "used", "splits"]  # the length of a prompt: one compilation for all of them
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
 def _plan_kernel(
     kept_ptr, valid_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, lists_ptr, tally_ptr, means_ptr,
-    N, used, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
+    N, used, splits, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_MEANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -80,7 +81,7 @@ def _plan_kernel(
     tl.store(tally_ptr + head * 3 + 2, count)
     if HAS_MEANS:
         dk, dv = tl.arange(0, BK), tl.arange(0, BV)
-        before = means_ptr + head * (SPLITS + 1) * (DK + DV)
+        before = means_ptr + head * (splits + 1) * (DK + DV)
         tl.store(before + dk, tl.load(key_mean_ptr + head * DK + dk, mask=dk < DK, other=0.0), mask=dk < DK)
         value_mean = tl.load(value_mean_ptr + head * DV + dv, mask=dv < DV, other=0.0)
         tl.store(before + DK + dv, value_mean, mask=dv < DV)
@@ -101,9 +102,9 @@ def _rows(slots_ptr, new_ptr, index, inside, used, column, stride_t, D: tl.const
 
 
 @triton.jit
-def _range(gone, split, SPLITS: tl.constexpr, ROWS: tl.constexpr):
+def _range(gone, split, splits, ROWS: tl.constexpr):
     """First and last + 1 of the listed rows of a split."""
-    each = tl.cdiv(tl.cdiv(gone, SPLITS), ROWS) * ROWS
+    each = tl.cdiv(tl.cdiv(gone, splits), ROWS) * ROWS
     low = tl.minimum(split * each, gone)
     return low, tl.minimum(low + each, gone)
 
@@ -143,13 +144,13 @@ def _store_state(
             tl.store(slope_ptr + spot, slope.to(slope_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWING)
 def _moments_kernel(
     keys_ptr, values_ptr, new_keys_ptr, new_values_ptr, listed_ptr, tally_ptr, means_ptr, part_cross_ptr,
     part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, spread_ptr,
-    N, slots, used, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    N, slots, used, splits, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    COLUMNS: tl.constexpr, SINGLE: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
     SPREAD: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -161,7 +162,7 @@ def _moments_kernel(
     new_keys = new_keys_ptr + (head // HEADS) * stride_kb + (head % HEADS) * stride_kh
     new_values = new_values_ptr + (head // HEADS) * stride_vb + (head % HEADS) * stride_vh
     gone = tl.load(tally_ptr + head * 3).to(tl.int32)
-    low, high = _range(gone, split, SPLITS, ROWS)
+    low, high = _range(gone, split, splits, ROWS)
     key_mean = tl.zeros([BK], tl.float32)
     value_mean = tl.zeros([COLUMNS], tl.float32)
     for start in range(low, high, ROWS):
@@ -187,10 +188,10 @@ def _moments_kernel(
                 index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
                 k = _rows(keys, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
                 squares += tl.sum(tl.where(inside[:, None], k * k, 0.0), 0)
-    state = means_ptr + head * (SPLITS + 1) * (DK + DV)  # the state before, then one row per split
+    state = means_ptr + head * (splits + 1) * (DK + DV)  # the state before, then one row per split
     spot = dk[:, None] * DV + dv[None, :]
     within = (dk[:, None] < DK) & (dv[None, :] < DV)
-    if SPLITS == 1:
+    if SINGLE:
         before = tl.load(tally_ptr + head * 3 + 2)
         old_key = tl.load(state + dk, mask=dk < DK, other=0.0)
         old_value = tl.load(state + DK + dv, mask=dv < DV, other=0.0)
@@ -215,17 +216,17 @@ def _moments_kernel(
         if tl.program_id(1) == 0:
             tl.store(mean + dk, key_mean, mask=dk < DK)
             if SPREAD:
-                tl.store(part_spread_ptr + (head * SPLITS + split) * DK + dk, squares, mask=dk < DK)
+                tl.store(part_spread_ptr + (head * splits + split) * DK + dk, squares, mask=dk < DK)
         tl.store(mean + DK + dv, value_mean, mask=dv < DV)
         if HAS_CROSS:
-            tl.store(part_cross_ptr + (head * SPLITS + split) * DK * DV + spot, cross, mask=within)
+            tl.store(part_cross_ptr + (head * splits + split) * DK * DV + spot, cross, mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
     tally_ptr, means_ptr, part_cross_ptr, part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, spread_ptr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    slope_ptr, spread_ptr, splits, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
     SPREAD: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -235,7 +236,7 @@ def _merge_kernel(
     within = (dk[:, None] < DK) & (dv[None, :] < DV)
     gone = tl.load(tally_ptr + head * 3).to(tl.int32)
     before = tl.load(tally_ptr + head * 3 + 2)
-    mean = means_ptr + head * (SPLITS + 1) * (DK + DV)
+    mean = means_ptr + head * (splits + 1) * (DK + DV)
     count = before.to(tl.float32)
     key_mean = tl.load(mean + dk, mask=dk < DK, other=0.0)
     value_mean = tl.load(mean + DK + dv, mask=dv < DV, other=0.0)
@@ -243,17 +244,17 @@ def _merge_kernel(
     if HAS_CROSS:
         cross = tl.load(cross_ptr + head * DK * DV + spot, mask=within, other=0.0)
     squares = tl.zeros([BK], tl.float32)
-    for split in range(0, SPLITS):
-        low, high = _range(gone, split, SPLITS, ROWS)
+    for split in range(0, splits):
+        low, high = _range(gone, split, splits, ROWS)
         mean += DK + DV
         new_key = tl.load(mean + dk, mask=dk < DK, other=0.0)
         new_value = tl.load(mean + DK + dv, mask=dv < DV, other=0.0)
         fresh = tl.zeros([BK, COLUMNS], tl.float32)
         if HAS_CROSS:
-            fresh = tl.load(part_cross_ptr + (head * SPLITS + split) * DK * DV + spot, mask=within, other=0.0)
+            fresh = tl.load(part_cross_ptr + (head * splits + split) * DK * DV + spot, mask=within, other=0.0)
         if SPREAD:
             step = new_key - key_mean
-            place = part_spread_ptr + (head * SPLITS + split) * DK + dk
+            place = part_spread_ptr + (head * splits + split) * DK + dk
             squares += tl.load(place, mask=dk < DK, other=0.0)
             squares += _between(count, (high - low).to(tl.float32)) * step * step
         count, key_mean, value_mean, cross = _chan(
@@ -282,7 +283,7 @@ def _move_row_tile(to_ptr, new_ptr, source, hole, inside, used, stride_t, D: tl.
     tl.store(spot, row.to(to_ptr.dtype.element_ty), mask=inside[:, None] & (column < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWING[:-1])
 def _move_kernel(
     keys_ptr, values_ptr, positions_ptr, new_keys_ptr, new_values_ptr, new_positions_ptr, lists_ptr, tally_ptr,
     N, slots, used, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph, stride_pt,
@@ -335,16 +336,17 @@ def _merge(
     part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=keys.device)
     state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope, spread)
     rows, columns, warps = MERGE[pow2(dk, 64)]
-    shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns, "SPLITS": splits}
+    shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns}
     shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread is not None}
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, columns), splits)](
         keys, values, new_keys, new_values, listed, tally, means, part, part_spread, *state, listed.shape[-1], slots,
-        used, *strides, HEADS=heads, INTERP=INTERPRET, num_warps=warps, num_stages=2, **shape,
+        used, splits, *strides, HEADS=heads, SINGLE=splits == 1, INTERP=INTERPRET, num_warps=warps, num_stages=2,
+        **shape,
     )  # fmt: skip
     if splits > 1:
         grid = (batch * heads, triton.cdiv(dv, columns))
-        _merge_kernel[grid](tally, means, part, part_spread, *state, num_warps=warps, **shape)
+        _merge_kernel[grid](tally, means, part, part_spread, *state, splits, num_warps=warps, **shape)
 
 
 def compact(
@@ -381,7 +383,7 @@ def compact(
     key_mean, value_mean = (moments.key_mean, moments.value_mean) if has_means else (means, means)
     _plan_kernel[(batch * heads,)](
         kept.view(torch.uint8), valid.view(torch.uint8), lengths, moments.count, key_mean, value_mean, lists, tally,
-        means, num, used, **shape, SPLITS=splits, HAS_MEANS=has_means, BLOCK=min(PLAN, pow2(num, 128)),
+        means, num, used, splits, **shape, HAS_MEANS=has_means, BLOCK=PLAN,
     )  # fmt: skip
     if has_means:
         _merge(keys, values, k, v, lists[0], tally, means, used, moments)

@@ -28,6 +28,7 @@ from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_he
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
+SCANS = (512, MAX_SCAN)  # rounded up to: few, because slots may follow the length of the prompt
 BLOCK_V = {64: 32, 128: 32, 256: 32, 512: 16}  # value columns of one program, by padded head_dim; see `compact.MERGE`
 TILE = 16  # evicted rows at a time
 MAX_FP32 = tl.constexpr(3.4028234663852886e38)
@@ -54,13 +55,14 @@ def _rank_slots(
     if starts_ptr is not None:
         known = known & (slot < capacity)
     position = tl.load(positions_ptr + base + slot, mask=known, other=0)
-    bits = _order_bits(tl.load(scores_ptr + pair * width + slot, mask=known, other=0.0)).to(tl.uint64)
+    score = tl.load(scores_ptr + pair * width + slot, mask=known, other=0).to(tl.float32)  # or whether it is kept
+    bits = _order_bits(score).to(tl.uint64)
     guarded = ((position < sinks) | (position >= tl.load(seen_ptr + pair // HEADS) - recent)).to(tl.uint64)
     key = (guarded << 63) | (bits << 31) | (0x7FFFFFFF - position).to(tl.uint64)
     return tl.where(slot < tl.load(lengths_ptr + pair), key, LAST_KEY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "width", "sinks", "recent"])
 def _candidates_kernel(
     scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr,
     slots, width, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -79,7 +81,7 @@ def _candidates_kernel(
         keys = tl.where(keys == low, LAST_KEY, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "width", "most", "sinks", "recent", "candidates"])
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
     slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
@@ -171,7 +173,8 @@ def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, h
     """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
-    scanned = pow2(chunks * most if chunks else width, 16)
+    found = chunks * most if chunks else width
+    scanned = next((block for block in SCANS if found <= block), pow2(found))
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
     constants |= dict(BLOCK_V=BLOCK_V[padded], SPREAD=spread)
@@ -197,7 +200,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     width, drop = scores.shape[-1], slots - spec.tokens if starts is None else spec.spare
     if not 0 <= drop <= MAX_DROP:
         raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; evict more often")
-    scores = scores if kept is None else kept.float()
+    scores = scores if kept is None else kept.view(torch.uint8)
     check_contiguous(
         op, keys=keys, values=values, positions=exact.positions, lengths=exact.lengths, seen=state.seen,
         count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross,

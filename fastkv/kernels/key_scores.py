@@ -24,6 +24,7 @@ BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32, 512: 16}  # rows per til
 LEAST_ROWS = 512  # of a split
 MAX_SPLITS = 64
 METRICS = {"keydiff": 0, "cosine": 1, "dot": 2, "l2": 3, "l1": 4, "linf": 5}
+FOLLOWING = ["N", "window", "rows_per_split", "splits"]  # the length of a prompt: one compilation for all of them
 TINY = tl.constexpr(1e-12)  # what torch.nn.functional.normalize never divides by less than
 
 
@@ -50,15 +51,15 @@ def _norm(rows):
     return tl.maximum(tl.sqrt(tl.sum(rows * rows, 1)), TINY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWING)
 def _sum_kernel(
-    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, N, window, rows_per_split,
+    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, N, window, rows_per_split, splits,
     stride_b, stride_h, stride_t, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, UNIT: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
+    UNIT: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) // SPLITS * window
-    low = start + tl.program_id(1) % SPLITS * rows_per_split
+    start = tl.program_id(1) // splits * window
+    low = start + tl.program_id(1) % splits * rows_per_split
     high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
     keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
     length = N
@@ -80,24 +81,24 @@ def _sum_kernel(
     tl.store(counts_ptr + part, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOWING)
 def _score_kernel(
-    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, scores_ptr, N, window, rows_per_split,
+    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, scores_ptr, N, window, rows_per_split, splits,
     stride_b, stride_h, stride_t, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, METRIC: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
+    METRIC: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) // SPLITS * window
-    low = start + tl.program_id(1) % SPLITS * rows_per_split
+    start = tl.program_id(1) // splits * window
+    low = start + tl.program_id(1) % splits * rows_per_split
     high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
     keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
     length = N
     if HAS_ORDER:
         length = tl.load(lengths_ptr + head).to(tl.int32)
-    part = head * tl.num_programs(1) + tl.program_id(1) // SPLITS * SPLITS
+    part = head * tl.num_programs(1) + tl.program_id(1) // splits * splits
     total = tl.zeros([BD], tl.float32)
     count = tl.zeros([], tl.int32)
-    for split in range(0, SPLITS):
+    for split in range(0, splits):
         total += tl.load(sums_ptr + (part + split) * BD + tl.arange(0, BD))
         count += tl.load(counts_ptr + part + split)
     center = total / tl.maximum(count, 1).to(tl.float32)
@@ -145,8 +146,8 @@ def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Ten
     counts = torch.empty(*grid, dtype=torch.int32, device=keys.device)
     inputs = (keys, scores if order is None else order, scores if mask is None else mask.view(torch.uint8),
               scores if lengths is None else lengths)  # fmt: skip
-    sizes = (num, window, rows, *keys.stride()[:3])
-    flags = {"HEADS": heads, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width], "SPLITS": splits}
+    sizes = (num, window, rows, splits, *keys.stride()[:3])
+    flags = {"HEADS": heads, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width]}
     flags |= {"HAS_ORDER": order is not None, "HAS_MASK": mask is not None}
     _sum_kernel[grid](*inputs, sums, counts, *sizes, UNIT=unit, **flags)
     _score_kernel[grid](*inputs, sums, counts, scores, *sizes, METRIC=METRICS[metric], **flags)

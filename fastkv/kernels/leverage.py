@@ -56,7 +56,7 @@ def _sketched_keys(
     return _dot(k, sketch, INTERP), index, real
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "rows_per_split"])  # the length of a prompt
 def _gram_kernel(
     keys_ptr, mask_ptr, sketch_ptr, grams_ptr, means_ptr, counts_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -92,7 +92,7 @@ def _gram_kernel(
     tl.store(counts_ptr + part, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "rows_per_split"])  # the length of a prompt
 def _norm_kernel(
     keys_ptr, mask_ptr, sketch_ptr, solve_ptr, mean_ptr, scores_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,

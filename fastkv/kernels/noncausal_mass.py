@@ -45,7 +45,7 @@ def _rows(base_ptr, index, inside, stride, D: tl.constexpr, BD: tl.constexpr):
     return tl.load(base_ptr + index[:, None] * stride + column, mask=inside[:, None] & (column < D), other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _single_kernel(
     q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, sink_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
@@ -84,7 +84,7 @@ def _single_kernel(
     tl.store(mass_ptr + head * N + index, sums / G, mask=rank < high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _lse_kernel(
     q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, sink_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
@@ -120,7 +120,7 @@ def _lse_kernel(
     tl.store(lse_ptr + place, tl.where(asks, top + tl.log2(tl.where(asks, total, 1.0)), 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _column_kernel(
     q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, mass_ptr, scale, softcap, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
@@ -185,19 +185,26 @@ def noncausal_attention_mass(
     if mask is not None:
         check_like("noncausal_attention_mass", (batch, heads, num), mask=mask)
         order, count = mask.logical_not().to(torch.uint8).argsort(dim=-1, stable=True), mask.sum(-1)
-    chunk = min(chunk, num)
+    block, chunk = pow2(chunk, 16), min(chunk, num)
     width = pow2(dim, 16)
     inputs = (q, keys, order, count)
     sizes = (scale, softcap or 1.0, num, chunk, *q.stride()[:3], *keys.stride()[:3])
     flags = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "HAS_ORDER": mask is not None}
     flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET}
     chunks = triton.cdiv(num, chunk)
-    if chunk <= ON_CHIP and pow2(chunk, 16) * width <= _room(q.element_size(), torch.version.hip is not None):
+    if block <= ON_CHIP and block * width <= _room(q.element_size(), torch.version.hip is not None):
         rows, warps = SINGLE[width]
         _single_kernel[(chunks, batch * heads)](
-            *inputs, mass, sink_logits, *sizes, BLOCK_M=rows, BLOCK_C=pow2(chunk, 16), num_warps=warps,
-            num_stages=stages(2), **flags,
-        )  # fmt: skip
+            *inputs,
+            mass,
+            sink_logits,
+            *sizes,
+            BLOCK_M=rows,
+            BLOCK_C=block,
+            num_warps=warps,
+            num_stages=stages(2),
+            **flags,
+        )
         return mass
     rows, columns, warps = DOUBLE[width]
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)

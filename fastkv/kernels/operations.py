@@ -13,16 +13,24 @@ from . import centroids, key_scores, leverage, noncausal_mass, window_scores
 from . import decode_attention as decode
 from . import moment_scores as residuals
 from . import prefill_attention as prefill
+from . import remember as joining
 from . import select as selection
+from . import slot_signals as slots
 from . import vector_decode as vector
+from . import z_scores as standardised
 from ._launch import Workspace
 from .compact import compact as compact
 from .evict import evict as evict
 
 
-def workspace(num_heads: int, state: LayerState) -> list[Tensor]:
+def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
     """Scratch for the decode steps of a layer, see `ops.workspace`."""
-    return Workspace.for_state(num_heads, state).tensors()
+    room = 0
+    if isinstance(state.parts, Centroids):
+        parts, most = state.parts, min(spec.spare, joining.FEW)
+        rows = joining.working_rows(parts.num, most)
+        room = parts.count[..., 0].numel() * joining.room_size(rows, parts.keys.shape[-1], parts.values.shape[-1])
+    return Workspace.for_state(num_heads, state, room).tensors()
 
 
 def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec) -> Any:
@@ -50,6 +58,29 @@ def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
     if isinstance(known, Centroids):
         return centroids.centroid_attention(q, known, spec.scale, spec.softcap)[1]
     return reference.evicted_mass(q, state, spec)
+
+
+def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.slot_signals`."""
+    equal = state.exact.starts is None and state.approx is None
+    asked = state.parts is not None or state.exact.attention is not None  # lengths alone are compared as fast by torch
+    function = slots.slot_signals if equal and asked else reference.slot_signals
+    return function(positions, state, spec)
+
+
+def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None, weight: float) -> Tensor:
+    """`reference.z_scores`."""
+    return standardised.z_scores(scores, mask, bonus, weight)
+
+
+def remember(
+    keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, kept: Tensor, most: int, state: LayerState,
+    spec: Spec,
+) -> None:  # fmt: skip
+    """`reference.remember`."""
+    known = isinstance(state.parts, Centroids)
+    function = joining.remember if known else reference.remember
+    function(keys, values, positions, valid, kept, most, state, spec)
 
 
 def keydiff_scores(keys: Tensor, anchor: str, *, distance: str, mask: Tensor | None) -> Tensor:

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import check_like, pow2
+from ._launch import check_like, on_hip
 
-TILE = 8192  # candidates held in registers
-WARPS = {1024: 4, 2048: 8, 4096: 8, 8192: 16}  # by tile
+WARPS = {2048: 8, 8192: 16}  # by candidates held in registers: few tiles, so that lengths share them
+HIP_WARPS = {2048: 8, 4096: 16}  # with 8192, triton 3.7 spills on gfx942
 LOWEST = tl.constexpr(-(2**31))  # below every key: not in the running
 
 
@@ -45,8 +45,8 @@ def _counts(key, threshold, step):
 
 
 @triton.jit
-def _kth_largest(key, key_ptr, wanted, N, BLOCK: tl.constexpr, SINGLE: tl.constexpr):
-    """The largest t with at least `wanted` keys >= t; keys are `key`, or at key_ptr if they do not fit one tile."""
+def _kth_largest(key, key_ptr, wanted, room, BLOCK: tl.constexpr, SINGLE: tl.constexpr):
+    """The largest t with at least `wanted` keys >= t; keys are `key`, or the `room` at key_ptr, whole tiles."""
     lane = tl.arange(0, BLOCK)
     threshold = tl.full([], LOWEST, tl.int32)
     for level in range(0, 16):
@@ -57,8 +57,8 @@ def _kth_largest(key, key_ptr, wanted, N, BLOCK: tl.constexpr, SINGLE: tl.conste
             one = tl.zeros([], tl.int32)
             two = tl.zeros([], tl.int32)
             three = tl.zeros([], tl.int32)
-            for start in range(0, N, BLOCK):
-                part = tl.load(key_ptr + start + lane, mask=start + lane < N, other=LOWEST)
+            for start in range(0, room, BLOCK):
+                part = tl.load(key_ptr + start + lane)
                 more_one, more_two, more_three = _counts(part, threshold, step)
                 one += more_one
                 two += more_two
@@ -81,7 +81,7 @@ def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, si
     return valid, valid & guard, position
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tokens", "sinks", "recent"])
 def _select_kernel(
     scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr,
     N, tokens, sinks, recent,
@@ -89,6 +89,9 @@ def _select_kernel(
 ):  # fmt: skip
     head = tl.program_id(0)
     row = head.to(tl.int64) * N
+    room = tl.cdiv(N, BLOCK) * BLOCK  # of a head in scratch
+    key_ptr += head.to(tl.int64) * room
+    key2_ptr = key_ptr + tl.num_programs(0).to(tl.int64) * room
     lane = tl.arange(0, BLOCK)
     seen = 0
     if not USE_MASK:
@@ -117,31 +120,30 @@ def _select_kernel(
         running = tl.where(crowded, guarded, valid & (guarded == 0))
         key = tl.where(running, _sortable(score), LOWEST)
         if not SINGLE:
-            tl.store(key_ptr + row + index, key, mask=index < N)
+            tl.store(key_ptr + index, key)
     if not SINGLE:
         tl.debug_barrier()
-    least = _kth_largest(key, key_ptr + row, wanted, N, BLOCK, SINGLE)
+    least = _kth_largest(key, key_ptr, wanted, room, BLOCK, SINGLE)
 
     # Of the candidates at the threshold, the lowest positions fill what is left. -1 - position sorts in reverse.
     above = tl.zeros([], tl.int32)
     place = tl.full([BLOCK], LOWEST, tl.int32)
-    key2_ptr = key_ptr + tl.num_programs(0).to(tl.int64) * N
     for start in range(0, N, BLOCK):
         index = start + lane
         if not SINGLE:
-            key = tl.load(key_ptr + row + index, mask=index < N, other=LOWEST)
+            key = tl.load(key_ptr + index)
         above += tl.sum((key > least).to(tl.int32), 0)
         position = tl.load(positions_ptr + row + index, mask=index < N, other=0)
         place = tl.where((key == least) & (key != LOWEST), -1 - position, LOWEST)
         if not SINGLE:
-            tl.store(key2_ptr + row + index, place, mask=index < N)
+            tl.store(key2_ptr + index, place)
     if not SINGLE:
         tl.debug_barrier()
-    latest = _kth_largest(place, key2_ptr + row, wanted - above, N, BLOCK, SINGLE)
+    latest = _kth_largest(place, key2_ptr, wanted - above, room, BLOCK, SINGLE)
     earlier = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
         if not SINGLE:
-            place = tl.load(key2_ptr + row + start + lane, mask=start + lane < N, other=LOWEST)
+            place = tl.load(key2_ptr + start + lane)
         earlier += tl.sum((place > latest).to(tl.int32), 0)
 
     left = wanted - above - earlier
@@ -149,8 +151,8 @@ def _select_kernel(
     for start in range(0, N, BLOCK):
         index = start + lane
         if not SINGLE:
-            key = tl.load(key_ptr + row + index, mask=index < N, other=LOWEST)
-            place = tl.load(key2_ptr + row + index, mask=index < N, other=LOWEST)
+            key = tl.load(key_ptr + index)
+            place = tl.load(key2_ptr + index)
         _, guarded, _ = _candidates(
             valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK
         )
@@ -180,13 +182,15 @@ def select(
     if not kept.numel():
         counts.zero_()
         return kept, counts
-    block = min(pow2(num, 1024), TILE)
+    tiles = HIP_WARPS if on_hip() else WARPS
+    block = next((tile for tile in tiles if num <= tile), max(tiles))
     single = num <= block
-    scratch = torch.empty(0 if single else 2 * batch * heads * num, dtype=torch.int32, device=scores.device)
+    room = 0 if single else triton.cdiv(num, block) * block
+    scratch = torch.empty(2 * batch * heads * room, dtype=torch.int32, device=scores.device)
     valid_bytes = valid.view(torch.uint8)
     _select_kernel[(batch * heads,)](
         scores, positions, valid_bytes, valid_bytes if protected is None else protected.view(torch.uint8),
         positions if seen is None else seen, scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent,
-        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, num_warps=WARPS[block],
+        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, num_warps=tiles[block],
     )  # fmt: skip
     return kept, counts

@@ -24,6 +24,7 @@ from .layer import (
     evicted_mass,
     prefill_attention,
     remember,
+    slot_signals,
     workspace,
 )
 from .scores import (
@@ -37,4 +38,5 @@ from .scores import (
     sketch,
     sketched_leverage,
     window_scores,
+    z_scores,
 )

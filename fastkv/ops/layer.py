@@ -66,7 +66,20 @@ def _masses(q: Tensor, *rest: Any) -> Tensor:
 # Kernel: for centroids, one launch; their logits stay in registers.
 evicted_mass = operator(_masses)(by_spec(reference.evicted_mass))
 
-# On every backend the reference's: static shapes, no host sync.
+
+def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def made(there: bool, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(positions, dtype=dtype) if there else positions.new_empty(0, dtype=dtype)
+
+    attends = state.exact.attention is not None
+    guard = made(state.parts is not None, torch.bool)
+    return made(True, torch.bool), guard, made(attends, torch.float32), made(attends, torch.float32)
+
+
+# Kernel: one launch for heads of equally many slots.
+slot_signals = operator(_slot_outputs, changes=("state",))(by_spec(reference.slot_signals))
+
+# Static shapes, no host sync. Kernel: for centroids, one launch while decoding.
 remember = operator(nothing, changes=("state",))(by_spec(reference.remember))
 
 # Kernel: survivors stay in place, only holes are filled; refreshes `moments.slope`.
@@ -83,4 +96,4 @@ def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
     """
     if resolve(spec.backend, state.seen.device) != "triton":
         return []
-    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state)
+    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state, spec)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .. import ops
 from ..errors import FastKVError
-from ..reference import z_scores
 from .base import Signals
 from .manifold import Manifold
 from .snapkv import SnapKV
@@ -45,5 +45,5 @@ class FastKV(SnapKV):
 
     def score(self, signals: Signals) -> Tensor:
         """Both together, [B, Hkv, N]."""
-        distance = z_scores(Manifold().score(signals), signals.valid)
-        return distance + self.weight * super().score(signals)
+        distance, attention = Manifold().score(signals), super().score(signals)
+        return ops.z_scores(distance, signals.valid, attention, self.weight, backend=signals.backend)

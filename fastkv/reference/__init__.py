@@ -70,5 +70,6 @@ from .selection import (
     select,
     select_each,
     select_slots,
+    slot_signals,
 )
 from .state import LayerState, Recovery, Slots, Spec

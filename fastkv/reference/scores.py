@@ -246,21 +246,23 @@ def neighbour_mean(scores: Tensor, pool: int, positions: Tensor, valid: Tensor) 
     return torch.where(valid, total / torch.where(valid, share, 1), 0)
 
 
-def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
-    """(s - mean) / std over the real tokens of each head of each sequence (Compactor, arXiv:2507.08143, Eq. 6).
+def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None = None, weight: float = 1.0) -> Tensor:
+    """(s - mean) / std over the real tokens of each head of each sequence (Compactor, arXiv:2507.08143, Eq. 6), plus a
+    bonus.
 
     Scores that differ by less than a thousandth of their mean (by std) are taken as equal, and equal scores get 0: that
     is below what half-precision keys can tell, and noise must not be blown up to unit variance. A single token gets 0.
 
-    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens.
-    Returns: [B, Hkv, N], 0 where not real; std is that of a population.
+    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens; weight: of bonus [B, Hkv, N].
+    Returns: [B, Hkv, N], 0 or the bonus alone where not real; std is that of a population.
     """
     count = mask.sum(-1, keepdim=True).clamp(min=1)
     mean = torch.where(mask, scores, 0).sum(-1, keepdim=True) / count
     offset = torch.where(mask, scores - mean, 0)
     std = (offset.square().sum(-1, keepdim=True) / count).sqrt()
     flat = std <= 1e-3 * mean.abs()
-    return torch.where(flat, 0, offset / torch.where(flat, 1, std))
+    z = torch.where(flat, 0, offset / torch.where(flat, 1, std))
+    return z if bonus is None else z + weight * bonus
 
 
 SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32

@@ -12,6 +12,8 @@ from ..errors import check_shape
 from .gather import pack, rows_at, unpack
 from .state import LayerState, Spec
 
+CHUNK = 4096  # evicted tokens copied out at once on their way into what is remembered
+
 
 class Selection(NamedTuple):
     """Which candidates of each head stay.
@@ -68,6 +70,31 @@ def protected(positions: Tensor, seen: Tensor, sinks: int, recent: int) -> Tenso
     """Which tokens no policy may evict: position < sinks, or among the last `recent` of the `seen` [B] true tokens."""
     first_recent = (seen - recent).to(positions.dtype)[:, None, None]
     return (positions < sinks) | (positions >= first_recent)
+
+
+def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is known of the slots of all tiers, side by side, before an eviction. What they receive is counted anew.
+
+    A token that arrived after the last eviction was seen by fewer queries than others: its mean is over those.
+
+    Args: positions [B, Hkv, N] int32 of all slots.
+    Returns: valid [B, Hkv, N] bool, in use; guard [B, Hkv, N] bool, `protected`, empty unless the layer has `parts`;
+        attention [B, Hkv, N], mean of what slots received, and queried [B, Hkv, N] fp32, the number of queries that it
+        is over, empty unless slots collect it.
+    """
+    tiers = state.tiers.values()
+    valid = joined(*(slots.valid for slots in tiers))
+    guard = positions.new_empty(0, dtype=torch.bool)
+    attention, queried = (positions.new_empty(0, dtype=torch.float32) for _ in range(2))
+    if state.parts is not None:
+        guard = protected(positions, state.seen, spec.sinks, spec.recent)
+    if state.exact.attention is not None:
+        queried = (state.seen[:, None, None] - positions).clamp(1, spec.spare).float()
+        attention = joined(*(slots["attention"] for slots in tiers)) / queried
+        for slots in tiers:
+            assert slots.attention is not None
+            slots.attention.zero_()
+    return valid, guard, attention, queried
 
 
 def joined(*parts: Tensor) -> Tensor:
@@ -146,13 +173,26 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         pack(slab, slots.starts, rows[name])
 
 
-def remember(keys: Tensor, values: Tensor, mask: Tensor, state: LayerState, spec: Spec) -> None:
-    """Let evicted pairs join what the layer's correction remembers besides the moments, in place.
+def remember(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    kept: Tensor,
+    most: int,
+    state: LayerState,
+    spec: Spec,
+) -> None:
+    """Let the candidates that leave join what the layer's correction remembers besides the moments, oldest first.
 
-    Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, true for pairs that leave.
+    Args: keys [B, Hkv, N, Dk]; values [B, Hkv, N, Dv]; positions, valid, kept [B, Hkv, N]: those leave that are valid
+        and not kept; most: at least as many as leave any head, so that shapes are static.
     """
     assert state.parts is not None
-    state.parts.copy_(state.parts.add(keys, values, mask))
+    gone = valid & ~kept
+    for index in in_order(positions, gone)[..., :most].split(CHUNK, -1):
+        new_keys, new_values = (rows_at(rows, index) for rows in (keys, values))
+        state.parts.copy_(state.parts.add(new_keys, new_values, gone.gather(2, index)))
 
 
 def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:

@@ -1,0 +1,618 @@
+"""Evicted tokens join the centroids of their head, in place: which pairs merge, and when, is `Centroids.add`.
+
+Of the u centroids in use, oldest first, every second one is a mover. A round offers each mover to its cheapest partner
+among the others, at
+
+    |p_a - p_b|^2 / (1 / n_a + 1 / n_b),   p = ((k - k_mean) / std_k, VALUE_WEIGHT^1/2 (v - v_mean) / std_v)
+
+joins the cheapest max(1, u / ROUND_SHARE) offers, equal ones by age, and swaps the halves, until M are left. Means of
+all tokens do not change by merging, so each set of tokens that joins at once is centred once. A merge is Chan's:
+
+    w = n_a / (n_a + n_b);   x_b += w (x_a - x_b);   spread_b += spread_a + n_b w mean((k_a - k_b)^2)
+
+Rows of a working set stay where they are in scratch; `order` lists those in use by age, and every program that writes a
+row of a partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits.
+
+Launches: one where few tokens leave (an eviction while decoding). For a prompt, per BLOCK tokens, one that gathers
+them, two a round (offers; merges) down to SETTLED centroids, and one for all rounds from there. Programs of the last
+kind own a head; the others own columns, movers or partners of it.
+Bytes per BLOCK tokens and head: 4 BLOCK (Dk + Dv) written and, in a round of u, read u / 64 times from L2.
+Does not handle: centroids that are not fp32, head_dim above 256.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import check_shape
+from ..reference import Centroids, LayerState, Spec, in_order
+from ..reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
+from ._attention import _dot32
+from ._launch import INTERPRET, Workspace, check_centroids, check_head_dim, check_like, on_hip, pow2, stages
+
+FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
+ALONE = 1024  # centroids and tokens that one program joins
+SETTLED = 256  # below so many, rounds are done by one program
+MOVERS, PARTNERS, DIMS = 32, 64, 32  # tile of offers, and dimensions at a time
+RECEIVERS = 16  # partners merged at a time
+MANY = 128  # movers that four warps compare
+SLICE = 32  # columns gathered by a program
+ROWS = 64  # of a slice at a time
+SCAN = 1024  # candidates looked at at a time
+VARYING = [
+    "N",
+    "num",
+    "most",
+    "first",
+    "half",
+    "parts",
+    "stride_i",
+    "stride_pb",
+    "stride_ph",
+]  # one compilation for all
+SHARE = tl.constexpr(ROUND_SHARE)
+WEIGHT = tl.constexpr(VALUE_WEIGHT)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+LAST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _room(room_ptr, pair, rows, DK: tl.constexpr, DV: tl.constexpr):
+    """A head's scratch: keys [rows, DK], values [rows, DV], centre [DK + DV], then sizes, spreads, two lists of rows by
+    age, offers and who they are for, squares of keys and of values, each [rows], and notes [16].
+
+    Rows are multiples of 16, indices are stored as floats. Notes: in use (two), tokens.
+    """
+    base = room_ptr + pair * (rows * (DK + DV + 8) + DK + DV + 16)
+    values = base + rows * DK
+    centre = values + rows * DV
+    return base, values, centre, centre + DK + DV
+
+
+@triton.jit
+def _tile(base_ptr, row, inside, cols, D: tl.constexpr):
+    """Rows of a matrix with D columns; zero where not inside."""
+    place = base_ptr + row.to(tl.int64)[:, None] * D + cols[None, :]
+    return tl.load(place, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _products(dots, ours, theirs, base_ptr, centre_ptr, factor, own, owns, other, others,
+              D: tl.constexpr, DIMS: tl.constexpr, INTERP: tl.constexpr):  # fmt: skip
+    """Add what D coordinates, centred and scaled, have in scalar products and squares of own and other rows."""
+    for first in range(0, D, DIMS):
+        cols = first + tl.arange(0, DIMS)
+        middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
+        a = tl.where(owns[:, None], (_tile(base_ptr, own, owns, cols, D) - middle) * factor, 0.0)
+        b = tl.where(others[:, None], (_tile(base_ptr, other, others, cols, D) - middle) * factor, 0.0)
+        dots += _dot32(a, tl.trans(b), INTERP)
+        ours += tl.sum(a * a, 1)
+        theirs += tl.sum(b * b, 1)
+    return dots, ours, theirs
+
+
+@triton.jit
+def _offer(
+    keys_ptr, values_ptr, centre_ptr, sizes_ptr, order_ptr, offers_ptr, partners_ptr, first, used, half, scale_k,
+    scale_v, DK: tl.constexpr, DV: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
+    INTERP: tl.constexpr,
+):  # fmt: skip
+    """Write the cheapest merge of movers [first, first + MOVERS) and the partner it is with, the oldest of equals."""
+    mover = first + tl.arange(0, MOVERS)
+    movers, partners = (used + 1 - half) // 2, (used + half) // 2
+    owns = mover < movers
+    own = tl.load(order_ptr + half + 2 * mover, mask=owns, other=0.0).to(tl.int32)
+    share = 1 / tl.load(sizes_ptr + own, mask=owns, other=1.0)
+    least = tl.full([MOVERS], float("inf"), tl.float32)
+    best = tl.zeros([MOVERS], tl.int32)
+    for start in range(0, partners, PARTNERS):
+        partner = start + tl.arange(0, PARTNERS)
+        others = partner < partners
+        other = tl.load(order_ptr + 1 - half + 2 * partner, mask=others, other=0.0).to(tl.int32)
+        dots = tl.zeros([MOVERS, PARTNERS], tl.float32)
+        ours, theirs = tl.zeros([MOVERS], tl.float32), tl.zeros([PARTNERS], tl.float32)
+        dots, ours, theirs = _products(
+            dots, ours, theirs, keys_ptr, centre_ptr, scale_k, own, owns, other, others, DK, DIMS, INTERP
+        )
+        dots, ours, theirs = _products(
+            dots, ours, theirs, values_ptr, centre_ptr + DK, scale_v, own, owns, other, others, DV, DIMS, INTERP
+        )
+        distance = tl.maximum(-2 * dots + ours[:, None] + theirs[None, :], 0.0)
+        cost = distance / (share[:, None] + 1 / tl.load(sizes_ptr + other, mask=others, other=1.0)[None, :])
+        cost = tl.where(others[None, :], cost, float("inf"))
+        low = tl.min(cost, 1)
+        oldest = tl.min(tl.where(cost == low[:, None], partner[None, :], LAST), 1)
+        best = tl.where(low < least, oldest, best)
+        least = tl.minimum(low, least)
+    tl.store(offers_ptr + mover, least, mask=owns)
+    tl.store(partners_ptr + mover, best.to(tl.float32), mask=owns)
+
+
+@triton.jit
+def _accepted(offers_ptr, movers, joins, LANES: tl.constexpr):
+    """Which movers [LANES] make the `joins` cheapest offers, the oldest of equals: costs sort like their bits."""
+    mover = tl.arange(0, LANES)
+    cost = tl.load(offers_ptr + mover, mask=mover < movers, other=float("inf")).to(tl.int32, bitcast=True)
+    cost = tl.where(mover < movers, cost, LAST)
+    last = tl.zeros([], tl.int32)  # in the end the cost of the last one accepted
+    for level in range(0, 31):
+        more = last + (tl.full([], 1, tl.int32) << (30 - level))
+        last = tl.where(tl.sum((cost < more).to(tl.int32), 0) < joins, more, last)
+    cheaper, equal = (cost < last).to(tl.int32), (cost == last).to(tl.int32)
+    left = joins - tl.sum(cheaper, 0)
+    return (cheaper != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left))
+
+
+@triton.jit
+def _next(wanted, after, LANES: tl.constexpr):
+    """The first mover after each of `after` that is wanted, [RECEIVERS, LANES]; LANES if there is none."""
+    lane = tl.arange(0, LANES)[None, :]
+    return tl.min(tl.where(wanted & (lane > after[:, None]), lane, LANES), 1)
+
+
+@triton.jit
+def _receive(
+    keys_ptr, values_ptr, centre_ptr, sizes_ptr, spreads_ptr, order_ptr, target, first, used, half,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr,
+    RECEIVERS: tl.constexpr,
+):  # fmt: skip
+    """Merge into partners [first, first + RECEIVERS) the movers whose target [LANES] they are, oldest first.
+
+    Returns: squares of keys and values, from their centre, of these partners.
+    """
+    partner = first + tl.arange(0, RECEIVERS)
+    mine = partner < (used + half) // 2
+    row = tl.load(order_ptr + 1 - half + 2 * partner, mask=mine, other=0.0).to(tl.int32)
+    dk, dv = tl.arange(0, BK), tl.arange(0, BV)
+    size = tl.load(sizes_ptr + row, mask=mine, other=0.0)
+    spread = tl.load(spreads_ptr + row, mask=mine, other=0.0)
+    k, v = _tile(keys_ptr, row, mine, dk, DK), _tile(values_ptr, row, mine, dv, DV)
+    wanted = mine[:, None] & (partner[:, None] == target[None, :])
+    mover = _next(wanted, tl.full([RECEIVERS], -1, tl.int32), LANES)
+    changed = mover < LANES
+    while tl.min(mover, 0) < LANES:
+        comes = mover < LANES
+        gone = tl.load(order_ptr + half + 2 * mover, mask=comes, other=0.0).to(tl.int32)
+        more = tl.load(sizes_ptr + gone, mask=comes, other=0.0)
+        share = more / tl.maximum(size + more, 1.0)
+        step = tl.where(comes[:, None], _tile(keys_ptr, gone, comes, dk, DK) - k, 0.0)
+        spread += tl.load(spreads_ptr + gone, mask=comes, other=0.0) + size * share * (tl.sum(step * step, 1) / DK)
+        k += share[:, None] * step
+        v += share[:, None] * tl.where(comes[:, None], _tile(values_ptr, gone, comes, dv, DV) - v, 0.0)
+        size += more
+        mover = _next(wanted, mover, LANES)
+    tl.store(sizes_ptr + row, size, mask=changed)
+    tl.store(spreads_ptr + row, spread, mask=changed)
+    far = row.to(tl.int64)[:, None]
+    tl.store(keys_ptr + far * DK + dk[None, :], k, mask=changed[:, None] & (dk < DK)[None, :])
+    tl.store(values_ptr + far * DV + dv[None, :], v, mask=changed[:, None] & (dv < DV)[None, :])
+    return _squares(k, size, centre_ptr, dk, DK), _squares(v, size, centre_ptr + DK, dv, DV)
+
+
+@triton.jit
+def _squares(rows, size, centre_ptr, cols, D: tl.constexpr):
+    """Sum of size |row - centre|^2."""
+    middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
+    away = tl.where((size > 0)[:, None] & (cols < D)[None, :], rows - middle, 0.0)
+    return tl.sum(tl.sum(away * away, 1) * size, 0)
+
+
+@triton.jit
+def _age(order_ptr, next_ptr, accepted, used, half, LANES: tl.constexpr):
+    """Write the list of rows that stay: without the accepted movers [LANES]."""
+    lane = tl.arange(0, LANES)
+    gone = accepted.to(tl.int32)
+    until = tl.cumsum(gone, 0)
+    place = half + 2 * lane
+    row = tl.load(order_ptr + place, mask=place < used, other=0.0)
+    tl.store(next_ptr + place - (until - gone), row, mask=(place < used) & (gone == 0))
+    place = 1 - half + 2 * lane
+    row = tl.load(order_ptr + place, mask=place < used, other=0.0)
+    tl.store(next_ptr + place - (until - half * gone), row, mask=place < used)
+
+
+@triton.jit
+def _joins(used, num):
+    """How many merge in a round."""
+    return tl.maximum(tl.minimum(used - num, tl.maximum(used // SHARE, 1)), 0)
+
+
+@triton.jit
+def _scale(squares, tokens, weight):
+    """Factor of coordinates whose weighted sum of squares, over so many tokens, is given."""
+    return tl.sqrt(1 / tl.maximum(squares / tl.maximum(tokens, 1.0), TINY) * weight)
+
+
+@triton.jit
+def _settle(
+    room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used, tokens, half, flip,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr,
+    PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """All rounds of a head that are left, and its centroids written to where they are kept."""
+    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
+    spreads, orders, offers, partners = sizes + rows, sizes + 2 * rows, sizes + 4 * rows, sizes + 5 * rows
+    dk, dv = tl.arange(0, BK), tl.arange(0, BV)
+    while used > num:
+        order, joins = orders + flip * rows, _joins(used, num)
+        squares_k, squares_v = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+        for first in range(0, used, RECEIVERS):
+            place = first + tl.arange(0, RECEIVERS)
+            row = tl.load(order + place, mask=place < used, other=0.0).to(tl.int32)
+            size = tl.load(sizes + row, mask=place < used, other=0.0)
+            squares_k += _squares(_tile(keys, row, place < used, dk, DK), size, centre, dk, DK)
+            squares_v += _squares(_tile(values, row, place < used, dv, DV), size, centre + DK, dv, DV)
+        scale_k, scale_v = _scale(squares_k, tokens, 1.0), _scale(squares_v, tokens, WEIGHT)
+        movers = (used + 1 - half) // 2
+        for first in range(0, movers, MOVERS):
+            _offer(
+                keys, values, centre, sizes, order, offers, partners, first, used, half, scale_k, scale_v,
+                DK, DV, MOVERS, PARTNERS, DIMS, INTERP,
+            )  # fmt: skip
+        tl.debug_barrier()  # offers are compared by other threads than wrote them
+        lane = tl.arange(0, LANES)
+        accepted = _accepted(offers, movers, joins, LANES)
+        target = tl.load(partners + lane, mask=accepted, other=-1.0).to(tl.int32)
+        for first in range(0, (used + half) // 2, RECEIVERS):
+            _receive(
+                keys, values, centre, sizes, spreads, order, target, first, used, half, DK, DV, BK, BV, LANES,
+                RECEIVERS,
+            )  # fmt: skip
+        _age(order, orders + (1 - flip) * rows, accepted, used, half, LANES)
+        tl.debug_barrier()  # rows and their list are read by other threads than wrote them
+        used, half, flip = used - joins, 1 - half, 1 - flip
+    order = orders + flip * rows
+    for first in range(0, num, RECEIVERS):
+        place = first + tl.arange(0, RECEIVERS)
+        there, kept = place < used, pair * num + place
+        row = tl.load(order + place, mask=there, other=0.0).to(tl.int32)
+        tl.store(sizes_ptr + kept, tl.load(sizes + row, mask=there, other=0.0), mask=place < num)
+        tl.store(spreads_ptr + kept, tl.load(spreads + row, mask=there, other=0.0), mask=place < num)
+        k, v = _tile(keys, row, there, dk, DK), _tile(values, row, there, dv, DV)
+        tl.store(keys_ptr + kept[:, None] * DK + dk[None, :], k, mask=(place < num)[:, None] & (dk < DK)[None, :])
+        tl.store(values_ptr + kept[:, None] * DV + dv[None, :], v, mask=(place < num)[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
+def _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, pair, num, rows, LANES: tl.constexpr):
+    """Copy sizes and spreads of a head's centroids and list those in use. Returns: how many, and their tokens."""
+    used, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
+    for first in range(0, num, LANES):
+        part = first + tl.arange(0, LANES)
+        size = tl.load(sizes_ptr + pair * num + part, mask=part < num, other=0.0)
+        some = (size > 0).to(tl.int32)
+        tl.store(sizes + part, size, mask=part < num)
+        spread = tl.load(spreads_ptr + pair * num + part, mask=part < num, other=0.0)
+        tl.store(spreads + part, spread, mask=part < num)
+        tl.store(order + used + tl.cumsum(some, 0) - 1, part.to(tl.float32), mask=some != 0)
+        used += tl.sum(some, 0)
+        tokens += tl.sum(size, 0)
+    return used, tokens
+
+
+@triton.jit
+def _list_leaving(valid_ptr, kept_ptr, listed, row, N, R: tl.constexpr, SCAN: tl.constexpr):
+    """List the candidates of a head that leave, R at most. Returns: how many."""
+    gone = tl.zeros([], tl.int32)
+    for start in range(0, N, SCAN):
+        index = start + tl.arange(0, SCAN)
+        leaves = tl.load(valid_ptr + row + index, mask=index < N, other=0) != 0
+        leaves = leaves & (tl.load(kept_ptr + row + index, mask=index < N, other=1) == 0)
+        place = gone + tl.cumsum(leaves.to(tl.int32), 0) - 1
+        tl.store(listed + place, index.to(tl.float32), mask=leaves & (place < R))
+        gone += tl.sum(leaves.to(tl.int32), 0)
+    return tl.minimum(gone, R)
+
+
+@triton.jit
+def _fill(
+    base_ptr, centre_ptr, parts_ptr, new_ptr, index, to, live, pair, num, tokens, stride_t,
+    sizes, D: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Rows of the working set: the centroids, then R candidates `index`, of row `to` each; and their centre."""
+    for first in range(0, D, SLICE):
+        cols = first + tl.arange(0, SLICE)
+        x = tl.load(
+            new_ptr + index.to(tl.int64)[:, None] * stride_t + cols[None, :],
+            mask=live[:, None] & (cols < D)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        mask = live[:, None] & (cols < D)[None, :]
+        tl.store(base_ptr + (num + to)[:, None] * D + cols[None, :], x, mask=mask)
+        total = tl.sum(x, 0)
+        for start in range(0, num, R):
+            part = start + tl.arange(0, R)
+            x = _tile(parts_ptr + pair * num * D, part, part < num, cols, D)
+            tl.store(base_ptr + part[:, None] * D + cols[None, :], x, mask=(part < num)[:, None] & (cols < D)[None, :])
+            total += tl.sum(x * tl.load(sizes + part, mask=part < num, other=0.0)[:, None], 0)
+        tl.store(centre_ptr + cols, total / tl.maximum(tokens, 1.0), mask=cols < D)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _few_kernel(
+    new_keys_ptr, new_values_ptr, positions_ptr, valid_ptr, kept_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr,
+    room_ptr, N, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
+    LANES: tl.constexpr, SCAN: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
+    RECEIVERS: tl.constexpr, SLICE: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    batch, kv = pair // HEADS, pair % HEADS
+    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
+    spreads, order, listed = sizes + rows, sizes + 2 * rows, sizes + 4 * rows
+    gone = _list_leaving(valid_ptr, kept_ptr, listed, pair * N, N, R, SCAN)
+    used, tokens = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, pair, num, rows, LANES)
+    tl.debug_barrier()  # lists and sizes are read by other threads than wrote them
+    r = tl.arange(0, R)
+    live = r < gone
+    index = tl.load(listed + r, mask=live, other=0.0).to(tl.int32)
+    position = tl.load(positions_ptr + batch * stride_pb + kv * stride_ph + index, mask=live, other=LAST)
+    older = (position[None, :] < position[:, None]) | (
+        (position[None, :] == position[:, None]) & (r[None, :] < r[:, None])
+    )
+    to = tl.sum((older & live[None, :]).to(tl.int32), 1)
+    tl.store(sizes + num + to, tl.full([R], 1.0, tl.float32), mask=live)
+    tl.store(spreads + num + to, tl.zeros([R], tl.float32), mask=live)
+    tl.store(order + used + to, (num + to).to(tl.float32), mask=live)
+    tokens += gone.to(tl.float32)
+    _fill(
+        keys, centre, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index, to, live, pair, num, tokens,
+        stride_kt, sizes, DK, R, SLICE,
+    )  # fmt: skip
+    _fill(
+        values, centre + DK, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh, index, to, live, pair,
+        num, tokens, stride_vt, sizes, DV, R, SLICE,
+    )  # fmt: skip
+    tl.debug_barrier()  # rows are read by other threads than wrote them
+    start = tl.zeros([], tl.int32)
+    _settle(
+        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used + gone, tokens, start, start,
+        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gather(
+    base_ptr, centre_ptr, squares_ptr, parts_ptr, new_ptr, index_ptr, sizes, pair, first, num, gone, tokens, stride_t,
+    cols, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Columns of the working set: of the centroids, then of `gone` candidates. Their centre and squares."""
+    total = tl.zeros(cols.shape, tl.float32)
+    width = (cols < D)[None, :]
+    for start in range(0, num + gone, ROWS):
+        row = start + tl.arange(0, ROWS)
+        new = (row >= num) & (row < num + gone)
+        x = _tile(parts_ptr + pair * num * D, row, row < num, cols, D)
+        index = tl.load(index_ptr + first + row - num, mask=new, other=0)
+        fresh = tl.load(new_ptr + index[:, None] * stride_t + cols[None, :], mask=new[:, None] & width, other=0.0)
+        x = tl.where(new[:, None], fresh.to(tl.float32), x)
+        tl.store(base_ptr + row[:, None] * D + cols[None, :], x, mask=(row < num + gone)[:, None] & width)
+        size = tl.load(sizes + row, mask=row < num, other=0.0)
+        total += tl.sum(x * tl.where(new, 1.0, size)[:, None], 0)
+    centre = total / tl.maximum(tokens, 1.0)
+    tl.store(centre_ptr + cols, centre, mask=cols < D)
+    tl.debug_barrier()
+    squares = tl.zeros([], tl.float32)
+    for start in range(0, num + gone, ROWS):
+        row = start + tl.arange(0, ROWS)
+        x = _tile(base_ptr, row, row < num + gone, cols, D)
+        size = tl.where(row < num, tl.load(sizes + row, mask=row < num, other=0.0), 1.0)
+        size = tl.where(row < num + gone, size, 0.0)
+        away = tl.where((size > 0)[:, None] & width, x - centre[None, :], 0.0)
+        squares += tl.sum(tl.sum(away * away, 1) * size, 0)
+    tl.store(squares_ptr, squares)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _gather_kernel(
+    new_keys_ptr, new_values_ptr, index_ptr, gone_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr,
+    first, most, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_i,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
+):  # fmt: skip
+    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, kv = pair // HEADS, pair % HEADS
+    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
+    spreads, order, squares = sizes + rows, sizes + 2 * rows, sizes + 6 * rows
+    gone = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
+    cols = tl.arange(0, SLICE)
+    KEY_SLICES: tl.constexpr = (DK + SLICE - 1) // SLICE
+    tokens = gone.to(tl.float32)
+    own = sizes_ptr + pair * num
+    for start in range(0, num, LANES):
+        lane = start + tl.arange(0, LANES)
+        tokens += tl.sum(tl.load(own + lane, mask=lane < num, other=0.0), 0)
+    if part == 0:
+        used, _ = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, pair, num, rows, LANES)
+        for start in range(0, gone, LANES):
+            lane = start + tl.arange(0, LANES)
+            tl.store(sizes + num + lane, tl.full([LANES], 1.0, tl.float32), mask=lane < gone)
+            tl.store(spreads + num + lane, tl.zeros([LANES], tl.float32), mask=lane < gone)
+            tl.store(order + used + lane, (num + lane).to(tl.float32), mask=lane < gone)
+        tl.store(sizes + 8 * rows, (used + gone).to(tl.float32))
+        tl.store(sizes + 8 * rows + 2, tokens)
+    index_ptr += pair * stride_i
+    if part < KEY_SLICES:
+        _gather(
+            keys, centre, squares + part, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index_ptr, own,
+            pair, first, num, gone, tokens, stride_kt, part * SLICE + cols, DK, ROWS,
+        )  # fmt: skip
+        tl.store(squares + rows + part, 0.0)
+    else:
+        _gather(
+            values, centre + DK, squares + rows + part, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh,
+            index_ptr, own, pair, first, num, gone, tokens, stride_vt, (part - KEY_SLICES) * SLICE + cols, DV, ROWS,
+        )  # fmt: skip
+        tl.store(squares + part, 0.0)
+
+
+@triton.jit
+def _sum_parts(parts_ptr, parts):
+    """Sum of so many numbers, in a fixed order."""
+    total = tl.zeros([64], tl.float32)
+    for first in range(0, parts, 64):
+        part = first + tl.arange(0, 64)
+        total += tl.load(parts_ptr + part, mask=part < parts, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _offer_kernel(
+    room_ptr, num, rows, half, parts, DK: tl.constexpr, DV: tl.constexpr, MOVERS: tl.constexpr,
+    PARTNERS: tl.constexpr, DIMS: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
+    used = tl.load(sizes + 8 * rows + half).to(tl.int32)
+    first = tl.program_id(1) * MOVERS
+    if used > num and first < (used + 1 - half) // 2:
+        tokens = tl.load(sizes + 8 * rows + 2)
+        scale_k = _scale(_sum_parts(sizes + 6 * rows, parts), tokens, 1.0)
+        scale_v = _scale(_sum_parts(sizes + 7 * rows, parts), tokens, WEIGHT)
+        _offer(
+            keys, values, centre, sizes, sizes + (2 + half) * rows, sizes + 4 * rows, sizes + 5 * rows, first, used,
+            half, scale_k, scale_v, DK, DV, MOVERS, PARTNERS, DIMS, INTERP,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _receive_kernel(
+    room_ptr, num, rows, half, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LANES: tl.constexpr, RECEIVERS: tl.constexpr,
+):  # fmt: skip
+    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
+    spreads, order, notes = sizes + rows, sizes + (2 + half) * rows, sizes + 8 * rows
+    used = tl.load(notes + half).to(tl.int32)
+    joins, movers = _joins(used, num), (used + 1 - half) // 2
+    accepted = _accepted(sizes + 4 * rows, movers, joins, LANES)
+    lane = tl.arange(0, LANES)
+    target = tl.load(sizes + 5 * rows + lane, mask=accepted, other=-1.0).to(tl.int32)
+    first = part * RECEIVERS
+    squares_k, squares_v = _receive(
+        keys, values, centre, sizes, spreads, order, target, first, used, half, DK, DV, BK, BV, LANES, RECEIVERS
+    )
+    mover = first + tl.arange(0, RECEIVERS)
+    left = tl.sum(((mover[:, None] == lane[None, :]) & accepted[None, :]).to(tl.int32), 1)
+    stays = (mover < movers) & (left == 0)
+    row = tl.load(order + half + 2 * mover, mask=stays, other=0.0).to(tl.int32)
+    size = tl.load(sizes + row, mask=stays, other=0.0)
+    dk, dv = tl.arange(0, BK), tl.arange(0, BV)
+    squares_k += _squares(_tile(keys, row, stays, dk, DK), size, centre, dk, DK)
+    squares_v += _squares(_tile(values, row, stays, dv, DV), size, centre + DK, dv, DV)
+    tl.store(sizes + 6 * rows + part, squares_k)
+    tl.store(sizes + 7 * rows + part, squares_v)
+    if part == 0:
+        _age(order, sizes + (3 - half) * rows, accepted, used, half, LANES)
+        tl.store(notes + 1 - half, (used - joins).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _settle_kernel(
+    sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, num, rows, half, DK: tl.constexpr, DV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr,
+    DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    _, _, _, sizes = _room(room_ptr, pair, rows, DK, DV)
+    used = tl.load(sizes + 8 * rows + half).to(tl.int32)
+    tokens = tl.load(sizes + 8 * rows + 2)
+    _settle(
+        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used, tokens, half, half,
+        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP,
+    )  # fmt: skip
+
+
+def room_size(rows: int, dim: int, value_dim: int) -> int:
+    """Numbers of scratch for a head whose working set has so many rows, see `_room`."""
+    return rows * (dim + value_dim + 8) + dim + value_dim + 16
+
+
+def working_rows(num: int, most: int) -> int:
+    """Rows of a working set of `num` centroids and at most `most` tokens."""
+    return triton.cdiv(num + most, 16) * 16
+
+
+def _constants(dim: int, value_dim: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Constexpr arguments of whom they concern: everybody, offers, merges."""
+    sizes = {"DK": dim, "DV": value_dim}
+    offers = {"MOVERS": MOVERS, "PARTNERS": PARTNERS, "DIMS": DIMS}
+    return sizes, offers, {"BK": pow2(dim, 16), "BV": pow2(value_dim, 16), "RECEIVERS": RECEIVERS}
+
+
+def _warps(dim: int, lanes: int, hip: bool) -> int:
+    """Warps of a program with rows of `dim` columns and so many movers; AMD's have twice the threads."""
+    return 8 if (dim > 128 or lanes > MANY) and not hip else 4
+
+
+def remember(
+    keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor, kept: Tensor, most: int, state: LayerState,
+    spec: Spec,
+) -> None:  # fmt: skip
+    """Candidates that leave join the centroids of `state.parts`, in place; shapes as in `reference.remember`.
+
+    One launch for at most FEW, which lists them itself, in the workspace of `state.scratch`; no host sync.
+    Raises: FastKVError for shapes, strides or dtypes that do not fit.
+    """
+    op, parts = "remember", state.parts
+    assert isinstance(parts, Centroids) and keys.stride(-1) == values.stride(-1) == positions.stride(-1) == 1
+    batch, heads, num, dim = keys.shape
+    value_dim = values.shape[-1]
+    check_head_dim(op, max(dim, value_dim))
+    check_shape(op, "values", values, (batch, heads, num, None))
+    check_shape(op, "positions", positions, (batch, heads, num))
+    check_like(op, (batch, heads, num), valid=valid, kept=kept)
+    check_centroids(op, parts, (batch, heads, parts.num), dim, value_dim)
+    if not batch * heads * min(num, most):
+        return
+    known = (parts.count, parts.keys, parts.values, parts.spread)
+    strides = (*keys.stride()[:3], *values.stride()[:3])
+    if most > FEW or parts.num + most > ALONE:
+        index, gone = in_order(positions, leaving := valid & ~kept), leaving.sum(-1)
+        _join_blocks((keys, values, index, gone), known, min(most, num), strides)
+        return
+    sizes, offers, merges = _constants(dim, value_dim)
+    rows, lanes = working_rows(parts.num, most), pow2(triton.cdiv(parts.num + most, 2), MOVERS)
+    size, scratch = batch * heads * room_size(rows, dim, value_dim), Workspace.of(state.scratch)
+    room = None if scratch is None else scratch.joining
+    if room is None or room.numel() < size:
+        room = torch.empty(size, dtype=torch.float32, device=keys.device)
+    _few_kernel[(batch * heads,)](
+        keys, values, positions, valid.view(torch.uint8), kept.view(torch.uint8), *known,
+        room, num, parts.num, rows, *strides, *positions.stride()[:2], HEADS=heads, R=pow2(most, 16),
+        LANES=lanes, SCAN=SCAN, SLICE=SLICE, INTERP=INTERPRET, num_stages=stages(2),
+        num_warps=_warps(max(dim, value_dim), lanes, on_hip()), **sizes, **offers, **merges,
+    )  # fmt: skip
+
+
+def _join_blocks(
+    new: tuple[Tensor, Tensor, Tensor, Tensor], known: tuple[Tensor, ...], most: int, strides: tuple[int, ...]
+) -> None:
+    """Tokens of a prompt, BLOCK of them at a time. Args: new: keys, values, their indices by age, how many leave."""
+    batch, heads, num, dim = known[1].shape
+    value_dim, pairs = known[2].shape[-1], batch * heads
+    sizes, offers, merges = _constants(dim, value_dim)
+    rows, lanes = working_rows(num, min(most, BLOCK)), pow2(triton.cdiv(num + BLOCK, 2))
+    room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=known[0].device)
+    launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
+    wide = launch | {"num_warps": _warps(dim, lanes, on_hip())}
+    slices = triton.cdiv(dim, SLICE) + triton.cdiv(value_dim, SLICE)
+    for first in range(0, most, BLOCK):
+        total, half, parts = num + min(BLOCK, most - first), 0, slices
+        _gather_kernel[pairs, slices](
+            *new, *known, room, first, min(BLOCK, most - first), num, rows, *strides, new[2].stride(1), HEADS=heads,
+            LANES=SCAN, ROWS=ROWS, SLICE=SLICE, **sizes, **launch,
+        )  # fmt: skip
+        while total > max(num, SETTLED):
+            movers, partners = (total + 1 - half) // 2, (total + half) // 2
+            _offer_kernel[pairs, triton.cdiv(movers, MOVERS)](
+                room, num, rows, half, parts, INTERP=INTERPRET, **sizes, **offers, **launch
+            )
+            parts = triton.cdiv(max(movers, partners), RECEIVERS)
+            _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
+            total, half = max(num, total - max(total // ROUND_SHARE, 1)), 1 - half
+        _settle_kernel[(pairs,)](
+            *known, room, num, rows, half, LANES=SETTLED // 2, INTERP=INTERPRET, **sizes, **offers, **merges, **launch
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""What is known of the slots before an eviction: in use, protected, and the mean attention received, which starts anew.
+
+    valid = slot < length;   guard = position < sinks or >= seen - recent;   mean = received / clamp(seen - position)
+
+Twin of `reference.slot_signals`. Bytes per slot: 4 for the position, 2 for the masks, 16 for attention and queries.
+Does not handle: heads of unequally many slots, tokens without values.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import LayerState, Spec
+from ._launch import check_contiguous, check_like
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["sinks", "recent", "spare"])
+def _slot_kernel(
+    positions_ptr, lengths_ptr, seen_ptr, received_ptr, valid_ptr, guard_ptr, attention_ptr, queried_ptr, slots,
+    sinks, recent, spare, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = slot < slots, pair * slots + slot
+    tl.store(valid_ptr + place, (slot < tl.load(lengths_ptr + pair)).to(tl.uint8), mask=inside)
+    seen = tl.load(seen_ptr + pair // HEADS)
+    position = tl.load(positions_ptr + place, mask=inside, other=0)
+    if guard_ptr is not None:
+        guard = (position < sinks) | (position >= seen - recent)
+        tl.store(guard_ptr + place, guard.to(tl.uint8), mask=inside)
+    if received_ptr is not None:
+        queried = tl.minimum(tl.maximum(seen - position, 1), spare).to(tl.float32)
+        received = tl.load(received_ptr + place, mask=inside, other=0.0)
+        tl.store(attention_ptr + place, received / queried, mask=inside)
+        tl.store(queried_ptr + place, queried, mask=inside)
+        tl.store(received_ptr + place, tl.zeros([BLOCK], tl.float32), mask=inside)
+
+
+def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One launch, no host sync; shapes as in `reference.slot_signals`, every head of equally many slots.
+
+    Raises: FastKVError for shapes or strides that do not fit.
+    """
+    exact, op = state.exact, "slot_signals"
+    batch, heads, num = positions.shape
+    check_like(op, (batch, heads, num), positions=positions, attention=exact.attention)
+    check_contiguous(op, lengths=exact.lengths, seen=state.seen)
+    valid = torch.empty_like(positions, dtype=torch.bool)
+    guard = torch.empty_like(positions if state.parts is not None else positions[:0, 0, 0], dtype=torch.bool)
+    known = positions if exact.attention is not None else positions[:0, 0, 0]
+    attention, queried = (torch.empty_like(known, dtype=torch.float32) for _ in range(2))
+    if num and batch:
+        _slot_kernel[batch * heads, triton.cdiv(num, BLOCK)](
+            positions, exact.lengths, state.seen, exact.attention, valid.view(torch.uint8),
+            None if state.parts is None else guard.view(torch.uint8), attention, queried, num, spec.sinks, spec.recent,
+            spec.spare, HEADS=heads, BLOCK=BLOCK,
+        )  # fmt: skip
+    return valid, guard, attention, queried

@@ -1,0 +1,94 @@
+"""Launches of kernels that do not run: how many there are, and how many compilations they need."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections import defaultdict
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import fastkv.kernels
+from fastkv.ops import operator
+
+NOT_LAUNCHED = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "lift_fresh",
+    "detach",
+    "sym_size",
+}
+
+
+class Kernel:
+    """Stands for a kernel: launches leave all tensors as they are."""
+
+    def __init__(self, kernel, launches):
+        options = getattr(kernel, "kwargs", {})  # of the interpreter's; the compiler's kernel knows them itself
+        kernel = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **options)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.name, self.launches = f"{kernel.module}.{kernel.fn.__name__}", launches
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            _, specialization, rest = self.bind(*arguments, **options)
+            self.launches.append((self.name, str(specialization) + str(rest)))
+
+        return launch
+
+
+class Launches(list):
+    """(kernel, what it would be compiled for) of each launch."""
+
+    def compilations(self):
+        """How many each kernel needs, by its name."""
+        found = defaultdict(set)
+        for name, key in self:
+            found[name].add(key)
+        return {name: len(keys) for name, keys in found.items()}
+
+
+@contextmanager
+def recorded():
+    """No kernel runs; yields the launches."""
+    launches = Launches()
+    with pytest.MonkeyPatch.context() as patch:
+        for found in pkgutil.iter_modules(fastkv.kernels.__path__):
+            module = importlib.import_module(f"fastkv.kernels.{found.name}")
+            for name, value in vars(module).copy().items():
+                if name.endswith("_kernel"):
+                    patch.setattr(module, name, Kernel(value, launches))
+        yield launches
+
+
+class Operators(TorchDispatchMode):
+    """The torch operators that would each be a launch on a GPU, those inside fastkv's own included."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = torch.Tag.nondeterministic_seeded not in func.tags and func.is_view
+        if not views and func.overloadpacket.__name__ not in NOT_LAUNCHED:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(operator, "is_in_torch_dispatch_mode", lambda: False)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.undo()
+        return super().__exit__(*error)

@@ -1,0 +1,175 @@
+"""Evicted tokens join centroids in kernels: the same merges as `Centroids.add` makes, in the interpreter or on a GPU.
+
+Sizes must be equal: they say which merges were made. Means and spreads may differ from those in float64 by rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkv import FastKVError, ops, reference
+from fastkv.kernels import remember as module
+from fastkv.reference import Centroids
+
+from .conftest import examples
+from .states import DEVICE, make_spec, make_state, uninitialised_is_nan
+
+NAN = float("nan")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def candidates(batch, heads, num, dim, leave, dtype=torch.float32, seed=0):
+    """Keys, values, positions, valid and kept of `num` candidates in no order, of which `leave` (cycled) leave a head;
+    what does not leave is NaN."""
+    source = torch.Generator().manual_seed(seed)
+    keys, values = (
+        normal(batch, heads, num, dim, seed=seed, dtype=dtype) + 1,
+        normal(batch, heads, num, dim, dtype=dtype),
+    )
+    positions = torch.stack([torch.randperm(num, generator=source) for _ in range(batch * heads)])
+    gone = torch.zeros(batch * heads, num, dtype=torch.bool)
+    for pair in range(batch * heads):
+        gone[pair, torch.randperm(num, generator=source)[: leave[pair % len(leave)]]] = True
+    valid = gone | (torch.rand(batch * heads, num, generator=source) > 0.2)
+    gone, valid = (mask.view(batch, heads, num).to(DEVICE) for mask in (gone, valid))
+    keys[~gone], values[~gone] = NAN, NAN
+    return keys, values, positions.view(batch, heads, num).int().to(DEVICE), valid, valid & ~gone
+
+
+def parts_of(batch, heads, num, dim, before, seed=5):
+    """Centroids of `before` tokens."""
+    made = Centroids.empty(batch, heads, num, dim, dim, DEVICE)
+    return made.add(normal(batch, heads, before, dim, seed=seed) + 1, normal(batch, heads, before, dim, seed=seed + 1))
+
+
+def joined(backend, parts, tokens, most):
+    """The centroids afterwards; the given ones stay as they are."""
+    parts = copy.deepcopy(parts)
+    keys, values = tokens[:2]
+    lengths = torch.zeros(keys.shape[:2], dtype=torch.int32, device=DEVICE)
+    state = make_state(keys[:, :, :0], values[:, :, :0], lengths, parts=parts)
+    with uninitialised_is_nan():
+        ops.remember(*tokens, most, state, make_spec(correction="centroids", backend=backend))
+    return parts
+
+
+def check(parts, tokens, most):
+    """The kernels against the reference in float64."""
+    got = joined("triton", parts, tokens, most)
+    wide = Centroids(*(t.double() for t in parts.tensors()))
+    want = joined("reference", wide, (tokens[0].double(), tokens[1].double(), *tokens[2:]), most)
+    assert torch.equal(got.count.double(), want.count)
+    for mine, theirs in zip(got.tensors(), want.tensors()):
+        torch.testing.assert_close(mine.double(), theirs, atol=2e-6, rtol=3e-6)
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_an_eviction(dim, dtype):
+    check(parts_of(1, 2, 31, dim, 40), candidates(1, 2, 50, dim, (16, 3), dtype), 16)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    shape=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
+    num=st.sampled_from([1, 4, 7, 15, 31, 40]),
+    before=st.integers(0, 90),
+    leave=st.lists(st.integers(0, 64), min_size=1, max_size=2),
+    dim=st.sampled_from([16, 48, 80]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**20),
+)
+def test_any_eviction(shape, num, before, leave, dim, dtype, seed):
+    """Empty heads, fewer tokens than centroids, rounds of one merge, one centroid."""
+    tokens = candidates(*shape, 70, dim, leave, dtype, seed)
+    check(parts_of(*shape, num, dim, before, seed), tokens, max(leave))
+
+
+@pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])
+@pytest.mark.parametrize("settled", [16, 256])
+def test_rounds_over_several_programs(monkeypatch, settled, few):
+    """Every way to do the rounds does the same ones; a block is smaller than what leaves."""
+    monkeypatch.setattr(module, "SETTLED", settled)
+    monkeypatch.setattr(module, "FEW", few)
+    for leave, before in (((50, 7), 20), ((64, 0), 0)):
+        check(parts_of(1, 2, 5, 48, before), candidates(1, 2, 90, 48, leave), 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num,dim", [(31, 64), (300, 32)])
+def test_a_prompt(num, dim):
+    """More tokens than join at once, of one head that loses fewer than another."""
+    check(parts_of(1, 2, num, dim, 40), candidates(1, 2, 1200, dim, (1150, 300), torch.bfloat16), 1150)
+
+
+def test_blocks_of_a_prompt(monkeypatch):
+    """The same with blocks of few tokens, in kernels and reference."""
+    monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(reference.centroids, "BLOCK", 64)
+    monkeypatch.setattr(module, "SETTLED", 16)
+    check(parts_of(1, 3, 9, 32, 4), candidates(1, 3, 170, 32, (150, 65, 0), torch.bfloat16), 150)
+
+
+@pytest.mark.parametrize("most", [16, 65], ids=["while decoding", "of a prompt"])
+def test_equal_costs_go_to_the_older(most):
+    """One round of tokens that occur four times each, twice in either half: every mover has two offers of no cost."""
+    keys, values = (torch.zeros(1, 12, 16, 16, device=DEVICE) for _ in range(2))
+    source = torch.Generator().manual_seed(0)
+    for head in range(12):
+        for half in (0, 1):
+            keys[0, head, half::2, 3] = (torch.randperm(8, generator=source) % 4).float()
+    places = torch.arange(16, dtype=torch.int32, device=DEVICE).repeat(1, 12, 1)
+    every = torch.ones(1, 12, 16, dtype=torch.bool, device=DEVICE)
+    parts, tokens = Centroids.empty(1, 12, 12, 16, 16, DEVICE), (keys, values, places, every, ~every)
+    want, got = joined("reference", parts, tokens, most), joined("triton", parts, tokens, most)
+    for mine, theirs in zip(got.tensors(), want.tensors()):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("most", [30, 65], ids=["while decoding", "of a prompt"])
+def test_always_the_same_bits(most):
+    parts, tokens = parts_of(2, 2, 6, 32, 15), candidates(2, 2, 70, 32, (30, 0, 11), torch.bfloat16)
+    first, second = (joined("triton", parts, tokens, most) for _ in range(2))
+    alone = Centroids(*(t[1:, 1:].contiguous() for t in parts.tensors()))
+    own = joined("triton", alone, tuple(t[1:, 1:].contiguous() for t in tokens), most)
+    for one, same, mine in zip(first.tensors(), second.tensors(), own.tensors()):
+        assert torch.equal(one, same) and torch.equal(one[1:, 1:], mine)
+
+
+def test_neighbours_that_lose_more_change_nothing():
+    """A head's centroids do not depend on how wide the block is."""
+    parts, tokens = parts_of(1, 1, 6, 32, 15), candidates(1, 1, 60, 32, (20,))
+    tight, wide = joined("triton", parts, tokens, 20), joined("triton", parts, tokens, 60)
+    for one, other in zip(tight.tensors(), wide.tensors()):
+        assert torch.equal(one, other)
+
+
+def test_rows_of_a_block_lie_anywhere():
+    """Candidates as the model's projections leave them: heads side by side."""
+    tokens = candidates(1, 2, 30, 32, (20, 9))
+    apart = tuple(rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in tokens[:2])
+    places = tokens[2][:, :1].expand(1, 2, 30)
+    parts = parts_of(1, 2, 5, 32, 9)
+    for most in (20, 70):
+        want = joined("triton", parts, (*tokens[:2], places.contiguous(), *tokens[3:]), most)
+        got = joined("triton", parts, (*apart, places, *tokens[3:]), most)
+        for one, other in zip(got.tensors(), want.tensors()):
+            assert torch.equal(one, other)
+
+
+def test_what_does_not_fit_is_refused():
+    tokens = candidates(1, 2, 30, 32, (20, 9))
+    with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):
+        joined("triton", parts_of(1, 2, 5, 16, 9), tokens, 20)
+    with pytest.raises(FastKVError, match="kept must have shape"):
+        joined("triton", parts_of(1, 2, 5, 32, 9), (*tokens[:4], tokens[4][..., :29]), 20)

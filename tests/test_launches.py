@@ -1,0 +1,93 @@
+"""What a GPU is asked to do: how many kernels a step launches, how many compilations all lengths of prompts need."""
+
+import random
+
+import pytest
+import torch
+
+from fastkv import Budget, ops
+from fastkv.cache.layer import LayerCache
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
+from fastkv.reference.centroids import BLOCK
+
+from .launches import Operators, recorded
+
+HQ, HKV, D = 2, 1, 16
+MOST = 4  # compilations of a kernel
+LENGTHS = [int(2 ** random.Random(seed).uniform(3, 14)) for seed in range(200)]
+
+
+def layer(policy, budget, block=None):
+    config = Config.make(policy, budget, block, 16, "auto", "triton", None)
+    return LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=16))
+
+
+def tokens(num):
+    return tuple(torch.zeros(1, heads, num, D, dtype=torch.bfloat16) for heads in (HQ, HKV, HKV))
+
+
+def read(cache, length, block):
+    """A prompt of that length: in blocks, or whole, where the first attention is the model's own."""
+    for start in range(0, length, block or length):
+        q, k, v = tokens(min(block or length, length - start))
+        valid = torch.ones(1, q.shape[2], dtype=torch.bool)
+        if cache.state is None:
+            cache.allocate(HQ, k, v, length)
+            cache.configure(0.25, None)
+        cache.read(q, k, v, valid, None if block else lambda q=q: q)
+
+
+@pytest.mark.parametrize("block", [None, 4096], ids=["whole", "blocks"])
+@pytest.mark.parametrize("policy", ["fastkv", "momentkv", "keydiff", "manifold-windowed"])
+def test_all_lengths_of_prompts_need_few_compilations(policy, block):
+    with recorded() as launches:
+        for length in LENGTHS:
+            read(layer(policy, Budget(tokens=64, sinks=2, recent=8), block), length, block)
+    found = launches.compilations()
+    assert len(found) > 4 and max(found.values()) <= MOST, found
+
+
+def test_nor_do_scores_of_prompts():
+    with recorded() as launches:
+        for length in LENGTHS:
+            q, keys, values = tokens(length)
+            mask = torch.ones(keys.shape[:3], dtype=torch.bool)
+            for chosen in (None, mask):
+                ops.leverage_scores(keys, 8, generator=0, mask=chosen, backend="triton")
+                ops.noncausal_attention_mass(q, keys, 0.25, mask=chosen, backend="triton")
+    found = launches.compilations()
+    assert len(found) == 3 and max(found.values()) <= MOST, found
+
+
+def test_a_prompt_of_centroids_is_few_launches():
+    """Per block of tokens that join: one that gathers, five rounds of two, one for the others. Torch sorts them."""
+    num, state = 32768, layer("fastkv", Budget(tokens=1024))
+    q, k, v = tokens(1)
+    state.allocate(HQ, k, v, num)
+    keys, valid = torch.zeros(1, HKV, num, D), torch.ones(1, HKV, num, dtype=torch.bool)
+    places = torch.arange(num, dtype=torch.int32)[None, None]
+    with recorded() as launches, Operators() as operators:
+        ops.remember(keys, keys, places, valid, torch.zeros_like(valid), num, state.state, state.rule.spec)
+    assert len(launches) == num // BLOCK * 12 and len(operators.found) < 12
+
+
+def evicting_step(policy):
+    """The launches of a step that evicts, and torch's operators that are launches."""
+    cache = layer(policy, Budget(tokens=64, sinks=2, recent=8))
+    with recorded() as launches:
+        read(cache, 100, 100)
+        q, k, v = tokens(1)
+        for _ in range(15):
+            cache.step(q, k, v)
+        launches.clear()
+        with Operators() as operators:
+            cache.step(q, k, v)
+    assert cache.workspace.clock.now.evicts
+    return [name for name, _ in launches], operators.found
+
+
+@pytest.mark.parametrize("policy,most", {"fastkv": 8}.items())
+def test_an_evicting_step_is_few_launches(policy, most):
+    launched, others = evicting_step(policy)
+    assert len(launched) + len(others) <= most, (launched, others)
