@@ -94,6 +94,8 @@ def tiny(name, base="sdpa", **changes):
 
 
 def patched(model, *args, **options):
+    if families.is_tested([model.config.model_type, model.config.get_text_config(decoder=True).model_type]):
+        return fastkv.patch(model, *args, **options)
     with pytest.warns(UserWarning, match="is not among the model types that fastkv is tested with"):
         return fastkv.patch(model, *args, **options)
 

@@ -174,8 +174,6 @@ class FastKVCache(Cache):
         state = first.state
         assert state is not None
         new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
-        if self.rope_deltas is None and not self.config.undoes_rotation:
-            return first.seen + new  # like those of the text before, which transformers numbered, padding included
         if padding is not None:
             new = (padding[:, -num:].long().cumsum(-1) - 1).clamp(min=0)
         positions = state.seen[:, None] + new

@@ -147,4 +147,9 @@ def _next_positions(cache: FastKVCache, given: dict[str, Any], total: int, paddi
             "images and videos in a later turn have positions that follow from all turns, got no position_ids; pass "
             "them, or use generate with the tokens of all turns"
         )
+    if cache.rope_deltas is None and not cache.config.undoes_rotation:
+        # Like those of the text before, which transformers numbered, padding included.
+        tokens = _tokens(given)
+        assert tokens is not None
+        return (cache.compressed[0].seen + torch.arange(total, device=tokens.device)).expand(len(tokens), -1)
     return cache.next_positions(total, padding)
