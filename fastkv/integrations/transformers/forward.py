@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...errors import FastKVError
 from .blocks import in_blocks, read_prompt
 from .cache import FastKVCache
 from .deferred import read_in_full
 from .generate import is_step
-from .prompt import PreparedMasks, Prompt, padding_of
+from .prompt import MaskMade, PreparedMasks, Prompt, padding_of
 
 
 def replacing(stock: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +91,7 @@ def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
         return self._fastkv_decoder_forward(**given)
     mask, prompt, total = given.get("attention_mask"), cache.prompt, tokens.shape[1]
     if prompt is not None and prompt.masks is not None and prompt.masks.asking:
-        prompt.masks.made = mask
-        return BaseModelOutputWithPast(last_hidden_state=tokens)
+        raise MaskMade(mask)
     padding = padding_of(given)
     if prompt is not None:
         # A base model may lengthen what it was given, as Qwen2-Audio does with sounds, and the mask with it.

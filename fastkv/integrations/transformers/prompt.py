@@ -28,16 +28,24 @@ class Prompt:
     embeds: Tensor | None = None
 
 
+class MaskMade(Exception):
+    """Stops a base model that was run for the `mask` that it hands to its decoder."""
+
+    def __init__(self, mask: Any) -> None:
+        super().__init__()
+        self.mask = mask
+
+
 @dataclass
 class PreparedMasks:
     """Masks as a base model prepares them for its decoder, for one part of the prompt at a time.
 
-    The base model is run over the part, and stops where its decoder would start (see `decoder_forward`).
+    The base model is run over the part, and stopped where its decoder would start (see `decoder_forward`).
 
     Attributes:
         base: the base model.  given: arguments of its forward over the whole prompt that masks depend on.
         seen: tokens before the prompt, padding included.  total: tokens of the prompt.
-        asking: whether the decoder is to hand over the mask that it gets.  made: that mask.
+        asking: whether the decoder is to raise `MaskMade`.
     """
 
     base: Any
@@ -45,7 +53,6 @@ class PreparedMasks:
     seen: int
     total: int
     asking: bool = False
-    made: Any = None
 
     @classmethod
     def of(cls, base: Any, given: dict[str, Any]) -> PreparedMasks:
@@ -66,10 +73,11 @@ class PreparedMasks:
         self.asking = True
         try:
             self.base._fastkv_base_forward(**taken, use_cache=True)
+        except MaskMade as made:
+            return made.mask
         finally:
             self.asking = False
-        made, self.made = self.made, None
-        return made
+        return None
 
 
 def padding_of(given: dict[str, Any]) -> Tensor | None:
