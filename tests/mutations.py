@@ -71,6 +71,7 @@ SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
 CENTROIDS = "reference_centroids.py"
 JOINING = "kernels_remember.py::test_rounds_over_several_programs"
+RACES = "races.py::test_any_order_gives_the_same_bits"
 FLOOR = "policy_matrix.py::test_every_head_keeps_a_fifth_of_the_mean"
 
 MUTATIONS = [
@@ -587,6 +588,108 @@ MUTATIONS = [
         "hiding(used.gather(-1, leaving))",
         "None",
         "cpu.py::test_an_eviction",
+    ),
+    # Kernels, whose programs run in any order.
+    bug(
+        "a partial is stored after its ticket",
+        "kernels/decode_attention.py",
+        """        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+        tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+        if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+""",
+        """        tl.debug_barrier()
+        taken = tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu")
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+        tl.debug_barrier()
+        if taken == PARTS - 1:
+""",
+        f"{RACES}[decode-6]",
+    ),
+    bug(
+        "a ticket is taken before all threads have stored",
+        "kernels/decode_attention.py",
+        "split, top, total, acc, G, M, D, BLOCK_D)\n        ",
+        "split, top, total, acc, G, M, D, BLOCK_D)\n        if SPLITS == 0:\n            ",
+        f"{RACES}[decode-6]",
+    ),
+    bug(
+        "a ticket orders nothing",
+        "kernels/decode_attention.py",
+        'sem="acq_rel"',
+        'sem="relaxed"',
+        f"{RACES}[decode-6]",
+    ),
+    bug(
+        "tickets are not reset",
+        "kernels/decode_attention.py",
+        "            tl.store(tickets_ptr + pair, 0)\n",
+        "",
+        f"{RACES}[decode-6]",
+    ),
+    bug(
+        "who is last merges its own partial only",
+        "kernels/decode_attention.py",
+        "_merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, MERGE_M)",
+        "_merge_tops(tops_ptr, totals_ptr, split, 1, G, MERGE_M)",
+        f"{RACES}[decode-6]",
+    ),
+    bug(
+        "the last in number merges instead of the last to arrive",
+        "kernels/decode_attention.py",
+        'if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:',
+        'tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu")\n        if split == PARTS - 1:',
+        f"{RACES}[decode-6]",
+    ),
+    bug(
+        "two programs store their partials in the same place",
+        "kernels/decode_attention.py",
+        "totals_ptr, split, top, total, acc,",
+        "totals_ptr, split // 2 * 2, top, total, acc,",
+        f"{RACES}[decode-6]",
+    ),
+    bug(
+        "the first to arrive merges what only keys gave",
+        "kernels/vector_decode.py",
+        'scope="gpu") == PARTS - 1:',
+        'scope="gpu") == 0:',
+        f"{RACES}[vector-6]",
+    ),
+    bug(
+        "merged keys are read before all threads have stored them",
+        "kernels/vector_decode.py",
+        "tl.store(merged_ptr + place, merged, mask=mask)\n        ",
+        "tl.store(merged_ptr + place, merged, mask=mask)\n        if PARTS == 0:\n            ",
+        f"{RACES}[vector-6]",
+    ),
+    bug(
+        "keys move while other parts read them",
+        "kernels/evict.py",
+        "    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)\n",
+        """    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)
+    _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
+""",
+        f"{RACES}[evict-6]",
+    ),
+    bug(
+        "every part adds to the spread",
+        "kernels/evict.py",
+        "if part == 0:  # no other part reads it",
+        "if part >= 0:",
+        f"{RACES}[evict-candidates-6]",
+    ),
+    bug(
+        "tickets of an eviction are not reset",
+        "kernels/evict.py",
+        "        tl.store(tickets_ptr + pair, 0)\n",
+        "",
+        f"{RACES}[evict-6]",
+    ),
+    bug(
+        "every slice stores the same key mean and count",
+        "kernels/compact.py",
+        "    if tl.program_id(1) == 0:\n        tl.store(key_mean_ptr",
+        "    if tl.program_id(1) >= 0:\n        tl.store(key_mean_ptr",
+        f"{RACES}[compact-6]",
     ),
     # Operators, and what is remembered of what was evicted.
     bug(

@@ -1,0 +1,303 @@
+"""Kernels give the same bits whatever the order of their programs, whoever merges and whatever scratch held before.
+
+Launches run in the interpreter under `tests.simulator`, which draws an order from a number, interleaves programs and
+looks for races. Every order starts from the same state with scratch that is full of other garbage, except for tickets,
+which the launch before has to leave at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from fastkv import ops
+from fastkv.kernels import compact as compact_module
+from fastkv.kernels import evict as evict_module
+from fastkv.kernels import operations
+from fastkv.kernels._launch import INTERPRET
+from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
+
+from .simulator import Race, poison, simulated
+from .states import Workspace, copied, make_spec, make_state, splits, uninitialised_is_nan
+from .test_ops import CASES as OPERATORS
+from .test_ragged_ops import deal, slab_of
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="programs are simulated in Triton's interpreter only")
+
+ORDERS = [6, pytest.param(200, marks=pytest.mark.slow)]
+BATCH, HEADS, G = 2, 2, 2
+OWNED = [[3, 9], [8, 1]]  # slots per (sequence, head)
+LENGTHS = torch.tensor([[0, 7], [8, 0]], dtype=torch.int32)
+APPROX_OWNED = [[4, 1], [9, 2]]
+APPROX_LENGTHS = torch.tensor([[4, 0], [9, 1]], dtype=torch.int32)
+SCALE = 0.3
+
+
+@dataclass
+class Problem:
+    """A state and a launch on it: `call` returns results, changes its state and may use the workspace."""
+
+    state: LayerState
+    call: Callable[[LayerState], tuple[Tensor, ...]]
+    room: Workspace
+
+    def outcome(self, seed: int) -> dict[str, Tensor]:
+        """Results and the state afterwards, from scratch that the seed poisons."""
+        state = copied(self.state)
+        room = self.room
+        poison([one for one in (room.accs, room.tops, room.totals, room.logits) if one is not None], seed)
+        state.scratch = room.tensors()
+        with uninitialised_is_nan():
+            results = self.call(state)
+        assert not room.tickets.any(), "tickets are left for the next launch"
+        return dict(enumerate(results)) | dict(state.named_tensors())
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=None) -> LayerState:
+    """Slots of unequal heads, some of them empty or full, with moments of up to six evicted tokens."""
+    width = max(map(max, OWNED))
+    keys, values = normal(2, BATCH, HEADS, width, dim, dtype=dtype)
+    attention = torch.rand(BATCH, HEADS, width)
+    positions = torch.rand(BATCH, HEADS, width).argsort(-1).int()
+    old, gone = (normal(BATCH, HEADS, 6, dim), normal(BATCH, HEADS, 6, dim)), torch.rand(BATCH, HEADS, 6) < 0.5
+    gone[0, 0] = False
+    moments = Moments.empty(BATCH, HEADS, dim, dim, spread=spread).add(*old, gone)
+    known = None if parts is None else Centroids.empty(BATCH, HEADS, parts, dim, dim).add(*old, gone)
+    seen = torch.tensor([20, 30])
+    if not ragged:
+        return make_state(keys, values, LENGTHS.clone(), positions, seen, moments, attention=attention, parts=known)
+    starts, size = deal(OWNED)
+    keys, values, positions, attention = (slab_of(rows, starts, size) for rows in (keys, values, positions, attention))
+    return make_state(
+        keys, values, LENGTHS.clone(), positions, seen, moments, starts=starts, attention=attention, limit=width,
+        parts=known,
+    )  # fmt: skip
+
+
+def decoding(
+    number: int, dim: int = 16, ragged: bool = True, correction: str = "moments", vector: bool = False, **made
+):
+    state = layer(dim, ragged, **made)
+    if vector:
+        state = with_keys_only(state, dim)
+    dtype = state.exact.keys.dtype
+    q, k, v = (normal(BATCH, heads, dim, dtype=dtype) for heads in (HEADS * G, HEADS, HEADS))
+    spec = make_spec(SCALE, 2.0, correction=correction)
+
+    def call(state):
+        with splits(number):
+            return operations.decode_step(q, k[:, :, None], v[:, :, None], state, spec)
+
+    with splits(number):
+        room = Workspace.for_state(HEADS * G, state)
+    return Problem(state, call, room)
+
+
+def with_keys_only(state: LayerState, dim: int) -> LayerState:
+    """The layer with a second tier of slots that hold no values."""
+    starts, size = deal(APPROX_OWNED)
+    width = max(map(max, APPROX_OWNED))
+    keys = normal(BATCH, HEADS, width, dim, dtype=state.exact.keys.dtype)
+    positions = torch.randint(0, 20, (BATCH, HEADS, width), dtype=torch.int32)
+    keys, positions, attention = (slab_of(t, starts, size) for t in (keys, positions, torch.rand(BATCH, HEADS, width)))
+    state.approx = Slots(keys, None, APPROX_LENGTHS.clone(), positions, starts, attention, limit=width)
+    angle = torch.arange(20)[:, None] * 50.0 ** -(torch.arange(dim // 2) / dim * 2)
+    state.recovery = Recovery(normal(HEADS, dim, dim) / 4, angle.cos(), angle.sin())
+    return state
+
+
+def evicting(dim: int, ragged: bool, scan: int = 2048, **made):
+    state = layer(dim, ragged, **made)
+    state.moments.slope = torch.zeros(BATCH, HEADS, dim, dim, dtype=torch.float16)
+    width = max(map(max, OWNED))
+    scores = normal(BATCH, HEADS, width)
+    spec = make_spec(tokens=width - 6, spare=6, sinks=1, recent=2)
+
+    def call(state):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evict_module, "MAX_SCAN", scan)
+            operations.evict(scores, None, state, spec)
+        return ()
+
+    return Problem(state, call, Workspace.allocate(BATCH, HEADS, G, width, dim))
+
+
+def compacting(dim: int, **made):
+    """Nine slots and a block of forty tokens, most of which go: a list in two splits."""
+    used, num, slots = 9, 49, 12
+    state = layer(dim, False, **made)
+    state.exact.keys, state.exact.values = normal(2, BATCH, HEADS, slots, dim)
+    state.exact.positions = torch.rand(BATCH, HEADS, slots).argsort(-1).int()
+    state.moments.slope = torch.zeros(BATCH, HEADS, dim, dim, dtype=torch.float16)
+    block = normal(BATCH, HEADS, num - used, dim), normal(BATCH, HEADS, num - used, dim)
+    places = torch.arange(num - used, dtype=torch.int32).expand(BATCH, HEADS, -1)
+    valid = torch.arange(num) < used
+    valid = torch.where(valid, torch.arange(num) < LENGTHS[..., None], torch.rand(BATCH, HEADS, num) < 0.95)
+    rank = torch.rand(BATCH, HEADS, num).masked_fill(~valid, -1).argsort(-1, descending=True).argsort(-1)
+    kept = valid & (rank < torch.tensor([[12, 5], [0, 12]])[..., None])
+
+    def call(state):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compact_module, "ROWS_PER_SPLIT", num // 2)
+            operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), state, make_spec())
+        return ()
+
+    return Problem(state, call, Workspace.allocate(BATCH, HEADS, G, slots, dim))
+
+
+CASES = {
+    "decode": lambda: decoding(2, spread=True, correction="moments"),
+    "decode-equal-slots": lambda: decoding(4, ragged=False, dtype=torch.float16, correction="none"),
+    "decode-centroids": lambda: decoding(2, correction="centroids", parts=3),
+    "decode-alone": lambda: decoding(1),
+    "vector": lambda: decoding(2, vector=True),
+    "evict": lambda: evicting(80, True),
+    "evict-candidates": lambda: evicting(48, False, scan=4, dtype=torch.float16, spread=True),
+    "compact": lambda: compacting(48, spread=True),
+}
+
+
+def assert_same_bits(got: dict, want: dict, order: int) -> None:
+    assert got.keys() == want.keys()
+    for key, one in want.items():
+        assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (got[key], one))), f"{key} in order {order}"
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+@pytest.mark.parametrize("name", CASES)
+def test_any_order_gives_the_same_bits(name, orders):
+    problem = CASES[name]()
+    expected = problem.outcome(seed=-1)
+    for order in range(orders):
+        with simulated(order):
+            got = problem.outcome(seed=order)
+        assert_same_bits(got, expected, order)
+
+
+def operated(name: str) -> dict[str, Tensor]:
+    """Results of an operator's case and the states it has changed."""
+    torch.manual_seed(0)
+    arguments, options = OPERATORS[name]("triton")
+    with uninitialised_is_nan():
+        out = getattr(ops, name.split()[0])(*arguments, **options)
+    results = [out] if isinstance(out, Tensor) else list(out or [])
+    states = [one for one in arguments if isinstance(one, LayerState)]
+    return dict(enumerate(results)) | {key: tensor for one in states for key, tensor in one.named_tensors()}
+
+
+@pytest.mark.parametrize("orders", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_gives_the_same_bits_in_any_order(name, orders):
+    expected = operated(name)
+    for order in range(orders):
+        with simulated(order):
+            got = operated(name)
+        assert_same_bits(got, expected, order)
+
+
+@triton.jit
+def _sum_kernel(parts_ptr, out_ptr, ticket_ptr, last_ptr, SEM: tl.constexpr, BARRIER: tl.constexpr, LATE: tl.constexpr):
+    """Program (pair, part) stores its part; the last of a pair adds them up. LATE: it stores after its ticket."""
+    pair, part = tl.program_id(0), tl.program_id(1)
+    num = tl.num_programs(1)
+    mine = parts_ptr + pair * num + part
+    if not LATE:
+        tl.store(mine, part + 1)
+    if BARRIER:
+        tl.debug_barrier()
+    taken = tl.atomic_add(ticket_ptr + pair, 1, sem=SEM)
+    if LATE:
+        tl.store(mine, part + 1)
+        tl.debug_barrier()
+    if taken == num - 1:
+        total = tl.zeros([], tl.int32)
+        for other in range(num):
+            total += tl.load(parts_ptr + pair * num + other)
+        tl.store(out_ptr + pair, total)
+        tl.store(last_ptr + pair, part)
+        tl.store(ticket_ptr + pair, 0)
+
+
+def summed(order, sem="acq_rel", barrier=True, late=False, pairs=3, parts=4):
+    """Sums and who was last, per pair."""
+    scratch, out, last = (torch.full((pairs, num), -99, dtype=torch.int32) for num in (parts, 1, 1))
+    tickets = torch.zeros(pairs, dtype=torch.int32)
+    with simulated(order):
+        _sum_kernel[pairs, parts](scratch, out, tickets, last, sem, barrier, late)
+    assert not tickets.any()
+    return out[:, 0].tolist(), last[:, 0].tolist()
+
+
+def test_every_program_is_last_and_an_order_repeats():
+    runs = [summed(order) for order in range(12)]
+    assert all(total == [10, 10, 10] for total, _ in runs)
+    for first in (0, 8):
+        for pair in range(3):
+            assert [last[pair] for _, last in runs[first : first + 4]] == [0, 1, 2, 3]
+    assert runs == [summed(order) for order in range(12)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(barrier=False), dict(sem="relaxed"), dict(sem="acquire"), dict(sem="release"), dict(late=True)],
+    ids=str,
+)
+def test_races_are_found_in_every_order(change):
+    for order in range(8):
+        with pytest.raises(Race, match=r"in no order|without a barrier"):
+            summed(order, **change)
+
+
+def test_late_stores_also_change_the_result(monkeypatch):
+    """Overtaking shows them, without looking for races."""
+    monkeypatch.setattr("tests.simulator._Launch.check", lambda launch: None)
+    sound = [summed(order, late=True)[0] == [10, 10, 10] for order in range(8)]
+    assert not any(sound[4:])
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, STRIDE: tl.constexpr, AGAIN: tl.constexpr):
+    cols = tl.arange(0, 4)
+    place = tl.program_id(0) * STRIDE + cols
+    tl.store(y_ptr + place, tl.load(x_ptr + place))
+    if AGAIN:
+        tl.store(x_ptr + place, tl.load(y_ptr + place))
+
+
+def test_the_same_numbers_stored_twice_are_a_race():
+    x, y = torch.arange(12), torch.zeros(12, dtype=torch.int64)
+    with simulated(0):
+        _copy_kernel[3,](x, y, 4, False)
+        assert torch.equal(x, y)
+        with pytest.raises(
+            Race, match=r"_copy_kernel: program \(0, 0, 0\) stores and program .* y_ptr\[3\] in no order"
+        ):
+            _copy_kernel[2,](x, y, 3, False)
+        with pytest.raises(Race, match=r"loads y_ptr\[0\], which it has stored without a barrier"):
+            _copy_kernel[1,](x, y, 4, True)
+
+
+@triton.jit
+def _failing_kernel(x_ptr):
+    tl.store(x_ptr + tl.program_id(0), 1)
+    tl.static_assert(tl.program_id(0) != 1, "as expected")
+
+
+def test_triton_is_as_before_also_after_an_error():
+    builder = interpreter.interpreter_builder
+    before = interpreter.GridExecutor, interpreter._patch_lang, dict(vars(builder)).keys()
+    for order in range(3):
+        with pytest.raises(interpreter.InterpreterError, match="as expected"), simulated(order):
+            _failing_kernel[4,](torch.zeros(4))
+    assert (interpreter.GridExecutor, interpreter._patch_lang, dict(vars(builder)).keys()) == before
