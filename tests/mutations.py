@@ -164,8 +164,8 @@ MUTATIONS = [
     bug(
         "the second reading of a prompt has no sinks",
         "reference/attention.py",
-        "probs, _ = with_sink(probs, lse, sink)",
-        "_ = with_sink(probs, lse, sink)",
+        "probs, _ = with_sink(probs, lse.view(probs.shape[:-1]), sinks)",
+        "_ = with_sink(probs, lse.view(probs.shape[:-1]), sinks)",
         "sinks.py::test_a_second_reading",
     ),
     bug(
@@ -332,9 +332,9 @@ MUTATIONS = [
     ),
     bug(
         "attention received is summed, not averaged, over the queries",
-        "cache/signals.py",
-        "attention=received / queries,",
-        "attention=received,",
+        "reference/selection.py",
+        'attention = joined(*(slots["attention"] for slots in tiers)) / queried',
+        'attention = joined(*(slots["attention"] for slots in tiers))',
         f"{CACHE}::test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token",
     ),
     # Budgets and plans.
@@ -695,8 +695,8 @@ MUTATIONS = [
     bug(
         "an operator reads all slots instead of those that may be filled",
         "ops/operator.py",
-        "filled=numbers[0], ",
-        "filled=numbers[1], ",
+        'found["exact"]}, filled=filled, ',
+        'found["exact"]}, filled=limit, ',
         "ops.py::test_flat_states_come_back_whole",
     ),
     bug(
