@@ -246,6 +246,19 @@ def _add_attention(
 
 
 @triton.jit
+def _barrier(HIP: tl.constexpr):
+    """Every thread's loads and stores are done before any thread goes on; a release by one of them then covers all.
+
+    On AMD (CDNA) `tl.debug_barrier` is a bare s_barrier, past which a wave's stores may still be under way.
+    """
+    if HIP:
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [tl.program_id(0)], tl.int32, False, 1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
 def _count_token(lengths_ptr, seen_ptr, pair, held, HEADS: tl.constexpr):
     """The token is stored: lengths becomes `held`; the first head of a sequence also counts it in seen."""
     tl.store(lengths_ptr + pair, held)

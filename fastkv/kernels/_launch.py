@@ -24,8 +24,8 @@ def pow2(number: int, least: int = 1) -> int:
 
 
 def on_hip() -> bool:
-    """Whether this torch is built for AMD."""
-    return torch.version.hip is not None
+    """Whether kernels are compiled for AMD."""
+    return torch.version.hip is not None and not INTERPRET
 
 
 def stages(wanted: int, hip: bool | None = None) -> int:

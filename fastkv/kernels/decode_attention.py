@@ -26,6 +26,7 @@ from ._attention import (
     _add_attention,
     _append_token,
     _attend_slots,
+    _barrier,
     _count_token,
     _load_query,
     _merge_accs,
@@ -68,7 +69,7 @@ def _decode_attention_kernel(
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr,
-    INTERP: tl.constexpr,
+    HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
     # sink_ptr.
@@ -132,7 +133,7 @@ def _decode_attention_kernel(
         tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
         _store_lse(lse_retained_ptr + pair * G, top, total, G, M)
         _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
-        tl.debug_barrier()  # the logits are written and every thread has read length
+        _barrier(HIP)  # the logits are written and every thread has read length
         if attention_ptr is not None:
             _add_attention(attention_ptr, logits_ptr, lse2, held, pool, G, M, BLOCK_S)
         if k_ptr is not None:
@@ -149,7 +150,7 @@ def _decode_attention_kernel(
         tops_ptr += pair * PARTS * G
         totals_ptr += pair * PARTS * G
         _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
-        tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+        _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
         if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
             heads = tl.arange(0, MERGE_M)
             all_top, all_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, MERGE_M)
@@ -199,7 +200,7 @@ def _constants(
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
         BLOCK_C=BLOCK_C, BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order,
-        SPREAD=spread, HAS_CAP=capped,
+        SPREAD=spread, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
     return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
 

@@ -24,6 +24,7 @@ from ._attention import (
     _add_attention,
     _append_token,
     _attend_slots,
+    _barrier,
     _count_token,
     _dot,
     _load_query,
@@ -146,7 +147,8 @@ def _vector_decode_kernel(
     softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
-    APPROX: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    APPROX: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, HIP: tl.constexpr,
+    INTERP: tl.constexpr,
 ):  # fmt: skip
     # Partials: SPLITS of slots with values, APPROX of slots without, one of the moments, one place for the merged keys.
     PARTS: tl.constexpr = SPLITS + APPROX + (ORDER is not None)
@@ -203,7 +205,7 @@ def _vector_decode_kernel(
         )  # fmt: skip
         _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
 
-    tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+    _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
         exact_top, exact_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, M)
         approx_top, approx_total, approx_shares = _merge_tops(tops_ptr, totals_ptr, SPLITS, APPROX, G, M)
@@ -226,7 +228,7 @@ def _vector_decode_kernel(
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
             merged = _merge_accs(accs_ptr, approx_shares, part, SPLITS, APPROX, G, M, D) * approx_factor[:, None]
             tl.store(merged_ptr + place, merged, mask=mask)
-        tl.debug_barrier()  # merged keys are written before other threads read them
+        _barrier(HIP)  # merged keys are written before other threads read them
         weight_ptr += (pair % HEADS) * D * D
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
@@ -266,7 +268,7 @@ def _constants(
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n,
         BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, BLOCK_S=BLOCK_S, SPLITS=splits, APPROX=approx,
-        MERGE_D=merge_d, ORDER=order, HAS_CAP=capped,
+        MERGE_D=merge_d, ORDER=order, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
     return constants, 8 if exact and padded == 256 else 4, num_stages
 
