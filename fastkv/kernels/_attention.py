@@ -230,19 +230,26 @@ def _store_lse(lse_ptr, top, total, G: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _add_attention(
-    attention_ptr, logits_ptr, lse2, length, pool, G: tl.constexpr, M: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """attention[slot] += mean over the group of 2^(logit - lse2) for slots [0, length)."""
-    rows = tl.arange(0, M)
+    attention_ptr, logits_ptr, lse2, length, capacity, pool,
+    G: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """attention[slot] += mean over the group of 2^(logit - lse2) for slots [0, length) of `capacity`.
+
+    lse2: [M], of which ROWS >= G are worked on.
+    """
+    rows = tl.arange(0, ROWS)
+    if ROWS < M:
+        lse2 = tl.sum(tl.where(rows[:, None] == tl.arange(0, M)[None, :], lse2[None, :], 0.0), 1)
     for first in range(0, length, BLOCK_S):
         slot = first + tl.arange(0, BLOCK_S)
-        inside = slot < length
-        mask = (rows < G)[:, None] & inside[None, :]
+        owned = slot < capacity  # a mask by length would make loads narrow
         place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
+        mask = (rows < G)[:, None] & owned[None, :]
         logits = tl.load(logits_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
+        before = tl.load(attention_ptr + slot, mask=owned, other=0.0)
+        logits = tl.where((slot < length)[None, :], logits, -float("inf"))
         share = tl.sum(tl.exp2(logits - lse2[:, None]), 0) / G
-        before = tl.load(attention_ptr + slot, mask=inside, other=0.0)
-        tl.store(attention_ptr + slot, before + share, mask=inside)
+        tl.store(attention_ptr + slot, before + share, mask=owned)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from ..reference import Centroids, LayerState
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 MAX_HEAD_DIM = 256
+ATTENTION_TILE = 8192  # logits at once when attention is added up
 CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
 SMS = 132
 
@@ -21,6 +22,11 @@ SMS = 132
 def pow2(number: int, least: int = 1) -> int:
     """The smallest power of two that is at least `number` and `least`."""
     return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+def attention_slots(rows: int) -> int:
+    """Slots at once when the attention of so many query heads, a power of two, is added up."""
+    return min(2048, ATTENTION_TILE // rows)
 
 
 def on_hip() -> bool:

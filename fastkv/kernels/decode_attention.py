@@ -43,6 +43,7 @@ from ._launch import (
     MIN_ROWS,
     Workspace,
     addressed,
+    attention_slots,
     check_contiguous,
     check_decode,
     check_like,
@@ -56,7 +57,6 @@ from ._launch import (
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3)}  # padded head_dim -> slots, matrix rows, stages
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
 BLOCK_C = 16  # centroids at a time
-BLOCK_S = 256  # slots per step when attention is added up
 MERGE_TILE = 4096  # elements of partials summed at once
 
 
@@ -135,7 +135,7 @@ def _decode_attention_kernel(
         _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
         _barrier(HIP)  # the logits are written and every thread has read length
         if attention_ptr is not None:
-            _add_attention(attention_ptr, logits_ptr, lse2, held, pool, G, M, BLOCK_S)
+            _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, M, MERGE_M, BLOCK_S)
         if k_ptr is not None:
             _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
     else:
@@ -173,7 +173,7 @@ def _decode_attention_kernel(
             _store_lse(lse_retained_ptr + pair * G, all_top, all_total, G, MERGE_M)
             _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, MERGE_M)
             if attention_ptr is not None:
-                _add_attention(attention_ptr, logits_ptr, lse2, held, pool, G, MERGE_M, BLOCK_S)
+                _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, MERGE_M, MERGE_M, BLOCK_S)
             if k_ptr is not None:
                 _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
             tl.store(tickets_ptr + pair, 0)
@@ -199,8 +199,8 @@ def _constants(
     merge_dims = min(padded, max(16, MERGE_TILE // (splits * merge_rows)))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_C=BLOCK_C, BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order,
-        SPREAD=spread, HAS_CAP=capped, HIP=hip,
+        BLOCK_C=BLOCK_C, BLOCK_S=attention_slots(merge_rows), SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims,
+        ORDER=order, SPREAD=spread, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
     return constants, 8 if dtype == torch.float32 and padded == 256 else 4, num_stages
 

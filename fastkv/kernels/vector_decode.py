@@ -45,6 +45,7 @@ from ._launch import (
     MIN_ROWS,
     Workspace,
     addressed,
+    attention_slots,
     check_contiguous,
     check_decode,
     check_like,
@@ -58,7 +59,6 @@ from ._launch import (
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2)}  # padded head_dim -> slots, matrix rows, stages
 FP32_BLOCKS = {64: (32, 16, 2), 128: (32, 16, 2), 256: (16, 16, 2)}
 BLOCK_A = {64: 32, 128: 32, 256: 16}  # slots without values
-BLOCK_S = 256  # slots per step when attention is added up
 MERGE_TILE = 2048  # elements of partials summed at once
 
 
@@ -147,14 +147,14 @@ def _vector_decode_kernel(
     softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
-    APPROX: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, HIP: tl.constexpr,
-    INTERP: tl.constexpr,
+    APPROX: tl.constexpr, MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr,
+    HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Partials: SPLITS of slots with values, APPROX of slots without, one of the moments, one place for the merged keys.
     PARTS: tl.constexpr = SPLITS + APPROX + (ORDER is not None)
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
-    approx_base = _stretch(approx_starts_ptr, pair, approx_slots, HEADS)[0]
+    approx_base, approx_capacity = _stretch(approx_starts_ptr, pair, approx_slots, HEADS)
     length, approx_length = tl.load(lengths_ptr + pair), tl.load(approx_lengths_ptr + pair)
     count = tl.load(count_ptr + pair)
     q_ptr += pair * G * D
@@ -247,10 +247,12 @@ def _vector_decode_kernel(
             held = tl.minimum(length + 1, capacity)
             _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
         if attention_ptr is not None:
-            _add_attention(attention_ptr + base, logits_ptr, lse2, held, pool, G, M, BLOCK_S)
+            _add_attention(attention_ptr + base, logits_ptr, lse2, held, capacity, pool, G, M, MERGE_M, BLOCK_S)
         if approx_attention_ptr is not None:
-            approx_attention_ptr += approx_base
-            _add_attention(approx_attention_ptr, approx_logits_ptr, lse2, approx_length, pool, G, M, BLOCK_S)
+            _add_attention(
+                approx_attention_ptr + approx_base, approx_logits_ptr, lse2, approx_length, approx_capacity, pool,
+                G, M, MERGE_M, BLOCK_S,
+            )  # fmt: skip
         tl.store(tickets_ptr + pair, 0)
 
 
@@ -267,8 +269,8 @@ def _constants(
     merge_d = max(16, MERGE_TILE // (max(splits, approx, 2) * MIN_ROWS))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n,
-        BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, BLOCK_S=BLOCK_S, SPLITS=splits, APPROX=approx,
-        MERGE_D=merge_d, ORDER=order, HAS_CAP=capped, HIP=hip,
+        BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, BLOCK_S=attention_slots(pow2(groups)), SPLITS=splits,
+        APPROX=approx, MERGE_M=pow2(groups), MERGE_D=merge_d, ORDER=order, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
     return constants, 8 if exact and padded == 256 else 4, num_stages
 
