@@ -5,6 +5,7 @@ Block sizes, warps and stages are asked of the kernel's own module, so that what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from fastkv.kernels import (
 from fastkv.kernels._evicted import CENTROIDS
 from fastkv.kernels._launch import pow2
 
+SLOTS = 1040  # of a head: a budget of 1024 and 16 tokens between evictions
 CUDA, HIP = VENDORS = ("80", "90", "100"), ("gfx942",)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_TYPED = ("q", "keys", "values", "k", "v", "new_keys", "new_values", "approx_keys", "out", "slope", "sketch")
@@ -122,7 +124,7 @@ def of_decode(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
-        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, splits, order, spread, capped, arches == HIP
+        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP
     )
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
@@ -288,6 +290,28 @@ def of_window(kernel: Any, dim: int, **change: bool) -> Variant:
 
 
 SPLIT = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
+
+
+def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
+    """Of `fastkv.kernels.decode_attention` for the chips of one vendor."""
+    of = functools.partial(of_decode, arches=vendor)
+    return [
+        *(of(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)),
+        *(of(128, s, o) for s in (1, 16) for o in (None, 0)),
+        *(of(d, s, 1, attention=True, capped=True) for d in (128, 256) for s in (1, 16)),
+        *(of(d, s, 1, matrix="fp32") for d in (128, 256) for s in (1, 4)),
+        of(128, 32, 1, groups=16, attention=True),
+        *(of(128, 8, 1, groups=3), of(128, 4, 1, groups=1)),
+        *(of(128, 4, 1, append=False), of(128, 4, 1, "fp16", "fp16")),
+        *(of(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))),
+        *(of(d, s, 1, attention=True, ragged=True) for d, s in SPLIT),
+        *(of(d, s, 1, spread=True) for d, s in SPLIT),
+        *(of(128, 16, 0, spread=True), of(128, 16, 1, spread=True, capped=True)),
+        *(of(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in SPLIT),
+        *(of(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
+    ]
+
+
 AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "centroids": [
         *(of_centroids(dim) for dim in (64, 80, 128, 256)),
@@ -302,21 +326,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_merge(compact._moments_kernel, dim, splits, True) for dim, splits in ((128, 1), (128, 4), (256, 1))),
         of_merge(compact._merge_kernel, 128, 4, True),
     ],
-    "decode_attention": [
-        *(of_decode(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)),
-        *(of_decode(128, s, o) for s in (1, 16) for o in (None, 0)),
-        *(of_decode(d, s, 1, attention=True, capped=True) for d in (128, 256) for s in (1, 16)),
-        *(of_decode(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS),
-        of_decode(128, 32, 1, groups=16, attention=True),
-        *(of_decode(128, 8, 1, groups=3), of_decode(128, 4, 1, groups=1)),
-        *(of_decode(128, 4, 1, append=False), of_decode(128, 4, 1, "fp16", "fp16")),
-        *(of_decode(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))),
-        *(of_decode(d, s, 1, attention=True, ragged=True) for d, s in SPLIT),
-        *(of_decode(d, s, 1, spread=True) for d, s in SPLIT),
-        *(of_decode(128, 16, 0, spread=True), of_decode(128, 16, 1, spread=True, capped=True)),
-        *(of_decode(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in SPLIT),
-        *(of_decode(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
-    ],
+    "decode_attention": [one for vendor in VENDORS for one in of_decodes(vendor)],
     "evict": [
         *(of_evict(d, 1040, 1024) for d in (64, 80, 96, 128)),
         *(of_evict(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in VENDORS),

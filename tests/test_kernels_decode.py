@@ -25,7 +25,7 @@ from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from . import states
 from .conftest import examples
 from .pairwise import covering
-from .states import CTAS, DEVICE, Workspace, assert_same, copied, make_spec, make_state, num_splits
+from .states import CTAS, DEVICE, Workspace, assert_same, copied, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 SCALE = 0.17
@@ -298,13 +298,13 @@ def test_decode_attention_refuses():
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 3, 8, 16, 32, 64, 100, 128, 256, 1024])
-def test_num_splits_fills_one_wave(pairs):
+def test_num_programs_fills_one_wave(pairs):
     last = 1
     for slots in range(16, 20000, 16):
-        splits = num_splits(pairs, slots)
-        assert splits & (splits - 1) == 0 and splits >= last
-        assert splits == 1 or (pairs * (splits + 1) <= CTAS and slots >= 32 * splits)
-        last = splits
+        programs = num_programs(pairs, slots)
+        assert programs & (programs - 1) == 0 and programs >= last
+        assert programs == 1 or (pairs * max(programs, 3) <= CTAS and slots >= 32 * programs)
+        last = programs
 
 
 small = dict(

@@ -163,7 +163,7 @@ class Workspace:
                 vector_decode).  pool: slots of all heads of the batch; B * Hkv * slots * sets if None.
         """
         pairs = batch * num_kv_heads
-        parts = pairs * sets * (num_splits(pairs * sets, slots) + 1) * groups
+        parts = pairs * sets * (num_programs(pairs * sets, slots) + 1) * groups
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.float32, device=device)
@@ -177,15 +177,16 @@ class Workspace:
         )
 
 
-def num_splits(pairs: int, slots: int) -> int:
-    """Programs that share the slots of one pair, a power of two; a function of static sizes only.
+def num_programs(pairs: int, slots: int) -> int:
+    """Programs for one pair, a power of two; a function of static sizes only.
 
-    As many as are co-resident, but none smaller than 32 slots, and none smaller than 64 once every SM has one.
+    As many as are co-resident, but none with less than 32 slots, and none with less than 64 once every SM has one. Two
+    count as three: beside two that read slots there may be one for the evicted set.
     """
-    splits = 1
-    while pairs * (2 * splits + 1) <= CTAS:
-        least = 64 if 2 * splits * pairs > SMS else 32
-        if slots < 2 * splits * least:
+    programs = 1
+    while pairs * max(2 * programs, 3) <= CTAS:
+        least = 64 if 2 * programs * pairs > SMS else 32
+        if slots < 2 * programs * least:
             break
-        splits *= 2
-    return splits
+        programs *= 2
+    return programs

@@ -27,16 +27,20 @@ from ._attention import (
     _barrier,
     _count_token,
     _dot,
+    _load_accs,
     _load_query,
+    _load_sums,
+    _load_token,
     _logits2,
     _merge_accs,
-    _merge_tops,
+    _merge_sums,
     _mix,
     _rows_mask,
     _sink,
     _softmax_update,
     _store_lse,
     _store_partial,
+    _store_sums,
     _stretch,
 )
 from ._evicted import Terms, _moment_partial
@@ -50,7 +54,7 @@ from ._launch import (
     check_decode,
     check_like,
     decode_outputs,
-    num_splits,
+    num_programs,
     on_hip,
     pow2,
     stages,
@@ -107,16 +111,14 @@ def _attend_keys(
 @triton.jit
 def _store_halves(
     accs_ptr, tops_ptr, totals_ptr, part, top, total, first, second,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """`_store_partial` of an acc in halves."""
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_H)
-    row = part * G + rows
-    place, mask = row[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D // 2)[None, :]
+    place, mask = (part * G + rows)[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D // 2)[None, :]
     tl.store(accs_ptr + place, first, mask=mask)
     tl.store(accs_ptr + D // 2 + place, second, mask=mask)
-    tl.store(tops_ptr + row, top, mask=rows < G)
-    tl.store(totals_ptr + row, total, mask=rows < G)
+    _store_sums(tops_ptr, totals_ptr, part, top, total, PARTS, G, M)
 
 
 @triton.jit
@@ -175,19 +177,22 @@ def _vector_decode_kernel(
         top = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, BLOCK_D], tl.float32)
+        last = split == SPLITS - 1
+        if k_ptr is not None:
+            k = _load_token(k_ptr + pair * D, last, keys_ptr.dtype.element_ty, D, M, BLOCK_D)
+            v = _load_token(v_ptr + pair * D, last, values_ptr.dtype.element_ty, D, M, BLOCK_D)
         share = tl.cdiv(length, SPLITS)
         top, total, acc = _attend_slots(
             top, total, acc, q, keys_ptr, values_ptr, logits_ptr, split * share,
             tl.minimum(split * share + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
-            if split == 0:
+            if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, k_ptr + pair * D, v_ptr + pair * D, keys_ptr, values_ptr,
-                    positions_ptr + base, logits_ptr, length, length + approx_length + count, capacity, pool, scale,
-                    softcap, G, M, D, BLOCK_D, HAS_CAP,
+                    top, total, acc, q, k, v, keys_ptr, values_ptr, positions_ptr + base, logits_ptr, length,
+                    length + approx_length + count, capacity, pool, scale, softcap, G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
     elif split < SPLITS + APPROX:
         share = tl.cdiv(approx_length, APPROX)
         start = (split - SPLITS) * share
@@ -196,25 +201,28 @@ def _vector_decode_kernel(
             approx_logits_ptr, start, tl.minimum(start + share, approx_length), pool, scale, softcap,
             G, M, D, BLOCK_D // 2, BLOCK_A, HAS_CAP, INTERP,
         )  # fmt: skip
-        _store_halves(accs_ptr, tops_ptr, totals_ptr, split, top, total, first, second, G, M, D, BLOCK_D // 2)
+        _store_halves(accs_ptr, tops_ptr, totals_ptr, split, top, total, first, second, PARTS, G, M, D, BLOCK_D // 2)
     elif ORDER is not None:
         top, total, acc = _moment_partial(
             q_ptr, key_mean_ptr + pair * D, value_mean_ptr + pair * D,
             matrix_ptr + pair * D * D if ORDER == 1 else matrix_ptr, None, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, 0, HAS_CAP, INTERP,
         )  # fmt: skip
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
 
     _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
-        exact_top, exact_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, M)
-        approx_top, approx_total, approx_shares = _merge_tops(tops_ptr, totals_ptr, SPLITS, APPROX, G, M)
+        exact_tops, exact_totals = _load_sums(tops_ptr, totals_ptr, 0, SPLITS, SPLITS, PARTS, G, M)
+        approx_tops, approx_totals = _load_sums(tops_ptr, totals_ptr, SPLITS, APPROX, APPROX, PARTS, G, M)
+        exact_top, exact_total, shares = _merge_sums(exact_tops, exact_totals)
+        approx_top, approx_total, approx_shares = _merge_sums(approx_tops, approx_totals)
         held_lse2, exact_factor, approx_factor = _mix(exact_top, exact_total, approx_top, approx_total)
         held_total = tl.where((exact_total > 0) | (approx_total > 0), 1.0, 0.0)
         held_top = tl.where(held_total > 0, held_lse2, -float("inf"))
         moment_top, moment_total = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
         if ORDER is not None:
-            moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS + APPROX, 1, G, M)
+            last_top, last_total = _load_sums(tops_ptr, totals_ptr, SPLITS + APPROX, 1, 1, PARTS, G, M)
+            moment_top, moment_total, _ = _merge_sums(last_top, last_total)
         lse2, held_factor, moment_factor = _mix(held_top, held_total, moment_top, moment_total)
         if sink_ptr is not None:
             lse2, rest = _sink(sink_ptr + (pair % HEADS) * G, lse2, G, M)
@@ -226,16 +234,17 @@ def _vector_decode_kernel(
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
-            merged = _merge_accs(accs_ptr, approx_shares, part, SPLITS, APPROX, G, M, D) * approx_factor[:, None]
-            tl.store(merged_ptr + place, merged, mask=mask)
+            accs = _load_accs(accs_ptr, part, SPLITS, APPROX, APPROX, G, M, D)
+            tl.store(merged_ptr + place, _merge_accs(accs, approx_shares) * approx_factor[:, None], mask=mask)
         _barrier(HIP)  # merged keys are written before other threads read them
         weight_ptr += (pair % HEADS) * D * D
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
             dtype: tl.constexpr = q_ptr.dtype.element_ty
+            accs = _load_accs(accs_ptr, part, 0, SPLITS, SPLITS, G, M, D)
             mixed = _weigh_keys(merged_ptr, weight_ptr, part, dtype, G, M, D, BLOCK_K, MERGE_D, INTERP)
-            mixed += _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, M, D) * exact_factor[:, None]
+            mixed += _merge_accs(accs, shares) * exact_factor[:, None]
             mixed *= held_factor[:, None]
             if ORDER is not None:
                 moments_ptr = accs_ptr + (SPLITS + APPROX) * G * D
@@ -304,7 +313,7 @@ def vector_decode_step(
         approx_attention=approx.attention, starts=starts, approx_starts=approx.starts,
     )  # fmt: skip
     pairs, approx_slots, approx_pool = batch * heads, approx.keys.shape[-2], approx.keys.numel() // dim
-    splits, parts = num_splits(2 * pairs, exact.limit), num_splits(2 * pairs, approx.limit)
+    splits, parts = num_programs(2 * pairs, exact.limit), num_programs(2 * pairs, approx.limit)
     pool, collects = keys.numel() // dim + approx_pool, exact.attention is not None or approx.attention is not None
     room = Workspace.of(state.scratch)
     if room is None:
