@@ -52,6 +52,7 @@ from ._launch import (
     check_like,
     decode_outputs,
     num_programs,
+    num_sms,
     on_hip,
     pow2,
     stages,
@@ -240,7 +241,7 @@ def decode_step(
         k=k, v=v, positions=slots.positions, seen=state.seen, starts=starts,
     )  # fmt: skip
     pairs, pool, collects = batch * heads, keys.numel() // dim, attention is not None
-    programs = num_programs(pairs, slots.limit)
+    programs = num_programs(pairs, slots.limit, num_sms(q.device))
     room = Workspace.of(state.scratch)
     if room is None and (programs > 1 or collects):
         room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)

@@ -55,6 +55,7 @@ from ._launch import (
     check_like,
     decode_outputs,
     num_programs,
+    num_sms,
     on_hip,
     pow2,
     stages,
@@ -313,7 +314,7 @@ def vector_decode_step(
         approx_attention=approx.attention, starts=starts, approx_starts=approx.starts,
     )  # fmt: skip
     pairs, approx_slots, approx_pool = batch * heads, approx.keys.shape[-2], approx.keys.numel() // dim
-    splits, parts = num_programs(2 * pairs, exact.limit), num_programs(2 * pairs, approx.limit)
+    splits, parts = (num_programs(2 * pairs, tier.limit, num_sms(q.device)) for tier in (exact, approx))
     pool, collects = keys.numel() // dim + approx_pool, exact.attention is not None or approx.attention is not None
     room = Workspace.of(state.scratch)
     if room is None:
