@@ -6,8 +6,9 @@
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
 expected, needs more shared memory than the chip has, takes a ticket before all threads' stores are done (on AMD a
-barrier alone does not wait for them) or none where it should, or has so few instructions that the compiler has dropped
-the work. Uses the tools in the triton wheel. The variants are in `perf.variants`.
+barrier alone does not wait for them) or none where it should, computes a product in several warps where one should, or
+has so few instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are in
+`perf.variants`.
 """
 
 from __future__ import annotations
@@ -118,11 +119,21 @@ def tickets(text: str, backend: str) -> tuple[int, int]:
     return len(found), sum(len(parts) > 1 and not re.search(WAITS[backend], parts[-1]) for parts in found)
 
 
-def faults(wide: bool, chip: Chip, spill: int, names: list[str], races: int | None, shared: int) -> list[str]:
+def repeated(ttgir: str) -> int:
+    """How many matrix products several warps compute: their rows and columns exceed those of the result."""
+    layout = r"^(#\w+) = #ttg\.\w+<\{.*?warpsPerCTA = \[(\d+), (\d+)\].*?instrShape = \[(\d+), (\d+)"
+    covered = {name: (int(a) * int(m), int(b) * int(n)) for name, a, b, m, n in re.findall(layout, ttgir, re.M)}
+    results = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", ttgir)
+    return sum(covered[name][0] > int(m) or covered[name][1] > int(n) for m, n, name in results)
+
+
+def faults(
+    wide: bool, chip: Chip, spill: int, names: list[str], races: int | None, shared: int, repeats: int = 0
+) -> list[str]:
     """What is beyond a limit, in words.
 
     Args: wide: whether 16-byte loads are expected; spill, shared: bytes; names: of all instructions; races: tickets
-        that nothing orders, None if a ticket is missing.
+        that nothing orders, None if a ticket is missing; repeats: products that should not be.
     """
     narrow = count(names, NARROW[chip.target.backend])
     limits = (
@@ -130,6 +141,7 @@ def faults(wide: bool, chip: Chip, spill: int, names: list[str], races: int | No
         (narrow > 0, f"{narrow} 2-byte loads"),
         (wide and not count(names, WIDE[chip.target.backend]), "no 16-byte loads"),
         (races is None, "no ticket"),
+        (repeats > 0, f"{repeats} products computed by several warps"),
         (bool(races), "a ticket that does not wait for all stores"),
         (shared > chip.per_cta, f"shared memory above {chip.per_cta}"),
         (len(names) < LEAST_CODE, f"only {len(names)} instructions"),
@@ -162,7 +174,8 @@ def check(variant: Variant, arch: str) -> bool:
     taken, races = tickets(compiled.asm["amdgcn" if backend == "hip" else "ptx"], backend)
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
     lost = "tickets_ptr" in variant.types and not taken
-    found_faults = faults(variant.wide, chip, spill, names, None if lost else races, shared)
+    repeats = repeated(compiled.asm["ttgir"]) if variant.once else 0
+    found_faults = faults(variant.wide, chip, spill, names, None if lost else races, shared, repeats)
     print(
         f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "
         f"16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "

@@ -52,7 +52,8 @@ class Variant:
     Attributes:
         types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
         div16: integer arguments that are multiples of 16 (pointers always are).
-        wide: 16-byte loads are expected.  arches: where it is used, all if empty ("80", "90", "100", "gfx942").
+        wide: 16-byte loads are expected.  once: no product is computed by more than one warp.
+        arches: where it is used, all if empty ("80", "90", "100", "gfx942").
     """
 
     name: str
@@ -63,6 +64,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 3
     wide: bool = True
+    once: bool = False
     arches: tuple[str, ...] = ()
 
 
@@ -223,21 +225,22 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False) -> Variant:
 
 
 def of_prefill(
-    dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4, hip: bool = False,
+    chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4,
     spread: bool = False,
 ) -> Variant:  # fmt: skip
-    """Of `fastkv.kernels.prefill_attention`."""
-    rows, tile, warps, depth = prefill_attention.BLOCKS[pow2(dim, 16)]
+    """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
+    hip = chip in HIP
+    rows, tile, warps, depth = prefill_attention._blocks(pow2(dim, 16), DTYPES[dtype], "hip" if hip else chip)
+    tile = prefill_attention.CAP_TILE_HIP if hip and groups != 4 else tile
     flags = dict(
-        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows,
-        BLOCK_N=prefill_attention.CAP_TILE_HIP if hip else tile, SEED=prefill_attention.SEED[pow2(dim)], ORDER=order,
-        HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
+        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows, BLOCK_N=tile,
+        SEED=prefill_attention.SEED[pow2(dim)], ORDER=order, HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
     )  # fmt: skip
     name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, {} if slope else dict(slope_ptr="*fp32"),
         given=dict(spread_ptr=spread), even=("slots", "stride_"),
-        num_warps=warps, num_stages=depth, arches=() if groups == 4 else HIP if hip else CUDA,
+        num_warps=warps, num_stages=depth, arches=(chip,), once=(chip, pow2(dim)) != ("80", 256),
     )  # fmt: skip
 
 
@@ -312,6 +315,17 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
     ]
 
 
+def of_prefills(chip: str) -> list[Variant]:
+    """Of `fastkv.kernels.prefill_attention` for one chip."""
+    of = functools.partial(of_prefill, chip)
+    return [
+        *(of(dim) for dim in ((16, 32) if chip == "90" else ()) + (64, 80, 128, 256)),
+        *(of(128, slope=False), of(128, "fp16", slope=False), of(128, order=-1), of(128, "fp16", groups=7)),
+        *(of(dim, spread=True) for dim in (64, 128, 256)),
+        *(of(128, slope=False, spread=True), of(128, order=0, spread=True)),
+    ]
+
+
 AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "centroids": [
         *(of_centroids(dim) for dim in (64, 80, 128, 256)),
@@ -364,13 +378,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_mass(noncausal_mass._lse_kernel, dim) for dim in (128, 256)),
         *(of_mass(noncausal_mass._column_kernel, dim) for dim in (128, 256)),
     ],
-    "prefill_attention": [
-        *(of_prefill(dim) for dim in (64, 80, 128, 256)),
-        *(of_prefill(128, slope=False), of_prefill(128, "fp16", slope=False), of_prefill(128, order=-1)),
-        *(of_prefill(128, "fp16", groups=7, hip=hip) for hip in (False, True)),
-        *(of_prefill(dim, spread=True) for dim in (64, 128, 256)),
-        *(of_prefill(128, slope=False, spread=True), of_prefill(128, order=0, spread=True)),
-    ],
+    "prefill_attention": [one for chip in (*CUDA, *HIP) for one in of_prefills(chip)],
     "select": [
         *(of_select(1024, True, True), of_select(2048, True, False)),
         *(of_select(8192, True, True), of_select(8192, False, False)),

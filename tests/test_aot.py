@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import fastkv.kernels
-from perf.aot import CHIPS, faults, tickets, variants
+from fastkv.kernels import prefill_attention
+from perf.aot import CHIPS, faults, repeated, tickets, variants
 from perf.variants import AOT
 
 ROOT = Path(__file__).parent.parent
@@ -62,13 +63,15 @@ def test_every_kernel_has_variants():
         "no 16-byte loads": {"loads": "LDG.E.64"},
         "a ticket that does not wait for all stores": {"races": 1},
         "no ticket": {"races": None},
+        "2 products computed by several warps": {"repeats": 2},
         "shared memory above 232448": {"shared": 1 << 20},
         "only 10 instructions": {"size": 10},
     }.items(),
 )
 def test_limits(what, given):
     names = [given.get("loads", "LDG.E.128")] * given.get("size", 100) + given.get("more", [])
-    found = faults(True, CHIPS["90"], given.get("spill", 16), names, given.get("races", 0), given.get("shared", 0))
+    numbers = given.get("races", 0), given.get("shared", 0), given.get("repeats", 0)
+    found = faults(True, CHIPS["90"], given.get("spill", 16), names, *numbers)
     assert found == ([] if what is None else [what])
 
 
@@ -112,6 +115,23 @@ STORE, TICKET = (
 def test_tickets_wait_for_the_stores_of_all_threads(backend, between, races):
     assert tickets(STORE[backend] + between + TICKET[backend], backend) == (1, races)
     assert tickets(between + TICKET[backend], backend) == (1, 0)
+
+
+MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [8, 1], instrShape = [16, 64, 16]}>\n"
+
+
+@pytest.mark.parametrize("result,repeats", [("128x64", 0), ("64x64", 1), ("256x128", 0), ("128x32", 1)])
+def test_products_of_several_warps_are_found(result, repeats):
+    dot = (
+        f"%a = ttng.warp_group_dot %q, %k : tensor<{result}xbf16, #s> * tensor<16xf32> -> tensor<{result}xf32, #mma>\n"
+    )
+    assert repeated(MMA + dot) == repeats
+
+
+def test_no_head_size_of_a_prompt_block_is_computed_twice():
+    sizes = [v for v in variants("prefill_attention") if v.arches == ("90",)]
+    assert all(one.once for one in sizes) and {one.constants["BD"] for one in sizes} == set(prefill_attention.BLOCKS)
+    assert len(lines_of(compile_ahead("--kernel", "prefill_attention", "--match", "bf16 G4 order1"))) >= 6
 
 
 def test_an_unknown_kernel_is_an_error():

@@ -180,6 +180,14 @@ class Workspace:
 
 
 @functools.cache
+def chip_of(device: torch.device) -> str:
+    """What block sizes are chosen by: "hip" for AMD, else the compute capability ("90"), "" in the interpreter."""
+    if on_hip() or device.type != "cuda":
+        return "hip" if on_hip() else ""
+    return "{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU, which AMD calls compute units; a fixed number for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
