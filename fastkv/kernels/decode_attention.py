@@ -203,10 +203,8 @@ def _constants(
         block_n, num_stages = 2 * block_n, 2  # a share in one tile, in the same memory
     if capped or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
-    if matrix == torch.float32:
-        block_k = 32 if hip else 16  # its exact product needs several times the registers
-    if order == CENTROIDS.value:
-        block_k = 32
+    if matrix == torch.float32 or order == CENTROIDS.value:
+        block_k = 32 if hip else 16  # their exact products need several times the registers
     merge_rows = pow2(groups)
     merge_dims = min(padded, max(16, MERGE_TILE // (pow2(parts) * merge_rows)))
     constants = dict(
