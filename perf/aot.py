@@ -5,8 +5,9 @@
     python -m perf.aot --sample             one variant of every kernel function
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
-expected, needs more shared memory than the chip has, takes a ticket without a barrier before it, or has so few
-instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are in
+expected, needs more shared memory than the chip has, takes a ticket before all threads' stores are done (on AMD a
+barrier alone does not wait for them) or none where it should, computes a product in several warps where one should, or
+has so few instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are in
 `perf.variants`.
 """
 
@@ -58,8 +59,8 @@ def compile_variant(variant: Variant, chip: Chip) -> triton.compiler.CompiledKer
     """Compile with every pointer, and the integers in `div16`, known to be multiples of 16."""
     names = variant.kernel.arg_names
     constants = {name: variant.constants.get(name) for name in names if name not in variant.types}
-    if "INTERP" in constants:
-        constants["INTERP"] = False
+    target = {"INTERP": False, "HIP": chip.target.backend == "hip"}
+    constants |= {name: value for name, value in target.items() if name in constants}
     signature = {name: variant.types.get(name, "constexpr") for name in names}
     hinted = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in variant.div16]
     hints = {(i,): [["tt.divisibility", 16]] for i in hinted}
@@ -104,29 +105,46 @@ def count(names: list[str], prefixes: tuple[str, ...]) -> int:
     return sum(any(piece in name for piece in prefixes) for name in names)
 
 
-def unordered_tickets(ptx: str) -> int:
-    """How many acquire-release atomics have no barrier since the last store: other threads' stores race."""
-    count = 0
-    for before in re.split(r"\batom\.[\w.]*acq_rel[\w.]*", ptx)[:-1]:
-        stored = before.rfind("st.global")
-        count += stored >= 0 and "bar.sync" not in before[stored:]
-    return count
+TICKETS = {"cuda": r"\batom\.[\w.]*acq_rel[\w.]*", "hip": r"\bglobal_atomic_add\w*"}
+STORES = {"cuda": r"\bst\.global", "hip": r"\b(?:global|buffer|flat)_store"}
+WAITS = {  # what has to stand between the stores of all threads and the ticket of one; on AMD both in one basic block
+    "cuda": r"\bbar\.sync",
+    "hip": r"\bs_waitcnt[^\n]*vmcnt\(0\)(?:(?!\bs_cbranch|\n\.LBB)[\s\S])*?\bs_barrier",
+}
+
+
+def tickets(text: str, backend: str) -> tuple[int, int]:
+    """How many tickets PTX or GCN takes, and before how many of them nothing waits for the stores of other threads."""
+    found = [re.split(STORES[backend], before) for before in re.split(TICKETS[backend], text)[:-1]]
+    return len(found), sum(len(parts) > 1 and not re.search(WAITS[backend], parts[-1]) for parts in found)
+
+
+def repeated(ttgir: str) -> int:
+    """How many matrix products several warps compute: their rows and columns exceed those of the result."""
+    layout = r"^(#\w+) = #ttg\.\w+<\{.*?warpsPerCTA = \[(\d+), (\d+)\].*?instrShape = \[(\d+), (\d+)"
+    covered = {name: (int(a) * int(m), int(b) * int(n)) for name, a, b, m, n in re.findall(layout, ttgir, re.M)}
+    results = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", ttgir)
+    return sum(covered[name][0] > int(m) or covered[name][1] > int(n) for m, n, name in results)
 
 
 def faults(
-    wide: bool, chip: Chip, spill: int, names: list[str], races: int, shared: int, narrow: bool = False
-) -> list[str]:
+    wide: bool, chip: Chip, spill: int, names: list[str], races: int | None, shared: int, repeats: int = 0,
+    narrow: bool = False,
+) -> list[str]:  # fmt: skip
     """What is beyond a limit, in words.
 
-    Args: wide: whether 16-byte loads are expected; spill, shared: bytes; names: of all instructions; races: unordered
-        tickets; narrow: whether 2-byte loads are fine.
+    Args: wide: whether 16-byte loads are expected; spill, shared: bytes; names: of all instructions; races: tickets
+        that nothing orders, None if a ticket is missing; repeats: products that should not be; narrow: whether 2-byte
+        loads are fine.
     """
     short = count(names, NARROW[chip.target.backend])
     limits = (
         (spill > MAX_SPILL, f"spills {spill} B"),
         (short > 0 and not narrow, f"{short} 2-byte loads"),
         (wide and not count(names, WIDE[chip.target.backend]), "no 16-byte loads"),
-        (races > 0, "a ticket without a barrier"),
+        (races is None, "no ticket"),
+        (repeats > 0, f"{repeats} products computed by several warps"),
+        (bool(races), "a ticket that does not wait for all stores"),
         (shared > chip.per_cta, f"shared memory above {chip.per_cta}"),
         (len(names) < LEAST_CODE, f"only {len(names)} instructions"),
     )
@@ -146,7 +164,6 @@ def check(variant: Variant, arch: str) -> bool:
     if backend == "hip":
         text = compiled.asm["amdgcn"]
         found = collections.Counter({k: int(v) for k, v in re.findall(r"\.(\w+_count):\s+(\d+)", text)})
-        races = 0
         registers, spill = found["vgpr_count"], 4 * found["vgpr_spill_count"]
         names = re.findall(r"^\s+([a-z]\w+)", text, re.M)
         waves = min(512 // max(registers, 1), 8)
@@ -156,9 +173,11 @@ def check(variant: Variant, arch: str) -> bool:
         registers, spill = usage["REG"], spilled_bytes(compiled.asm["ptx"], chip.target.arch)
         per_cta = -(-registers // 8) * 8 * 32 * variant.num_warps
         ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // variant.num_warps)
-        races = unordered_tickets(compiled.asm["ptx"])
+    taken, races = tickets(compiled.asm["amdgcn" if backend == "hip" else "ptx"], backend)
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
-    found_faults = faults(variant.wide, chip, spill, names, races, shared, variant.narrow)
+    lost = "tickets_ptr" in variant.types and not taken
+    repeats = repeated(compiled.asm["ttgir"]) if variant.once else 0
+    found_faults = faults(variant.wide, chip, spill, names, None if lost else races, shared, repeats, variant.narrow)
     print(
         f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "
         f"16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "

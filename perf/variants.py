@@ -5,6 +5,7 @@ Block sizes, warps and stages are asked of the kernel's own module, so that what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from fastkv.kernels import (
 from fastkv.kernels._evicted import CENTROIDS
 from fastkv.kernels._launch import pow2
 
+SLOTS = 1040  # of a head: a budget of 1024 and 16 tokens between evictions
 CUDA, HIP = VENDORS = ("80", "90", "100"), ("gfx942",)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_TYPED = ("q", "keys", "values", "k", "v", "new_keys", "new_values", "approx_keys", "out", "slope", "sketch")
@@ -54,6 +56,7 @@ class Variant:
         types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
         div16: integer arguments that are multiples of 16 (pointers always are).
         wide: 16-byte loads are expected.  narrow: some of 2 bytes are fine, of tiles with no more numbers than threads.
+        once: no product is computed by more than one warp.
         arches: where it is used, all if empty ("80", "90", "100", "gfx942").
     """
 
@@ -66,6 +69,7 @@ class Variant:
     num_stages: int = 3
     wide: bool = True
     narrow: bool = False
+    once: bool = False
     arches: tuple[str, ...] = ()
 
 
@@ -129,7 +133,7 @@ def of_decode(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
-        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, splits, order, spread, capped, arches == HIP
+        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP
     )
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
@@ -231,22 +235,23 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
 
 
 def of_prefill(
-    dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4, hip: bool = False,
+    chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4,
     spread: bool = False, sinks: bool = False,
 ) -> Variant:  # fmt: skip
-    """Of `fastkv.kernels.prefill_attention`."""
-    rows, tile, warps, depth = prefill_attention.BLOCKS[pow2(dim, 16)]
+    """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
+    hip = chip in HIP
+    rows, tile, warps, depth = prefill_attention._blocks(pow2(dim, 16), DTYPES[dtype], "hip" if hip else chip)
+    tile = prefill_attention.CAP_TILE_HIP if hip and groups != 4 else tile
     flags = dict(
-        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows,
-        BLOCK_N=prefill_attention.CAP_TILE_HIP if hip else tile, SEED=prefill_attention.SEED[pow2(dim)], ORDER=order,
-        HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
+        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows, BLOCK_N=tile,
+        SEED=prefill_attention.SEED[pow2(dim)], ORDER=order, HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
     )  # fmt: skip
     name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
     name += " sinks" * sinks
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, {} if slope else dict(slope_ptr="*fp32"),
         given=dict(spread_ptr=spread, sink_ptr=sinks), even=("slots", "stride_"),
-        num_warps=warps, num_stages=depth, arches=() if groups == 4 and dim <= 256 else HIP if hip else CUDA,
+        num_warps=warps, num_stages=depth, arches=(chip,), once=(chip, pow2(dim)) not in (("80", 256), ("80", 512)),
     )  # fmt: skip
 
 
@@ -340,6 +345,42 @@ def of_z(bonus: bool) -> Variant:
 
 JOINING = (remember._gather_kernel, remember._offer_kernel, remember._settle_kernel)
 SPLIT = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
+
+
+def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
+    """Of `fastkv.kernels.decode_attention` for the chips of one vendor."""
+    of = functools.partial(of_decode, arches=vendor)
+    return [
+        *(of(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)),
+        *(of(128, s, o) for s in (1, 16) for o in (None, 0)),
+        *(of(d, s, 1, attention=True, capped=True) for d in (128, 256) for s in (1, 16)),
+        *(of(d, s, 1, matrix="fp32") for d in (128, 256) for s in (1, 4)),
+        of(128, 32, 1, groups=16, attention=True),
+        *(of(128, 8, 1, groups=3), of(128, 4, 1, groups=1)),
+        *(of(128, 4, 1, append=False), of(128, 4, 1, "fp16", "fp16")),
+        *(of(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))),
+        *(of(d, s, 1, attention=True, ragged=True) for d, s in SPLIT),
+        *(of(d, s, 1, spread=True) for d, s in SPLIT),
+        *(of(128, 16, 0, spread=True), of(128, 16, 1, spread=True, capped=True)),
+        *(of(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in SPLIT),
+        *(of(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
+        *(of(d, s, 1, attention=True, sinks=True) for d, s in SPLIT if d < 256),
+        *(of(64, s, CENTROIDS.value, spread=True, groups=8, sinks=True) for s in (1, 16)),
+    ]
+
+
+def of_prefills(chip: str) -> list[Variant]:
+    """Of `fastkv.kernels.prefill_attention` for one chip."""
+    of = functools.partial(of_prefill, chip)
+    return [
+        *(of(dim) for dim in ((16, 32) if chip == "90" else ()) + (64, 80, 128, 256)),
+        *(of(128, slope=False), of(128, "fp16", slope=False), of(128, order=-1), of(128, "fp16", groups=7)),
+        *(of(dim, spread=True) for dim in (64, 128, 256)),
+        *(of(128, slope=False, spread=True), of(128, order=0, spread=True)),
+        *(of(dim, sinks=True) for dim in (64, 128)),
+    ]
+
+
 AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "centroids": [
         *(of_centroids(dim) for dim in (64, 80, 128, 256)),
@@ -359,21 +400,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         of_merge(compact._merge_kernel, 512, 4, arches=CUDA),
     ],
     "decode_attention": [
-        *(of_decode(d, s, 1) for d in (64, 80, 96, 128, 256) for s in (1, 16)),
-        *(of_decode(128, s, o) for s in (1, 16) for o in (None, 0)),
-        *(of_decode(d, s, 1, attention=True, capped=True) for d in (128, 256) for s in (1, 16)),
-        *(of_decode(d, s, 1, matrix="fp32", arches=a) for d in (128, 256) for s in (1, 4) for a in VENDORS),
-        of_decode(128, 32, 1, groups=16, attention=True),
-        *(of_decode(128, 8, 1, groups=3), of_decode(128, 4, 1, groups=1)),
-        *(of_decode(128, 4, 1, append=False), of_decode(128, 4, 1, "fp16", "fp16")),
-        *(of_decode(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))),
-        *(of_decode(d, s, 1, attention=True, ragged=True) for d, s in SPLIT),
-        *(of_decode(d, s, 1, spread=True) for d, s in SPLIT),
-        *(of_decode(128, 16, 0, spread=True), of_decode(128, 16, 1, spread=True, capped=True)),
-        *(of_decode(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in SPLIT),
-        *(of_decode(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
-        *(of_decode(d, s, 1, attention=True, sinks=True) for d, s in SPLIT if d < 256),
-        *(of_decode(64, s, CENTROIDS.value, spread=True, groups=8, sinks=True) for s in (1, 16)),
+        *(one for vendor in VENDORS for one in of_decodes(vendor)),
         *(of_decode(512, s, o, arches=CUDA) for s in (1, 16) for o in (None, 1)),
         *(of_decode(512, s, 1, matrix="fp32", arches=CUDA) for s in (1, 4)),
         *(of_decode(512, 16, o, spread=True, arches=CUDA) for o in (1, CENTROIDS.value)),
@@ -424,13 +451,8 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_mass(kernel, 64, sinks=True) for kernel in (noncausal_mass._single_kernel, noncausal_mass._lse_kernel)),
     ],
     "prefill_attention": [
-        *(of_prefill(dim) for dim in (64, 80, 128, 256, 512)),
-        *(of_prefill(128, slope=False), of_prefill(128, "fp16", slope=False), of_prefill(128, order=-1)),
-        *(of_prefill(128, "fp16", groups=7, hip=hip) for hip in (False, True)),
-        *(of_prefill(dim, spread=True) for dim in (64, 128, 256)),
-        *(of_prefill(128, slope=False, spread=True), of_prefill(128, order=0, spread=True)),
-        *(of_prefill(512, order=-1), of_prefill(512, spread=True)),
-        *(of_prefill(dim, sinks=True) for dim in (64, 128)),
+        *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),
+        *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": -1}, {"spread": True})),
     ],
     "remember": [
         *(of_remember(remember._few_kernel, dim) for dim in (64, 80, 96, 128)),

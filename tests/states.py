@@ -14,7 +14,7 @@ from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
 from fastkv.reference import LayerState, Moments, Slots, Spec
 
-Workspace, num_splits, CTAS = launch.Workspace, launch.num_splits, launch.CTAS
+Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "cpu", "triton", "auto"]
 OF_ORDER = {None: "none", 0: "mean", 1: "moments"}  # the corrections that read moments of this order
@@ -87,5 +87,5 @@ def splits(number):
     """The decode kernels split the slots of a head so often, which is otherwise a function of the shape."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (launch, decode_attention, vector_decode):
-            patch.setattr(module, "num_splits", lambda pairs, slots: number)
+            patch.setattr(module, "num_programs", lambda pairs, slots, sms: number)
         yield

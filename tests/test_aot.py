@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import fastkv.kernels
-from perf.aot import CHIPS, faults, variants
+from fastkv.kernels import prefill_attention
+from perf.aot import CHIPS, faults, repeated, tickets, variants
 from perf.variants import AOT
 
 ROOT = Path(__file__).parent.parent
@@ -60,15 +61,77 @@ def test_every_kernel_has_variants():
         "spills 24 B": {"spill": 24},
         "2 2-byte loads": {"more": ["LDG.E.U16"] * 2},
         "no 16-byte loads": {"loads": "LDG.E.64"},
-        "a ticket without a barrier": {"races": 1},
+        "a ticket that does not wait for all stores": {"races": 1},
+        "no ticket": {"races": None},
+        "2 products computed by several warps": {"repeats": 2},
         "shared memory above 232448": {"shared": 1 << 20},
         "only 10 instructions": {"size": 10},
     }.items(),
 )
 def test_limits(what, given):
     names = [given.get("loads", "LDG.E.128")] * given.get("size", 100) + given.get("more", [])
-    found = faults(True, CHIPS["90"], given.get("spill", 16), names, given.get("races", 0), given.get("shared", 0))
+    numbers = given.get("races", 0), given.get("shared", 0), given.get("repeats", 0)
+    found = faults(True, CHIPS["90"], given.get("spill", 16), names, *numbers)
     assert found == ([] if what is None else [what])
+
+
+@pytest.mark.parametrize("arch", ["90", "gfx942"])
+@pytest.mark.parametrize(
+    "module,variant",
+    [
+        ("decode_attention", "D64 G4 splits 16 order 1 append"),
+        ("vector_decode", "D64 G4 splits 8 order 1 append"),
+        ("evict", "D64 slots 1040 drop 16 order 1 slope"),
+    ],
+)
+def test_all_stores_are_done_before_a_ticket_is_taken(module, variant, arch):
+    assert lines_of(compile_ahead("--arch", arch, "--kernel", module, "--match", variant, "--sample"))
+
+
+STORE, TICKET = (
+    {"hip": "\tglobal_store_dword v1, v2, s[4:5]\n", "cuda": "\tst.global.b32 [%rd1], %r1;\n"},
+    {
+        "hip": "\tglobal_atomic_add v1, v2, v1, s[4:5] sc0\n",
+        "cuda": "\tatom.global.gpu.acq_rel.add.u32 %r1, [%rd1], %r2;\n",
+    },
+)
+
+
+@pytest.mark.parametrize(
+    "backend,between,races",
+    [
+        ("cuda", "", 1),
+        ("cuda", "\tbar.sync 0;\n", 0),
+        ("hip", "\ts_barrier\n", 1),
+        ("hip", "\ts_waitcnt vmcnt(0)\n", 1),
+        ("hip", "\ts_waitcnt vmcnt(1) lgkmcnt(0)\n\ts_barrier\n", 1),
+        ("hip", "\ts_barrier\n\ts_waitcnt vmcnt(0)\n", 1),
+        ("hip", "\ts_waitcnt vmcnt(0)\n\ts_cbranch_execz .LBB0_1\n\ts_barrier\n", 1),
+        ("hip", "\ts_waitcnt vmcnt(0)\n.LBB0_1:\n\ts_barrier\n", 1),
+        ("hip", "\ts_waitcnt vmcnt(0)\n\tv_mov_b32 v1, v2\n\ts_barrier\n", 0),
+        ("hip", "\ts_waitcnt lgkmcnt(0) vmcnt(0)\n\ts_barrier\n\ts_cbranch_execz .LBB0_1\n", 0),
+    ],
+)
+def test_tickets_wait_for_the_stores_of_all_threads(backend, between, races):
+    assert tickets(STORE[backend] + between + TICKET[backend], backend) == (1, races)
+    assert tickets(between + TICKET[backend], backend) == (1, 0)
+
+
+MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [8, 1], instrShape = [16, 64, 16]}>\n"
+
+
+@pytest.mark.parametrize("result,repeats", [("128x64", 0), ("64x64", 1), ("256x128", 0), ("128x32", 1)])
+def test_products_of_several_warps_are_found(result, repeats):
+    dot = (
+        f"%a = ttng.warp_group_dot %q, %k : tensor<{result}xbf16, #s> * tensor<16xf32> -> tensor<{result}xf32, #mma>\n"
+    )
+    assert repeated(MMA + dot) == repeats
+
+
+def test_no_head_size_of_a_prompt_block_is_computed_twice():
+    sizes = [v for v in variants("prefill_attention") if v.arches == ("90",)]
+    assert all(one.once for one in sizes) and {one.constants["BD"] for one in sizes} == set(prefill_attention.BLOCKS)
+    assert len(lines_of(compile_ahead("--kernel", "prefill_attention", "--match", "bf16 G4 order1"))) >= 6
 
 
 def test_an_unknown_kernel_is_an_error():

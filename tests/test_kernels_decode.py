@@ -25,7 +25,7 @@ from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from . import states
 from .conftest import examples
 from .pairwise import covering
-from .states import CTAS, DEVICE, Workspace, assert_same, copied, make_spec, make_state, num_splits
+from .states import DEVICE, PER_SM, Workspace, assert_same, copied, make_spec, make_state, num_programs
 
 SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 8e-3}
 SCALE = 0.17
@@ -313,14 +313,21 @@ def test_decode_attention_refuses_wide_heads_in_float32():
         Case.make(1, 1, 1, 272, 20, torch.float32, (5,), (1,)).kernel()
 
 
+@pytest.mark.parametrize("sms", [1, 108, 132, 148, 304])
 @pytest.mark.parametrize("pairs", [1, 2, 3, 8, 16, 32, 64, 100, 128, 256, 1024])
-def test_num_splits_fills_one_wave(pairs):
+def test_num_programs_fills_one_wave(pairs, sms):
     last = 1
     for slots in range(16, 20000, 16):
-        splits = num_splits(pairs, slots)
-        assert splits & (splits - 1) == 0 and splits >= last
-        assert splits == 1 or (pairs * (splits + 1) <= CTAS and slots >= 32 * splits)
-        last = splits
+        programs = num_programs(pairs, slots, sms)
+        assert programs & (programs - 1) == 0 and programs >= last
+        assert programs == 1 or (pairs * max(programs, 3) <= PER_SM * sms and slots >= 32 * programs)
+        last = programs
+
+
+def test_num_programs_follows_the_device():
+    """One sequence of Llama 3 8B over 1040 slots: A100, H200, B200, MI300X."""
+    assert [num_programs(8, 1040, sms) for sms in (108, 132, 148, 304)] == [16, 16, 16, 32]
+    assert [num_programs(64, 1040, sms) for sms in (108, 132, 148, 304)] == [2, 4, 4, 8]
 
 
 small = dict(

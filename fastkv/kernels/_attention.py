@@ -129,22 +129,24 @@ def _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP: tl.constexp
 
 
 @triton.jit
+def _load_token(pointer, wanted, dtype: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A token [D] in every row of [M, BLOCK_D]: loads are 16 bytes wide and the layout is that of q."""
+    token = tl.arange(0, BLOCK_D)[None, :] + tl.zeros([M, 1], tl.int32)
+    return tl.load(pointer + token, mask=(token < D) & wanted, other=0.0).to(dtype)
+
+
+@triton.jit
 def _append_token(
-    top, total, acc, q, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, logits_ptr, length, position,
-    capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    top, total, acc, q, k, v, keys_ptr, values_ptr, positions_ptr, logits_ptr, length, position, capacity, pool, scale,
+    softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the new token to a partial and store it in slot `length`, if there is one."""
+    """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length`, if there is one."""
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    # Every row loads the same token, so that loads are 16 bytes wide and k has the layout of q.
-    token = cols[None, :] + tl.zeros([M, 1], tl.int32)
-    inside = tl.broadcast_to((cols < D)[None, :], M, BLOCK_D)
-    k = tl.load(k_ptr + token, mask=inside, other=0.0).to(keys_ptr.dtype.element_ty)
-    v = tl.load(v_ptr + token, mask=inside, other=0.0).to(values_ptr.dtype.element_ty)
     free = length < capacity
-    once = inside & (rows == 0)[:, None] & free
-    tl.store(keys_ptr + length * D + token, k, mask=once)
-    tl.store(values_ptr + length * D + token, v, mask=once)
+    place = length * D + cols[None, :] + tl.zeros([M, 1], tl.int32)
+    once = (cols < D)[None, :] & (rows == 0)[:, None] & free
+    tl.store(keys_ptr + place, k, mask=once)
+    tl.store(values_ptr + place, v, mask=once)
     tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
     top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)
     if logits_ptr is not None:
@@ -153,42 +155,61 @@ def _append_token(
 
 
 @triton.jit
+def _store_sums(tops_ptr, totals_ptr, part, top, total, PARTS: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
+    """Write top and total of partial number `part` to tops and totals [G, PARTS]."""
+    rows = tl.arange(0, M)
+    tl.store(tops_ptr + rows * PARTS + part, top, mask=rows < G)
+    tl.store(totals_ptr + rows * PARTS + part, total, mask=rows < G)
+
+
+@triton.jit
 def _store_partial(
     accs_ptr, tops_ptr, totals_ptr, part, top, total, acc,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write partial number `part` to accs [parts, G, D], tops and totals [parts, G]."""
+    """Write partial number `part` to accs [PARTS, G, D], tops and totals [G, PARTS]."""
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    row = part * G + rows
-    tl.store(accs_ptr + row[:, None] * D + cols[None, :], acc, mask=(rows < G)[:, None] & (cols < D)[None, :])
-    tl.store(tops_ptr + row, top, mask=rows < G)
-    tl.store(totals_ptr + row, total, mask=rows < G)
+    place = (part * G + rows)[:, None] * D + cols[None, :]
+    tl.store(accs_ptr + place, acc, mask=(rows < G)[:, None] & (cols < D)[None, :])
+    _store_sums(tops_ptr, totals_ptr, part, top, total, PARTS, G, M)
 
 
 @triton.jit
-def _merge_tops(tops_ptr, totals_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
-    """Of partials [FIRST, FIRST + COUNT): common top [M], total [M] and the weight [COUNT, M] of each acc."""
-    rows = tl.arange(0, M)
-    index = (FIRST + tl.arange(0, COUNT))[:, None] * G + rows[None, :]
-    mask = (rows < G)[None, :]
-    tops = tl.load(tops_ptr + index, mask=mask, other=-float("inf"), cache_modifier=".cg")
-    totals = tl.load(totals_ptr + index, mask=mask, other=0.0, cache_modifier=".cg")
-    top = tl.max(tops, 0)
-    weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[None, :])
-    return top, tl.sum(weights * totals, 0), weights
-
-
-@triton.jit
-def _merge_accs(
-    accs_ptr, weights, cols,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+def _load_sums(
+    tops_ptr, totals_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    G: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sum [M, cols] of the accs of partials [FIRST, FIRST + COUNT)."""
-    rows = tl.arange(0, M)[None, :, None]
-    index = (FIRST + tl.arange(0, COUNT))[:, None, None] * G + rows
-    place = index * D + cols[None, None, :]
-    mask = (rows < G) & (cols < D)[None, None, :]
-    return tl.sum(tl.load(accs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg") * weights[:, :, None], 0)
+    """Tops and totals [M, BLOCK] of partials [FIRST, FIRST + COUNT); beyond them those of nothing."""
+    rows, parts = tl.arange(0, M)[:, None], tl.arange(0, BLOCK)[None, :]
+    place, mask = rows * PARTS + FIRST + parts, (rows < G) & (parts < COUNT)
+    tops = tl.load(tops_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
+    return tops, tl.load(totals_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_accs(
+    accs_ptr, cols, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Columns `cols` of the accs of partials [FIRST, FIRST + COUNT): [BLOCK, M, cols]."""
+    parts, rows = tl.arange(0, BLOCK)[:, None, None], tl.arange(0, M)[None, :, None]
+    place = ((FIRST + parts) * G + rows) * D + cols[None, None, :]
+    mask = (parts < COUNT) & (rows < G) & (cols < D)[None, None, :]
+    return tl.load(accs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _merge_sums(tops, totals):
+    """Partials [M, PARTS] as one: top [M], total [M] and the weight [M, PARTS] of each acc."""
+    top = tl.max(tops, 1)
+    weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    return top, tl.sum(weights * totals, 1), weights
+
+
+@triton.jit
+def _merge_accs(accs, weights):
+    """Weighted sum [M, D] of accs [PARTS, M, D]; weights [M, PARTS]."""
+    return tl.sum(accs * tl.trans(weights)[:, :, None], 0)
 
 
 @triton.jit
@@ -230,19 +251,39 @@ def _store_lse(lse_ptr, top, total, G: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _add_attention(
-    attention_ptr, logits_ptr, lse2, length, pool, G: tl.constexpr, M: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """attention[slot] += mean over the group of 2^(logit - lse2) for slots [0, length)."""
-    rows = tl.arange(0, M)
+    attention_ptr, logits_ptr, lse2, length, capacity, pool,
+    G: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """attention[slot] += mean over the group of 2^(logit - lse2) for slots [0, length) of `capacity`.
+
+    lse2: [M], of which ROWS >= G are worked on.
+    """
+    rows = tl.arange(0, ROWS)
+    if ROWS < M:
+        lse2 = tl.sum(tl.where(rows[:, None] == tl.arange(0, M)[None, :], lse2[None, :], 0.0), 1)
     for first in range(0, length, BLOCK_S):
         slot = first + tl.arange(0, BLOCK_S)
-        inside = slot < length
-        mask = (rows < G)[:, None] & inside[None, :]
+        owned = slot < capacity  # a mask by length would make loads narrow
         place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
+        mask = (rows < G)[:, None] & owned[None, :]
         logits = tl.load(logits_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
+        before = tl.load(attention_ptr + slot, mask=owned, other=0.0)
+        logits = tl.where((slot < length)[None, :], logits, -float("inf"))
         share = tl.sum(tl.exp2(logits - lse2[:, None]), 0) / G
-        before = tl.load(attention_ptr + slot, mask=inside, other=0.0)
-        tl.store(attention_ptr + slot, before + share, mask=inside)
+        tl.store(attention_ptr + slot, before + share, mask=owned)
+
+
+@triton.jit
+def _barrier(HIP: tl.constexpr):
+    """Every thread's loads and stores are done before any thread goes on; a release by one of them then covers all.
+
+    On AMD (CDNA) `tl.debug_barrier` is a bare s_barrier, past which a wave's stores may still be under way.
+    """
+    if HIP:
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [tl.program_id(0)], tl.int32, False, 1
+        )
+    tl.debug_barrier()
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +15,9 @@ from ..reference import Centroids, LayerState
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
-CTAS = 396  # co-resident programs on 132 SMs: splits are chosen to fit in one wave
-SMS = 132
+ATTENTION_TILE = 8192  # logits at once when attention is added up
+PER_SM = 2  # programs of any decode kernel that an SM holds at once (perf.aot): they are to run in one wave
+SMS = 132  # where there are none, in the interpreter: those of an H200
 
 
 def pow2(number: int, least: int = 1) -> int:
@@ -23,9 +25,14 @@ def pow2(number: int, least: int = 1) -> int:
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
+def attention_slots(rows: int) -> int:
+    """Slots at once when the attention of so many query heads, a power of two, is added up."""
+    return min(2048, ATTENTION_TILE // rows)
+
+
 def on_hip() -> bool:
-    """Whether this torch is built for AMD."""
-    return torch.version.hip is not None
+    """Whether kernels are compiled for AMD."""
+    return torch.version.hip is not None and not INTERPRET
 
 
 def stages(wanted: int, hip: bool | None = None) -> int:
@@ -165,7 +172,8 @@ class Workspace:
                 vector_decode).  pool: slots of all heads of the batch; B * Hkv * slots * sets if None.
         """
         pairs = batch * num_kv_heads
-        parts = pairs * sets * (num_splits(pairs * sets, slots) + 1) * groups
+        tickets = torch.zeros(pairs, dtype=torch.int32, device=device)
+        parts = pairs * sets * (num_programs(pairs * sets, slots, num_sms(tickets.device)) + 1) * groups
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.float32, device=device)
@@ -175,19 +183,34 @@ class Workspace:
             tops=empty(parts),
             totals=empty(parts),
             logits=empty(groups, pairs * slots * sets if pool is None else pool) if attention else None,
-            tickets=torch.zeros(pairs, dtype=torch.int32, device=device),
+            tickets=tickets,
         )
 
 
-def num_splits(pairs: int, slots: int) -> int:
-    """Programs that share the slots of one pair, a power of two; a function of static sizes only.
+@functools.cache
+def chip_of(device: torch.device) -> str:
+    """What block sizes are chosen by: "hip" for AMD, else the compute capability ("90"), "" in the interpreter."""
+    if on_hip() or device.type != "cuda":
+        return "hip" if on_hip() else ""
+    return "{}{}".format(*torch.cuda.get_device_capability(device))
 
-    As many as are co-resident, but none smaller than 32 slots, and none smaller than 64 once every SM has one.
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU, which AMD calls compute units; a fixed number for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
+
+
+def num_programs(pairs: int, slots: int, sms: int) -> int:
+    """Programs for one pair, a power of two; a function of static sizes and the device only.
+
+    As many as are co-resident, but none with less than 32 slots, and none with less than 64 once every SM has one. Two
+    count as three: beside two that read slots there may be one for the evicted set.
     """
-    splits = 1
-    while pairs * (2 * splits + 1) <= CTAS:
-        least = 64 if 2 * splits * pairs > SMS else 32
-        if slots < 2 * splits * least:
+    programs = 1
+    while pairs * max(2 * programs, 3) <= PER_SM * sms:
+        least = 64 if 2 * programs * pairs > sms else 32
+        if slots < 2 * programs * least:
             break
-        splits *= 2
-    return splits
+        programs *= 2
+    return programs

@@ -26,10 +26,14 @@ from ._attention import (
     _add_attention,
     _append_token,
     _attend_slots,
+    _barrier,
     _count_token,
+    _load_accs,
     _load_query,
+    _load_sums,
+    _load_token,
     _merge_accs,
-    _merge_tops,
+    _merge_sums,
     _mix,
     _sink,
     _store_lse,
@@ -42,11 +46,13 @@ from ._launch import (
     MIN_ROWS,
     Workspace,
     addressed,
+    attention_slots,
     check_contiguous,
     check_decode,
     check_like,
     decode_outputs,
-    num_splits,
+    num_programs,
+    num_sms,
     on_hip,
     pow2,
     stages,
@@ -56,8 +62,7 @@ from ._launch import (
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3), 512: (16, 32, 3)}
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
 BLOCK_C = 16  # centroids at a time
-BLOCK_S = 256  # slots per step when attention is added up
-MERGE_TILE = 4096  # elements of partials summed at once
+MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
 
 @triton.jit
@@ -68,8 +73,8 @@ def _decode_attention_kernel(
     sink_ptr, slots, pool, centroids, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
-    MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr,
-    INTERP: tl.constexpr,
+    PARTS: tl.constexpr, MERGE_P: tl.constexpr, MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr,
+    SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
     # sink_ptr.
@@ -101,6 +106,10 @@ def _decode_attention_kernel(
     acc = tl.zeros([M, BLOCK_D], tl.float32)
     if split < SPLITS:
         q = _load_query(q_ptr, G, M, D, BLOCK_D)
+        last = split == SPLITS - 1  # whose share is the smallest
+        if k_ptr is not None:  # loaded before anything has to be waited for
+            k = _load_token(k_ptr + pair * D, last, keys_ptr.dtype.element_ty, D, M, BLOCK_D)
+            v = _load_token(v_ptr + pair * D, last, values_ptr.dtype.element_ty, D, M, BLOCK_D)
         share = tl.cdiv(length, SPLITS)
         start = split * share
         top, total, acc = _attend_slots(
@@ -108,14 +117,13 @@ def _decode_attention_kernel(
             scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
-            if split == 0:
+            if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, k_ptr + pair * D, v_ptr + pair * D, keys_ptr, values_ptr,
-                    positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap,
-                    G, M, D, BLOCK_D, HAS_CAP,
+                    top, total, acc, q, k, v, keys_ptr, values_ptr, positions_ptr + base, logits_ptr, length,
+                    length + count, capacity, pool, scale, softcap, G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
 
-    if SPLITS == 1:
+    if PARTS == 1:
         moment_top = tl.full([M], -float("inf"), tl.float32)
         moment_total = tl.zeros([M], tl.float32)
         moment_acc = tl.zeros([M, BLOCK_D], tl.float32)
@@ -133,13 +141,12 @@ def _decode_attention_kernel(
         tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
         _store_lse(lse_retained_ptr + pair * G, top, total, G, M)
         _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
-        tl.debug_barrier()  # the logits are written and every thread has read length
+        _barrier(HIP)  # the logits are written and every thread has read length
         if attention_ptr is not None:
-            _add_attention(attention_ptr, logits_ptr, lse2, held, pool, G, M, BLOCK_S)
+            _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, M, MERGE_M, BLOCK_S)
         if k_ptr is not None:
             _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
     else:
-        PARTS: tl.constexpr = SPLITS + (ORDER is not None)
         if ORDER is not None:
             if split == SPLITS:
                 top, total, acc = _evicted_partial(
@@ -149,58 +156,62 @@ def _decode_attention_kernel(
         accs_ptr += pair * PARTS * G * D
         tops_ptr += pair * PARTS * G
         totals_ptr += pair * PARTS * G
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
-        tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
+        _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
         if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
-            heads = tl.arange(0, MERGE_M)
-            all_top, all_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, MERGE_M)
-            moment_top = tl.full([MERGE_M], -float("inf"), tl.float32)
-            moment_total = tl.zeros([MERGE_M], tl.float32)
-            if ORDER is not None:
-                moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS, 1, G, MERGE_M)
+            heads, of_slots = tl.arange(0, MERGE_M), (tl.arange(0, MERGE_P) < SPLITS)[None, :]
+            tops, totals = _load_sums(tops_ptr, totals_ptr, 0, PARTS, MERGE_P, PARTS, G, MERGE_M)
+            accs = _load_accs(accs_ptr, tl.arange(0, MERGE_D), 0, PARTS, MERGE_P, G, MERGE_M, D)
+            nothing = -float("inf")
+            all_top, all_total, shares = _merge_sums(tl.where(of_slots, tops, nothing), totals)
+            moment_top, moment_total, moment_share = _merge_sums(tl.where(of_slots, nothing, tops), totals)
             lse2, weight, moment_weight = _mix(all_top, all_total, moment_top, moment_total)
             if sink_ptr is not None:
                 lse2, rest = _sink(sink_ptr, lse2, G, MERGE_M)
                 weight, moment_weight = weight * rest, moment_weight * rest
+            weights = shares * weight[:, None] + moment_share * moment_weight[:, None]
             for first in tl.static_range(0, D, MERGE_D):
                 part = first + tl.arange(0, MERGE_D)
-                mixed = _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, MERGE_M, D) * weight[:, None]
+                if first > 0:
+                    accs = _load_accs(accs_ptr, part, 0, PARTS, MERGE_P, G, MERGE_M, D)
                 place, mask = heads[:, None] * D + part[None, :], (heads < G)[:, None] & (part < D)[None, :]
-                if ORDER is not None:
-                    moment = tl.load(accs_ptr + SPLITS * G * D + place, mask=mask, other=0.0, cache_modifier=".cg")
-                    mixed += moment * moment_weight[:, None]
-                tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+                tl.store(out_ptr + place, _merge_accs(accs, weights).to(out_ptr.dtype.element_ty), mask=mask)
             _store_lse(lse_retained_ptr + pair * G, all_top, all_total, G, MERGE_M)
             _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, MERGE_M)
             if attention_ptr is not None:
-                _add_attention(attention_ptr, logits_ptr, lse2, held, pool, G, MERGE_M, BLOCK_S)
+                _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, MERGE_M, MERGE_M, BLOCK_S)
             if k_ptr is not None:
                 _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
             tl.store(tickets_ptr + pair, 0)
 
 
 def _constants(
-    dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, splits: int,
+    dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, slots: int, programs: int,
     order: int | None, spread: bool, capped: bool, hip: bool,
 ) -> tuple[dict, int, int]:  # fmt: skip
     """Constexpr arguments, warps and pipeline stages.
 
-    matrix: dtype of the moment matrix; order: of the moments, CENTROIDS or None; spread: see `_evicted`.
+    matrix: dtype of the moment matrix; slots: of a head; programs: see `num_programs`; order: of the moments, CENTROIDS
+    or None; spread: see `_evicted`.
     """
     padded = pow2(head_dim, 64)
+    splits, parts = programs, programs
+    if order is not None and programs > 1:  # one is for the evicted set; 2 of 3 read slots rather than 1 of 2
+        splits = max(programs - 1, 2)
+        parts = splits + 1
     block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
+    if block_n < triton.cdiv(slots, splits) <= 2 * block_n and dtype != torch.float32 and not hip:
+        block_n, num_stages = 2 * block_n, 2  # a share in one tile, in the same memory
     if capped or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
-    if matrix == torch.float32:
-        block_k = 32 if hip or padded > 256 else 16  # its exact product needs several times the registers
-    if order == CENTROIDS.value:
-        block_k = 32
+    if matrix == torch.float32 or order == CENTROIDS.value:
+        block_k = 32 if hip or padded > 256 else 16  # their exact products need several times the registers
     merge_rows = pow2(groups)
-    merge_dims = min(padded, max(16, MERGE_TILE // (splits * merge_rows)))
+    merge_dims = min(padded, max(16, MERGE_TILE // (pow2(parts) * merge_rows)))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_C=BLOCK_C, BLOCK_S=BLOCK_S, SPLITS=splits, MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order,
-        SPREAD=spread, HAS_CAP=capped,
+        BLOCK_C=BLOCK_C, BLOCK_S=attention_slots(merge_rows), SPLITS=splits, PARTS=parts, MERGE_P=pow2(parts),
+        MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order, SPREAD=spread, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
     wide = padded > 256 or (dtype == torch.float32 and padded == 256)
     return constants, 8 if wide else 4, num_stages
@@ -230,18 +241,18 @@ def decode_step(
         k=k, v=v, positions=slots.positions, seen=state.seen, starts=starts,
     )  # fmt: skip
     pairs, pool, collects = batch * heads, keys.numel() // dim, attention is not None
-    splits = num_splits(pairs, slots.limit)
+    programs = num_programs(pairs, slots.limit, num_sms(q.device))
     room = Workspace.of(state.scratch)
-    if room is None and (splits > 1 or collects):
+    if room is None and (programs > 1 or collects):
         room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)
     out, lse_retained, lse_evicted = decode_outputs(q)
     constants, num_warps, num_stages = _constants(
-        q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, splits, known.order,
-        known.spread is not None, spec.softcap is not None, on_hip(),
+        q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, slots.limit, programs,
+        known.order, known.spread is not None, spec.softcap is not None, on_hip(),
     )  # fmt: skip
-    parts = room if splits > 1 else None
+    parts = room if programs > 1 else None
     positions, seen = (slots.positions, state.seen) if k is not None else (None, None)
-    _decode_attention_kernel[pairs, splits if splits == 1 or known.order is None else splits + 1](
+    _decode_attention_kernel[pairs, constants["PARTS"]](
         q, keys, values, slots.lengths, moments.count, known.key_mean, known.value_mean, known.matrix, known.spread,
         known.sizes, k, v, positions, seen, attention, out, lse_retained, lse_evicted,
         parts and parts.accs, parts and parts.tops, parts and parts.totals,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ._attention import _add_spread, _dot32, _holes, _load_rows, _move_rows, _some, _stretch
+from ._attention import _add_spread, _barrier, _dot32, _holes, _load_rows, _move_rows, _some, _stretch
 from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_head_dim, on_hip, pow2
 
 MAX_DROP = 64
@@ -87,7 +87,7 @@ def _evict_kernel(
     slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
     slots, width, most, sinks, recent, candidates, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
-    INTERP: tl.constexpr,
+    HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -153,10 +153,10 @@ def _evict_kernel(
                 tl.store(slope_ptr + place, slope.to(slope_ptr.dtype.element_ty), mask=mask)
         tl.store(value_mean_ptr + pair * D + own, value_before + share * value_step, mask=own < D)
         key_mean = key_before + share * key_step
-    tl.debug_barrier()  # every thread has read the evicted values before they are overwritten
+    _barrier(HIP)  # every thread has read the evicted values before they are overwritten
     _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)
 
-    tl.debug_barrier()  # every thread has read what the last part changes
+    _barrier(HIP)  # every thread has read what the last part changes
     parts = tl.num_programs(1)
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
         _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
@@ -177,7 +177,7 @@ def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, h
     scanned = next((block for block in SCANS if found <= block), pow2(found))
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
-    constants |= dict(BLOCK_V=BLOCK_V[padded], SPREAD=spread)
+    constants |= dict(BLOCK_V=BLOCK_V[padded], SPREAD=spread, HIP=hip)
     return constants, chunks, 8 if padded >= 256 and not hip else 4
 
 

@@ -22,13 +22,19 @@ from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
 from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_update
 from ._evicted import Terms, _seed
-from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, pow2, stages
+from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, chip_of, pow2, stages
 
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {
     16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2),
     512: (32, 32, 8, 2),
 }  # fmt: skip
+# What half precision needs instead, or warps would share rows and each compute q k^T and its softmax for itself.
+HALF_BLOCKS = {
+    "90": BLOCKS | {128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    "100": BLOCKS | {128: (128, 64, 8, 3)},
+    "hip": dict.fromkeys(BLOCKS, (128, 64, 4, 2)) | {256: (128, 32, 4, 2)},
+}
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 SEED = {16: 16, 32: 32, 64: 32, 128: 32, 256: 16, 512: 16}  # key dimensions per step of the moment term
 
@@ -105,6 +111,11 @@ def _prefill_kernel(
     tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
+def _blocks(width: int, dtype: torch.dtype, chip: str) -> tuple[int, int, int, int]:
+    """Rows, keys per tile, warps and stages for heads padded to `width`; chip: see `chip_of`."""
+    return (BLOCKS if dtype == torch.float32 else HALF_BLOCKS.get(chip, BLOCKS))[width]
+
+
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor]:
@@ -138,7 +149,7 @@ def prefill_attention(
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
-    rows, tile, warps, depth = BLOCKS[max(width, value_width)]
+    rows, tile, warps, depth = _blocks(max(width, value_width), q.dtype, chip_of(q.device))
     tile = CAP_TILE_HIP if softcap is not None and torch.version.hip is not None else tile
     sources: tuple[Tensor | None, ...] = (lse,) * 4
     order, has_slope = -1, False

@@ -24,18 +24,23 @@ from ._attention import (
     _add_attention,
     _append_token,
     _attend_slots,
+    _barrier,
     _count_token,
     _dot,
+    _load_accs,
     _load_query,
+    _load_sums,
+    _load_token,
     _logits2,
     _merge_accs,
-    _merge_tops,
+    _merge_sums,
     _mix,
     _rows_mask,
     _sink,
     _softmax_update,
     _store_lse,
     _store_partial,
+    _store_sums,
     _stretch,
 )
 from ._evicted import Terms, _moment_partial
@@ -44,11 +49,13 @@ from ._launch import (
     MIN_ROWS,
     Workspace,
     addressed,
+    attention_slots,
     check_contiguous,
     check_decode,
     check_like,
     decode_outputs,
-    num_splits,
+    num_programs,
+    num_sms,
     on_hip,
     pow2,
     stages,
@@ -58,7 +65,6 @@ from ._launch import (
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 2), 256: (32, 32, 2), 512: (16, 64, 2)}
 FP32_BLOCKS = {64: (32, 16, 2), 128: (32, 16, 2), 256: (16, 16, 2)}
 BLOCK_A = {64: 32, 128: 32, 256: 16, 512: 16}  # slots without values
-BLOCK_S = 256  # slots per step when attention is added up
 MERGE_TILE = 2048  # elements of partials summed at once
 
 
@@ -107,16 +113,14 @@ def _attend_keys(
 @triton.jit
 def _store_halves(
     accs_ptr, tops_ptr, totals_ptr, part, top, total, first, second,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """`_store_partial` of an acc in halves."""
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_H)
-    row = part * G + rows
-    place, mask = row[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D // 2)[None, :]
+    place, mask = (part * G + rows)[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D // 2)[None, :]
     tl.store(accs_ptr + place, first, mask=mask)
     tl.store(accs_ptr + D // 2 + place, second, mask=mask)
-    tl.store(tops_ptr + row, top, mask=rows < G)
-    tl.store(totals_ptr + row, total, mask=rows < G)
+    _store_sums(tops_ptr, totals_ptr, part, top, total, PARTS, G, M)
 
 
 @triton.jit
@@ -147,13 +151,14 @@ def _vector_decode_kernel(
     softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
-    APPROX: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    APPROX: tl.constexpr, MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr,
+    HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Partials: SPLITS of slots with values, APPROX of slots without, one of the moments, one place for the merged keys.
     PARTS: tl.constexpr = SPLITS + APPROX + (ORDER is not None)
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
-    approx_base = _stretch(approx_starts_ptr, pair, approx_slots, HEADS)[0]
+    approx_base, approx_capacity = _stretch(approx_starts_ptr, pair, approx_slots, HEADS)
     length, approx_length = tl.load(lengths_ptr + pair), tl.load(approx_lengths_ptr + pair)
     count = tl.load(count_ptr + pair)
     q_ptr += pair * G * D
@@ -174,19 +179,22 @@ def _vector_decode_kernel(
         top = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, BLOCK_D], tl.float32)
+        last = split == SPLITS - 1
+        if k_ptr is not None:
+            k = _load_token(k_ptr + pair * D, last, keys_ptr.dtype.element_ty, D, M, BLOCK_D)
+            v = _load_token(v_ptr + pair * D, last, values_ptr.dtype.element_ty, D, M, BLOCK_D)
         share = tl.cdiv(length, SPLITS)
         top, total, acc = _attend_slots(
             top, total, acc, q, keys_ptr, values_ptr, logits_ptr, split * share,
             tl.minimum(split * share + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
-            if split == 0:
+            if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, k_ptr + pair * D, v_ptr + pair * D, keys_ptr, values_ptr,
-                    positions_ptr + base, logits_ptr, length, length + approx_length + count, capacity, pool, scale,
-                    softcap, G, M, D, BLOCK_D, HAS_CAP,
+                    top, total, acc, q, k, v, keys_ptr, values_ptr, positions_ptr + base, logits_ptr, length,
+                    length + approx_length + count, capacity, pool, scale, softcap, G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
     elif split < SPLITS + APPROX:
         share = tl.cdiv(approx_length, APPROX)
         start = (split - SPLITS) * share
@@ -195,25 +203,28 @@ def _vector_decode_kernel(
             approx_logits_ptr, start, tl.minimum(start + share, approx_length), pool, scale, softcap,
             G, M, D, BLOCK_D // 2, BLOCK_A, HAS_CAP, INTERP,
         )  # fmt: skip
-        _store_halves(accs_ptr, tops_ptr, totals_ptr, split, top, total, first, second, G, M, D, BLOCK_D // 2)
+        _store_halves(accs_ptr, tops_ptr, totals_ptr, split, top, total, first, second, PARTS, G, M, D, BLOCK_D // 2)
     elif ORDER is not None:
         top, total, acc = _moment_partial(
             q_ptr, key_mean_ptr + pair * D, value_mean_ptr + pair * D,
             matrix_ptr + pair * D * D if ORDER == 1 else matrix_ptr, None, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, 0, HAS_CAP, INTERP,
         )  # fmt: skip
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
 
-    tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+    _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
-        exact_top, exact_total, shares = _merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, M)
-        approx_top, approx_total, approx_shares = _merge_tops(tops_ptr, totals_ptr, SPLITS, APPROX, G, M)
+        exact_tops, exact_totals = _load_sums(tops_ptr, totals_ptr, 0, SPLITS, SPLITS, PARTS, G, M)
+        approx_tops, approx_totals = _load_sums(tops_ptr, totals_ptr, SPLITS, APPROX, APPROX, PARTS, G, M)
+        exact_top, exact_total, shares = _merge_sums(exact_tops, exact_totals)
+        approx_top, approx_total, approx_shares = _merge_sums(approx_tops, approx_totals)
         held_lse2, exact_factor, approx_factor = _mix(exact_top, exact_total, approx_top, approx_total)
         held_total = tl.where((exact_total > 0) | (approx_total > 0), 1.0, 0.0)
         held_top = tl.where(held_total > 0, held_lse2, -float("inf"))
         moment_top, moment_total = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
         if ORDER is not None:
-            moment_top, moment_total, _ = _merge_tops(tops_ptr, totals_ptr, SPLITS + APPROX, 1, G, M)
+            last_top, last_total = _load_sums(tops_ptr, totals_ptr, SPLITS + APPROX, 1, 1, PARTS, G, M)
+            moment_top, moment_total, _ = _merge_sums(last_top, last_total)
         lse2, held_factor, moment_factor = _mix(held_top, held_total, moment_top, moment_total)
         if sink_ptr is not None:
             lse2, rest = _sink(sink_ptr + (pair % HEADS) * G, lse2, G, M)
@@ -225,16 +236,17 @@ def _vector_decode_kernel(
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
-            merged = _merge_accs(accs_ptr, approx_shares, part, SPLITS, APPROX, G, M, D) * approx_factor[:, None]
-            tl.store(merged_ptr + place, merged, mask=mask)
-        tl.debug_barrier()  # merged keys are written before other threads read them
+            accs = _load_accs(accs_ptr, part, SPLITS, APPROX, APPROX, G, M, D)
+            tl.store(merged_ptr + place, _merge_accs(accs, approx_shares) * approx_factor[:, None], mask=mask)
+        _barrier(HIP)  # merged keys are written before other threads read them
         weight_ptr += (pair % HEADS) * D * D
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
             dtype: tl.constexpr = q_ptr.dtype.element_ty
+            accs = _load_accs(accs_ptr, part, 0, SPLITS, SPLITS, G, M, D)
             mixed = _weigh_keys(merged_ptr, weight_ptr, part, dtype, G, M, D, BLOCK_K, MERGE_D, INTERP)
-            mixed += _merge_accs(accs_ptr, shares, part, 0, SPLITS, G, M, D) * exact_factor[:, None]
+            mixed += _merge_accs(accs, shares) * exact_factor[:, None]
             mixed *= held_factor[:, None]
             if ORDER is not None:
                 moments_ptr = accs_ptr + (SPLITS + APPROX) * G * D
@@ -246,10 +258,12 @@ def _vector_decode_kernel(
             held = tl.minimum(length + 1, capacity)
             _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
         if attention_ptr is not None:
-            _add_attention(attention_ptr + base, logits_ptr, lse2, held, pool, G, M, BLOCK_S)
+            _add_attention(attention_ptr + base, logits_ptr, lse2, held, capacity, pool, G, M, MERGE_M, BLOCK_S)
         if approx_attention_ptr is not None:
-            approx_attention_ptr += approx_base
-            _add_attention(approx_attention_ptr, approx_logits_ptr, lse2, approx_length, pool, G, M, BLOCK_S)
+            _add_attention(
+                approx_attention_ptr + approx_base, approx_logits_ptr, lse2, approx_length, approx_capacity, pool,
+                G, M, MERGE_M, BLOCK_S,
+            )  # fmt: skip
         tl.store(tickets_ptr + pair, 0)
 
 
@@ -266,8 +280,8 @@ def _constants(
     merge_d = max(16, MERGE_TILE // (max(splits, approx, 2) * MIN_ROWS))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n,
-        BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, BLOCK_S=BLOCK_S, SPLITS=splits, APPROX=approx,
-        MERGE_D=merge_d, ORDER=order, HAS_CAP=capped,
+        BLOCK_A=min(BLOCK_A[padded], block_n), BLOCK_K=block_k, BLOCK_S=attention_slots(pow2(groups)), SPLITS=splits,
+        APPROX=approx, MERGE_M=pow2(groups), MERGE_D=merge_d, ORDER=order, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
     return constants, 8 if padded > 256 or (exact and padded == 256) else 4, num_stages
 
@@ -301,7 +315,7 @@ def vector_decode_step(
         approx_attention=approx.attention, starts=starts, approx_starts=approx.starts,
     )  # fmt: skip
     pairs, approx_slots, approx_pool = batch * heads, approx.keys.shape[-2], approx.keys.numel() // dim
-    splits, parts = num_splits(2 * pairs, exact.limit), num_splits(2 * pairs, approx.limit)
+    splits, parts = (num_programs(2 * pairs, tier.limit, num_sms(q.device)) for tier in (exact, approx))
     pool, collects = keys.numel() // dim + approx_pool, exact.attention is not None or approx.attention is not None
     room = Workspace.of(state.scratch)
     if room is None:
