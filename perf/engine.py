@@ -119,7 +119,7 @@ class Results:
     @property
     def complete(self) -> bool:
         """Whether every job has a row."""
-        return all(self.has(job.name) for job in self.planned)
+        return {job.name for job in self.planned} <= {row["id"] for row in self.rows}
 
     @cached_property
     def planned_lines(self) -> list[str]:

@@ -12,6 +12,7 @@ rows is not written. Exit code: 0 complete, 1 something failed, 3 the time was o
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -136,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     from .plan import calls, groups, sections
     from .warmup import launch, warm_up
 
+    gc.freeze()  # modules stay: what is collected between cases is looked for among what cases made
     toy = options.dry_run
     everything = sections(Place(torch.device("cpu" if toy or options.list else "cuda"), toy))
     chosen = [section for section in everything if section.name in (options.only or SECTIONS)]

@@ -83,8 +83,9 @@ class Decode:
 
     def state(self, place: Place, heads: Heads, dtype: torch.dtype) -> LayerState:
         """A random layer that adds up the attention of each slot."""
-        slots = place.slots if self.batch == 2 else 136
-        state = ragged(place, heads, dtype, self.batch, slots, self.holds or self.reads)
+        few = self.batch == 2 or place.toy
+        batch, slots = (2, place.slots) if few else (self.batch, 136)
+        state = ragged(place, heads, dtype, batch, slots, self.holds or self.reads)
         if self.shape == "slab":
             state = slab(state)
         if self.shape == "keys only":

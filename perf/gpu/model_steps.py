@@ -6,7 +6,6 @@ compiled, beside each other at several batches.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -44,8 +43,8 @@ def sized(case: Case, place: Place) -> Case:
     samples = 2 if place.toy or place.brief else case.samples
     if not place.toy:
         return replace(case, samples=samples)
-    budget = min(case.budget, 16)
-    return replace(case, model="llama-toy", context=40, batch=min(case.batch, 2), budget=budget, period=4, samples=2)
+    budget = min(case.budget, 40)
+    return replace(case, model="llama-toy", context=64, batch=min(case.batch, 2), budget=budget, period=4, samples=2)
 
 
 @cache
@@ -69,7 +68,6 @@ def step_times(case: Case, place: Place) -> Row:
         finally:
             if case.contender == "fastkv":
                 fastkv.unpatch(model)
-            gc.collect()
             place.cuda.empty_cache()
     return found | {"weight_bytes": models.weight_bytes(model)}
 
