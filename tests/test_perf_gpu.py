@@ -64,7 +64,7 @@ def test_the_plan_is_in_order_and_fits_into_three_calls(whole):
 
 def test_all_checks_and_operations_are_planned(whole):
     checked = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_checks"}
-    assert checked == {*checks.CHECKS, "ticket", "graph", "sync", "steps", "kinds"}
+    assert checked == {*checks.CHECKS, "ticket", "graph", "sync", "captured", "compiled", "kinds"}
     llama = [task.job.case["op"] for task in tasks_of(whole, "llama")]
     assert llama == list(checks.CHECKS) and llama[:3] == ["decode_centroids", "prefill_centroids", "layer_centroids"]
     timed = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_timings"}

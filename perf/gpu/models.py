@@ -14,6 +14,7 @@ from fastkv.calibration.vector_map import VectorMap
 
 from .place import Place
 
+FAMILIES = ("llama", "gemma3")  # the second has rings of sliding-window layers beside the cache
 EVERY = 4  # tokens between evictions
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from ..engine import closure, digest
 
-HARNESS = ("perf.gpu.state", "perf.gpu.place", "perf.gpu.clock", "perf.micro.states")
-
 
 @dataclass(frozen=True)
 class Operation:

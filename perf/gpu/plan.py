@@ -17,7 +17,7 @@ from ..engine import Job, Row
 from . import checks, checks_device, checks_models, model_steps, timings
 from .clock import Case
 from .heads import GEMMA, LLAMA, ODD, Heads
-from .models import KINDS, Kind
+from .models import FAMILIES, KINDS, Kind
 from .operations import OPERATIONS, code_of, whole
 from .place import Place
 from .state import Finding
@@ -69,7 +69,8 @@ def sections(place: Place) -> list[Section]:
     heads = [here.check(op, h, bf16) for h in (GEMMA, *ODD) for op in checks.CHECKS if applies(op, h)]
     heads += [here.device(name, GEMMA, c) for name in checks_device.PER_HEADS for c in checks_device.CORRECTIONS]
     heads += [here.check(op, LLAMA, torch.float16) for op in checks.CHECKS]
-    steps = [here.steps(family, kind, family == "llama") for kind in others for family in checks_models.FAMILIES]
+    steps = [here.steps(family, kind, "captured") for kind in KINDS for family in FAMILIES][1:]
+    steps += [here.steps("llama", kind, "compiled") for kind in others] + [here.steps("gemma3", first, "compiled")]
     found = [
         Section("llama", "checks on Llama's heads", [here.check(op, LLAMA, bf16) for op in checks.CHECKS]),
         Section(
@@ -77,11 +78,11 @@ def sections(place: Place) -> list[Section]:
             "tickets, graphs, syncs, a captured model",
             [here.device(name, LLAMA, c) for name in checks_device.PER_HEADS for c in checks_device.CORRECTIONS]
             + [here.sync(policy) for policy in ("fastkv", "momentkv")]
-            + [here.steps("llama", first, True)],
+            + [here.steps("llama", first, how) for how in ("captured", "compiled")],
         ),
         Section("key", "copy; the default's decode step and its peers", here.timed(timings.key_cases())),
         Section("model", "steps of an 8B model", [here.model(case) for case in model_steps.cases()]),
-        Section("steps", "other models: captured, compiled", [here.steps("gemma3", first, True), *steps]),
+        Section("steps", "other models: captured, compiled", steps),
         Section("kinds", "kinds of caches: kernels beside the reference", [here.kinds(kind) for kind in KINDS]),
         Section("heads", "checks on other heads, and in fp16", heads),
         Section("decode", "other decode steps and peers", here.timed(timings.other_decode_cases())),
@@ -142,12 +143,13 @@ class Plan:
         run = partial(checks_device.check_sync, policy=policy)
         return self.task(f"sync[{policy}]", case, run, whole(policy, "auto", run.func), 4.0, 12.0)
 
-    def steps(self, family: str, kind: Kind, compiled: bool) -> Task:
-        """Of whole steps of one model."""
-        case = {"op": "steps", "family": family, "kind": kind.name, "compiled": compiled}
-        run = partial(checks_models.check_steps, family=family, kind=kind, compiled=compiled)
+    def steps(self, family: str, kind: Kind, how: str) -> Task:
+        """Of whole steps of one model, captured or compiled."""
+        case = {"op": how, "family": family, "kind": kind.name}
+        run = partial(checks_models.check_steps, family=family, kind=kind, how=how)
         code = whole(kind.policy, kind.correction, run.func)
-        return self.task(f"steps[{family}-{kind.name}]", case, run, code, 14.0 if compiled else 5.0, 30.0)
+        seconds, compiling = (12.0, 30.0) if how == "compiled" else (4.0, 12.0)
+        return self.task(f"{how}[{family}-{kind.name}]", case, run, code, seconds, compiling)
 
     def kinds(self, kind: Kind) -> Task:
         """Of a kind of cache."""
@@ -162,7 +164,7 @@ class Plan:
         needs += [
             *OPERATIONS["decode_centroids"].checks(LLAMA.name)[1:],
             "sync[fastkv]",
-            "steps[llama-fastkv-auto-uniform]",
+            f"{case.step}[llama-fastkv-auto-uniform]",
         ]
         seconds = model_steps.SECONDS[case.contender, case.step]
         warm = partial(model_steps.step_times, model_steps.sized(case, self.brief), self.brief)
@@ -187,15 +189,19 @@ class Plan:
 
 
 def groups(tasks: Iterable[Task]) -> list[list[Task]]:
-    """At most 16 lists of about equal length to compile at the same time; those of a group stay together, in order."""
+    """At most 16 lists of about equal length to compile at the same time; a group stays in one of them.
+
+    Every list is in the order of the plan: what is not done in time is what is needed last.
+    """
+    wanted = [task for task in tasks if task.warm is not None]
+    place = {task.job.name: number for number, task in enumerate(wanted)}
     together: dict[str, list[Task]] = {}
-    for task in tasks:
-        if task.warm is not None:
-            together.setdefault(task.group, []).append(task)
+    for task in wanted:
+        together.setdefault(task.group, []).append(task)
     lists: list[list[Task]] = [[] for _ in range(min(CORES, len(together)))]
     for some in sorted(together.values(), key=compiling, reverse=True):
         min(lists, key=compiling).extend(some)
-    return lists
+    return [sorted(some, key=lambda task: place[task.job.name]) for some in lists]
 
 
 def compiling(tasks: Sequence[Task]) -> float:
