@@ -75,5 +75,6 @@ def whole(policy: str, correction: str, *functions: Callable[..., Any]) -> str:
     others = [] if correction.startswith("vector") else ["fastkv.kernels.vector_decode"]
     others += ["fastkv.policies", "fastkv.kernels.leverage", "fastkv.kernels.noncausal_mass"]
     found = closure("fastkv", "fastkv.kernels.operations", rooms=("fastkv",), without=others)
-    found |= closure(type(policies.get(policy)).__module__, rooms=("fastkv",), without=("fastkv",))
+    rules = closure(type(policies.get(policy)).__module__, rooms=("fastkv",))
+    found |= {path for path in rules if path.startswith("fastkv/policies/") and not path.endswith("__init__.py")}
     return digest(found, *(inspect.getsource(function) for function in functions))

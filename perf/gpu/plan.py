@@ -219,7 +219,7 @@ def warming(tasks: Sequence[Task]) -> float:
 def calls(tasks: Sequence[Task], minutes: float) -> list[list[Task]]:
     """What each of several calls is predicted to get done; a task that does not fit is left for the next.
 
-    Raises: ValueError if a task does not fit into a call of its own.
+    A task that fits into no call has one of its own, so that more calls than minutes allow show that.
     """
     found, waiting = [], list(tasks)
     while waiting:
@@ -228,8 +228,7 @@ def calls(tasks: Sequence[Task], minutes: float) -> list[list[Task]]:
             if task.seconds <= left:
                 left -= task.seconds
                 done.append(task)
-        if not done:
-            raise ValueError(f"{waiting[0].job.name} does not fit into {minutes} minutes")
-        found.append(done)
-        waiting = [task for task in waiting if task not in done]
+        found.append(done or waiting[:1])
+        names = {task.job.name for task in found[-1]}
+        waiting = [task for task in waiting if task.job.name not in names]
     return found
