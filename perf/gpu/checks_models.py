@@ -12,7 +12,7 @@ import fastkv
 
 from .checks_device import syncs_raise
 from .models import EVERY, Kind, small_model
-from .place import Place
+from .place import Place, forget_compiled
 from .state import Finding, equal
 
 # Median over steps of |compiled - eager| / |eager| of the logits. An inductor graph keeps in float32 what eager steps
@@ -50,7 +50,7 @@ def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> T
 
 def check_steps(place: Place, family: str, kind: Kind, how: str) -> list[Finding]:
     """Captured steps equal eager ones bit for bit; compiled ones, fed the same tokens, are as close as `COMPILED`."""
-    torch.compiler.reset()
+    forget_compiled()
     model = small_model(place, family)
     kind.patch(place, model, place.backend, static=True)
     ids = torch.randint(3, 256, (2, 40 if place.toy else 160), device=place.device)

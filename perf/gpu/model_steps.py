@@ -21,7 +21,7 @@ from ..speed.contenders import CONTENDERS
 from ..speed.worker import measure_decode
 from .checks import CRASHES, still_there
 from .operations import whole
-from .place import Place
+from .place import Place, forget_compiled
 
 MODEL, BATCHES = "llama-3.1-8b", (1, 8, 32)
 CONTEXT, BUDGET = 2048, 1024
@@ -56,7 +56,7 @@ def model_of(name: str, place: Place) -> Any:
 @torch.no_grad()
 def step_times(case: Case, place: Place) -> Row:
     """Time to the first token, milliseconds of a step with its evictions, bytes."""
-    torch.compiler.reset()
+    forget_compiled()
     model = model_of(case.model, place)
     torch.manual_seed(0)
     with place.stance:

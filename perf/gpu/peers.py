@@ -24,7 +24,7 @@ from fastkv import reference
 from ..micro.states import SCALE
 from .clock import Case, Work, copy_work, num_sets, randn, relative_error
 from .heads import Heads
-from .place import FlashInferStandIn, Place, plain_attention
+from .place import FlashInferStandIn, Place, forget_compiled, plain_attention
 from .split_kv import choose_splits, scratch, split_kv_attention
 
 WORST = 2e-2  # relative error in half precision beyond which a peer is not what it should be
@@ -92,7 +92,7 @@ def flex(mode: str | None = None, **options: int) -> Builder:
     def build(case: Case, place: Place) -> Work:
         from torch.nn.attention.flex_attention import flex_attention
 
-        torch.compiler.reset()
+        forget_compiled()
         run: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
         extra = {"kernel_options": dict(options)} if options else {}
 

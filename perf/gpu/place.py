@@ -111,6 +111,16 @@ class StandIn:
         return 2.0
 
 
+def forget_compiled() -> None:
+    """Forget what `torch.compile` has compiled, so that every case is compiled for its own shapes.
+
+    The reset goes through a table of backends, and importing inductor on the way adds to it: hence before.
+    """
+    import torch._inductor.cudagraph_trees
+
+    torch.compiler.reset()
+
+
 def plain_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Attention [B, Hq, D] of one query each over keys, values [B, Hkv, L, D]: what stands in for a peer's kernel."""
     return scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]

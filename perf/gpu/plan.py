@@ -182,10 +182,9 @@ class Plan:
         needs = OPERATIONS[case.operation].checks(heads) if case.operation else ()
         if case.op == "split-KV Triton":
             needs = (f"split_kv_baseline[{heads}-bfloat16]",)
-        compiles = case.operation or case.part == "flex"
-        warm = partial(timings.warm, case, self.brief) if compiles else None
-        group = f"{case.op}[{heads}]"
-        return Task("gpu_timings", job, case.seconds, needs, warm, case.compiling if compiles else 0.0, group)
+        warm = partial(timings.warm, case, self.brief) if case.compiling else None
+        group = case.name if case.part == "flex" else f"{case.op}[{heads}]"
+        return Task("gpu_timings", job, case.seconds, needs, warm, case.compiling, group)
 
 
 def groups(tasks: Iterable[Task]) -> list[list[Task]]:

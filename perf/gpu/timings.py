@@ -29,6 +29,7 @@ LONG = 65_536  # keys that scoring reads
 SCORES = ("keydiff_scores", "manifold_scores", "window_scores", "leverage_scores", "noncausal_attention_mass")
 KEY = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (8, 4096))  # shapes of the key timings
 TOY_LENGTH = 32  # in a dry run
+COMPILING = {"Flex": 12.0, "FlashInfer": 15.0, "split-KV": 4.0}  # predicted seconds, of peers
 
 
 def layer(
@@ -222,13 +223,15 @@ OTHERS = {
 
 
 def peers_of(names: Sequence[str], heads: Heads, batch: int, length: int) -> list[Case]:
-    """Others at this shape; the compiler takes most of the time of FlexAttention."""
+    """Others at this shape. FlashInfer is compiled by nvcc on first use, FlexAttention for every shape."""
     found = []
     for name in names:
         part, build = ("flex", FLEX[name]) if name in FLEX else ("decode", PEERS[name])
-        seconds = 20.0 if "autotuned" in name else 6.0 if name in FLEX else 0.8
+        tuned = "autotuned" in name
+        seconds = 20.0 if tuned else 6.0 if name in FLEX else 0.8
+        compiling = 30.0 if tuned else next((s for kind, s in COMPILING.items() if name.startswith(kind)), 0.0)
         if name != "FlashInfer single" or batch == 1:
-            found.append(Case(part, name, heads, batch, length, build, seconds=seconds))
+            found.append(Case(part, name, heads, batch, length, build, seconds=seconds, compiling=compiling))
     return found
 
 
@@ -310,7 +313,7 @@ def job(case: Case, place: Place) -> Job:
 
 def warm(case: Case, place: Place) -> None:
     """Compile what the case needs, by one launch."""
-    with torch.no_grad():
+    with torch.no_grad(), place.stance:
         case.build(sized(case, place), place).launch(0)
     place.cuda.empty_cache()
 
