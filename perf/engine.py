@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Results:
         Raises: OtherSettings if the file has other settings.
         """
         results = cls(path, environment, planned, settings or {})
+        path.with_suffix(".part").unlink(missing_ok=True)  # of a run that was killed while it wrote
         if not path.exists() or fresh:
             return results
         old = json.loads(path.read_text())
@@ -118,7 +119,12 @@ class Results:
     @property
     def complete(self) -> bool:
         """Whether every job has a row."""
-        return all(self.has(job.name) for job in self.planned)
+        return {job.name for job in self.planned} <= {row["id"] for row in self.rows}
+
+    @cached_property
+    def planned_lines(self) -> list[str]:
+        """The cases of the jobs, as they stand in the file."""
+        return [line(job.case) for job in self.planned]
 
     def add(self, row: Row) -> None:
         """Add a row and write the file."""
@@ -126,16 +132,23 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Replace the file in one step, so that a killed run leaves a readable one. JSON has no NaN or infinity."""
+        """Replace the file in one step, so that a killed run leaves a readable one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         head = {"environment": self.environment, "settings": self.settings, "complete": self.complete}
         text = json.dumps(plain(head), indent=1)[:-2]
-        for name, items in (("planned", [job.case for job in self.planned]), ("rows", self.rows)):
-            lines = [json.dumps(plain(item), allow_nan=False) for item in items]
+        for name, lines in (("planned", self.planned_lines), ("rows", map(line, self.rows))):
             text += f',\n "{name}": [\n' + ",\n".join(lines) + "\n ]"
         part = self.path.with_suffix(".part")
-        part.write_text(text + "\n}\n")
-        part.replace(self.path)
+        try:
+            part.write_text(text + "\n}\n")
+            part.replace(self.path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def line(item: Row) -> str:
+    """An item as it stands in the file. JSON has no NaN or infinity."""
+    return json.dumps(plain(item), allow_nan=False)
 
 
 def plain(value: Any) -> Any:
@@ -152,7 +165,18 @@ class Deadline:
 
     def __init__(self, minutes: float, spare: float = 0.0) -> None:
         """spare: seconds that must be left to start a case."""
-        self.end = time.monotonic() + 60 * minutes - spare
+        self.begin = time.monotonic()
+        self.end = self.begin + 60 * minutes - spare
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self.begin
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is over."""
+        return self.end - time.monotonic()
 
     @property
     def over(self) -> bool:
@@ -168,13 +192,23 @@ def measure(jobs: Iterable[Job], results: Results, deadline: Deadline) -> int:
             if deadline.over:
                 break
             tell(job.name)
-            row: Row = {"id": job.name, "case": plain(job.case), "source": job.source}
-            started = time.perf_counter()
-            try:
-                row |= job.run()
-            except Unmeasured as reason:
-                row["skipped"] = str(reason)
-            results.add(row | {"seconds": round(time.perf_counter() - started, 2)})
+            results.add(row_of(job))
+    return concluded(results)
+
+
+def row_of(job: Job) -> Row:
+    """Run a job. Returns: its row, with the reason if it could not be measured."""
+    row: Row = {"id": job.name, "case": plain(job.case), "source": job.source}
+    started = time.perf_counter()
+    try:
+        row |= job.run()
+    except Unmeasured as reason:
+        row["skipped"] = str(reason)
+    return row | {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def concluded(results: Results) -> int:
+    """Say what failed. Returns: COMPLETE, FAILED or LEFT, as of all planned."""
     if results.complete:
         results.write()  # what was planned may have become less; rows that lack their successors stay in the file
     peers = {job.name for job in results.planned if job.optional}
@@ -217,11 +251,13 @@ def in_process(module: str, settings: Row, python: str = sys.executable) -> Row:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def digest(paths: Iterable[str]) -> str:
-    """First 12 hexadecimal digits of the SHA-256 of these files, see `closure`."""
+def digest(paths: Iterable[str], *texts: str) -> str:
+    """First 12 hexadecimal digits of the SHA-256 of these files, see `closure`, and texts."""
     found = hashlib.sha256()
     for path in sorted(paths):
         found.update(path.encode() + (ROOT / path).read_bytes())
+    for text in texts:
+        found.update(text.encode())
     return found.hexdigest()[:12]
 
 
@@ -280,16 +316,21 @@ def command(
     parser = argparse.ArgumentParser(
         prog=f"python -m {prog}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    where = out.relative_to(ROOT)
     parser.add_argument("--parts", nargs="+", choices=parts, metavar="PART", help="some of the parts; see --list")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
+    add_options(parser, minutes, out)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, minutes: float, out: Path = RESULTS) -> None:
+    """How long to measure, and which files to go on with."""
+    where = out.relative_to(ROOT)
     parser.add_argument("--minutes", type=float, default=minutes, help="start nothing after so many (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="do not go on with earlier files")
     parser.add_argument("--retry-skipped", action="store_true", help="try again what could not be measured before")
     parser.add_argument("--list", action="store_true", help="print parts and cases, measure nothing")
     parser.add_argument("--out", type=Path, help=f"folder of the results (default {where}; none in a dry run)")
     parser.add_argument("--commit", help="the commit to name where there is no git")
-    return parser
 
 
 def folder(options: argparse.Namespace, default: Path = RESULTS) -> Path:

@@ -73,14 +73,14 @@ def test_a_gpu_benchmark_replays_one_graph_over_many_copies(monkeypatch):
         def replay(self):
             rounds.append(len(launched))
 
-    def record(work):
+    def recorded(work, place):
         work.reset()
         for index in range(work.sets):
             work.launch(index)
         return Graph(), work.sets
 
     monkeypatch.setattr(conftest, "num_sets", lambda place, size: 3)
-    monkeypatch.setattr(conftest, "record", record)
+    monkeypatch.setattr(conftest, "recorded", recorded)
     monkeypatch.setattr(conftest, "CLOCK", conftest.GraphClock())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)

@@ -1,11 +1,12 @@
-"""Single operations on a GPU, in one command that can be stopped and continued: correctness first, then timings.
+"""A GPU in half an hour: checks, then timings, the most important first, in calls that go on with each other's files.
 
-    python -m perf.gpu --minutes 9                       # everything; call again until it says "complete"
-    python -m perf.gpu --parts checks decode             # only these
-    python -m perf.gpu --dry-run                         # no GPU: the same code on toy shapes, in the interpreter
+    python -m perf.gpu --minutes 9                       # again, until it says "complete"
+    python -m perf.gpu --only llama key                  # some sections; --list names them
+    python -m perf.gpu --dry-run                         # no GPU: every line on toy shapes, with stand-ins
 
-Each part has one file, gpu_<part>.json, written after every case. A part is not timed while a check of its operations
-is red. Exit code: 0 complete, 1 something failed, 3 the time was over.
+A call first fills the compile cache by up to 16 processes. A timing waits for the checks of its operation at its head
+shape: what is red blocks only these. An error that breaks the device ends the run; what it would have said of later
+rows is not written. Exit code: 0 complete, 1 something failed, 3 the time was over.
 """
 
 from __future__ import annotations
@@ -14,118 +15,151 @@ import argparse
 import gc
 import os
 import sys
-from functools import cache
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import engine
-from ..engine import FAILED, Deadline, Job, Results, Row, Unmeasured, closure, digest
+from ..engine import COMPLETE, FAILED, LEFT, Deadline, Results, Row
 from ..environment import environment
 
 if TYPE_CHECKING:
-    from .clock import Case
-    from .state import Place
+    from .plan import Section, Task
 
-PARTS = ("checks", "copy", "decode", "select", "evict", "scores", "prefill", "flex")
-SPARE = 45  # seconds that must be left when a case starts: compiling a peer takes most of them
-SAID = {0: "complete", 1: "failed", 3: "not finished: call again"}
+NAMES = ("llama", "device", "key", "model", "steps", "kinds", "heads", "decode", "evict", "select", "scores", "prefill")
+SECTIONS = (*NAMES, "flex")
+SAID = {COMPLETE: "complete", FAILED: "something failed", LEFT: "not finished: call again"}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = engine.command("perf.gpu", __doc__, PARTS, minutes=9.0)
-    parser.add_argument("--dry-run", action="store_true", help="toy shapes in the interpreter; claims no timings")
-    options = parser.parse_args(arguments)
-    options.parts = sorted(options.parts or PARTS, key=PARTS.index)
-    return options
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="some sections; see --list")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains this")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="TEXT", help="no cases whose name contains one of these"
+    )
+    parser.add_argument("--no-warm-up", action="store_true", help="compile one after the other, as it comes")
+    parser.add_argument("--dry-run", action="store_true", help="toy shapes and stand-ins on a CPU; claims no timings")
+    engine.add_options(parser, minutes=9.0)
+    return parser.parse_args(arguments)
 
 
-def timing(case: Case, place: Place) -> Job:
-    """A case as a job. What crashes leaves its reason; a peer may, anything else has then failed."""
-    from .checks import CRASHES
-    from .clock import measure
-    from .timings import CODE
+def printed(sections: Sequence[Section], minutes: float) -> None:
+    """Print the plan: predicted minutes of each section, and in which call it is done."""
+    from .plan import calls
 
-    def run() -> Row:
-        torch.manual_seed(0)
-        try:
-            with torch.no_grad():
-                work = case.build(case, place)
-                work.launch(0)  # compile
-                work.reset()
-                row = measure(work, place)
-        except CRASHES as reason:
-            if not place.toy:
-                torch.cuda.synchronize()  # a broken device raises here and ends the run
-            raise Unmeasured(f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}") from reason
-        share = row["gbps"] / ceiling(place) if row["gbps"] else None
-        work = None
-        gc.collect()
-        if not place.toy:
-            torch.cuda.empty_cache()
-        return row | {"copy_gbps": ceiling(place), "of_copy": share}
-
-    heads = case.heads
-    row = {"op": case.op, "heads": heads.name, "batch": case.batch, "length": case.length, "head_dim": heads.head_dim}
-    code = digest(closure("perf.gpu.timings", rooms=("perf",)) | closure(*CODE.get(case.part, ())))
-    return Job(case.name, row, run, code, optional=case.peer)
+    planned = calls([task for section in sections for task in section.tasks], minutes)
+    turn = {task.job.name: number for number, some in enumerate(planned, 1) for task in some}
+    for section in sections:
+        turns = sorted({turn[task.job.name] for task in section.tasks})
+        print(
+            f"{section.name:8s} {len(section.tasks):4d} rows {section.seconds / 60:5.1f} minutes, "
+            f"call {' and '.join(map(str, turns))}: {section.title}"
+        )
+    total = sum(section.seconds for section in sections) / 60
+    print(f"{len(turn)} rows, {total:.1f} minutes and warming up, in {len(planned)} calls of {minutes:g}", flush=True)
 
 
-@cache
-def ceiling(place: Place) -> float | None:
-    """GB/s of a large device copy in this run; None in a dry one."""
-    from .clock import COPY_BYTES, copy_work, measure
+class Run:
+    """The files, and what is done with the tasks.
 
-    found = None if place.toy else measure(copy_work(place, COPY_BYTES, 2), place)["gbps"]
-    if not place.toy:
-        torch.cuda.empty_cache()
-    return found
+    Args: folder: of the files.  facts: of the machine.  sections: the whole plan, of which a call may do some.
+    """
 
+    def __init__(self, folder: Path, facts: Row, sections: Sequence[Section], fresh: bool, retry: bool) -> None:
+        from .plan import FILES
 
-def run_part(part: str, options: argparse.Namespace, place: Place, facts: Row, deadline: Deadline) -> int:
-    """Run what a part still lacks. Returns: COMPLETE, FAILED or LEFT."""
-    from . import checks
-    from .timings import CHECKED, cases
+        planned = [task for section in sections for task in section.tasks]
+        self.files = {
+            name: Results.open(
+                folder / f"{name}.json", facts, [t.job for t in planned if t.file == name], fresh=fresh, retry=retry
+            )
+            for name in FILES
+        }
+        self.blocked: dict[str, list[str]] = {}
 
-    again = {"fresh": options.fresh, "retry": options.retry_skipped}
-    if part == "checks":
-        planned = checks.jobs(place)
-    else:
-        planned = [timing(case, place) for case in cases(part, place.toy)]
-        known = Results.open(options.out / "gpu_checks.json", facts, checks.jobs(place))
-        red = checks.red(known.rows, CHECKED[part])
-        if red:
-            print(f"{part}: not timed, because the check of {', '.join(red)} is not green")
-            return FAILED
-        if not deadline.over:
-            ceiling(place)
-    results = Results.open(options.out / f"gpu_{part}.json", facts, planned, **again)
-    code = engine.measure([job for job in planned if options.only in job.name], results, deadline)
-    print(f"{part}: {SAID[code]} ({len(results.rows)} of {len(planned)} rows)", flush=True)
-    return code
+    def lacks(self, task: Task) -> bool:
+        """Whether it has no row yet."""
+        return not self.files[task.file].has(task.job.name)
+
+    def red(self, task: Task) -> list[str]:
+        """The checks that it needs and that are not green."""
+        from .checks import red
+
+        return red(self.files["gpu_checks"].rows, task.needs)
+
+    def go(self, tasks: Sequence[Task], deadline: Deadline) -> None:
+        """Do what fits, in order. Raises: DeviceLost, with everything before it stored."""
+        waiting = sum(task.seconds for task in tasks)
+        for number, task in enumerate(tasks, 1):
+            waiting -= task.seconds
+            red = self.red(task)
+            if red:
+                self.blocked.setdefault(", ".join(red), []).append(task.job.name)
+                continue
+            if deadline.left < task.seconds:
+                continue
+            begun = deadline.elapsed
+            row = engine.row_of(task.job)
+            self.files[task.file].add(row)
+            clock, took = deadline.elapsed, deadline.elapsed - begun
+            state = row.get("skipped") or ("RED" if row.get("passed") is False else "")
+            print(
+                f"{int(clock // 60)}:{clock % 60:04.1f} {number}/{len(tasks)} {task.job.name} {took:.1f} s, "
+                f"predicted {task.seconds:.1f}; {abs(waiting) / 60:.1f} minutes to go {state}".rstrip(),
+                flush=True,
+            )
+
+    def concluded(self) -> int:
+        """Say what failed and what was blocked. Returns: the exit code."""
+        code = engine.worst([engine.concluded(results) for results in self.files.values()])
+        for red, names in self.blocked.items():
+            print(f"{len(names)} not timed, because {red} is not green: {names[0]} ...")
+        return FAILED if self.blocked else code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts in order until done or late. Returns: the exit code."""
+    """Run what is left of the plan until done or late. Returns: the exit code."""
     options = parse(arguments)
+    deadline = Deadline(options.minutes)
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which happens below
     elif not options.list and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: run it where there is one, or try --dry-run")
     options.out = engine.folder(options)
-    from . import checks
-    from .state import Place
-    from .timings import cases
+    from .checks import DeviceLost
+    from .place import Place
+    from .plan import calls, groups, sections
+    from .warmup import launch, warm_up
 
-    place = Place(torch.device("cpu" if options.dry_run or options.list else "cuda"), toy=options.dry_run)
+    gc.freeze()  # modules stay: what is collected between cases is looked for among what cases made
+    toy = options.dry_run
+    everything = sections(Place(torch.device("cpu" if toy or options.list else "cuda"), toy))
+    chosen = [section for section in everything if section.name in (options.only or SECTIONS)]
     if options.list:
-        jobs = {part: checks.jobs(place) if part == "checks" else cases(part, False) for part in options.parts}
-        return engine.listed({part: [job.name for job in some] for part, some in jobs.items()})
-    facts = environment(options.commit, options.dry_run)
+        return engine.listed({section.name: [task.job.name for task in section.tasks] for section in chosen})
+    facts = environment(options.commit, toy)
     print(" ".join(f"{key}={value}" for key, value in facts.items()), flush=True)
-    deadline = Deadline(options.minutes, 0 if place.toy else SPARE)
-    return engine.worst([run_part(part, options, place, facts, deadline) for part in options.parts])
+    printed(chosen, options.minutes)
+    run = Run(options.out, facts, everything, options.fresh, options.retry_skipped)
+    named = [task for section in chosen for task in section.tasks if options.match in task.job.name]
+    tasks = [task for task in named if run.lacks(task) and not any(one in task.job.name for one in options.skip)]
+    if tasks and not options.no_warm_up:
+        soon = calls(tasks, options.minutes)[0]  # of the others, the next call, perhaps on another machine
+        launch([some[0] for some in groups(soon)]) if toy else warm_up(soon)
+    try:
+        run.go(tasks, deadline)
+    except DeviceLost as lost:
+        print(f"the device is lost: {lost}; the rows so far are stored, and --skip goes on without the cause")
+        return FAILED
+    code = run.concluded()
+    print(SAID[code], flush=True)
+    return code
 
 
 if __name__ == "__main__":

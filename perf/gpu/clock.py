@@ -7,8 +7,9 @@ One sample is one replay divided by its launches; the first samples are thrown a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,8 @@ from torch import Tensor
 
 from ..engine import Row
 from .heads import Heads
-from .state import Place
+from .place import Place
 
-WARMUP, LEAST, MOST = 3, 10, 100  # replays
-SAMPLE_SECONDS = 0.4  # spent on the samples of one case
 LAUNCHES = 100  # in one graph, if the buffers are small
 MAX_PASSES = 5  # over the sets in one graph: a decode step appends this often before its lengths are restored
 COPY_BYTES = 1 << 30  # of each of the two buffers of the bandwidth measurement
@@ -55,7 +54,9 @@ class Case:
 
     Attributes:
         part, op: for the tables; op names the peer or variant.  build: makes the work, or raises to say why not.
-        peer: whether it is somebody else's, who may be unable to run.
+        operation: in `code.OPERATIONS`, what of the library is timed; empty for somebody else's code, which may be
+            unable to run.
+        seconds, compiling: predicted, to measure it and to compile what it needs.
     """
 
     part: str
@@ -64,7 +65,14 @@ class Case:
     batch: int
     length: int
     build: Callable[[Case, Place], Work] = field(compare=False)
-    peer: bool = False
+    operation: str = ""
+    seconds: float = 0.8
+    compiling: float = 0.0
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is somebody else's."""
+        return not self.operation
 
     @property
     def name(self) -> str:
@@ -74,9 +82,9 @@ class Case:
 
 def num_sets(place: Place, size: int, once: bool = False) -> int:
     """Sets of `size` bytes to rotate: more than four of small ones, fewer only if four exceed half the memory."""
-    if place.toy:
-        return 2
-    properties = torch.cuda.get_device_properties(place.device)
+    if place.brief or place.toy:
+        return 1
+    properties = place.cuda.get_device_properties(place.device)
     wanted = max(20 if once and size < 2**28 else 4, -(-2 * properties.L2_cache_size // size))
     return max(2, min(wanted, 256, properties.total_memory // 2 // size))
 
@@ -86,22 +94,32 @@ def passes(work: Work) -> int:
     return 1 if work.once else max(1, min(MAX_PASSES, -(-LAUNCHES // work.sets)))
 
 
-def record(work: Work) -> tuple[torch.cuda.CUDAGraph, int]:
-    """The captured launches and their number. Everything is compiled and warm before."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            work.reset()
-            work.launch(0)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    order = [index for _ in range(passes(work)) for index in range(work.sets)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in order:
-            work.launch(index)
-    return graph, len(order)
+def record(place: Place, launches: Sequence[Callable[[], Any]], warm: Callable[[], Any]) -> Any:
+    """A CUDA graph of these launches. `warm` runs three times before: everything is compiled by then."""
+    cuda = place.cuda
+    side = cuda.Stream()
+    side.wait_stream(cuda.current_stream())
+    with cuda.stream(side):
+        for _ in range(1 if place.toy else 3):
+            warm()
+    cuda.current_stream().wait_stream(side)
+    cuda.synchronize()
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        for launch in launches:
+            launch()
+    return graph
+
+
+def recorded(work: Work, place: Place) -> tuple[Any, int]:
+    """A graph of a work's launches, and their number."""
+
+    def warm() -> None:
+        work.reset()
+        work.launch(0)
+
+    order = [index for _ in range(1 if place.toy else passes(work)) for index in range(work.sets)]
+    return record(place, [partial(work.launch, index) for index in order], warm), len(order)
 
 
 def measure(work: Work, place: Place) -> Row:
@@ -109,14 +127,8 @@ def measure(work: Work, place: Place) -> Row:
 
     Returns: median_us, p20_us, p80_us, gbps, samples, launches, sets; None instead of times in a dry run.
     """
-    row: Row = {"needed_bytes": work.needed, "sets": work.sets, "error": work.error}
-    if place.toy:
-        work.reset()
-        for index in range(work.sets):
-            work.launch(index)
-        return row | {"dry_run": True, "median_us": None, "p20_us": None, "p80_us": None, "gbps": None}
-    graph, launches = record(work)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph, launches = recorded(work, place)
+    start, end = (place.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[float] = []
 
     def replay() -> None:
@@ -127,16 +139,19 @@ def measure(work: Work, place: Place) -> Row:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / launches)
 
-    for _ in range(WARMUP):
+    sampling = place.sampling
+    for _ in range(sampling.warmup):
         replay()
-    rounds = int(min(MOST, max(LEAST, SAMPLE_SECONDS * 1e6 / (times[-1] * launches))))
+    rounds = int(min(sampling.most, max(sampling.least, sampling.seconds * 1e6 / (times[-1] * launches))))
     times.clear()
     for _ in range(rounds):
         replay()
     cuts = statistics.quantiles(times, n=10, method="inclusive")
+    row: Row = {"needed_bytes": work.needed, "sets": work.sets, "error": work.error}
     row |= {"samples": len(times), "launches": launches}
-    row |= {"median_us": statistics.median(times), "p20_us": cuts[1], "p80_us": cuts[7]}
-    return row | {"gbps": work.needed / row["median_us"] / 1e3}
+    found: Row = {"median_us": statistics.median(times), "p20_us": cuts[1], "p80_us": cuts[7]}
+    found["gbps"] = work.needed / found["median_us"] / 1e3
+    return row | ({"dry_run": True} | dict.fromkeys(found) if place.toy else found)
 
 
 def copy_work(place: Place, size: int, sets: int) -> Work:

@@ -23,6 +23,7 @@ class Heads:
 LLAMA = Heads("llama-3.1-8b", 32, 8, 128)  # Qwen3-4B has the same heads
 GEMMA = Heads("gemma-3-12b", 16, 8, 256)
 TOY = Heads("toy", 4, 2, 32)
+ODD = (Heads("d80-group7", 14, 2, 80), Heads("d96-group3", 6, 2, 96), Heads("d64-mha", 4, 4, 64))
 SAME_HEADS = {"llama-3.1-8b": ("Llama-3.1-8B", "Qwen3-4B"), "gemma-3-12b": ("Gemma-3-12B",), "toy": ("toy",)}
 HALF = 2  # bytes of a half-precision element
 LENGTHS, BATCHES = (128, 256, 512, 1024, 4096, 16_384), (1, 8, 32, 128)

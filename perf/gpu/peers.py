@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from fastkv import reference
 
 from ..micro.states import SCALE
 from .clock import Case, Work, copy_work, num_sets, randn, relative_error
 from .heads import Heads
+from .place import FlashInferStandIn, Place, forget_compiled, plain_attention
 from .split_kv import choose_splits, scratch, split_kv_attention
-from .state import Place
 
 WORST = 2e-2  # relative error in half precision beyond which a peer is not what it should be
 PAGE = 16  # tokens of a FlashInfer page
@@ -61,11 +60,14 @@ def peer(
 def sdpa(backend: SDPBackend) -> Builder:
     """torch's own attention, one backend, grouped heads not repeated."""
 
-    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q[:, :, None], keys, values, scale=SCALE, enable_gqa=True)[:, :, 0]
+    def build(case: Case, place: Place) -> Work:
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.MATH if place.toy else backend):
+                return plain_attention(q, keys, values, SCALE)
 
-    return lambda case, place: peer(attend, case, place)
+        return peer(attend, case, place)
+
+    return build
 
 
 def split_kv(case: Case, place: Place) -> Work:
@@ -77,6 +79,8 @@ def split_kv(case: Case, place: Place) -> Work:
     def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if not room:
             room.append(scratch(q, keys, splits))
+        if place.backend != "triton":
+            return plain_attention(q, keys, values, SCALE)
         return split_kv_attention(q, keys, values, SCALE, room[0], splits)
 
     return peer(attend, case, place)
@@ -88,10 +92,8 @@ def flex(mode: str | None = None, **options: int) -> Builder:
     def build(case: Case, place: Place) -> Work:
         from torch.nn.attention.flex_attention import flex_attention
 
-        run: Callable[..., Any] = flex_attention
-        if not place.toy:
-            torch.compiler.reset()
-            run = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
+        forget_compiled()
+        run: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
         extra = {"kernel_options": dict(options)} if options else {}
 
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -102,8 +104,10 @@ def flex(mode: str | None = None, **options: int) -> Builder:
     return build
 
 
-def import_flashinfer() -> Any:
+def import_flashinfer(place: Place) -> Any:
     """The package, with its compiler able to link libcuda and to write somewhere; ImportError if not installed."""
+    if place.toy:
+        return FlashInferStandIn()
     if importlib.util.find_spec("flashinfer") is None:
         raise ImportError("flashinfer is not installed")
     room = Path(tempfile.gettempdir()) / "fastkv-flashinfer"
@@ -125,8 +129,8 @@ def flashinfer(tensor_cores: bool) -> Builder:
     """FlashInfer: batched decode over pages of 16 tokens, planned before the clock runs."""
 
     def build(case: Case, place: Place) -> Work:
-        package, heads = import_flashinfer(), case.heads
-        room = torch.zeros(256 << 20, dtype=torch.uint8, device=place.device)
+        package, heads = import_flashinfer(place), case.heads
+        room = torch.zeros(1 if place.toy else 256 << 20, dtype=torch.uint8, device=place.device)
         wrapper = package.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=tensor_cores)
         pages = case.length // PAGE
         start = torch.arange(case.batch + 1, dtype=torch.int32, device=place.device) * pages
@@ -147,9 +151,7 @@ def flashinfer(tensor_cores: bool) -> Builder:
 
 def flashinfer_single(case: Case, place: Place) -> Work:
     """FlashInfer's decode of one sequence."""
-    if case.batch != 1:
-        raise ValueError("for one sequence only")
-    package = import_flashinfer()
+    package = import_flashinfer(place)
 
     def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return package.single_decode_with_kv_cache(q[0], keys[0], values[0], kv_layout="NHD", sm_scale=SCALE)[None]

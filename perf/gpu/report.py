@@ -12,8 +12,9 @@ from .targets import HEADS, TARGETS, Table, correction_cost, predicted_us
 DECODE = """
 ## Decode attention
 
-One layer, bf16, cold L2, medians of graph replays. fastkv appends the token and, unless it says otherwise, adds the
-first-order moments; everyone else attends to the same retained tokens only, and "copy" moves as many bytes.
+One layer, bf16, cold L2, medians of graph replays. fastkv appends the token and adds the first-order moments, or what
+its name says; "fastkv default" is the default policy's step, with centroids and sums of attention. Everyone else
+attends to the same retained tokens only, and "copy" moves as many bytes.
 """
 
 
@@ -59,7 +60,8 @@ def skipped(files: dict[str, dict[str, Any]]) -> str:
     for name, file in files.items():
         for row in file["rows"] if name.startswith("gpu_") else ():
             if "skipped" in row:
-                found[row["op"], row["skipped"]] = found.get((row["op"], row["skipped"]), 0) + 1
+                who = row.get("op") or row["cache"]
+                found[who, row["skipped"]] = found.get((who, row["skipped"]), 0) + 1
     rows = [(op, why.replace("|", "/"), str(count)) for (op, why), count in found.items()]
     return "\nNot run:\n\n" + table(("who", "why", "shapes"), rows) if rows else ""
 
@@ -113,13 +115,30 @@ def plots(folder: Path, timed: Table) -> str:
     return text
 
 
+def steps(file: dict[str, Any] | None) -> str:
+    """Decode steps of a whole model, by batch, the full cache first."""
+    rows = [row for row in file["rows"] if "ms" in row] if file else []
+    if not rows:
+        return f"Steps of a whole model: {NONE}.\n"
+    found = [
+        (
+            f"{row['cache']}, {row['budget']} tokens kept" if row["budget"] else row["cache"],
+            *(row["model"], str(row["batch"]), str(row["context"])),
+            f"{row['ms']['p50']:.2f} ({row['ms']['p20']:.2f}-{row['ms']['p80']:.2f})",
+            *(f"{row['tokens_per_s']:.0f}", f"{row['first_s']:.2f}", f"{row['cache_bytes'] / 2**30:.2f}"),
+        )
+        for row in sorted(rows, key=lambda row: (row["batch"], row["cache"]))
+    ]
+    return table(("cache", "model", "B", "prompt", "ms a step (p20-p80)", "tokens/s", "first token, s", "GiB"), found)
+
+
 def timed(files: dict[str, dict[str, Any]]) -> Table:
     """All timed rows."""
     return Table(
         [
             {"part": name.removeprefix("gpu_"), **row}
             for name, file in files.items()
-            if name.startswith("gpu_") and name != "gpu_checks"
+            if name.startswith("gpu_") and name not in ("gpu_checks", "gpu_model")
             for row in file["rows"]
         ]
     )
@@ -134,5 +153,11 @@ def chapters(files: dict[str, dict[str, Any]]) -> str:
     """Correctness, decode attention, and the other operations."""
     rows = timed(files)
     parts = ["\n## Correctness on the GPU\n\n", checks(files.get("gpu_checks")), DECODE]
-    parts += [*(decode(rows, heads) for heads in HEADS), skipped(files), "\n## Other operations\n\n", others(rows)]
+    parts += [*(decode(rows, heads) for heads in HEADS), skipped(files)]
+    parts += [
+        "\n## Steps of a whole model\n\n",
+        steps(files.get("gpu_model")),
+        "\n## Other operations\n\n",
+        others(rows),
+    ]
     return "".join(parts)

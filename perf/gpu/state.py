@@ -1,56 +1,26 @@
-"""What checks share: where they run, a random cache layer, and how results are compared."""
+"""What checks share: a random cache layer, and how results are compared."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fastkv.reference import LayerState, Moments, Slots
+from fastkv import corrections
+from fastkv.corrections import Shape
+from fastkv.reference import LayerState, Moments, Recovery, Slots
+from fastkv.reference.gather import pack
+from fastkv.rotary import Rotary
 
-from .heads import GEMMA, LLAMA, TOY, Heads
+from .heads import Heads
+from .place import Place
 
 NAN = float("nan")
 TINY = 1e-5  # of the largest value
 TRUNCATED = {torch.float16: 2e-4, torch.bfloat16: 8e-3}  # the interpreter truncates where hardware rounds
-ODD = (Heads("d80-group7", 14, 2, 80), Heads("d96-group3", 6, 2, 96), Heads("d64-mha", 4, 4, 64))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where checks run: device, and whether this is a dry run on toy shapes in the interpreter."""
-
-    device: torch.device
-    toy: bool = False
-
-    @property
-    def shapes(self) -> tuple[Heads, ...]:
-        """Heads to check."""
-        return (TOY,) if self.toy else (LLAMA, GEMMA, *ODD)
-
-    def dtypes(self, heads: Heads) -> tuple[torch.dtype, ...]:
-        """Half-precision types to check on these heads; every further one costs many compilations."""
-        if self.toy:
-            return (torch.float16,)
-        return (torch.bfloat16, torch.float16) if heads is LLAMA else (torch.bfloat16,)
-
-    @property
-    def half(self) -> torch.dtype:
-        """What is timed: bf16; fp16 in the interpreter, which cannot compute in bf16."""
-        return torch.float16 if self.toy else torch.bfloat16
-
-    @property
-    def slots(self) -> int:
-        """Slots per head; not a multiple of any tile on the GPU."""
-        return 40 if self.toy else 1008
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Slots where the kernels choose by size: below and above one scan."""
-        return (self.slots,) if self.toy else (self.slots, 4112)
 
 
 @dataclass
@@ -67,12 +37,22 @@ class Finding:
         return self.error <= self.limit
 
 
-def ragged(place: Place, heads: Heads, dtype: torch.dtype, batch: int = 2, slots: int = 0, seed: int = 0) -> LayerState:
+def ragged(
+    place: Place,
+    heads: Heads,
+    dtype: torch.dtype,
+    batch: int = 2,
+    slots: int = 0,
+    correction: str = "moments",
+    seed: int = 0,
+) -> LayerState:
     """A random layer with an empty head and a one-token one: lengths + count = seen. The last slot of every head is
     free, what slots without a token hold is NaN, and the kernel's half-precision slope is the true one.
+
+    Args: correction: name of what remembers the evicted tokens; for less than first-order moments take "moments".
     """
     torch.manual_seed(seed)
-    slots = slots or place.slots
+    slots, kind = slots or place.slots, corrections.get(correction)
     num, dim, device = heads.num_kv_heads, heads.head_dim, place.device
     lengths = torch.randint(2, slots, (batch, num), device=device)
     lengths.view(-1)[:3] = torch.tensor([0, 1, slots - 1], device=device)
@@ -86,13 +66,51 @@ def ragged(place: Place, heads: Heads, dtype: torch.dtype, batch: int = 2, slots
     old_keys = randn(place, torch.float32, batch, num, int(count.max()), dim) + 0.3
     old_values = randn(place, torch.float32, batch, num, int(count.max()), dim) - old_keys
     gone = torch.arange(old_keys.shape[2], device=device) < count[..., None]
-    moments = Moments.empty(batch, num, dim, dim, device).add(old_keys, old_values, gone)
-    size = moments.count.clamp(min=1)[..., None, None]
-    moments.slope = (moments.cross / size).to(dtype)
-    moments.cross = moments.slope.float() * size
+    moments = Moments.empty(batch, num, dim, dim, device, order=kind.order, spread=kind.spread)
+    moments = moments.add(old_keys, old_values, gone)
+    if moments.cross is not None:
+        size = moments.count.clamp(min=1)[..., None, None]
+        moments.slope = (moments.cross / size).to(dtype)
+        moments.cross = moments.slope.float() * size
+    parts = kind.empty(batch, Shape(num, dim, dim, dtype.itemsize), slots, device)
+    if parts is not None:
+        parts = parts.add(old_keys, old_values, gone)
     keys[~held], values[~held] = NAN, NAN
     slots_of = Slots(keys, values, lengths.int(), order.masked_fill(~held, -7))
-    return LayerState(slots_of, seen, moments)
+    return LayerState(slots_of, seen, moments, parts=parts)
+
+
+def slab(state: LayerState) -> LayerState:
+    """The same layer with heads that own stretches of unequal length of one slab; each has at least one free slot."""
+    slots = state.exact
+    batch, num = slots.lengths.shape
+    room = slots.lengths + 1 + torch.arange(num, device=slots.lengths.device) % 3
+    starts = torch.zeros(batch, num + 1, dtype=torch.int32, device=room.device)
+    starts[:, 1:] = room.cumsum(-1)
+    made = {}
+    for name, rows in slots.moving().items():
+        made[name] = rows.new_zeros(batch, num * (slots.limit + 3), *rows.shape[3:])
+        pack(made[name], starts, rows)
+    exact = Slots(lengths=slots.lengths.clone(), starts=starts, limit=int(room.max()), **made)
+    return LayerState(exact, state.seen, state.moments, parts=state.parts)
+
+
+def with_keys_only(state: LayerState) -> LayerState:
+    """The same layer with as many tokens again that keep their key only, and a random map that recovers values."""
+    slots, (heads, dim) = state.exact, (state.heads, state.exact.keys.shape[-1])
+    keys, lengths, positions = (rows.flip(0).contiguous() for rows in (slots.keys, slots.lengths, slots.positions))
+    device = keys.device
+    frequencies = 1e4 ** (-torch.arange(dim // 2, device=device) / (dim // 2))
+    recovery = Recovery(
+        torch.randn(heads, dim, dim, device=device) / dim**0.5,
+        *Rotary(frequencies).table(2 * int(state.seen.max()) + 8),
+    )
+    approx = Slots(keys, None, lengths, positions.clamp(min=0))
+    seen = state.seen + lengths.amax(1)
+    moments = replace(state.moments, count=(seen[:, None] - slots.lengths - lengths).to(state.moments.count.dtype))
+    if moments.cross is not None and moments.slope is not None:
+        moments.cross = moments.slope.float() * moments.count.clamp(min=1)[..., None, None]
+    return LayerState(slots, seen, moments, approx, recovery=recovery)
 
 
 def copied(state: LayerState, dtype: torch.dtype | None = None) -> LayerState:
@@ -103,6 +121,8 @@ def copied(state: LayerState, dtype: torch.dtype | None = None) -> LayerState:
         for name, tensor in list(twin.named_tensors()):
             if tensor.is_floating_point():
                 twin.replace(name, tensor.to(dtype))
+        if twin.recovery is not None:
+            twin.recovery = Recovery(*(t.to(dtype) for t in vars(twin.recovery).values()))
     return twin
 
 

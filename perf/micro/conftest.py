@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from perf.environment import environment
-from perf.gpu.clock import Work, num_sets, record
+from perf.gpu.clock import Work, num_sets, recorded
 from perf.gpu.heads import GEMMA, LLAMA, Heads
-from perf.gpu.state import Place
+from perf.gpu.place import Place
 
 SECONDS = 0.2  # spent on the rounds of one benchmark
 LEAST, MOST = 3, 200  # rounds
@@ -115,7 +115,7 @@ class Timed:
         sets = num_sets(Place(self.device), max(size, 1))
         cells = [cell, *(make() for _ in range(sets - 1))]
         work = Work(lambda index: run(*cells[index]), sets, 0, lambda: [reset(*one) for one in cells], once=True)
-        graph, CLOCK.launches = record(work)
+        graph, CLOCK.launches = recorded(work, Place(self.device))
         self.benchmark.extra_info["launches"] = CLOCK.launches
         before = CLOCK()
         graph.replay()

@@ -1,0 +1,154 @@
+"""Where checks and timings run: on a GPU, or in a dry run on a CPU, where stand-ins take the place of the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .heads import Heads
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How often the clock launches: replays that are thrown away, least and most samples, seconds spent on them."""
+
+    warmup: int = 3
+    least: int = 10
+    most: int = 100
+    seconds: float = 0.25
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checks run.
+
+    Attributes:
+        device: of all tensors.
+        toy: a dry run on tiny shapes: the reference stands in for kernels, and `StandIn` for CUDA.
+        interpret: in a dry run, the kernels themselves in Triton's interpreter instead of the reference.
+        brief: only what compiles kernels: one set of buffers, few repetitions.
+    """
+
+    device: torch.device
+    toy: bool = False
+    interpret: bool = False
+    brief: bool = False
+
+    @property
+    def cuda(self) -> Any:
+        """`torch.cuda`, or what stands in for it."""
+        return StandIn() if self.toy else torch.cuda
+
+    @property
+    def backend(self) -> str:
+        """Of the operations that are checked and timed."""
+        return "reference" if self.toy and not self.interpret else "triton"
+
+    @property
+    def half(self) -> torch.dtype:
+        """What is timed: bf16; fp16 in the interpreter, which cannot compute in bf16."""
+        return torch.float16 if self.interpret else torch.bfloat16
+
+    @property
+    def stance(self) -> Any:
+        """A with block in which `torch.compile` compiles, or in a dry run leaves functions as they are."""
+        return torch.compiler.set_stance("force_eager" if self.toy else "default")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How often the clock launches."""
+        return Sampling(1, 2, 2, 0.0) if self.toy else Sampling()
+
+    @property
+    def slots(self) -> int:
+        """Slots per head; not a multiple of any tile on the GPU."""
+        return 40 if self.toy else 1008
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Slots where the kernels choose by size: below and above one scan."""
+        return (self.slots,) if self.toy else (self.slots, 4112)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type, or the one that the interpreter can compute in."""
+        return torch.float16 if self.interpret else dtype
+
+    def heads(self, heads: Heads) -> Heads:
+        """The heads, or few and small ones of that name."""
+        return replace(heads, num_heads=4, num_kv_heads=2, head_dim=32) if self.toy else heads
+
+
+class StandIn:
+    """Stands in for `torch.cuda`, its streams, events and graphs: has what they have, and nothing waits for anything.
+
+    A name that torch does not have raises, so that a dry run notices it. What is captured has run once already; a
+    replay does nothing and takes 2 ms.
+    """
+
+    total_memory, L2_cache_size = 1 << 20, 1 << 10
+    KNOWN = (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph)
+
+    def __getattr__(self, name: str) -> StandIn:
+        if not any(hasattr(one, name) for one in self.KNOWN):
+            raise AttributeError(f"torch.cuda has nothing called {name!r}")
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> StandIn:
+        return self
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        return None
+
+    def elapsed_time(self, end: StandIn) -> float:
+        """Milliseconds."""
+        return 2.0
+
+
+def forget_compiled() -> None:
+    """Forget what `torch.compile` has compiled, so that every case is compiled for its own shapes.
+
+    The reset goes through a table of backends, and importing inductor on the way adds to it: hence before.
+    """
+    import torch._inductor.cudagraph_trees
+
+    torch.compiler.reset()
+
+
+def plain_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention [B, Hq, D] of one query each over keys, values [B, Hkv, L, D]: what stands in for a peer's kernel."""
+    return scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]
+
+
+class FlashInferStandIn:
+    """Stands in for the package: the calls that `perf.gpu.peers` makes, with their arguments."""
+
+    def __init__(self, room: Tensor | None = None, layout: str = "NHD", use_tensor_cores: bool = False) -> None:
+        self.scale = 1.0
+
+    BatchDecodeWithPagedKVCacheWrapper = property(lambda self: FlashInferStandIn)
+
+    def plan(
+        self, start: Tensor, index: Tensor, last: Tensor, heads: int, num_kv_heads: int, head_dim: int, page: int,
+        *, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Remember the scale."""
+        self.scale = sm_scale
+
+    def run(self, q: Tensor, paged: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention of q [B, Hq, D] over pages [pages, 16, Hkv, D] of equally many tokens each."""
+        keys, values = (rows.reshape(len(q), -1, *rows.shape[2:]).transpose(1, 2) for rows in paged)
+        return plain_attention(q, keys, values, self.scale)
+
+    def single_decode_with_kv_cache(
+        self, q: Tensor, keys: Tensor, values: Tensor, *, kv_layout: str, sm_scale: float
+    ) -> Tensor:
+        """Attention of q [Hq, D] over keys, values [L, Hkv, D]."""
+        keys, values = (rows[None].transpose(1, 2) for rows in (keys, values))
+        return plain_attention(q[None], keys, values, sm_scale)[0]
