@@ -593,14 +593,14 @@ MUTATIONS = [
     bug(
         "a partial is stored after its ticket",
         "kernels/decode_attention.py",
-        """        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
-        tl.debug_barrier()  # orders every thread's stores before the ticket; Triton <= 3.8 would not
+        """        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
+        _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
         if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
 """,
-        """        tl.debug_barrier()
+        """        _barrier(HIP)
         taken = tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu")
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, G, M, D, BLOCK_D)
-        tl.debug_barrier()
+        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
+        _barrier(HIP)
         if taken == PARTS - 1:
 """,
         f"{RACES}[decode-6]",
@@ -608,8 +608,8 @@ MUTATIONS = [
     bug(
         "a ticket is taken before all threads have stored",
         "kernels/decode_attention.py",
-        "split, top, total, acc, G, M, D, BLOCK_D)\n        ",
-        "split, top, total, acc, G, M, D, BLOCK_D)\n        if SPLITS == 0:\n            ",
+        "split, top, total, acc, PARTS, G, M, D, BLOCK_D)\n        ",
+        "split, top, total, acc, PARTS, G, M, D, BLOCK_D)\n        if SPLITS == 0:\n            ",
         f"{RACES}[decode-6]",
     ),
     bug(
@@ -629,8 +629,8 @@ MUTATIONS = [
     bug(
         "who is last merges its own partial only",
         "kernels/decode_attention.py",
-        "_merge_tops(tops_ptr, totals_ptr, 0, SPLITS, G, MERGE_M)",
-        "_merge_tops(tops_ptr, totals_ptr, split, 1, G, MERGE_M)",
+        "(tl.arange(0, MERGE_P) < SPLITS)[None, :]",
+        "(tl.arange(0, MERGE_P) == split)[None, :]",
         f"{RACES}[decode-6]",
     ),
     bug(
@@ -657,8 +657,8 @@ MUTATIONS = [
     bug(
         "merged keys are read before all threads have stored them",
         "kernels/vector_decode.py",
-        "tl.store(merged_ptr + place, merged, mask=mask)\n        ",
-        "tl.store(merged_ptr + place, merged, mask=mask)\n        if PARTS == 0:\n            ",
+        "approx_factor[:, None], mask=mask)\n        ",
+        "approx_factor[:, None], mask=mask)\n        if PARTS == 0:\n            ",
         f"{RACES}[vector-6]",
     ),
     bug(
