@@ -256,22 +256,33 @@ def of_prefill(
 
 
 def of_remember(
-    kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16", arches: tuple[str, ...] = ()
+    vendor: tuple[str, ...], kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16"
 ) -> Variant:
-    """Of `fastkv.kernels.remember`."""
+    """Of `fastkv.kernels.remember` for the chips of one vendor."""
     sizes, offers, merges = remember._constants(dim, dim)
     few, settles = kernel is remember._few_kernel, kernel is remember._settle_kernel
     lanes = pow2((num + most) // 2 + 1, remember.MOVERS) if few else remember.SETTLED // 2 if settles else 1024
     flags = dict(
         **sizes, **offers, **merges, HEADS=8, R=pow2(most, 16), LANES=lanes, SCAN=remember.SCAN, SLICE=remember.SLICE,
-        ROWS=remember.ROWS,
+        ROWS=remember.ROWS, HIP=vendor == HIP,
     )  # fmt: skip
     types = {name: "*fp32" for name in ("keys_ptr", "values_ptr")}
     types |= dict(index_ptr="*i64", gone_ptr="*i64")
     name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few
     even = ("rows", "stride_k", "stride_v")
-    warps = remember._warps(dim, lanes if few or kernel is remember._receive_kernel else 0, arches == HIP)
-    return variant(name, kernel, flags, dtype, types, even=even, num_warps=warps, num_stages=2, arches=arches)
+    warps = remember._warps(dim, lanes if few or kernel is remember._receive_kernel else 0, vendor == HIP)
+    return variant(name, kernel, flags, dtype, types, even=even, num_warps=warps, num_stages=2, arches=vendor)
+
+
+def of_remembers(vendor: tuple[str, ...]) -> list[Variant]:
+    """All of `fastkv.kernels.remember` for the chips of one vendor."""
+    of = functools.partial(of_remember, vendor)
+    return [
+        *(of(remember._few_kernel, dim) for dim in (64, 80, 96, 128, 256)),
+        *(of(remember._few_kernel, 128, 63, 64), of(remember._few_kernel, 128, 510)),
+        *(of(remember._few_kernel, dim, dtype="fp32") for dim in (128, 256)),
+        *(of(kernel, dim) for kernel in (*JOINING, remember._receive_kernel) for dim in (64, 80, 128, 256)),
+    ]
 
 
 def of_select(block: int, single: bool, mask: bool, arches: tuple[str, ...] = ()) -> Variant:
@@ -454,15 +465,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),
         *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": -1}, {"spread": True})),
     ],
-    "remember": [
-        *(of_remember(remember._few_kernel, dim) for dim in (64, 80, 96, 128)),
-        *(of_remember(remember._few_kernel, 128, 63, 64), of_remember(remember._few_kernel, 128, dtype="fp32")),
-        *(of_remember(remember._few_kernel, 128, 510, arches=a) for a in VENDORS),
-        *(of_remember(remember._few_kernel, 256, dtype=t, arches=a) for a in VENDORS for t in ("bf16", "fp32")),
-        *(of_remember(kernel, dim) for kernel in JOINING for dim in (64, 80, 128)),
-        *(of_remember(kernel, 256, arches=a) for kernel in JOINING for a in VENDORS),
-        *(of_remember(remember._receive_kernel, dim, arches=a) for dim in (64, 80, 128, 256) for a in VENDORS),
-    ],
+    "remember": [one for vendor in VENDORS for one in of_remembers(vendor)],
     "select": [
         *(of_select(2048, True, True), of_select(2048, True, False)),
         *(of_select(8192, single, single, CUDA) for single in (True, False)),

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
 from ..reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
-from ._attention import _dot32
+from ._attention import _barrier, _dot32
 from ._launch import INTERPRET, Workspace, check_centroids, check_head_dim, check_like, on_hip, pow2, stages
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
@@ -230,7 +230,7 @@ def _scale(squares, tokens, weight):
 def _settle(
     room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used, tokens, half, flip,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr,
-    PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr,
+    PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """All rounds of a head that are left, and its centroids written to where they are kept."""
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
@@ -252,7 +252,7 @@ def _settle(
                 keys, values, centre, sizes, order, offers, partners, first, used, half, scale_k, scale_v,
                 DK, DV, MOVERS, PARTNERS, DIMS, INTERP,
             )  # fmt: skip
-        tl.debug_barrier()  # offers are compared by other threads than wrote them
+        _barrier(HIP)  # offers are compared by other threads than wrote them
         lane = tl.arange(0, LANES)
         accepted = _accepted(offers, movers, joins, LANES)
         target = tl.load(partners + lane, mask=accepted, other=-1.0).to(tl.int32)
@@ -262,7 +262,7 @@ def _settle(
                 RECEIVERS,
             )  # fmt: skip
         _age(order, orders + (1 - flip) * rows, accepted, used, half, LANES)
-        tl.debug_barrier()  # rows and their list are read by other threads than wrote them
+        _barrier(HIP)  # rows and their list are read by other threads than wrote them
         used, half, flip = used - joins, 1 - half, 1 - flip
     order = orders + flip * rows
     for first in range(0, num, RECEIVERS):
@@ -336,7 +336,7 @@ def _few_kernel(
     room_ptr, N, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     LANES: tl.constexpr, SCAN: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
-    RECEIVERS: tl.constexpr, SLICE: tl.constexpr, INTERP: tl.constexpr,
+    RECEIVERS: tl.constexpr, SLICE: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     batch, kv = pair // HEADS, pair % HEADS
@@ -344,7 +344,7 @@ def _few_kernel(
     spreads, order, listed = sizes + rows, sizes + 2 * rows, sizes + 4 * rows
     gone = _list_leaving(valid_ptr, kept_ptr, listed, pair * N, N, R, SCAN)
     used, tokens = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, pair, num, rows, LANES)
-    tl.debug_barrier()  # lists and sizes are read by other threads than wrote them
+    _barrier(HIP)  # lists and sizes are read by other threads than wrote them
     r = tl.arange(0, R)
     live = r < gone
     index = tl.load(listed + r, mask=live, other=0.0).to(tl.int32)
@@ -365,18 +365,18 @@ def _few_kernel(
         values, centre + DK, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh, index, to, live, pair,
         num, tokens, stride_vt, sizes, DV, R, SLICE,
     )  # fmt: skip
-    tl.debug_barrier()  # rows are read by other threads than wrote them
+    _barrier(HIP)  # rows are read by other threads than wrote them
     start = tl.zeros([], tl.int32)
     _settle(
         room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used + gone, tokens, start, start,
-        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP,
+        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP, HIP,
     )  # fmt: skip
 
 
 @triton.jit
 def _gather(
     base_ptr, centre_ptr, squares_ptr, parts_ptr, new_ptr, index_ptr, sizes, pair, first, num, gone, tokens, stride_t,
-    cols, D: tl.constexpr, ROWS: tl.constexpr,
+    cols, D: tl.constexpr, ROWS: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """Columns of the working set: of the centroids, then of `gone` candidates. Their centre and squares."""
     total = tl.zeros(cols.shape, tl.float32)
@@ -393,7 +393,7 @@ def _gather(
         total += tl.sum(x * tl.where(new, 1.0, size)[:, None], 0)
     centre = total / tl.maximum(tokens, 1.0)
     tl.store(centre_ptr + cols, centre, mask=cols < D)
-    tl.debug_barrier()
+    _barrier(HIP)
     squares = tl.zeros([], tl.float32)
     for start in range(0, num + gone, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -410,7 +410,7 @@ def _gather_kernel(
     new_keys_ptr, new_values_ptr, index_ptr, gone_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr,
     first, most, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_i,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    SLICE: tl.constexpr,
+    SLICE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv = pair // HEADS, pair % HEADS
@@ -437,13 +437,14 @@ def _gather_kernel(
     if part < KEY_SLICES:
         _gather(
             keys, centre, squares + part, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index_ptr, own,
-            pair, first, num, gone, tokens, stride_kt, part * SLICE + cols, DK, ROWS,
+            pair, first, num, gone, tokens, stride_kt, part * SLICE + cols, DK, ROWS, HIP,
         )  # fmt: skip
         tl.store(squares + rows + part, 0.0)
     else:
         _gather(
             values, centre + DK, squares + rows + part, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh,
             index_ptr, own, pair, first, num, gone, tokens, stride_vt, (part - KEY_SLICES) * SLICE + cols, DV, ROWS,
+            HIP,
         )  # fmt: skip
         tl.store(squares + part, 0.0)
 
@@ -513,7 +514,7 @@ def _receive_kernel(
 def _settle_kernel(
     sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, num, rows, half, DK: tl.constexpr, DV: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr,
-    DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr,
+    DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     _, _, _, sizes = _room(room_ptr, pair, rows, DK, DV)
@@ -521,7 +522,7 @@ def _settle_kernel(
     tokens = tl.load(sizes + 8 * rows + 2)
     _settle(
         room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used, tokens, half, half,
-        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP,
+        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP, HIP,
     )  # fmt: skip
 
 
@@ -582,7 +583,7 @@ def remember(
     _few_kernel[(batch * heads,)](
         keys, values, positions, valid.view(torch.uint8), kept.view(torch.uint8), *known,
         room, num, parts.num, rows, *strides, *positions.stride()[:2], HEADS=heads, R=pow2(most, 16),
-        LANES=lanes, SCAN=SCAN, SLICE=SLICE, INTERP=INTERPRET, num_stages=stages(2),
+        LANES=lanes, SCAN=SCAN, SLICE=SLICE, INTERP=INTERPRET, HIP=on_hip(), num_stages=stages(2),
         num_warps=_warps(max(dim, value_dim), lanes, on_hip()), **sizes, **offers, **merges,
     )  # fmt: skip
 
@@ -603,7 +604,7 @@ def _join_blocks(
         total, half, parts = num + min(BLOCK, most - first), 0, slices
         _gather_kernel[pairs, slices](
             *new, *known, room, first, min(BLOCK, most - first), num, rows, *strides, new[2].stride(1), HEADS=heads,
-            LANES=SCAN, ROWS=ROWS, SLICE=SLICE, **sizes, **launch,
+            LANES=SCAN, ROWS=ROWS, SLICE=SLICE, HIP=on_hip(), **sizes, **launch,
         )  # fmt: skip
         while total > max(num, SETTLED):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
@@ -614,5 +615,6 @@ def _join_blocks(
             _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
             total, half = max(num, total - max(total // ROUND_SHARE, 1)), 1 - half
         _settle_kernel[(pairs,)](
-            *known, room, num, rows, half, LANES=SETTLED // 2, INTERP=INTERPRET, **sizes, **offers, **merges, **launch
+            *known, room, num, rows, half, LANES=SETTLED // 2, INTERP=INTERPRET, HIP=on_hip(), **sizes, **offers,
+            **merges, **launch,
         )  # fmt: skip
