@@ -43,6 +43,9 @@ INTEGRATION = (
     "interruption",
     "devices",
     "families",
+    "architectures",
+    "selfcheck",
+    "multimodal",
 )
 INTERPRETED = ("ops", "kernels_decode", "kernels_evict", "kernels_select")
 COMPILED = ("decode_attention", "evict", "select")  # modules of fastkv.kernels

@@ -32,7 +32,7 @@ NAMES = """
 llama llama4 llama4_text mllama mllama:cross-attention mistral mistral:windows-only ministral ministral3 mistral3
 mixtral qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_vl
 qwen3_vl_moe gemma gemma2 gemma3 gemma3_text gemma3n_text gemma3n_text:shared-keys gemma4 gemma4_text
-gemma4_text:shared-keys gpt_oss phi phi3 phimoe phi4_multimodal glm glm4 glm4_moe olmo2 olmo3 smollm3 granite
+gemma4_text:shared-keys gpt_neox gpt_oss phi phi3 phimoe phi4_multimodal glm glm4 glm4_moe olmo2 olmo3 smollm3 granite
 granitemoehybrid cohere2 exaone4 nemotron_h falcon_h1 lfm2 ernie4_5 hunyuan_v1_dense seed_oss starcoder2 minimax_m2
 deepseek_v2 deepseek_v3
 """.split()

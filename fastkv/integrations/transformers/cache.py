@@ -191,7 +191,8 @@ class FastKVCache(Cache):
         state = first.state
         before = 0 if state is None or not self.started else state.seen[:, None]
         new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True)
-        return positions[-3:].amax((0, 2))[:, None] + 1 - before - new
+        # Some models number positions in floating point.
+        return positions[-3:].amax((0, 2))[:, None].long() + 1 - before - new
 
     def continue_from(self, deltas: Tensor) -> None:
         """Set `rope_deltas`, in place if they have the same shape: captured graphs read them."""

@@ -127,12 +127,14 @@ class FastKVLayer(CacheLayerMixin):
         self._arrive()
         cache = self.cache
         cache.configure(scale, softcap, output, sink_logits)
+        # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
+        q, k, v = q.detach().contiguous(), k.detach().contiguous(), v.detach().contiguous()
         if not cache.static:
-            return cache.step(q.detach(), k.detach(), v.detach(), self.seen)
+            return cache.step(q, k, v, self.seen)
         if cache.config.correction.key_only:
             room = cache.workspace.positions
             torch._assert_async(self.seen <= room, "the sequence is longer than the model's positions")
-        return cache.step(q.detach(), k.detach(), v.detach())
+        return cache.step(q, k, v)
 
     def attend(
         self,
