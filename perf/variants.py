@@ -251,7 +251,7 @@ def of_prefill(
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, {} if slope else dict(slope_ptr="*fp32"),
         given=dict(spread_ptr=spread, sink_ptr=sinks), even=("slots", "stride_"),
-        num_warps=warps, num_stages=depth, arches=(chip,), once=(chip, pow2(dim)) not in (("80", 256), ("80", 512)),
+        num_warps=warps, num_stages=depth, arches=(chip,), once=pow2(dim) < (256 if chip == "80" else 512),
     )  # fmt: skip
 
 

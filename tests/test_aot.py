@@ -75,7 +75,7 @@ def test_limits(what, given):
     assert found == ([] if what is None else [what])
 
 
-@pytest.mark.parametrize("arch", ["90", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("90", marks=pytest.mark.slow), "gfx942"])
 @pytest.mark.parametrize(
     "module,variant",
     [
@@ -128,9 +128,12 @@ def test_products_of_several_warps_are_found(result, repeats):
     assert repeated(MMA + dot) == repeats
 
 
+@pytest.mark.slow
 def test_no_head_size_of_a_prompt_block_is_computed_twice():
+    """But that of 512: 64 rows a warp group leave no registers for their outputs."""
     sizes = [v for v in variants("prefill_attention") if v.arches == ("90",)]
-    assert all(one.once for one in sizes) and {one.constants["BD"] for one in sizes} == set(prefill_attention.BLOCKS)
+    assert {one.constants["BD"] for one in sizes} == set(prefill_attention.BLOCKS)
+    assert all(one.once == (one.constants["BD"] < 512) for one in sizes)
     assert len(lines_of(compile_ahead("--kernel", "prefill_attention", "--match", "bf16 G4 order1"))) >= 6
 
 

@@ -230,7 +230,7 @@ def test_captured_steps(name, empty):
     assert torch.equal(torch.cat(tokens, 1), expected)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("name", [pytest.param("gemma4", marks=pytest.mark.slow), "lfm2", "falcon_h1"])
 @torch.no_grad()
 def test_a_static_step_is_two_graphs(name):
     """One of them evicts, also where several layers attend to the same keys."""

@@ -81,7 +81,7 @@ def logits(model, ids, mask, **options):
 
 
 @types
-@pytest.mark.parametrize("base", ["eager", "sdpa"])
+@pytest.mark.parametrize("base", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_with_room_for_everything_nothing_changes(name, base):
     model, (ids, mask) = tiny(name, base), prompt(2, 40, (0, 7))
     real = mask.bool()

@@ -132,7 +132,8 @@ def test_centroids(timed: Any, tokens: int, layer: Any, block: Any, device: torc
 
     def make() -> tuple:
         keys, values = block(FREE)[1:]
-        mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=device)
-        return keys, values, mask, layer(tokens, correction="centroids")
+        valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=device)
+        positions = torch.arange(FREE, dtype=torch.int32, device=device).expand(valid.shape).contiguous()
+        return keys, values, positions, valid, ~valid, FREE, layer(tokens, correction="centroids")
 
     timed(make, lambda *cell: ops.remember(*cell, states.spec("centroids")))
