@@ -7,6 +7,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
@@ -227,6 +229,8 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
 def test_decoding_strategies(name, strategy):
+    if (name, strategy) == ("qwen3_vl", "stock chunks") and Version(transformers.__version__) < Version("5.17"):
+        pytest.skip("the stock model itself fails in chunks")
     model, given = build(name), prompt(name)
     torch.manual_seed(0)
     _, want = generated(model, given, **STRATEGIES[strategy])
