@@ -55,7 +55,10 @@ TYPES = {
 }
 EXPERTS = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1}
 KNOWN = [name for name in TYPES if name in CONFIG_MAPPING]
-types = pytest.mark.parametrize("name", KNOWN)
+SLOW = ("kimi_linear",)  # its linear attention is a loop over tokens
+types = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN]
+)
 pytestmark = pytest.mark.skipif(
     not hasattr(DeepseekV3Attention, "expand_kv"), reason="this transformers caches the keys and values of all heads"
 )

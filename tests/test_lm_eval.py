@@ -379,6 +379,7 @@ run(parser.parse_args())
 """
 
 
+@pytest.mark.slow
 def test_processes_share_the_questions(tasks, tmp_path):
     """Three questions, two processes: each has its own, the first reports the scores and bytes of all."""
     script = tmp_path / "launched.py"

@@ -284,6 +284,7 @@ def test_kvpress_presses_the_prompt_and_not_the_steps(kvpress):
 # Runs.
 
 
+@pytest.mark.slow
 def test_a_worker_in_its_own_process():
     row = engine.in_process("perf.speed.worker", asdict(TOY))
     assert row["kept"] == 100 and row["first_s"] > 0
