@@ -446,7 +446,7 @@ MUTATIONS = [
         "integrations/transformers/prompt.py",
         "mask[:, : mask.shape[1] - total + end]",
         "mask[:, :end]",
-        f"{CACHE}::test_a_second_turn_in_blocks_keeps_the_mask_of_the_first",
+        f"{CACHE}::test_windows_in_later_blocks_do_not_see_the_padding_of_the_first_turn",
     ),
     bug(
         "every block starts at position 0",

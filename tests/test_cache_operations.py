@@ -473,6 +473,21 @@ def test_a_second_turn_in_blocks_keeps_the_mask_of_the_first():
         assert torch.equal(layer.state.seen, mask.sum(-1))
 
 
+def test_windows_in_later_blocks_do_not_see_the_padding_of_the_first_turn():
+    """Layers that stay transformers' are told by the mask of each block, which also covers what came before it."""
+    model = build("gemma3")
+    (ids, _), later = prompt(1, 12), prompt(1, 17, seed=3)[0]
+    mask = torch.ones(1, 29, dtype=torch.long)
+    mask[0, :6] = 0
+    whole = torch.cat([ids, later], 1)
+    expected = model(whole, attention_mask=mask).logits[:, 12:]
+    fastkv.patch(model, "streaming", Budget(tokens=64, sinks=2, recent=4), prefill_block=7)
+    cache = FastKVCache(model)
+    model(ids, attention_mask=mask[:, :12], past_key_values=cache)
+    got = model(later, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+
+
 def test_a_file_with_more_tokens_than_a_head_has_room_for_is_refused(tmp_path):
     def forge(held):
         lengths, rooms = held["1.exact.lengths"], held["1.exact.starts"].diff(dim=-1)
