@@ -44,6 +44,13 @@ def implementation(name: str, backend: str, device: str) -> Callable[..., Any]:
 
 
 @cache
+def follows_rows(name: str, backend: str, device: str) -> bool:
+    """Whether that backend's function of that name works on `LayerState.rows` in place; others are given a copy."""
+    module = import_module(MODULES[resolve(backend, torch.device(device))], __package__)
+    return name in getattr(module, "FOLLOWS_ROWS", ())
+
+
+@cache
 def why_no_triton() -> str | None:
     """Why the kernels cannot be compiled here, in a few words; None if they can."""
     try:

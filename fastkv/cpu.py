@@ -19,6 +19,7 @@ from .reference import Centroids, Evicted, LayerState, Moments, Slots, Spec, mer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
+FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 
 
@@ -121,6 +122,8 @@ def decode_step(
     """`reference.decode_step`: what it does not do here are a softcap, tokens without values, heads without tokens and
     float64.
     """
+    if state.rows is not None:
+        return decode_step_of_rows(q, k, v, state, spec)
     slots = state.exact
     empty = k is None and not bool(slots.lengths.all())
     if empty or state.approx is not None or not serves(q, slots.values, spec.softcap):
@@ -155,6 +158,30 @@ def decode_step(
         share = torch.exp(lse - total) / groups
         reference.collect(slots, (share[:, :, None] @ weights)[:, :, 0])
     return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, num_heads), evicted.reshape(batch, num_heads)
+
+
+def decode_step_of_rows(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`decode_step` where the batch lives in chosen rows: they are copied, but what did not change is not put back."""
+    own, rows = state.taken(), state.rows
+    results = decode_step(q, k, v, own, spec)
+    if state.approx is not None or state.exact.starts is not None:
+        state.put(own)
+        return results
+    assert rows is not None
+    changed = {"seen": own.seen, "exact.lengths": own.exact.lengths, "exact.attention": own.exact.attention}
+    for name, tensor in state.named_tensors():
+        new = changed.get(name)
+        if new is not None:
+            tensor.index_copy_(0, rows, new)
+    if k is not None:
+        last = (own.exact.lengths - 1).long()[..., None]
+        head = torch.arange(state.heads, device="cpu")
+        for name, tensor in state.exact.moving().items():
+            token = reference.rows_at(getattr(own.exact, name), last)[:, :, 0]
+            tensor[rows[:, None], head, last[..., 0]] = token
+    return results
 
 
 def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | None) -> None:

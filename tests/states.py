@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from fastkv import corrections
+from fastkv.cache.pages import PageFormat
 from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
 from fastkv.reference import LayerState, Moments, Slots, Spec
@@ -89,3 +90,13 @@ def splits(number):
         for module in (launch, decode_attention, vector_decode):
             patch.setattr(module, "num_programs", lambda pairs, slots, sms: number)
         yield
+
+
+def in_pages(state, rows, pages):
+    """A copy of the state whose row b lies in page rows[b] of so many; the others are full of garbage."""
+    form = PageFormat.of(state)
+    buffer = torch.randint(1, 120, (pages, form.nbytes + 32 * 16), dtype=torch.uint8)  # a stride beyond the page
+    buffer[0] = 0
+    placed = form.view(buffer).at(torch.tensor(rows, device=DEVICE))
+    placed.put(state)
+    return placed

@@ -299,8 +299,14 @@ class LayerCache:
 def evict(state: LayerState, rule: LayerConfig) -> None:
     """Shrink every head to its budget; heads that hold fewer tokens lose none.
 
-    All slots are looked at, used or not (the host counts on no slot being free), so that shapes never differ.
+    All slots are looked at, used or not (the host counts on no slot being free), so that shapes never differ. Where
+    the batch lives in chosen rows, those are copied, and written back.
     """
+    if state.rows is not None:
+        own = state.taken()
+        evict(own, rule)
+        state.put(own)
+        return
     exact, spare = state.exact, rule.layout.spare
     told, guard = signals.of_slots(state, rule)
     told, scores = signals.score(told, rule)

@@ -103,8 +103,10 @@ class CacheWorkspace:
 
     def scratch_of(self, num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
         """Working memory of the decode kernels for so many query heads; one for all layers of the same shape."""
-        tiers = [(slots.keys.shape, slots.starts is not None, slots.limit) for slots in state.tiers.values()]
-        parts = None if state.parts is None else state.parts.count.shape
+        tiers = [
+            (state.batch, slots.keys.shape[1:], slots.starts is not None, slots.limit) for slots in state.tiers.values()
+        ]
+        parts = None if state.parts is None else state.parts.count.shape[1:]
         shape = (state.exact.keys.device, num_heads, *tiers, state.exact.attention is not None, parts)
         if shape not in self.scratch:
             self.scratch[shape] = ops.workspace(num_heads, state, spec)

@@ -56,7 +56,7 @@ def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
 
 
 # Kernel: one launch, two with centroids.
-prefill_attention = operator(_block_outputs)(by_spec(reference.prefill_attention))
+prefill_attention = operator(_block_outputs)(by_spec(reference.prefill_attention, changes=False))
 
 
 def _masses(q: Tensor, *rest: Any) -> Tensor:
@@ -64,7 +64,7 @@ def _masses(q: Tensor, *rest: Any) -> Tensor:
 
 
 # Kernel: for centroids, one launch; their logits stay in registers.
-evicted_mass = operator(_masses)(by_spec(reference.evicted_mass))
+evicted_mass = operator(_masses)(by_spec(reference.evicted_mass, changes=False))
 
 
 def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

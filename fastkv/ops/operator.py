@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import corrections
-from ..backend import implementation
+from ..backend import follows_rows, implementation
 from ..reference import Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
@@ -63,6 +63,9 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
     if state.sink_logits is not None:
         tensors.append(state.sink_logits.detach())  # a parameter of the model; no gradient passes through operators
         names.append("sink_logits")
+    if state.rows is not None:
+        tensors.append(state.rows)
+        names.append("rows")
     numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit, tier.value_dim)]
     return tensors + state.scratch, " ".join(names), numbers
 
@@ -79,7 +82,8 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:
         state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[3], limit=numbers[4])
-    state.sink_logits = found[""].get("sink_logits")
+    for name in ("sink_logits", "rows", "prompted"):
+        setattr(state, name, found[""].get(name))
     if "recovery" in found:
         state.recovery = Recovery(**found["recovery"])
     for kind in found.keys() & Evicted.kinds.keys() - {"moments"}:
@@ -207,12 +211,28 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
     return register
 
 
-def by_spec(function: Function) -> Function:
-    """A function of the reference as the backend has it that its last argument, a `Spec`, names."""
+def by_spec(function: Function, changes: bool = True) -> Function:
+    """A function of the reference as the backend has it that its last argument, a `Spec`, names.
+
+    The argument before it is a state. Where the batch lives in chosen rows of it, and the backend does not follow them
+    itself, the function works on a copy of those rows: that defines what an operation does with rows.
+
+    Args: changes: whether the function changes the state.
+    """
+    name = function.__name__
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
-        return implementation(function.__name__, arguments[-1].backend, arguments[0].device.type)(*arguments)
+        *given, state, spec = arguments
+        device = state.seen.device.type
+        chosen = implementation(name, spec.backend, device)
+        if state.rows is None or follows_rows(name, spec.backend, device):
+            return chosen(*arguments)
+        own = state.taken()
+        result = chosen(*given, own, spec)
+        if changes:
+            state.put(own)
+        return result
 
     return run  # type: ignore[return-value]
 

@@ -1,12 +1,13 @@
 """What one layer remembers of a batch of sequences, and how it attends: the arguments of every operation on a layer.
 
-Storage only, no maths. The first axis of every tensor is the row of the state that a sequence lives in.
+Storage only, no maths. The first axis of every tensor is the row of the state that a sequence lives in: row b, or, where
+an engine gives each sequence a page for life, row `rows[b]` of all pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -128,6 +129,11 @@ class LayerState:
         scratch: of the kernels, shared by the layers of a cache; empty for other backends.
         sink_logits: [Hq], any float dtype: a learned logit of each query head that takes part in its softmax with the
             value zero (attention sinks), None for none; a weight of the model, not part of what the layer remembers.
+        rows: [B] int64, the state row of each batch row; None: batch row b lives in state row b. Row 0 is nobody's: it
+            stands for batch rows that an operation is to pass over, as often as needed; their results mean nothing.
+            All others differ. With rows, tensors may be views of pages, whose first axis has a stride of its own.
+        prompted: [B] int64, `seen` at the end of the last prompt block, from which an engine with a clock for each row
+            counts steps; None where rows share one.
     """
 
     exact: Slots
@@ -138,12 +144,19 @@ class LayerState:
     recovery: Recovery | None = None
     scratch: list[Tensor] = field(default_factory=list)
     sink_logits: Tensor | None = None
-    BORROWED: ClassVar = ("sink_logits",)  # tensors that belong to the model
+    rows: Tensor | None = None
+    prompted: Tensor | None = None
+    BORROWED: ClassVar = ("sink_logits", "rows")  # tensors that belong to the model, or to a batch
 
     @property
     def tiers(self) -> dict[str, Slots]:
         """exact and, if there is one, approx."""
         return {"exact": self.exact} if self.approx is None else {"exact": self.exact, "approx": self.approx}
+
+    @property
+    def batch(self) -> int:
+        """B, sequences of a batch."""
+        return len(self.seen if self.rows is None else self.rows)
 
     @property
     def slots(self) -> int:
@@ -185,6 +198,31 @@ class LayerState:
         """Put another tensor in the place of the one that `named_tensors` calls so."""
         prefix, _, attribute = name.rpartition(".")
         setattr(dict(self.owners())[prefix and f"{prefix}."], attribute, tensor)
+
+    def at(self, rows: Tensor) -> LayerState:
+        """The same storage, for a batch whose row b lives in state row rows[b]."""
+        return replace(self, rows=rows)
+
+    def shell(self) -> LayerState:
+        """The same tensors in objects of their own, so that some may be replaced; for no chosen rows."""
+        own = replace(self, rows=None, exact=replace(self.exact), moments=replace(self.moments))
+        own.approx = None if self.approx is None else replace(self.approx)
+        own.parts = None if self.parts is None else replace(self.parts)
+        return own
+
+    def taken(self) -> LayerState:
+        """A copy of what `rows` say, in which batch row b lives in row b."""
+        assert self.rows is not None
+        own = self.shell()
+        for name, tensor in self.named_tensors():
+            own.replace(name, tensor.index_select(0, self.rows))
+        return own
+
+    def put(self, own: LayerState) -> None:
+        """Write back what `taken` copied."""
+        assert self.rows is not None
+        for (_, tensor), (_, new) in zip(self.named_tensors(), own.named_tensors(), strict=True):
+            tensor.index_copy_(0, self.rows, new)
 
     def nbytes(self) -> int:
         """Bytes of all tensors: slots, positions, scores and what is remembered of evicted tokens."""
