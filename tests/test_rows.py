@@ -8,6 +8,7 @@ import torch
 
 from fastkv import ops
 from fastkv.cache.pages import ALIGNMENT, PageFormat
+from fastkv.ops.operator import flat
 from fastkv.reference import LayerState
 
 from .states import BACKENDS, assert_same, in_pages
@@ -57,8 +58,8 @@ def test_rows_of_pages(name, backend):
     pairs = zip(found or (), expected or ()) if not isinstance(found, torch.Tensor) else [(found, expected)]
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
-    for (tensor, mine), (_, theirs) in zip(placed.taken().named_tensors(), state.named_tensors(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6, msg=lambda text: f"{tensor}: {text}")
+    for (_, mine), (_, theirs) in zip(placed.taken().named_tensors(), state.named_tensors(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
     others = torch.tensor([row for row in range(1, PAGES) if row not in ROWS])
     assert_same(placed.at(others).taken(), before.at(others).taken())
 
@@ -88,8 +89,6 @@ def test_row_0_is_nobody_s(name, backend):
 def test_operators_with_rows_pass_opcheck(name):
     operator, pieces, found = flattened(name, "auto")
     placed = in_pages(found[0], [2], 3)
-    from fastkv.ops.operator import flat
-
     old, new = (flat(LayerState, state) for state in (found[0], placed))
     start = next(i for i, piece in enumerate(pieces) if isinstance(piece, list) and piece and piece[0] is old[0][0])
     pieces[start : start + len(old)] = new

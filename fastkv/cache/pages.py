@@ -1,7 +1,7 @@
-"""Pages: all that a layer remembers of one sequence in one stretch of memory of a fixed size, as serving engines give it.
+"""Pages: all that a layer remembers of one sequence, in one stretch of memory of a fixed size, as serving engines want it.
 
-The pages of a layer are one buffer; every tensor of its state is a view of all of them, [P, ...] with the page's stride.
-Page 0 belongs to no sequence (`LayerState.rows`).
+The pages of a layer are one buffer, and every tensor of its state is a view of all of them, [P, ...] with a page's
+stride. Page 0 belongs to no sequence (`LayerState.rows`).
 """
 
 from __future__ import annotations

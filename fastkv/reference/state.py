@@ -1,11 +1,12 @@
 """What one layer remembers of a batch of sequences, and how it attends: the arguments of every operation on a layer.
 
 Storage only, no maths. The first axis of every tensor is the row of the state that a sequence lives in: row b, or, where
-an engine gives each sequence a page for life, row `rows[b]` of all pages.
+an engine gives every sequence a page for life, row `rows[b]`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -207,7 +208,7 @@ class LayerState:
         """The same tensors in objects of their own, so that some may be replaced; for no chosen rows."""
         own = replace(self, rows=None, exact=replace(self.exact), moments=replace(self.moments))
         own.approx = None if self.approx is None else replace(self.approx)
-        own.parts = None if self.parts is None else replace(self.parts)
+        own.parts = copy.copy(self.parts)
         return own
 
     def taken(self) -> LayerState:
