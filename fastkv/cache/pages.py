@@ -1,4 +1,4 @@
-"""Pages: all that a layer remembers of one sequence, in one stretch of memory of a fixed size, as serving engines want it.
+"""Pages: all that a layer remembers of one sequence, in one stretch of memory of fixed size, for serving engines.
 
 The pages of a layer are one buffer, and every tensor of its state is a view of all of them, [P, ...] with a page's
 stride. Page 0 belongs to no sequence (`LayerState.rows`).

@@ -1,6 +1,6 @@
 """What one layer remembers of a batch of sequences, and how it attends: the arguments of every operation on a layer.
 
-Storage only, no maths. The first axis of every tensor is the row of the state that a sequence lives in: row b, or, where
+Storage only, no maths. The first axis of every tensor is the row of the state that a sequence lives in: row b or, where
 an engine gives every sequence a page for life, row `rows[b]`.
 """
 
