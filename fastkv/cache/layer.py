@@ -14,6 +14,7 @@ from .. import ops
 from ..backend import resolve
 from ..config import Config
 from ..errors import FastKVError
+from ..policies import QueryStatistics
 from ..reference import LayerState, Recovery
 from . import compaction, selection, signals
 from .layout import LayerConfig, Layout, cost, layout_of, spec_of
@@ -107,9 +108,21 @@ class LayerCache:
         weight = None
         if self.config.values is not None:
             weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
+        queries = None
+        if self.config.queries is not None:
+            known = self.config.queries.of_layer(self.layer)
+            queries = QueryStatistics(*(shared.parallel.own(part[None])[0].to(device) for part in known))
         spec = spec_of(self.config, layout, scale=1.0)
         self.rule = LayerConfig(
-            self.config, self.layer, layout, spec, shared.parallel, rotary, weight=weight, readers=self.readers
+            self.config,
+            self.layer,
+            layout,
+            spec,
+            shared.parallel,
+            rotary,
+            queries=queries,
+            weight=weight,
+            readers=self.readers,
         )
         self.state, self.num_heads = state, num_heads
         self.prepare()

@@ -72,6 +72,7 @@ def _told(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerCon
         output=rule.output,
         memory=memory,
         rotary=rule.rotary,
+        query_statistics=rule.queries,
         parallel=rule.parallel,
         backend=spec.backend,
     )
