@@ -87,6 +87,12 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "is kept and skipped the next time; needs pip install 'fastkv-attn[eval]'",
         epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
     ),
+    "bench": dict(
+        module=".bench.command",
+        help="time to the first token, time per token and memory of the full cache and of every policy and budget, on "
+        "the device there is, of a checkpoint or of random weights; prints a table and writes bench.json and bench.png",
+        epilog="--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
+    ),
     "doctor": dict(
         module=".doctor",
         extra="",

@@ -102,7 +102,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
         except FastKVError:
             return {"model": model}
         model["below"] = "with attn_implementation='eager'"
-    model["tested"] = next((TESTED[name] for name in (known.model_type, text.model_type) if name in TESTED), UNTESTED)
+    model["tested"] = TESTED.get(known.model_type, UNTESTED)
     kept = f"{config.policy.name}, {options.budget} tokens per KV head"
     name = str(dtype).removeprefix("torch.")
     return {

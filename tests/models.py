@@ -28,10 +28,7 @@ from fastkv.integrations.transformers.layer import FastKVLayer
 
 ROLLS_BACK = hasattr(Cache, "activate_past_recording")  # whether transformers announces roll-backs: from 5.14 on
 VOCAB = 98
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
+SHAPE = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -40,8 +37,8 @@ COMMON = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.3,
 }
+COMMON = {**SHAPE, "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "initializer_range": 0.3}
 GEMMA = {
     **COMMON,
     "sliding_window": 16,

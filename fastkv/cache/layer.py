@@ -205,7 +205,8 @@ class LayerCache:
         if state.approx is not None:
             self._recover(length)
         state.fill()
-        out, _, _ = ops.decode_step(q[:, :, 0], k, v, state, rule.spec)
+        # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
+        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
         if clock.now.evicts and not self.readers:
             evict(state, rule)
         return out[:, :, None]
@@ -233,7 +234,8 @@ class LayerCache:
     def look_back(self, q: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Attention of another layer's query [B, Hq, 1, D] over everything so far, after `step`: [B, Hq, 1, Dv]."""
         state, rule = self._held()
-        out, _, _ = ops.decode_step(q[:, :, 0], None, None, state, rule.attending(scale, softcap, rule.output).spec)
+        spec = rule.attending(scale, softcap, rule.output).spec
+        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), None, None, state, spec)
         if self._looked() and self.workspace.clock.now.evicts:
             evict(state, rule)
         return out[:, :, None]

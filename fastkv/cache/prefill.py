@@ -62,6 +62,8 @@ def absorb_block(
     if full:
         kept = selection.keep_best(told, scores, state.seen, rule)
     compaction.store(state, told, kept, num, rule, full=full)
+    if state.prompted is not None:
+        state.prompted.copy_(state.seen)
 
 
 def attend_held(
