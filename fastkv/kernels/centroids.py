@@ -21,7 +21,7 @@ from ..errors import FastKVError, check_groups
 from ..reference import Centroids
 from ._attention import LN2, _normalise
 from ._evicted import _centroid_partial
-from ._launch import INTERPRET, check_centroids, check_head_dim, pow2
+from ._launch import INTERPRET, check_centroids, check_contiguous, check_head_dim, pow2
 
 # padded head_dim: (rows, dimensions of a key at a time, warps)
 BLOCKS = {16: (64, 16, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (32, 32, 4), 512: (16, 32, 4)}
@@ -66,6 +66,7 @@ def centroid_attention(
     groups = check_groups("centroid_attention", num_heads, heads)
     check_head_dim("centroid_attention", max(dim, value_dim))
     check_centroids("centroid_attention", centroids, (batch, heads, parts), dim, value_dim)
+    check_contiguous("centroid_attention", **dict(zip(("count", "keys", "values", "spread"), centroids.tensors())))
     if q.stride(-1) != 1:
         raise FastKVError(f"centroid_attention: q needs unit stride along D, got strides {q.stride()}; copy it")
     out = q.new_empty(batch, num_heads, num, value_dim, dtype=torch.float32)
