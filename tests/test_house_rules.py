@@ -46,6 +46,7 @@ ROOMS = [
     "api",
     "demo",
     "evaluation",
+    "bench",
     "doctor",
     "calibration.fit",  # the files of calibration are read by the core, and written by what measures with it
     "cli",
