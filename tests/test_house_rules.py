@@ -4,14 +4,14 @@ import ast
 import dataclasses
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import fastkv
 from fastkv.policies import ALL
+
+from .processes import run
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fastkv"
@@ -241,7 +241,7 @@ print("matplotlib" in sys.modules, "rich" in sys.modules)
 """
 
 
-def test_importing_changes_no_global_state():
-    result = subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["False", "False"], "plots and progress are imported where they are used"
+def test_importing_changes_no_global_state(tmp_path):
+    code, said, errors = run(IMPORT_PROBE, tmp_path)
+    assert code == 0, errors
+    assert said.split() == ["False", "False"], "plots and progress are imported where they are used"
