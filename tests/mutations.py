@@ -464,10 +464,10 @@ MUTATIONS = [
         f"{STATISTICS}::test_of_tokens_that_repeat_each_other_the_latest_stays",
     ),
     bug(
-        "r-kv compares a key with itself",
+        "r-kv takes the least attended neighbour",
         "policies/rkv.py",
-        "torch.where(other & ~(like",
-        "torch.where(~(like",
+        "attention = max_pool1d(ordered,",
+        "attention = -max_pool1d(-ordered,",
         EQUATION,
     ),
     bug(
