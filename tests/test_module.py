@@ -258,6 +258,19 @@ def test_kernels_do_the_same(name):
 # Budgets.
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+def test_slices_of_a_fused_projection(backend):
+    """They have gaps between heads, as GPT-NeoX's do."""
+    whole, sliced = fresh("momentkv", backend=backend), fresh("momentkv", backend=backend)
+    prompt_ = tokens(30)
+    whole(*prompt_), sliced(*prompt_)
+    for _ in range(EVERY + 1):
+        qkv = torch.randn(B, HQ, 1, 3, D)
+        parts = qkv[:, :, :, 0], qkv[:, :HKV, :, 1], qkv[:, :HKV, :, 2]
+        assert not any(part.is_contiguous() for part in parts)
+        assert torch.equal(sliced(*parts), whole(*(part.contiguous() for part in parts)))
+
+
 def test_budgets():
     assert fresh("keydiff", TOKENS + 20).config.budget.tokens == 40
     half = fresh("keydiff", small(tokens=None, keep=0.5))
