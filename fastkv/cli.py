@@ -98,6 +98,12 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "the device there is, of a checkpoint or of random weights; prints a table and writes bench.json and bench.png",
         epilog="--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
     ),
+    "view": dict(
+        module=".view.command",
+        help="write a page, one HTML file, that shows what caches kept of a text: every token by how many heads keep "
+        "it, what became of the others and when, and the error of attention",
+        epilog="--model PATH --text FILE --policies fastkv,snapkv --budgets 256,512 --out view.html",
+    ),
     "doctor": dict(
         module=".doctor",
         extra="",

@@ -47,6 +47,7 @@ ROOMS = [
     "demo",
     "evaluation",
     "bench",
+    "view",
     "doctor",
     "calibration.fit",  # the files of calibration are read by the core, and written by what measures with it
     "cli",
