@@ -13,6 +13,7 @@ from torch.nn import Module
 from . import config as settings
 from .budget import Budget
 from .calibration import quality
+from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
 from .config import Config
 from .errors import FastKVError
@@ -86,6 +87,12 @@ def with_fits(config: Config, model: Module, vector: str | Path | VectorMap | No
         config = replace(config, values=vector)
     elif vector is not None:
         raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
+    if config.needs("query_statistics"):
+        how = f"fastkv.policies.get({config.policy.name!r}, calibration=file)"
+        queries = config.policy.calibration or _beside(
+            known, "queries.safetensors", f"policy {config.policy.name!r}", how
+        )
+        config = replace(config, queries=QueryCalibration.load(queries, known))
     budget = config.budget
     if budget.quality is not None:
         fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
@@ -97,7 +104,7 @@ def _beside(config: Any, name: str, what: str, how: str) -> Path:
     """The calibration file of that name in the directory the model was loaded from."""
     path = Path(getattr(config, "_name_or_path", "") or ".") / name
     if not path.is_file():
-        command = "vector" if name.startswith("vector") else "context"
+        command = name.partition(".")[0]
         raise FastKVError(
             f"{what} needs a file fitted for this model, and there is no {name} where the model was loaded from; make "
             f"one with fastkv calibrate {command} and pass {how}"

@@ -50,13 +50,18 @@ COMMANDS: dict[str, dict[str, Any]] = {
         epilog="--context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
     ),
     "calibrate": dict(
-        help="fit what VECTOR and quality budgets need to know of a model, and write it to a file",
+        help="fit what VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
         epilog="vector --model PATH --text corpus/ --out vector.safetensors",
     ),
     "calibrate vector": dict(
         module=".calibration.fit_vector",
         help="fit a map from keys to values for every KV head, for correction='vector', and report its held-out R^2",
         epilog="--model PATH --text corpus/ --out vector.safetensors",
+    ),
+    "calibrate queries": dict(
+        module=".calibration.fit_queries",
+        help="read what the queries of every layer are like, for policy='triattention'",
+        epilog="--model PATH --text corpus/ --out queries.safetensors",
     ),
     "calibrate context": dict(
         module=".calibration.fit_context",

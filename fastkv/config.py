@@ -11,6 +11,7 @@ from . import corrections
 from .backend import BACKENDS
 from .budget import Budget
 from .calibration.quality import QualityCurve
+from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
 from .corrections import Correction
 from .errors import FastKVError
@@ -31,7 +32,8 @@ class Config:
         backend: "auto", "reference", "cpu" or "triton".
         static: whether decode steps may be compiled into graphs; None: on CUDA.
         values: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses.
-        rotations: how each layer turns its keys; empty unless something undoes it. These three are found when the model
+        queries: what each layer's queries are like, for policies that read it.
+        rotations: how each layer turns its keys; empty unless something undoes it. These four are found when the model
             is known.
     """
 
@@ -44,6 +46,7 @@ class Config:
     static: bool | None = None
     values: VectorMap | None = None
     curve: QualityCurve | None = None
+    queries: QueryCalibration | None = None
     rotations: Mapping[int, Rotary] = field(default_factory=dict)
 
     @classmethod

@@ -69,6 +69,11 @@ class Rotary:
         length = torch.hypot(first, second)
         return torch.cat([before.float().abs(), self._joined(length, length), after.float().abs()], -1)
 
+    def lengths(self, vectors: Tensor) -> Tensor:
+        """Length of each pair of vectors [..., D], then what is not turned without its sign: [..., D - R/2] fp32."""
+        before, pair, after = self._split(vectors)
+        return torch.cat([torch.hypot(*pair), before.float().abs(), after.float().abs()], -1)
+
     def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angle = positions[..., None].float() * self.frequencies
         return angle.cos(), angle.sin()

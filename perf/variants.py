@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fastkv.kernels import (
-    centroids,
     compact,
     decode_attention,
     evict,
@@ -56,7 +55,7 @@ class Variant:
         types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
         div16: integer arguments that are multiples of 16 (pointers always are).
         wide: 16-byte loads are expected.  narrow: some of 2 bytes are fine, of tiles with no more numbers than threads.
-        once: no product is computed by more than one warp.
+        once: no product over so many coordinates or more is computed by several warps; 0 if some may be.
         arches: where it is used, all if empty ("80", "90", "100", "gfx942").
     """
 
@@ -69,7 +68,7 @@ class Variant:
     num_stages: int = 3
     wide: bool = True
     narrow: bool = False
-    once: bool = False
+    once: int = 0
     arches: tuple[str, ...] = ()
 
 
@@ -90,18 +89,6 @@ def variant(
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
     used = {n: value for n, value in constants.items() if n in kernel.arg_names}
     return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
-
-
-def of_centroids(dim: int, dtype: str = "bf16", capped: bool = False, arches: tuple[str, ...] = ()) -> Variant:
-    """Of `fastkv.kernels.centroids`."""
-    rows, block_k, warps = centroids.BLOCKS[pow2(dim, 16)]
-    constants = dict(
-        HEADS=8, G=4, D=dim, DV=dim, BLOCK_V=pow2(dim), BLOCK_M=rows, BLOCK_C=centroids.BLOCK_C, BLOCK_K=block_k,
-        HAS_CAP=capped,
-    )  # fmt: skip
-    exact = dict.fromkeys(("keys_ptr", "values_ptr", "out_ptr"), "*fp32")
-    name = f"centroids {dtype} D{dim}" + " cap" * capped
-    return variant(name, centroids._centroid_kernel, constants, dtype, exact, num_warps=warps, arches=arches)
 
 
 def of_compact(
@@ -235,7 +222,7 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
 
 
 def of_prefill(
-    chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int = 1, groups: int = 4,
+    chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
     spread: bool = False, sinks: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
@@ -244,14 +231,21 @@ def of_prefill(
     tile = prefill_attention.CAP_TILE_HIP if hip and groups != 4 else tile
     flags = dict(
         HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows, BLOCK_N=tile,
-        SEED=prefill_attention.SEED[pow2(dim)], ORDER=order, HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
+        BLOCK_C=prefill_attention.BLOCK_C, SEED=prefill_attention.SEED[pow2(dim)],
+        ORDER=-1 if order is None else order, HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
     )  # fmt: skip
-    name = f"prefill_kernel D{dim} {dtype} G{groups} order{order}" + " fp32 cross" * (not slope) + " spread1" * spread
+    remembered = "centroids" if order == CENTROIDS.value else f"order{order}"
+    name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope) + " spread1" * spread
     name += " sinks" * sinks
+    given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
+    given |= dict(
+        count_ptr=order in (0, 1), slope_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value,
+        sink_ptr=sinks,
+    )  # fmt: skip
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, {} if slope else dict(slope_ptr="*fp32"),
-        given=dict(spread_ptr=spread, sink_ptr=sinks), even=("slots", "stride_"),
-        num_warps=warps, num_stages=depth, arches=(chip,), once=pow2(dim) < (256 if chip == "80" else 512),
+        given=given, even=("slots", "stride_"),
+        num_warps=warps, num_stages=depth, arches=(chip,), once=pow2(dim),
     )  # fmt: skip
 
 
@@ -393,11 +387,6 @@ def of_prefills(chip: str) -> list[Variant]:
 
 
 AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
-    "centroids": [
-        *(of_centroids(dim) for dim in (64, 80, 128, 256)),
-        *(of_centroids(128, "fp16", capped=True), of_centroids(128, "fp32"), of_centroids(256, capped=True)),
-        of_centroids(512, arches=CUDA),
-    ],
     "compact": [
         of_compact("compact plan D128", compact._plan_kernel, 128, even=("N",), num_stages=1),
         *(of_compact(f"compact move D{dim}", compact._move_kernel, dim) for dim in (64, 80, 128, 256)),

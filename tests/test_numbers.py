@@ -87,7 +87,7 @@ def test_attention_is_softmax_at_any_logits(kind, dtype):
     lengths = torch.tensor([[16, 9], [1, 16]])
     out, _, none = ops.decode_attention(q[:, :, 20], k[:, :, :16], v[:, :, :16], lengths, None, SCALE)
     state, real = make_state(k[:, :, :16], v[:, :, :16], lengths.int()), torch.ones(B, 8, dtype=torch.bool)
-    block, _ = ops.prefill_attention(*(one[:, :, 16:] for one in (q, k, v)), real, state, make_spec(SCALE))
+    block, *_ = ops.prefill_attention(*(one[:, :, 16:] for one in (q, k, v)), real, state, make_spec(SCALE))
     assert (none == float("-inf")).all()
     largest = SCALE * (q.double() @ k.double().repeat_interleave(HQ // HKV, 1).transpose(-1, -2)).abs().max().item()
     column = torch.arange(24)

@@ -14,6 +14,7 @@ from ..config import Config
 from ..corrections import Correction, Shape
 from ..errors import FastKVError
 from ..parallel import Parallel
+from ..policies import QueryStatistics
 from ..reference import LayerState, Moments, Slots, Spec
 from ..rotary import Rotary
 
@@ -192,6 +193,7 @@ class LayerConfig:
         layer: index in the model.  layout: of its state.  spec: how it attends and evicts.
         parallel: processes that share the layer's heads.  rotary: how keys are turned, if anything undoes it.
         output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
+        queries: what the layer's queries are like, if the policy reads it.
         weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value.
         readers: how many other layers attend to the same keys.
     """
@@ -203,6 +205,7 @@ class LayerConfig:
     parallel: Parallel = field(default_factory=Parallel)
     rotary: Rotary | None = None
     output: Tensor | None = None
+    queries: QueryStatistics | None = None
     weight: Tensor | None = None
     readers: int = 0
 

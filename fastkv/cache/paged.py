@@ -109,8 +109,8 @@ class PagedLayer:
         for slots, (filled, limit) in zip(own.tiers.values(), self.rooms[row]):
             slots.filled, slots.limit = filled, limit
         valid = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
-        out = attend_block(own, q, k, v, valid, self.rule)
-        absorb_block(own, q, k, v, valid, self.rule)
+        out, mass = attend_block(own, q, k, v, valid, self.rule)
+        absorb_block(own, q, k, v, valid, self.rule, mass=mass)
         self._left(row, own)
         return out
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
-from . import centroids, key_scores, leverage, noncausal_mass, window_scores
 from . import decode_attention as decode
+from . import key_scores, leverage, noncausal_mass, window_scores
 from . import moment_scores as residuals
 from . import prefill_attention as prefill
 from . import remember as joining
@@ -41,23 +41,9 @@ def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState
 
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.prefill_attention`."""
-    out, lse = prefill.prefill_attention(q, k, v, valid, state, spec)
-    known = spec.evicted(state)
-    if isinstance(known, Centroids):
-        more = centroids.centroid_attention(q, known, spec.scale, spec.softcap)
-        mixed, lse = reference.merge_partials(out, lse, *more)
-        out = mixed.to(q.dtype)
-    return out, lse
-
-
-def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
-    """`reference.evicted_mass`."""
-    known = spec.evicted(state)
-    if isinstance(known, Centroids):
-        return centroids.centroid_attention(q, known, spec.scale, spec.softcap)[1]
-    return reference.evicted_mass(q, state, spec)
+    return prefill.prefill_attention(q, k, v, valid, state, spec)
 
 
 def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

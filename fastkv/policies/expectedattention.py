@@ -19,10 +19,10 @@ class ExpectedAttention(Policy):
     """score_i = (epsilon + mean over the group of softmax_i(s q.k_i + s^2 k_i C k_i / 2)) |v_i|, s the layer's scale.
 
     Source: Expected Attention, Devoto et al. 2025, arXiv:2510.00636, Sec. 3. Queries are taken for Gaussian, and
-    E exp(s Q.k) has this closed form. The mean q and the covariance C are those of the block's queries before the rotary
-    embedding, turned by the mean rotation of the positions to come. As in kvpress, |v| stands for |W_o v|. A soft cap
-    and learned sinks are left out. Every block scores all candidates anew; generated tokens, about whose queries
-    nothing is kept, count as much as the mean of the others.
+    E exp(s Q.k) has this closed form. The mean q and the covariance C are those of the block's queries before the
+    rotary embedding, turned by the mean rotation of the positions to come. As in kvpress, |v| stands for |W_o v|. A
+    soft cap and learned sinks are left out. Every block scores all candidates anew; generated tokens, whose queries
+    nobody keeps, count as much as the mean of the others.
 
     Args:
         horizon: positions to come, over which the rotation is averaged.

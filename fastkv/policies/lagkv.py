@@ -14,7 +14,7 @@ from .base import Policy, Signals, check_at_least
 
 @dataclass(frozen=True)
 class LagKV(Policy):
-    """score_i = the rank of u(k_i) + u(v_i) in the token's partition, u = softmax_i std_d ((x_id - lo_d) / (hi_d - lo_d)).
+    """score_i = rank of u(k_i) + u(v_i) in its partition, u(x_i) = softmax_i std_d ((x_id - lo_d) / (hi_d - lo_d)).
 
     Source: LagKV, Liang et al. 2025, arXiv:2504.04704, Sec. 3. The cached tokens of a head, in the order of the text,
     are cut into partitions; lo and hi are the least and the largest number of a channel in the partition that follows.

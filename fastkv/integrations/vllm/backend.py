@@ -158,8 +158,8 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         size = self.size or end - start
         if before and (self.size is None or before % size):
             raise FastKVError(
-                f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks of prefill_block={self.size}; "
-                "leave scheduler_cls out"
+                f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks, "
+                f"prefill_block={self.size}; leave scheduler_cls out"
             )
         return [Block(row, at, min(at + size, end), at == start and not before) for at in range(start, end, size)]
 
@@ -248,7 +248,7 @@ class FastKVImpl(AttentionImpl[Batch]):
 class FastKVBackend(AttentionBackend):
     """For layers that attend to everything."""
 
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
     forward_includes_kv_cache_update = True
 
     @staticmethod

@@ -17,8 +17,8 @@ logger = init_logger(__name__)
 def tokens_now(prompt: int, computed: int, offered: int, block: int | None) -> int:
     """How many of the `offered` next tokens of a request are computed in one step.
 
-    Of a prompt of so many tokens, whole blocks, or all that is left; without blocks, all of it or nothing. Behind it one
-    at a time, also where a request was preempted and its own answer is computed again: they are steps of decoding.
+    Of a prompt of so many tokens, whole blocks, or all that is left; without blocks, all of it or nothing. Behind it
+    one at a time, also where a request was preempted and its own answer is computed again: by steps of decoding.
 
     Args: computed: tokens so far.
     """
@@ -61,8 +61,8 @@ def prepare(vllm_config: Any) -> None:
         chosen.scheduler_cls = kind
     elif not issubclass(chosen.get_scheduler_cls(), InBlocks):
         raise FastKVError(
-            f"a compressed cache needs a scheduler that keeps to blocks of a prompt, got {chosen.scheduler_cls!r}; leave "
-            "scheduler_cls out"
+            f"a compressed cache needs a scheduler that keeps to blocks of a prompt, got {chosen.scheduler_cls!r}; "
+            "leave scheduler_cls out"
         )
     if vllm_config.cache_config.enable_prefix_caching:
         logger.info("fastkv: prefix caching is off, because the pages of a compressed cache cannot be shared")

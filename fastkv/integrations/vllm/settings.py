@@ -104,8 +104,8 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
     if scheduler.max_num_batched_tokens < least:
         what = "a whole prompt" if block is None else "a block of a prompt"
         raise FastKVError(
-            f"prefill_block={block} reads {what} in one step, beside {scheduler.max_num_seqs - 1} other sequences; that "
-            f"takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, or "
+            f"prefill_block={block} reads {what} in one step, beside {scheduler.max_num_seqs - 1} other sequences; "
+            f"that takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, or "
             "lower prefill_block or max_num_seqs"
         )
 
