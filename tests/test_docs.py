@@ -119,6 +119,14 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
+def test_the_readme_counts_the_models_that_were_tested():
+    page = (ROOT / "docs" / "models.md").read_text()
+    tested = page.partition("\n## Tested\n")[2].partition("\n## ")[0]
+    number = len(re.findall(r"^\| `", tested, re.M))
+    version = re.search(r"transformers (\d+\.\d+)", page)[1]
+    assert f"{number} model types of transformers {version} work" in (ROOT / "README.md").read_text()
+
+
 def test_the_site_has_every_page():
     named = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert not [name for name in named if not (ROOT / name).is_file()]
