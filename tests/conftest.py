@@ -12,6 +12,10 @@ import transformers
 from hypothesis import Phase, settings
 
 transformers.logging.set_verbosity_error()
+if "TRITON_INTERPRET" in os.environ:
+    from .interpreter import patch_once
+
+    patch_once()
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)
