@@ -54,7 +54,7 @@ perf: $(STAMP)perf ## speed of whole models on this machine, against the full ca
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
 
-perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the README's section
+perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, docs/performance.md, and what README shows
 	$(BIN)/python -m perf.report --readme $(ARGS)
 
 eval-report: export OMP_NUM_THREADS ?= 1
@@ -65,6 +65,7 @@ verdict: export OMP_NUM_THREADS ?= 1
 verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
 	$(BIN)/python -m perf.quality.verdict $(ARGS)
 
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error
 	$(BIN)/mkdocs build --strict $(ARGS)
 

@@ -1,8 +1,6 @@
 """The command line: help, doctor, mistakes, and the demo on the bundled model."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +12,8 @@ from fastkv.cli import main
 from fastkv.demo import load, policy_of
 from fastkv.demo.measure import make_questions, measure, relative_error
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
+
+from .processes import of_module, run
 
 OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--quick")
 POLICIES = ("momentkv", "streaming")  # of --quick
@@ -37,11 +37,10 @@ def test_help_explains_and_gives_an_example(arguments, capsys):
         assert "demo" in text and "doctor" in text
 
 
-def test_runs_as_a_command():
-    command = [sys.executable, "-m", "fastkv.cli", "doctor"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert torch.__version__ in result.stdout
+def test_runs_as_a_command(tmp_path):
+    code, said, errors = run(of_module("fastkv.cli"), tmp_path, "doctor")
+    assert code == 0, errors
+    assert torch.__version__ in said
 
 
 def test_doctor_prints_versions_backends_and_reasons(capsys):
