@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test test-all check coverage test-matrix models mutations aot bench perf perf-report eval-report verdict clean
+.PHONY: help demo test test-all check coverage test-matrix models mutations aot bench perf perf-report eval-report \
+	verdict docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -53,7 +54,7 @@ perf: $(STAMP)perf ## speed of whole models on this machine, against the full ca
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
 
-perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the README's section
+perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, docs/performance.md, and what README shows
 	$(BIN)/python -m perf.report --readme $(ARGS)
 
 eval-report: export OMP_NUM_THREADS ?= 1
@@ -64,14 +65,25 @@ verdict: export OMP_NUM_THREADS ?= 1
 verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
 	$(BIN)/python -m perf.quality.verdict $(ARGS)
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+dist: $(STAMP)dist ## sdist and wheel in dist/, checked as an index would
+	rm -rf build/lib dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build dist *.egg-info
 
 # One stamp for each set of extras: a second call is quick, and a changed input installs again.
-$(STAMP)base: EXTRAS =
+$(STAMP)base: EXTRAS = [cli]
 $(STAMP)dev: EXTRAS = [dev]
 $(STAMP)perf: EXTRAS = [perf]
-$(STAMP)base $(STAMP)dev $(STAMP)perf: $(INPUTS)
+$(STAMP)docs: EXTRAS = [docs]
+$(STAMP)dist: EXTRAS = [dist]
+$(STAMP)base $(STAMP)dev $(STAMP)perf $(STAMP)docs $(STAMP)dist: $(INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.$(EXTRAS)'
 	touch $@

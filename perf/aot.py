@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -119,12 +120,14 @@ def tickets(text: str, backend: str) -> tuple[int, int]:
     return len(found), sum(len(parts) > 1 and not re.search(WAITS[backend], parts[-1]) for parts in found)
 
 
-def repeated(ttgir: str) -> int:
-    """How many matrix products several warps compute: their rows and columns exceed those of the result."""
+def repeated(ttgir: str, inner: int) -> int:
+    """How many matrix products over at least `inner` coordinates several warps compute: those whose warps have more rows
+    or columns than the result. What is less, of a few centroids or rows of a matrix, costs nothing twice."""
     layout = r"^(#\w+) = #ttg\.\w+<\{.*?warpsPerCTA = \[(\d+), (\d+)\].*?instrShape = \[(\d+), (\d+)"
     covered = {name: (int(a) * int(m), int(b) * int(n)) for name, a, b, m, n in re.findall(layout, ttgir, re.M)}
-    results = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", ttgir)
-    return sum(covered[name][0] > int(m) or covered[name][1] > int(n) for m, n, name in results)
+    product = r"(?:tt\.dot|warp_group_dot) .*: \S*<\d+x(\d+)x.*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>"
+    results = [(k, m, n, name) for k, m, n, name in re.findall(product, ttgir) if int(k) >= inner]
+    return sum(covered[name][0] > int(m) or covered[name][1] > int(n) for _, m, n, name in results)
 
 
 def faults(
@@ -176,7 +179,7 @@ def check(variant: Variant, arch: str) -> bool:
     taken, races = tickets(compiled.asm["amdgcn" if backend == "hip" else "ptx"], backend)
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
     lost = "tickets_ptr" in variant.types and not taken
-    repeats = repeated(compiled.asm["ttgir"]) if variant.once else 0
+    repeats = repeated(compiled.asm["ttgir"], variant.once) if variant.once else 0
     found_faults = faults(variant.wide, chip, spill, names, None if lost else races, shared, repeats, variant.narrow)
     print(
         f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "
@@ -199,7 +202,7 @@ def sample(found: list[Variant]) -> list[Variant]:
     return list({variant.kernel: variant for variant in reversed(found)}.values())[::-1]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: 1 if any variant is beyond a limit, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -208,15 +211,15 @@ def main() -> int:
         "--arch", default="90", choices=[*CHIPS, "all"], help="compute capability or AMD chip (default 90)"
     )
     parser.add_argument("--kernel", help="only this module of fastkv.kernels")
-    parser.add_argument("--match", default="", help="only variants whose name contains this")
+    parser.add_argument("--match", nargs="+", default=[""], help="only variants whose name contains one of these")
     parser.add_argument("--sample", action="store_true", help="only one variant of every kernel function")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if INTERPRET:
         raise SystemExit("unset TRITON_INTERPRET: ahead-of-time compilation needs the compiler, not the interpreter")
     print("triton", triton.__version__)
     results = []
     for arch in CHIPS if options.arch == "all" else [options.arch]:
-        matching = [v for v in variants(options.kernel) if options.match in v.name]
+        matching = [v for v in variants(options.kernel) if any(part in v.name for part in options.match)]
         found = [v for v in matching if not v.arches or arch in v.arches]
         results += [check(variant, arch) for variant in (sample(found) if options.sample else found)]
     print(f"{results.count(True)} within limits, {results.count(False)} not")

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from hypothesis import Phase, settings
 
+collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
 
@@ -19,6 +17,8 @@ from fastkv.demo.tasks import generate
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.evaluation.pictures import labelled, spread
 from fastkv.evaluation.story import bar
+
+from .processes import of_module, run
 
 OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--all", "--quick")
 POLICIES = ("momentkv", "streaming")  # of --all --quick
@@ -42,11 +42,10 @@ def test_help_explains_and_gives_an_example(arguments, capsys):
         assert "demo" in text and "doctor" in text
 
 
-def test_runs_as_a_command():
-    command = [sys.executable, "-m", "fastkv.cli", "doctor"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert torch.__version__ in result.stdout
+def test_runs_as_a_command(tmp_path):
+    code, said, errors = run(of_module("fastkv.cli"), tmp_path, "doctor")
+    assert code == 0, errors
+    assert torch.__version__ in said
 
 
 def test_doctor_prints_versions_backends_and_reasons(capsys):

@@ -175,7 +175,7 @@ def test_ragged_output_is_the_uniform_output_where_nothing_is_evicted():
 
 
 def test_refusals_of_combinations():
-    for name in ("tova", "duoattention"):
+    for name in ("tova", "duoattention", "lagkv"):
         with pytest.raises(FastKVError, match="do not compare between heads"):
             fastkv.patch(build(), name, small(heads="adaptive"))
     with pytest.raises(FastKVError, match="needs the pattern file"):
