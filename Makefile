@@ -18,7 +18,7 @@ STAMP = $(VENV)/installed-
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
-demo: $(STAMP)base ## the bundled model with the full cache and with every policy: table and picture
+demo: $(STAMP)base ## a minute of questions to the bundled model, with its full cache and smaller ones (ARGS=--all: all)
 	$(BIN)/fastkv demo $(ARGS)
 
 test: $(STAMP)dev ## the tests of every day: all that are not slow, with few random cases each
@@ -59,7 +59,7 @@ perf: $(STAMP)perf ## speed of whole models on this machine, against the full ca
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
 
-perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the README's section
+perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, docs/performance.md, and what README shows
 	$(BIN)/python -m perf.report --readme $(ARGS)
 
 eval-report: export OMP_NUM_THREADS ?= 1
@@ -70,6 +70,7 @@ verdict: export OMP_NUM_THREADS ?= 1
 verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
 	$(BIN)/python -m perf.quality.verdict $(ARGS)
 
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error
 	$(BIN)/mkdocs build --strict $(ARGS)
 
