@@ -226,7 +226,7 @@ def observed_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | N
 
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.prefill_attention`: the block by itself, causally, merged with what came before it."""
     if not serves(q, v, spec.softcap):
         return reference.prefill_attention(q, k, v, valid, state, spec)
@@ -238,17 +238,12 @@ def prefill_attention(
         past, past_lse = attend(q, keys, values, spec.scale, unused(lengths, keys.shape[2], groups, common(lengths)))
         empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
         out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
-    known = spec.evicted(state)
+    known, mass = spec.evicted(state), torch.full_like(lse, float("-inf"))
     if known is not None:
-        out, lse = merge_partials(out, lse, *mixed_in(q, known, spec))
+        value, mass = mixed_in(q, known, spec)
+        out, lse = merge_partials(out, lse, value, mass)
     out, lse = with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
-    return out.to(q.dtype), lse
-
-
-def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
-    """`reference.evicted_mass`."""
-    known = spec.evicted(state)
-    return mixed_in(q, known, spec)[1] if isinstance(known, Centroids) else reference.evicted_mass(q, state, spec)
+    return out.to(q.dtype), lse, mass
 
 
 def mixed_in(q: Tensor, known: Evicted, spec: Spec) -> Estimate:

@@ -120,12 +120,14 @@ def tickets(text: str, backend: str) -> tuple[int, int]:
     return len(found), sum(len(parts) > 1 and not re.search(WAITS[backend], parts[-1]) for parts in found)
 
 
-def repeated(ttgir: str) -> int:
-    """How many matrix products several warps compute: their rows and columns exceed those of the result."""
+def repeated(ttgir: str, inner: int) -> int:
+    """How many matrix products over at least `inner` coordinates several warps compute: those whose warps have more rows
+    or columns than the result. What is less, of a few centroids or rows of a matrix, costs nothing twice."""
     layout = r"^(#\w+) = #ttg\.\w+<\{.*?warpsPerCTA = \[(\d+), (\d+)\].*?instrShape = \[(\d+), (\d+)"
     covered = {name: (int(a) * int(m), int(b) * int(n)) for name, a, b, m, n in re.findall(layout, ttgir, re.M)}
-    results = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", ttgir)
-    return sum(covered[name][0] > int(m) or covered[name][1] > int(n) for m, n, name in results)
+    product = r"(?:tt\.dot|warp_group_dot) .*: \S*<\d+x(\d+)x.*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>"
+    results = [(k, m, n, name) for k, m, n, name in re.findall(product, ttgir) if int(k) >= inner]
+    return sum(covered[name][0] > int(m) or covered[name][1] > int(n) for _, m, n, name in results)
 
 
 def faults(
@@ -177,7 +179,7 @@ def check(variant: Variant, arch: str) -> bool:
     taken, races = tickets(compiled.asm["amdgcn" if backend == "hip" else "ptx"], backend)
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
     lost = "tickets_ptr" in variant.types and not taken
-    repeats = repeated(compiled.asm["ttgir"]) if variant.once else 0
+    repeats = repeated(compiled.asm["ttgir"], variant.once) if variant.once else 0
     found_faults = faults(variant.wide, chip, spill, names, None if lost else races, shared, repeats, variant.narrow)
     print(
         f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "

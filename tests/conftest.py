@@ -14,6 +14,7 @@ import pytest
 import transformers
 from hypothesis import Phase, settings
 
+collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
 if "TRITON_INTERPRET" in os.environ:
     from .interpreter import patch_once

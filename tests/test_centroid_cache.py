@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv import Budget, FastKVCache, FastKVError, corrections, ops
+from fastkv import Budget, FastKVCache, FastKVError, corrections
+from fastkv.cache import signals
 from fastkv.cache.layout import cost, layout_of
+from fastkv.cache.wrappers import Rollback
 from fastkv.config import Config
 from fastkv.parallel import Parallel
 from fastkv.policies import Signals, get
@@ -148,17 +150,33 @@ def test_attention_that_is_added_up_knows_the_evicted_mass():
             torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("wrapper", [None, Rollback])
+def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapper):
+    module, told, observe = fresh("snapkv", correction="centroids", prefill_block=16), [], signals.observe
+    q, k, v = tokens(60)
+    module(*(rows[:, :, :50] for rows in (q, k, v)))
+    monkeypatch.setattr(signals, "observe", lambda *given: told.append(given[-1]) or observe(*given))
+    want = fastkv.reference.centroid_estimate(q[:, :, 50:], module.state.parts, D**-0.5)[1]
+    reader = module.cache if wrapper is None else wrapper(module.cache)
+    reader.read(*(rows[:, :, 50:] for rows in (q, k, v)), torch.ones(B, 10, dtype=torch.bool), None)
+    if wrapper is not None:
+        reader.settle(3)
+        want = want[:, :, :7]
+    torch.testing.assert_close(*told, want)
+
+
 def test_what_a_policy_observes_knows_the_evicted_mass():
     module = fresh("snapkv", correction="centroids", prefill_block=16)
     q, k, v = tokens(60)
     module(q, k, v)
-    got = ops.evicted_mass(q[:, :, :5], module.state, module.cache.rule.spec)
-    want = fastkv.reference.centroid_estimate(q[:, :, :5], module.state.parts, D**-0.5)[1]
+    block = q[:, :, :5], k[:, :, :5], v[:, :, :5]
+    _, got = module.cache.attend(*block, torch.ones(B, 5, dtype=torch.bool))
+    want = fastkv.reference.centroid_estimate(block[0], module.state.parts, D**-0.5)[1]
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, want)
     plain = fresh("snapkv", correction="none", prefill_block=16)
     plain(q, k, v)
-    assert ops.evicted_mass(q, plain.state, plain.cache.rule.spec).isneginf().all()
+    assert plain.cache.attend(*block, torch.ones(B, 5, dtype=torch.bool))[1] is None
 
 
 @pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fastkv import reference
 from fastkv.errors import FastKVError
 from fastkv.kernels.prefill_attention import prefill_attention
-from fastkv.reference import Moments
+from fastkv.reference import Centroids, Moments
 
 from .pairwise import covering
 from .states import copied, make_spec, make_state, sinks, uninitialised_is_nan
@@ -25,9 +25,9 @@ def poisoned_outputs():
 
 
 def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None, num=9, dtype=torch.float32,
-         evicted=20, size=1.0, padding=True, seed=0, spare=3):  # fmt: skip
+         evicted=20, size=1.0, padding=True, seed=0, spare=3, parts=None):  # fmt: skip
     """Block in `dtype` (q, k, v, valid) and state. Unused slots and padding rows hold NaN; q, k and v are views, as in
-    Hugging Face, and not all slots are looked at."""
+    Hugging Face, and not all slots are looked at. With `parts` the evicted tokens are so many centroids."""
     value_dim = value_dim or dim
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,10 +42,12 @@ def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None
     if padding:
         valid[-1, : num // 2] = False
     past = Moments.empty(batch, heads, dim, value_dim)
+    centroids = None if parts is None else Centroids.empty(batch, heads, parts, dim, value_dim)
     if evicted:
         mask = torch.ones(batch, heads, evicted, dtype=torch.bool)
         mask[0, 0] = False  # one head that evicted nothing
-        past = past.add(randn(batch, heads, evicted, dim), randn(batch, heads, evicted, value_dim), mask)
+        old = randn(batch, heads, evicted, dim), randn(batch, heads, evicted, value_dim), mask
+        past, centroids = past.add(*old), None if centroids is None else centroids.add(*old)
     q = (randn(batch, num, heads * groups, dim) * size).transpose(1, 2)
     keys, values = (
         torch.where(inside, randn(batch, heads, slots + spare, one), float("nan")).to(dtype) for one in (dim, value_dim)
@@ -53,32 +55,34 @@ def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None
     k, v = (randn(batch, num, heads, one).transpose(1, 2) for one in (dim, value_dim))
     for rows in (k, v):
         rows.masked_fill_(~valid[:, None, :, None], float("nan"))
-    state = make_state(keys, values, lengths.to(torch.int32), moments=past)
+    state = make_state(keys, values, lengths.to(torch.int32), moments=past, parts=centroids)
     state.exact.filled = slots
     return (*(t.to(dtype) for t in (q, k, v)), valid), state
 
 
 def check(block, state, scale=0.125, softcap=None, order=1, slope=False):
     q, k, v, valid = block
-    dtype, spec = q.dtype, make_spec(scale, softcap, order)
+    dtype = q.dtype
+    spec = make_spec(scale, softcap, order, **({} if state.parts is None else {"correction": "centroids"}))
     wide = copied(state, torch.float64)
-    exact, exact_lse = reference.prefill_attention(q.double(), k.double(), v.double(), valid, wide, spec)
-    plain, plain_lse = reference.prefill_attention(*block, state, spec)
+    exact, *exact_sums = reference.prefill_attention(q.double(), k.double(), v.double(), valid, wide, spec)
+    plain, *plain_sums = reference.prefill_attention(*block, state, spec)
     if slope:
         state, m = copied(state), state.moments
         state.moments.slope = (m.cross / m.count.clamp(min=1)[..., None, None]).to(torch.bfloat16)
-    out, lse = prefill_attention(*block, state, spec)
-    assert out.dtype == dtype and out.shape == exact.shape and lse.dtype == torch.float32
-    assert out.isfinite().all()
-    empty = exact_lse == -float("inf")
-    assert torch.equal(lse == -float("inf"), empty) and (out[empty] == 0).all()
+    out, *sums = prefill_attention(*block, state, spec)
+    assert out.dtype == dtype and out.shape == exact.shape and out.isfinite().all()
     largest = exact.abs().max()
     allowed = 2 * (plain.double() - exact).abs().max() + ATOL[dtype] * (1 + largest) + 4e-3 * largest * slope
     assert (out.double() - exact).abs().max() <= allowed
-    reach = exact_lse[~empty].abs().max() if (~empty).any() else 0
-    error = (lse.double() - exact_lse)[~empty].abs().max() if (~empty).any() else 0
-    assert error <= 2 * (plain_lse.double() - exact_lse)[~empty].abs().nan_to_num().max() + 1e-6 * (1 + reach)
-    return out, lse
+    assert (out[exact_sums[0] == -float("inf")] == 0).all()
+    for mine, want, same in zip(sums, exact_sums, plain_sums, strict=True):
+        some = want != -float("inf")
+        assert mine.dtype == torch.float32 and torch.equal(mine != -float("inf"), some)
+        if some.any():
+            error, usual = ((one.double() - want)[some].abs().max() for one in (mine, same))
+            assert error <= 2 * usual + 1e-6 * (1 + want[some].abs().max())
+    return out, sums[0]
 
 
 @pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], list(ATOL), together=1))
@@ -136,11 +140,41 @@ def test_logits_of_ten_thousand_of_either_sign():
     check(block, state)
 
 
+@pytest.mark.parametrize(
+    "dim, value_dim, groups, parts, dtype",
+    [
+        (64, 64, 4, 31, torch.bfloat16),
+        (80, 80, 3, 1, torch.float16),
+        (128, 48, 1, 17, torch.float32),
+        (256, 256, 2, 6, torch.bfloat16),
+        (320, 512, 7, 33, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["nocap", "cap"])
+def test_centroids(dim, value_dim, groups, parts, dtype, softcap):
+    """Of heads that evicted more tokens than there are centroids, fewer, and none."""
+    sizes = dict(heads=2, dim=dim, value_dim=value_dim, groups=groups, dtype=dtype, parts=parts)
+    check(*case(batch=1, evicted=40, **sizes), softcap=softcap)
+    check(*case(batch=1, evicted=min(parts, 4), held=0, **sizes), softcap=softcap)
+
+
+def test_centroids_whose_logits_are_ten_thousand_of_either_sign():
+    block, state = case(batch=1, heads=2, dim=16, parts=4, evicted=9, num=70)
+    block[0][:] = torch.where(torch.arange(70) % 2 == 0, 100.0, -100.0)[:, None]
+    state.parts.keys.copy_(state.parts.keys.sign() * 50.0)
+    state.parts.spread.mul_(1e4)
+    check(block, state)
+    state.exact.lengths.zero_()
+    block[3][:] = False  # all that is left to see
+    out, _ = check(block, state)
+    assert out[:, 2:].any() and not out[:, :2].any()
+
+
 def test_no_moments_is_no_correction():
     block, state = case(evicted=0)
     without = prefill_attention(*block, state, make_spec(0.1))
     empty = prefill_attention(*block, state, make_spec(0.1, order=1))
-    assert torch.equal(without[0], empty[0]) and torch.equal(without[1], empty[1])
+    assert all(torch.equal(*same) for same in zip(without, empty, strict=True))
 
 
 def test_order_of_slots_does_not_matter():
@@ -163,13 +197,15 @@ def test_order_of_slots_does_not_matter():
     softcap=st.sampled_from([None, 3.0]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     size=st.sampled_from([0.01, 1.0, 30.0]),
+    parts=st.sampled_from([None, None, 1, 2, 18]),
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, seed, data):
+def test_any_case(groups, slots, num, evicted, order, softcap, dtype, size, parts, seed, data):
     block, state = case(
-        batch=1, groups=groups, dim=16, slots=slots, num=num, evicted=evicted, dtype=dtype, size=size, seed=seed
-    )
+        batch=1, groups=groups, dim=16, slots=slots, num=num, evicted=evicted, dtype=dtype, size=size, seed=seed,
+        parts=parts,
+    )  # fmt: skip
     state.sink_logits = data.draw(sinks(groups), "sinks")
     check(block, state, 0.25, softcap, order)
 

@@ -13,7 +13,7 @@ from .pairwise import covering
 from .states import make_spec, make_state
 from .test_batches import NAMES, POLICIES, go_together, held, patch
 from .test_deferred import curve
-from .test_module import one_layer, rotary
+from .test_module import one_layer, rotary, statistics
 
 B, HQ, HKV, D = 2, 4, 2, 16
 SCALE = D**-0.5
@@ -87,7 +87,7 @@ def test_attention_is_softmax_at_any_logits(kind, dtype):
     lengths = torch.tensor([[16, 9], [1, 16]])
     out, _, none = ops.decode_attention(q[:, :, 20], k[:, :, :16], v[:, :, :16], lengths, None, SCALE)
     state, real = make_state(k[:, :, :16], v[:, :, :16], lengths.int()), torch.ones(B, 8, dtype=torch.bool)
-    block, _ = ops.prefill_attention(*(one[:, :, 16:] for one in (q, k, v)), real, state, make_spec(SCALE))
+    block, *_ = ops.prefill_attention(*(one[:, :, 16:] for one in (q, k, v)), real, state, make_spec(SCALE))
     assert (none == float("-inf")).all()
     largest = SCALE * (q.double() @ k.double().repeat_interleave(HQ // HKV, 1).transpose(-1, -2)).abs().max().item()
     column = torch.arange(24)
@@ -143,7 +143,8 @@ def test_the_estimate_mixes_at_any_logits(kind, order, dtype):
 
 def layer(name, directory, **options):
     budget = fastkv.Budget(tokens=TOKENS, sinks=2, recent=3)
-    options = {"rotary": rotary(), "output": torch.randn(HQ * D, HQ * D), "evict_every": EVERY, **options}
+    options = {"rotary": rotary(), "output": torch.randn(HQ * D, HQ * D), "queries": statistics(), **options}
+    options = {"evict_every": EVERY, **options}
     return FastKVAttention(HQ, HKV, D, one_layer(name, directory), budget, **options)
 
 

@@ -137,11 +137,6 @@ CASES = {  # the name of the operator, and what is special about the case
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
     "prefill_attention with the cosh mass": lambda b: attend(layer(spread=True), b, correction="cosh", softcap=4.0),
     "prefill_attention with centroids": lambda b: attend(layer(parts=5), b, correction="centroids"),
-    "evicted_mass": lambda b: case(randn(B, HKV * G, T, D), layer(), make_spec(0.3, order=1, backend=b)),
-    "evicted_mass of nothing": lambda b: case(randn(B, HKV * G, T, D), layer(), make_spec(0.3, backend=b)),
-    "evicted_mass of centroids": lambda b: case(
-        randn(B, HKV * G, T, D), layer(parts=5), make_spec(0.3, 4.0, correction="centroids", backend=b)
-    ),
     "remember": lambda b: case(
         *block(), torch.rand(B, HKV, T) > 0.2, torch.rand(B, HKV, T) > 0.6, T, layer(parts=5),
         make_spec(correction="centroids", backend=b),

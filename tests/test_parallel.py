@@ -7,7 +7,7 @@ import torch
 
 import fastkv
 
-from .models import PATTERN, build, generate, prompt
+from .models import PATTERN, build, generate, prompt, query_calibration
 from .pairwise import named
 from .processes import begin
 from .test_vector_cache import mapping
@@ -49,6 +49,7 @@ def test_two_processes_equal_one(name, tmp_path):
     model = build(name, vocab_size=98)
     model.save_pretrained(tmp_path)
     (tmp_path / "pattern.tsv").write_text(PATTERN)
+    query_calibration(model).save(tmp_path / "queries.safetensors")
     mapping(model, r2=HEADS).save(tmp_path / "map.safetensors")
     small = {"tokens": 20, "sinks": 2, "recent": 4}
     adaptive = {**small, "heads": "adaptive"}
@@ -65,6 +66,8 @@ def test_two_processes_equal_one(name, tmp_path):
         ("fastkv", {}, small, {"prefill_block": 16}),
         ("fastkv", {}, adaptive, {}),
         ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {"correction": "centroids"}),
+        ("expected-attention", {}, adaptive, {}),
+        ("triattention", {"calibration": str(tmp_path / "queries.safetensors")}, adaptive, {}),
     ]
     ranks = [
         begin(WORKER, tmp_path / str(rank), str(tmp_path), json.dumps(cases), env=environment(rank))

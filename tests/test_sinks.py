@@ -91,7 +91,7 @@ def test_a_block(backend):
     q, k, v = randn(B, HQ, num, D), randn(B, HKV, num, D, seed=3), randn(B, HKV, num, D, seed=4)
     real = torch.tensor([[True] * 5, [False, False, True, True, True]])
     state = held(9, [[4, 8], [1, 0]])
-    out, lse = ops.prefill_attention(q, k, v, real, state, make_spec(0.3, backend=backend))
+    out, lse, _ = ops.prefill_attention(q, k, v, real, state, make_spec(0.3, backend=backend))
     causal = torch.ones(num, num, dtype=torch.bool).tril() & real[:, None, None]
     past = state.exact.valid[:, :, None].expand(-1, -1, num, -1)
     visible = torch.cat([past, causal.expand(-1, HKV, -1, -1)], -1)
@@ -140,7 +140,8 @@ def watched(chosen, correction, sinks):
     state, block = cache.state, (k[:, :, :6], v[:, :, :6], torch.arange(40, 46).int().expand(B, HKV, 6), real[:, :6])
     told = signals.candidates(state, block, rule)
     state.seen += 6
-    return signals.observe(told, q[:, :, :6], real[:, :6], state, rule), state, rule, q[:, :, :6]
+    *_, mass = ops.prefill_attention(q[:, :, :6], *block[:2], real[:, :6], state, rule.spec)
+    return signals.observe(told, q[:, :, :6], real[:, :6], state, rule, mass), state, rule, q[:, :, :6]
 
 
 @pytest.mark.parametrize("correction", ["none", "moments", "centroids"])

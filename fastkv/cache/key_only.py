@@ -44,7 +44,7 @@ def attend(q: Tensor, out: Tensor, lse: Tensor, state: LayerState, rule: LayerCo
     k, v = (rows.new_zeros(*rows.shape[:2], q.shape[2], rows.shape[-1]) for rows in (keys, values))
     none = torch.zeros(len(q), q.shape[2], dtype=torch.bool, device=q.device)
     spec = Spec(rule.spec.scale, rule.spec.softcap, backend=rule.spec.backend)
-    more, more_lse = ops.prefill_attention(q, k, v, none, only, spec)
+    more, more_lse, _ = ops.prefill_attention(q, k, v, none, only, spec)
     return merge_partials(out, lse, more, more_lse)[0].to(out.dtype)
 
 

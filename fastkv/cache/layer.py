@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery
 from . import compaction, selection, signals
-from .layout import LayerConfig, Layout, cost, layout_of, spec_of
+from .layout import LayerConfig, Layout, cost, layout_of
 from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
@@ -70,7 +70,8 @@ class LayerCache:
         self.num_heads, self.leads = 0, place == 0
         self.readers, self.left = readers, 0
         self.block: SharedBlock | None = None
-        self.queries: Tensor | None = None  # of the block, if it is to be absorbed when all readers have attended
+        # Queries and mass of the block, if it is to be absorbed when all readers have attended.
+        self.queries: tuple[Tensor, Tensor | None] | None = None
         self.state: LayerState | None = None
         self.rule: LayerConfig | None = None
 
@@ -101,15 +102,7 @@ class LayerCache:
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
         device, shared = state.seen.device, self.workspace
-        rotary = self.config.rotations.get(self.layer)
-        rotary = None if rotary is None else rotary.to(device)
-        weight = None
-        if self.config.values is not None:
-            weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
-        spec = spec_of(self.config, layout, scale=1.0)
-        self.rule = LayerConfig(
-            self.config, self.layer, layout, spec, shared.parallel, rotary, weight=weight, readers=self.readers
-        )
+        self.rule = LayerConfig.of(self.config, self.layer, layout, shared.parallel, device, self.readers)
         self.state, self.num_heads = state, num_heads
         self.prepare()
 
@@ -163,27 +156,40 @@ class LayerCache:
             stock: attention over the new tokens alone; used where they have no past: exact and fast.
         """
         k, v = without_padding(k, valid), without_padding(v, valid)
-        out = self.attend(q, k, v, valid, stock)
+        out, mass = self.attend(q, k, v, valid, stock)
         if self.readers:
-            self.queries = q
+            self.queries = q, mass
         else:
-            self.absorb(q, k, v, valid)
+            self.absorb(q, k, v, valid, mass=mass)
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None) -> Tensor:
-        """The attention of `read`, for k and v `without_padding`; the state does not include the block yet."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention of `read`, for k and v `without_padding`; the state does not include the block yet.
+
+        Returns: as `attend_block`, the mass for `absorb`.
+        """
         state, rule = self._held()
         first, self.started = not self.started, True
         self._expect_readers()
         self.block = SharedBlock(k, v, valid, first) if self.readers else None
         if first and stock is not None:
-            return stock()
+            return stock(), None
         return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
 
-    def absorb(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, received: Tensor | None = None) -> None:
-        """Make tokens of a prompt part of the state; shapes as in `attend`, received as in `absorb_block`."""
+    def absorb(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor,
+        received: Tensor | None = None,
+        mass: Tensor | None = None,
+    ) -> None:
+        """Make tokens of a prompt part of the state; shapes as in `attend`, received and mass as in `absorb_block`."""
         state, rule = self._held()
-        absorb_block(state, q, k, v, valid, rule, received)
+        absorb_block(state, q, k, v, valid, rule, received, mass)
         self.workspace.clock.restart()
         if state.exact.starts is not None:
             self.prepare()  # the longest head may have changed
@@ -254,12 +260,13 @@ class LayerCache:
             num = q.shape[2]  # transformers leaves out queries whose results nobody reads
             whole = pad(q, (0, 0, block.k.shape[2] - num, 0))
             rule = rule.attending(scale, softcap, rule.output)
-            out = attend_block(state, whole, block.k, block.v, block.valid, rule, self.workspace.ahead)[:, :, -num:]
+            out, _ = attend_block(state, whole, block.k, block.v, block.valid, rule, self.workspace.ahead)
+            out = out[:, :, -num:]
         if last:
             self.block = None
             if self.queries is not None:
-                queries, self.queries = self.queries, None
-                self.absorb(queries, block.k, block.v, block.valid)
+                (queries, mass), self.queries = self.queries, None
+                self.absorb(queries, block.k, block.v, block.valid, mass=mass)
         return out
 
     # The batch, and the end.

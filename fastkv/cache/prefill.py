@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import ops
 from ..reference import LayerState, Selection, attention_ahead, joined, merge_partials, most_attended
-from . import compaction, key_only, selection, signals
+from . import compaction, key_only, refit, selection, signals
 from .layout import LayerConfig
 
 Held = tuple[Tensor, Tensor, Tensor]
@@ -21,19 +21,21 @@ def attend_block(
     valid: Tensor,
     rule: LayerConfig,
     ahead: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of a block over everything retained, everything evicted and, causally, itself.
 
     Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding; ahead [B, T, T] bool: later tokens
         of the block that a token sees too, None for none.
-    Returns: [B, Hq, T, Dv].
+    Returns: [B, Hq, T, Dv] and, [B, Hq, T], the log of the mass that the evicted tokens have; None if they have no part.
     """
-    out, lse = ops.prefill_attention(q, k, v, valid, state, rule.spec)
+    out, lse, mass = ops.prefill_attention(q, k, v, valid, state, rule.spec)
     if ahead is not None:
         more, more_lse = attention_ahead(q, k, v, ahead.to(q.device), rule.spec.scale, rule.spec.softcap)
         out, lse = merge_partials(out, lse, more, more_lse)
         out = out.to(q.dtype)
-    return out if state.approx is None else key_only.attend(q, out, lse, state, rule)
+    if state.approx is not None:
+        out = key_only.attend(q, out, lse, state, rule)
+    return out, None if rule.spec.evicted(state) is None else mass
 
 
 def absorb_block(
@@ -44,11 +46,13 @@ def absorb_block(
     valid: Tensor,
     rule: LayerConfig,
     received: Tensor | None = None,
+    mass: Tensor | None = None,
 ) -> None:
     """Make the block part of the state, evicting down to the layer's budget; what leaves is remembered.
 
     Shapes as in `attend_block`, which comes first: every query sees its whole past before anything is evicted.
-    received [B, Hkv, T]: attention that the block's tokens get, instead of an observation (KVzip).
+    received [B, Hkv, T]: attention that the block's tokens get, instead of an observation (KVzip). mass: of
+    `attend_block`.
     """
     num = k.shape[2]
     # Padding gets the position of the token before it; it is never valid, so this is never read.
@@ -57,11 +61,15 @@ def absorb_block(
     told = signals.candidates(state, (k, v, positions, valid), rule)
     full = state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
-        told, scores = signals.score(signals.of_block(told, q, valid, state, rule, received), rule)
+        told, scores = signals.score(signals.of_block(told, q, valid, state, rule, received, mass), rule)
     kept = Selection(told.valid, told.valid.sum(-1))
     if full:
         kept = selection.keep_best(told, scores, state.seen, rule)
+        if rule.config.correction.observes:
+            told = refit.refit(told, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, told, kept, num, rule, full=full)
+    if state.prompted is not None:
+        state.prompted.copy_(state.seen)
 
 
 def attend_held(

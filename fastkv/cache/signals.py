@@ -72,23 +72,30 @@ def _told(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerCon
         output=rule.output,
         memory=memory,
         rotary=rule.rotary,
+        query_statistics=rule.queries,
         parallel=rule.parallel,
         backend=spec.backend,
     )
 
 
 def of_block(
-    signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig, received: Tensor | None
+    signals: Signals,
+    q: Tensor,
+    valid: Tensor,
+    state: LayerState,
+    rule: LayerConfig,
+    received: Tensor | None,
+    mass: Tensor | None,
 ) -> Signals:
     """Add what the policy asks of a prompt block: the attention that candidates get, and the block's queries.
 
     Args: q [B, Hq, T, D]; valid [B, T]; received [B, Hkv, T]: what the block's tokens receive, where that is known
-        already (KVzip).
+        already (KVzip); mass [B, Hq, T]: log of that of the evicted tokens in the attention of q, None for none.
     """
     if received is not None:
         signals = replace(signals, attention=received, queried=torch.ones_like(state.seen)[:, None, None])
     elif rule.config.needs("attention"):
-        signals = observe(signals, q, valid, state, rule)
+        signals = observe(signals, q, valid, state, rule, mass)
     return replace(signals, queries=q) if rule.config.needs("queries") else signals
 
 
@@ -100,31 +107,37 @@ def score(signals: Signals, rule: LayerConfig) -> tuple[Signals, Tensor]:
     return signals, policy.score(signals)
 
 
-def mass_beside(q: Tensor, state: LayerState, rule: LayerConfig) -> Tensor | None:
+def mass_beside(q: Tensor, mass: Tensor | None, state: LayerState) -> Tensor | None:
     """Log of the mass that the attention of q [B, Hq, T, D] has beside the candidates, in evicted tokens and sinks.
 
-    Returns: [B, Hq, T]; None if there is neither.
+    Args: mass: of the evicted tokens. Returns: [B, Hq, T]; None if there is neither.
     """
-    mass = None if rule.spec.evicted(state) is None else ops.evicted_mass(q, state, rule.spec)
     if state.sink_logits is None:
         return mass
     sinks = state.sink_logits.detach()[:, None].expand(q.shape[:3]).to(compute_dtype(q))
     return sinks.contiguous() if mass is None else torch.logaddexp(mass, sinks)
 
 
-def observe(signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig) -> Signals:
-    """Add the attention that the last queries of the block give to every candidate, and how many they were."""
+def observe(
+    signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig, mass: Tensor | None
+) -> Signals:
+    """Add the attention that the last queries of the block give to every candidate, and how many they were.
+
+    Arguments as in `of_block`.
+    """
     num, observed, spec = q.shape[2], rule.config.policy.observation, rule.spec
-    if observed is not None and observed < num:  # each row's own last queries, on whichever side it is padded
-        last = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -observed:]
+    if observed is not None and observed < num:
+        last = last_tokens(valid, observed)
         q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        mass = None if mass is None else mass.gather(2, last[:, None].expand(-1, q.shape[1], -1))
         valid, num = valid.gather(1, last), observed
+    mass = mass_beside(q, mass, state)
     received = queried = signals.keys.new_zeros((), dtype=torch.float32)
     for start in range(0, num, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, num)
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
         later = valid[:, stop:].sum(-1, keepdim=True)
-        query_positions = state.seen[:, None] - later - query_valid.flip(-1).cumsum(-1).flip(-1)
+        query_positions = positions_before(state.seen[:, None] - later, query_valid)
         mean = ops.observed_attention(
             part,
             signals.keys,
@@ -134,9 +147,19 @@ def observe(signals: Signals, q: Tensor, valid: Tensor, state: LayerState, rule:
             query_positions=query_positions,
             valid=signals.valid,
             query_valid=query_valid,
-            log_mass=mass_beside(part, state, rule),
+            log_mass=None if mass is None else mass[:, :, start:stop].contiguous(),
             backend=spec.backend,
         )
         asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)
         received, queried = received + mean * asked, queried + asked
     return replace(signals, attention=received / queried.clamp(min=1), queried=queried)
+
+
+def last_tokens(valid: Tensor, num: int) -> Tensor:
+    """[B, num], indices of each row's own last tokens of a block, on whichever side it is padded; valid [B, T]."""
+    return valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -num:]
+
+
+def positions_before(end: Tensor, valid: Tensor) -> Tensor:
+    """Positions [B, T] of tokens, valid [B, T], that come right before position `end` [B, 1]."""
+    return end - valid.flip(-1).cumsum(-1).flip(-1)

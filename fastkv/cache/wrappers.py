@@ -81,12 +81,12 @@ class HeldPrompt:
 class Rollback:
     """A layer's cache whose last forward can be taken back: it is absorbed by `settle`, or by the forward after it.
 
-    Attributes: pending: q, k, v and valid of the last forward, None if everything is absorbed.
+    Attributes: pending: q, k, v, valid and mass of the last forward, None if everything is absorbed.
     """
 
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
-        self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self.pending: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None
 
     def configure(
         self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
@@ -98,8 +98,8 @@ class Rollback:
         """Attention as in `LayerCache.read`; another forward without a roll-back accepts everything pending."""
         self.settle(0)
         k, v = without_padding(k, valid), without_padding(v, valid)
-        out = self.cache.attend(q, k, v, valid, stock)
-        self.pending = (q, k, v, valid)
+        out, mass = self.cache.attend(q, k, v, valid, stock)
+        self.pending = (q, k, v, valid, mass)
         return out
 
     def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
@@ -113,11 +113,12 @@ class Rollback:
         """
         if self.pending is None:
             return
-        q, k, v, valid = self.pending
+        q, k, v, valid, mass = self.pending
         num = k.shape[2]
         if drop > num:
             raise FastKVError(f"cannot roll back {drop} tokens, the last forward had {num}; older ones are compressed")
         self.pending = None
         if drop < num:
             kept = slice(0, num - drop)
-            self.cache.absorb(q[:, :, kept], k[:, :, kept], v[:, :, kept], valid[:, kept])
+            mass = None if mass is None else mass[:, :, kept]
+            self.cache.absorb(q[:, :, kept], k[:, :, kept], v[:, :, kept], valid[:, kept], mass=mass)

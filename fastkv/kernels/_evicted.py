@@ -134,6 +134,26 @@ def _seed(
 
 
 @triton.jit
+def _centroid_logits(
+    products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Base-2 logits [M, C] of centroids `index` [C], -inf of unused ones.
+
+    log n_c + scale q.k_c + log cosh(scale |q| sqrt(spread_c / n_c)), for products q.k_c [M, C] and square |q|^2 [M].
+    """
+    size = tl.load(sizes_ptr + index, mask=inside, other=0.0)
+    used = tl.where(size > 0, size, 1.0)
+    sigma = tl.sqrt(tl.load(spread_ptr + index, mask=inside, other=0.0) / used)
+    logits = products * scale
+    deviation = tl.abs(scale) * tl.sqrt(square)[:, None] * sigma[None, :]
+    if HAS_CAP:
+        bent = _tanh(logits / softcap)
+        logits, deviation = softcap * bent, deviation * (1 - bent * bent)
+    logits = (logits + _log_cosh(deviation)) * LOG2E + tl.log2(used)[None, :]
+    return tl.where((size > 0)[None, :], logits, -float("inf"))
+
+
+@triton.jit
 def _centroid_partial(
     q_ptrs, rows, sizes_ptr, keys_ptr, values_ptr, spread_ptr, num, scale, softcap,
     M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -141,7 +161,7 @@ def _centroid_partial(
 ):  # fmt: skip
     """`num` centroids of one head: sizes and spread [num], keys [num, D], values [num, DV], all fp32; unused size 0.
 
-    logit = log n_c + scale q.k_c + log cosh(scale |q| sqrt(spread_c / n_c)).  q_ptrs, rows [M]: queries, and which are.
+    q_ptrs, rows [M]: queries, and which are.
     """
     cols = tl.arange(0, BLOCK_V)
     top = tl.full([M], -float("inf"), tl.float32)
@@ -159,20 +179,54 @@ def _centroid_partial(
             k = tl.load(place, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
             products += _dot32(q, tl.trans(k), INTERP)
             square += tl.sum(q * q, 1)
-        size = tl.load(sizes_ptr + index, mask=inside, other=0.0)
-        used = tl.where(size > 0, size, 1.0)
-        sigma = tl.sqrt(tl.load(spread_ptr + index, mask=inside, other=0.0) / used)
-        logits = products * scale
-        deviation = tl.abs(scale) * tl.sqrt(square)[:, None] * sigma[None, :]
-        if HAS_CAP:
-            bent = _tanh(logits / softcap)
-            logits, deviation = softcap * bent, deviation * (1 - bent * bent)
-        logits = (logits + _log_cosh(deviation)) * LOG2E + tl.log2(used)[None, :]
-        logits = tl.where((size > 0)[None, :], logits, -float("inf"))
+        logits = _centroid_logits(products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         spot = values_ptr + index[:, None] * DV + cols[None, :]
         v = tl.load(spot, mask=inside[:, None] & (cols < DV)[None, :], other=0.0)
         acc += _dot32(weights, v, INTERP)
+    return top, total, acc
+
+
+@triton.jit
+def _dot_terms(acc, a, b, TERMS: tl.constexpr, INTERP: tl.constexpr):
+    """acc + a @ b for b in fp32, of which so many terms in the dtype of a are taken: 2 of bf16 have 16 bits, 3 all."""
+    if a.dtype == tl.float32:
+        acc += _dot32(a, b, INTERP)
+    else:
+        for _ in tl.static_range(TERMS):
+            term = b.to(a.dtype)
+            acc += _dot(a, term, INTERP)
+            b -= term.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _seed_centroids(
+    q_ptrs, rows, sizes_ptr, keys_ptr, values_ptr, spread_ptr, num, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    SEED: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """`_centroid_partial` of many rows, on tensor cores in the dtype of q: the start of their online softmax."""
+    column = tl.arange(0, BV)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BV], tl.float32)
+    for first in range(0, num, BLOCK_C):
+        index = first + tl.arange(0, BLOCK_C)
+        inside = index < num
+        products, square = tl.zeros([BLOCK_M, BLOCK_C], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        for begin in range(0, D, SEED):
+            part = begin + tl.arange(0, SEED)
+            q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & (part < D)[None, :], other=0.0)
+            spot = keys_ptr + index[:, None] * D + part[None, :]
+            k = tl.load(spot, mask=inside[:, None] & (part < D)[None, :], other=0.0)
+            products = _dot_terms(products, q, tl.trans(k), 3, INTERP)
+            square += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
+        logits = _centroid_logits(products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP)
+        top, total, acc, weights = _softmax_update(top, total, acc, logits)
+        spot = values_ptr + index[:, None] * DV + column[None, :]
+        v = tl.load(spot, mask=_rows_mask(inside, column, DV, BV), other=0.0)
+        acc = _dot_terms(acc, weights.to(q_ptrs.dtype.element_ty), v, 2, INTERP)
     return top, total, acc
 
 

@@ -1,12 +1,12 @@
-"""Attention of a block of T queries over the retained slots, the moments and, causally, the block itself.
+"""Attention of a block of T queries over the retained slots, the evicted tokens and, causally, the block itself.
 
 Flash attention over two sources of keys: the slots (all older than the block: a length, no causal mask) and the block
-(causal, padding excluded). The moments seed the online softmax of every row as one more partial
-(m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563, Eqs. 9-12), so nothing is mixed afterwards; learned sinks
-are one more, (sink, 1, 0), and come last. Rows of a program are the queries of one KV head, (token, head of the group)
+(causal, padding excluded). What is remembered of the evicted tokens seeds the online softmax of every row, so nothing is
+mixed afterwards: the moments are one more partial, (m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563,
+Eqs. 9-12), centroids are slots with a bias. Learned sinks are one more partial, (sink, 1, 0), and come last. Rows of a program are the queries of one KV head, (token, head of the group)
 in that order: keys are read once per group.
 
-Bytes: keys and values once per BLOCK_M rows; q and out once.
+Bytes: keys, values and what is remembered once per BLOCK_M rows; q twice, out once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
 with head_dim above 256. With head_dim 512 and a softcap it spills registers (20 bytes on sm_90).
 """
@@ -21,9 +21,10 @@ from torch import Tensor
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
 from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_update
-from ._evicted import Terms, _seed
+from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, chip_of, pow2, stages
 
+BLOCK_C = 16  # centroids at a time
 # padded head_dim: (rows, keys per tile, warps, stages)
 BLOCKS = {
     16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2),
@@ -49,13 +50,20 @@ def _tile(base_ptr, first, inside, stride, D: tl.constexpr, BD: tl.constexpr, RO
 
 
 @triton.jit
+def _lse(top, total):
+    """Natural log-sum-exp [BLOCK_M] of a partial; -inf for an empty one."""
+    return (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2
+
+
+@triton.jit
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
-    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, sink_ptr, out_ptr, lse_ptr,
-    scale, softcap, T, slots,
+    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, sizes_ptr, sink_ptr, out_ptr, lse_ptr,
+    lse_evicted_ptr,
+    scale, softcap, T, slots, num,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SEED: tl.constexpr,
     ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -68,11 +76,19 @@ def _prefill_kernel(
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BV], tl.float32)
-    if ORDER >= 0:
+    if ORDER == CENTROIDS:
+        first = head * num
+        top, total, acc = _seed_centroids(
+            q_ptrs, rows, sizes_ptr + first, key_mean_ptr + first * D, value_mean_ptr + first * DV, spread_ptr + first,
+            num, scale, softcap, D, DV, BV, BLOCK_M, BLOCK_C, SEED, HAS_CAP, INTERP,
+        )  # fmt: skip
+    elif ORDER >= 0:
         top, total, acc = _seed(
             q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, head, scale, softcap,
             D, DV, BD, BV, BLOCK_M, SEED, ORDER, HAS_SLOPE, SPREAD, HAS_CAP, INTERP,
         )  # fmt: skip
+    place = (batch * HEADS * G + q_head) * T + token
+    tl.store(lse_evicted_ptr + place, _lse(top, total), mask=rows)
     column = tl.arange(0, BD)[None, :]
     q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
 
@@ -104,8 +120,7 @@ def _prefill_kernel(
     if sink_ptr is not None:
         top, total, decay = _add_sink(top, total, tl.load(sink_ptr + q_head))
         acc *= decay[:, None]
-    place = (batch * HEADS * G + q_head) * T + token
-    tl.store(lse_ptr + place, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2, mask=rows)
+    tl.store(lse_ptr + place, _lse(top, total), mask=rows)
     wide = tl.arange(0, BV)[None, :]
     spot = out_ptr + place[:, None] * DV + wide
     tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
@@ -118,11 +133,10 @@ def _blocks(width: int, dtype: torch.dtype, chip: str) -> tuple[int, int, int, i
 
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor]:
-    """One launch, no host sync; shapes as in `reference.prefill_attention`, whose centroids are merged afterwards.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch, no host sync; arguments and results as in `reference.prefill_attention`, both lse in fp32.
 
-    q, k, v have any strides, with unit stride along D. Returns: out [B, Hq, T, Dv] in the dtype of q and lse
-    [B, Hq, T] fp32 (-inf, and zeros in out, for a query that sees nothing).
+    q, k, v have any strides, with unit stride along D.
     """
     op = "prefill_attention"
     keys, values, lengths, softcap = state.exact["keys"], state.exact["values"], state.exact.lengths, spec.softcap
@@ -135,8 +149,7 @@ def prefill_attention(
     check_shape(op, "valid", valid, (batch, num))
     check_head_dim(op, max(dim, value_dim), q.dtype)
     evicted = spec.evicted(state)
-    moments = evicted if isinstance(evicted, Moments) else None
-    known = Terms.of(op, moments, dim)
+    known = Terms.of(op, evicted, dim)
     check_contiguous(op, lengths=lengths, valid=valid, matrix=known.matrix, spread=known.spread)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
     slots = keys.stride(1) // dim
@@ -148,23 +161,23 @@ def prefill_attention(
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
+    lse_evicted = torch.empty_like(lse)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
     rows, tile, warps, depth = _blocks(max(width, value_width), q.dtype, chip_of(q.device))
     tile = CAP_TILE_HIP if softcap is not None and torch.version.hip is not None else tile
-    sources: tuple[Tensor | None, ...] = (lse,) * 4
-    order, has_slope = -1, False
-    if moments is not None and known.order is not None:
-        order, has_slope, matrix = known.order, moments.slope is not None, known.matrix
-        if order == 1 and not has_slope and value_width >= 256 and q.element_size() == 2:
+    count, matrix, has_slope = None, known.matrix, False
+    if isinstance(evicted, Moments):
+        count, has_slope = evicted.count, evicted.slope is not None
+        if known.order == 1 and not has_slope and value_width >= 256 and q.element_size() == 2:
             assert matrix is not None
-            matrix = (matrix / moments.count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
+            matrix = (matrix / count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
             has_slope = True
-        sources = (moments.count, known.key_mean, known.value_mean, known.key_mean if order == 0 else matrix)
     _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
-        q, keys, values, lengths, k, v, valid.view(torch.uint8), *sources, known.spread, state.sink_logits, out, lse,
-        spec.scale, softcap or 1.0, num, slots, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, keys, values, lengths, k, v, valid.view(torch.uint8), count, known.key_mean, known.value_mean, matrix,
+        known.spread, known.sizes, state.sink_logits, out, lse, lse_evicted,
+        spec.scale, softcap or 1.0, num, slots, known.num, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=rows, BLOCK_N=tile,
-        SEED=SEED[value_width], ORDER=order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
+        BLOCK_C=BLOCK_C, SEED=SEED[value_width], ORDER=-1 if known.order is None else known.order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
         HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=warps, num_stages=stages(depth),
     )  # fmt: skip
-    return out, lse
+    return out, lse, lse_evicted

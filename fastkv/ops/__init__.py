@@ -21,7 +21,6 @@ from .layer import (
     decode_attention,
     decode_step,
     evict,
-    evicted_mass,
     prefill_attention,
     remember,
     slot_signals,

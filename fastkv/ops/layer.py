@@ -51,20 +51,13 @@ def decode_attention(
     return decode_step(q, None, None, state, Spec(scale, softcap, corrections.reading(state, order), backend))
 
 
-def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+def _block_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    return q.new_empty(*q.shape[:3], v.shape[-1]), lse, torch.empty_like(lse)
 
 
-# Kernel: one launch, two with centroids.
+# Kernel: one launch.
 prefill_attention = operator(_block_outputs)(by_spec(reference.prefill_attention, changes=False))
-
-
-def _masses(q: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=compute_dtype(q))
-
-
-# Kernel: for centroids, one launch; their logits stay in registers.
-evicted_mass = operator(_masses)(by_spec(reference.evicted_mass, changes=False))
 
 
 def _slot_outputs(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

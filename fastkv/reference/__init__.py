@@ -61,7 +61,6 @@ from .selection import (
     Selection,
     compact,
     evict,
-    evicted_mass,
     in_order,
     joined,
     places,

@@ -226,14 +226,14 @@ def decode_step(
 
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """A block of T queries over the retained tokens with value, the evicted ones and, causally, the block itself.
 
     Everything retained or evicted is older than the block, so only the block needs a causal mask.
 
     Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding.
-    Returns: out [B, Hq, T, Dv] in the dtype of q and lse [B, Hq, T] over all of them and the sinks (-inf, and zeros in
-        out, for a query that sees nothing).
+    Returns: out [B, Hq, T, Dv] in the dtype of q; lse [B, Hq, T] over all of them and the sinks (-inf, and zeros in
+        out, for a query that sees nothing); lse_evicted [B, Hq, T] of the evicted ones alone (-inf for none).
     """
     keys, values, held = state.exact["keys"], state.exact["values"], state.exact.valid
     batch, num_heads, num, dim = q.shape
@@ -246,7 +246,7 @@ def prefill_attention(
     all_keys = torch.cat([keys, k], 2).to(dtype)
     all_values = torch.where(usable[..., None], torch.cat([values, v], 2).to(dtype), 0)
     index = torch.arange(slots + num, device=q.device)
-    outs, lses = [], []
+    outs, lses, masses = [], [], []
     for start in range(0, num, QUERY_CHUNK):
         rows = slice(start, start + QUERY_CHUNK)
         part = q[:, :, rows]
@@ -254,10 +254,11 @@ def prefill_attention(
         causal = index[:end] <= index[slots + start : end, None]
         visible = (usable[:, :, None, :end] & causal)[:, :, None]
         out, lse, _ = _attend(part, all_keys[:, :, :end], all_values[:, :, :end], visible, spec.scale, spec.softcap)
-        out, _, lse = _mix(out, lse, part, evicted, state.sink_logits, spec.scale, spec.softcap)
+        out, mass, lse = _mix(out, lse, part, evicted, state.sink_logits, spec.scale, spec.softcap)
         outs.append(out.to(q.dtype))
         lses.append(lse)
-    return torch.cat(outs, 2), torch.cat(lses, 2)
+        masses.append(mass)
+    return torch.cat(outs, 2), torch.cat(lses, 2), torch.cat(masses, 2)
 
 
 def attention_ahead(

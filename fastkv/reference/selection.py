@@ -193,11 +193,3 @@ def remember(
     for index in in_order(positions, gone)[..., :most].split(CHUNK, -1):
         new_keys, new_values = (rows_at(rows, index) for rows in (keys, values))
         state.parts.copy_(state.parts.add(new_keys, new_values, gone.gather(2, index)))
-
-
-def evicted_mass(q: Tensor, state: LayerState, spec: Spec) -> Tensor:
-    """Log of the mass that the evicted tokens have in the attention of q [B, Hq, T, D]: [B, Hq, T], -inf for none."""
-    evicted = spec.evicted(state)
-    if evicted is None:
-        return torch.full(q.shape[:3], float("-inf"), device=q.device)
-    return evicted.log_mass(q, spec.scale, spec.softcap)

@@ -47,7 +47,7 @@ OPERATIONS: dict[str, Operation] = {
     "decode_cosh": Operation(("decode_attention",), EVICTED),
     "decode_slab": Operation(("decode_attention",), EVICTED),
     "decode_vector": Operation(("vector_decode",), EVICTED),
-    "prefill_centroids": Operation(("prefill_attention", "centroids"), EVICTED, ("prefill_centroids",)),
+    "prefill_centroids": Operation(("prefill_attention",), EVICTED, ("prefill_centroids",)),
     "prefill_attention": Operation(("prefill_attention",), EVICTED, ("prefill_attention",)),
     "evict": Operation(("evict", "moment_scores"), ("selection", "moments"), ("evict", "moment_scores")),
     "moment_scores": Operation(("moment_scores",), ("moments",)),
