@@ -45,9 +45,9 @@ class LazyParser(Parser):
 COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".evaluation.demo",
-        help="ask the bundled model questions over long generated texts, with the full cache and with caches of "
-        "every policy; prints a table and writes demo.json and demo.png",
-        epilog="--context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
+        help="ask the bundled model questions over long generated texts, with the full cache and with smaller ones of "
+        "several policies, in about a minute; prints answers and writes demo.json, demo.png and demo-memory.png",
+        epilog="--budgets 1/8,1/4 --policies fastkv,snapkv,tova --out results",
     ),
     "calibrate": dict(
         help="fit what VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("fastkv", "tests", "perf", "tools", "pyproject.toml", "README.md")
+COPIED = ("fastkv", "tests", "perf", "tools", "docs", "pyproject.toml", "README.md")
 SECONDS = 600
 OPTIONS = ("-x", "-q", "-o", "timeout=0", "--no-header", "-m", "not slow", "--hypothesis-profile=mutations")
 
