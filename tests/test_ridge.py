@@ -30,7 +30,7 @@ def held(module, row, head):
     """{position: value} of the slots in use."""
     exact = module.state.exact
     num = int(exact.lengths[row, head])
-    return dict(zip(exact["positions"][row, head, :num].tolist(), exact["values"][row, head, :num]))
+    return dict(zip(exact["positions"][row, head, :num].tolist(), exact["values"][row, head, :num].clone()))
 
 
 def weights(query, keys, at, sink, softcap):
