@@ -527,9 +527,9 @@ with torch.inference_mode():
 """
 
 
-def test_the_example_of_the_readme():
-    """The decoder of the README, compiled by a backend that is quick at it; every layer stays within its slots."""
-    assert EXAMPLE in (Path(__file__).parent.parent / "README.md").read_text()
+def test_the_example_of_the_docs():
+    """The decoder of docs/module.md, compiled by a backend that is quick at it; every layer stays within its slots."""
+    assert EXAMPLE in (Path(__file__).parent.parent / "docs" / "module.md").read_text()
     torch._dynamo.reset()
     counters.clear()
     names = {}

@@ -215,6 +215,30 @@ class LayerConfig:
     weight: Tensor | None = None
     readers: int = 0
 
+    @classmethod
+    def of(
+        cls, config: Config, layer: int, layout: Layout, parallel: Parallel, device: torch.device, readers: int = 0
+    ) -> LayerConfig:
+        """Of a layer with that index and layout: its part of what was fitted to the model. It attends with scale 1."""
+        rotary = config.rotations.get(layer)
+        weight = queries = None
+        if config.values is not None:
+            weight = parallel.own(config.values.weights[layer][None])[0].to(device)
+        if config.queries is not None:
+            known = config.queries.of_layer(layer)
+            queries = QueryStatistics(*(parallel.own(part[None])[0].to(device) for part in known))
+        return cls(
+            config,
+            layer,
+            layout,
+            spec_of(config, layout, scale=1.0),
+            parallel,
+            None if rotary is None else rotary.to(device),
+            queries=queries,
+            weight=weight,
+            readers=readers,
+        )
+
     def attending(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerConfig:
         """The same for a layer that attends so."""
         spec = replace(self.spec, scale=scale, softcap=softcap)
