@@ -1,5 +1,6 @@
 """Chromium without a window, driven over a pipe by its DevTools protocol: all it takes is a Chromium on the PATH."""
 
+import argparse
 import base64
 import json
 import os
@@ -151,3 +152,22 @@ class Browser:
         """Write a PNG of what is seen, or of the whole page."""
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         Path(path).write_bytes(base64.b64decode(shot["data"]))
+
+
+def main():
+    """`python -m tests.browser view.html picture.png [--dark]`: a picture of a page that `fastkv view` wrote."""
+    parser = argparse.ArgumentParser(prog="python -m tests.browser", description=main.__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--dark", action="store_true", help="as a dark desktop shows it")
+    parser.add_argument("--size", type=int, nargs=2, default=(1200, 1440), metavar=("WIDTH", "HEIGHT"))
+    options = parser.parse_args()
+    if find() is None:
+        parser.error(f"none of {', '.join(NAMES)} is on the PATH")
+    with Browser(*options.size) as browser:
+        browser.open(options.page, options.dark)
+        browser.screenshot(options.picture)
+
+
+if __name__ == "__main__":
+    main()

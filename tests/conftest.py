@@ -13,6 +13,10 @@ from hypothesis import Phase, settings
 
 collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
+if "TRITON_INTERPRET" in os.environ:
+    from .interpreter import patch_once
+
+    patch_once()
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)

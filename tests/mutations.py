@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("fastkv", "tests", "perf", "tools", "pyproject.toml", "README.md")
+COPIED = ("fastkv", "tests", "perf", "tools", "docs", "pyproject.toml", "README.md")
 SECONDS = 600
 OPTIONS = ("-x", "-q", "-o", "timeout=0", "--no-header", "-m", "not slow", "--hypothesis-profile=mutations")
 
@@ -812,6 +812,49 @@ MUTATIONS = [
         "added_at(self.spread + self.count * moved.square().mean(-1), target)",
         "added_at(self.spread, target)",
         f"{CENTROIDS}::test_merging_conserves_count_means_and_squares",
+    ),
+    # What commands say.
+    bug(
+        "the page has a token leave one forward late",
+        "view/trace.py",
+        "self.gone[lost] = event",
+        "self.gone[lost] = event + 1",
+        "view.py::test_the_page_says_what_the_cache_holds",
+    ),
+    bug(
+        "the page follows a token into the centroid beside its own",
+        "view/trace.py",
+        "return self.place.cpu() + 1",
+        "return self.place.cpu().roll(1, -1) + 1",
+        "view.py::test_centroids_are_those_of_the_cache",
+    ),
+    bug(
+        "an error of the page is that of the layer below",
+        "view/trace.py",
+        "full.attention[index], model, heads)",
+        "full.attention[index - 1], model, heads)",
+        "view.py::test_errors_are_those_of_fidelity",
+    ),
+    bug(
+        "a text can end the script of the page",
+        "view/page.py",
+        '.replace("<", "\\\\u003c")',
+        "",
+        "view.py::test_a_text_cannot_leave_its_place",
+    ),
+    bug(
+        "bench measures a cache that evicts once in all samples",
+        "bench/measure.py",
+        "evict_every=settings.period, static=static",
+        "evict_every=settings.period * 8, static=static",
+        "bench.py::test_what_is_measured",
+    ),
+    bug(
+        "bench counts what was freed before the clock ran",
+        "bench/measure.py",
+        '        return max(resident_set("VmHWM") - self.start, 0)',
+        '        return resident_set("VmHWM")',
+        "bench.py::test_peaks_see_what_was_freed_and_start_at_zero",
     ),
     bug(
         "the cost of a merge forgets how many tokens it joins",

@@ -73,7 +73,7 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-CORRECTIONS = ["none", "mean", "moments", "cosh", "centroids"]
+CORRECTIONS = ["none", "mean", "moments", "cosh", "centroids", "ridge"]
 OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no moments
 
 

@@ -4,18 +4,24 @@ import json
 import re
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from fastkv import Budget, FastKVCache, patched
+from fastkv import Budget, FastKVCache, FastKVError, patched
 from fastkv.cli import main
 from fastkv.demo import load
 from fastkv.demo.tasks import generate
 from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
+from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.view.command import RECENT, SINKS, pieces_of
 from fastkv.view.page import LEVELS, TEMPLATE, TOP, coded, data_of, packed, unpacked
+from fastkv.view.trace import Reading, check, read_full, trace
 
 from .browser import Browser, find
+from .models import build
 
 CONTEXT, BLOCK, STEPS, BUDGETS = 160, 32, 24, (28, 48)
 POLICIES = ("fastkv", "snapkv")
@@ -150,9 +156,45 @@ def test_pieces_are_the_text(bundled):
     pieces = pieces_of(bundled[1], text, encoded.input_ids, encoded.offset_mapping)
     assert pieces == ["<bos>", "the", "  code", " ,", "\n of"]
     assert pieces_of(bundled[1], text, encoded.input_ids, None) == ["<bos>", "the", "code", ",", "of"]
-    # Two tokens of one letter, as byte-level tokenizers have them: the second has no text of its own.
-    pieces = pieces_of(bundled[1], "ab", encoded.input_ids[:3], [(0, 1), (0, 1), (1, 2)])
-    assert pieces == ["a", "the", "b"]
+
+
+def test_pieces_of_letters_that_are_several_tokens():
+    text = "so  é\n🙂!"
+    bytewise = tokenizers.Tokenizer(tokenizers.models.BPE({one: i for i, one in enumerate(ByteLevel.alphabet())}, []))
+    bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    pieces = pieces_of(tokenizer, text, encoded.input_ids, encoded.offset_mapping)
+    assert pieces == ["s", "o", " ", " ", "é", "·", "\n", "🙂", "·", "·", "·", "!"]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3", "deepseek_v3"])
+def test_other_models(family):
+    """Layers with a sliding window are left out; where the cache lies is where the trace says."""
+    model = build(family)
+    ids = torch.randint(5, 60, (1, 90))
+    reading = Reading(ids, 32, 20)
+    full = read_full(model, reading)
+    with patched(model, "fastkv", Budget(tokens=28, recent=8), prefill_block=32):
+        found = trace(model, reading, full)
+        cache = FastKVCache(model)
+        for part in (ids[:, :70], *ids[:, 70:].split(1, 1)):
+            model(part, past_key_values=cache)
+    assert found.layers == [i for i, one in enumerate(cache.layers) if isinstance(one, FastKVLayer)]
+    for place, layer in enumerate(found.layers):
+        slots = cache.layers[layer].state.exact
+        for head in range(slots.lengths.shape[1]):
+            held = slots["positions"][0, head][slots.valid[0, head]].sort().values
+            assert torch.equal(held.long(), (found.gone[place, head] == 0).nonzero()[:, 0])
+    assert found.error[..., :32].max() == 0 and found.error.isfinite().all()
+
+
+def test_a_model_whose_attention_cannot_be_recorded_is_refused():
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    )
+    with pytest.raises(FastKVError, match=r"self_attn\.o_proj, got GPTNeoXForCausalLM"):
+        check(model)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +207,7 @@ def test_pieces_are_the_text(bundled):
         (["--budgets", "8"], "sinks"),
         (["--context", "10"], "context"),
         (["--context", "100000"], "context"),
-        (["--prefill-block", "0"], "prefill-block"),
+        (["--prefill-block", "1"], "prefill-block"),
         (["--steps", "0"], "steps"),
         (["--steps", "1000"], "steps"),
         (["--task", "riddles"], "riddles"),

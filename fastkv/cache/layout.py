@@ -154,8 +154,14 @@ def layout_of(
         slope: whether kernels want a half-precision copy of the cross moment.
         parallel: processes that share the layer's heads.
         latent: whether values are the first numbers of keys.
-    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps.
+    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change that are parts
+        of keys.
     """
+    if latent and config.correction.observes:
+        raise FastKVError(
+            f"correction={config.correction.name!r} changes values, which layer {layer} keeps inside its keys "
+            "(latents); use another correction"
+        )
     policy, correction, reserved = config.policy, config.correction, config.budget.reserved
     own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
     pairs = policy.head_tokens(layer, heads * parallel.size, tokens, reserved)

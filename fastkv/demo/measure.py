@@ -118,7 +118,7 @@ def kept_tokens(cache: Any) -> float | None:
     """Tokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
     if not isinstance(cache, FastKVCache):
         return None
-    tokens = [layer.cache.rule.layout.total for layer in cache.layers]
+    tokens = [layer.cache.rule.layout.total for layer in cache.compressed if layer.cache.rule is not None]
     return sum(tokens) / len(tokens)
 
 

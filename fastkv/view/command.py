@@ -75,6 +75,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     if not 1 <= steps < num - 1:
         raise FastKVError(f"steps must be at least 1 and fewer than the {num} tokens of the text less one, got {steps}")
     block = None if options.prefill_block == "whole" else int(options.prefill_block)
+    if block is not None and (num - steps) % block == 1:
+        steps += 1  # a block of one token that is left over is fed like those after it
     reading = Reading(text.ids.to(model.device), block, steps)
     common.make_folder(options.out.parent)
     full, traces = traced(model, reading, options, console)
@@ -95,8 +97,8 @@ def checked(options: argparse.Namespace) -> None:
     if options.context < common.SHORTEST:
         raise FastKVError(f"context must be at least {common.SHORTEST} tokens, got {options.context}")
     block = options.prefill_block
-    if block != "whole" and not (block.isdecimal() and int(block)):
-        raise FastKVError(f"prefill-block must be whole or a number of tokens, got {block!r}")
+    if block != "whole" and not (block.isdecimal() and int(block) > 1):
+        raise FastKVError(f"prefill-block must be whole or a number of at least 2 tokens, got {block!r}")
     if options.steps is not None and options.steps < 1:
         raise FastKVError(f"steps must be at least 1, got {options.steps}")
 
@@ -135,15 +137,16 @@ def found(ids: list[int], answer: int) -> int:
 
 
 def pieces_of(tokenizer: Any, text: str, ids: list[int], places: Sequence[tuple[int, int]] | None) -> list[str]:
-    """What each token stands for, blanks before it included; a token that begins within a letter shows itself.
+    """What each token stands for, blanks before it included; a dot for one that goes on within a letter.
 
     Args: places: of each token in the text, first and last character; None for a tokenizer that does not know.
     """
     if places is None:
         return [tokenizer.decode([one]) for one in ids]
     pieces, end = [], 0
+    special = set(tokenizer.all_special_ids)
     for one, (_, stop) in zip(ids, places):
-        pieces.append(text[end:stop] or tokenizer.convert_ids_to_tokens(one))
+        pieces.append(text[end:stop] or (tokenizer.convert_ids_to_tokens(one) if one in special else "·"))
         end = max(end, stop)
     return pieces
 
