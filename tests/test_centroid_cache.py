@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv import Budget, FastKVCache, FastKVError, corrections, ops
+from fastkv import Budget, FastKVCache, FastKVError, corrections
 from fastkv.cache import signals
 from fastkv.cache.layout import cost, layout_of
 from fastkv.cache.wrappers import Rollback

@@ -179,9 +179,7 @@ def _centroid_partial(
             k = tl.load(place, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
             products += _dot32(q, tl.trans(k), INTERP)
             square += tl.sum(q * q, 1)
-        logits = _centroid_logits(
-            products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP
-        )
+        logits = _centroid_logits(products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         spot = values_ptr + index[:, None] * DV + cols[None, :]
         v = tl.load(spot, mask=inside[:, None] & (cols < DV)[None, :], other=0.0)

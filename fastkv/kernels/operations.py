@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
-from . import key_scores, leverage, noncausal_mass, window_scores
 from . import decode_attention as decode
+from . import key_scores, leverage, noncausal_mass, window_scores
 from . import moment_scores as residuals
 from . import prefill_attention as prefill
 from . import remember as joining
