@@ -45,9 +45,9 @@ class LazyParser(Parser):
 COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".evaluation.demo",
-        help="ask the bundled model questions over long generated texts, with the full cache and with caches of "
-        "every policy; prints a table and writes demo.json and demo.png",
-        epilog="--context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
+        help="ask the bundled model questions over long generated texts, with the full cache and with smaller ones of "
+        "several policies, in about a minute; prints answers and writes demo.json, demo.png and demo-memory.png",
+        epilog="--budgets 1/8,1/4 --policies fastkv,snapkv,tova --out results",
     ),
     "calibrate": dict(
         help="fit what VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
@@ -97,6 +97,12 @@ COMMANDS: dict[str, dict[str, Any]] = {
         help="time to the first token, time per token and memory of the full cache and of every policy and budget, on "
         "the device there is, of a checkpoint or of random weights; prints a table and writes bench.json and bench.png",
         epilog="--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
+    ),
+    "view": dict(
+        module=".view.command",
+        help="write a page, one HTML file, that shows what caches kept of a text: every token by how many heads keep "
+        "it, what became of the others and when, and the error of attention",
+        epilog="--model PATH --text FILE --policies fastkv,snapkv --budgets 256,512 --out view.html",
     ),
     "doctor": dict(
         module=".doctor",

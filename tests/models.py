@@ -127,11 +127,11 @@ def query_calibration(model, seed=0):
 PATTERN = "1.0\t0.1\n0.2\t0.9\n0.8\t0.7\n0.1\t0.2\n"  # retrieval heads: one, the other, both, none
 
 
-def policy(name, directory):
-    """The policy of that name, with the files for `build()` that DuoAttention and TriAttention need."""
+def policy(name, directory, model=None):
+    """The policy of that name, with the files that DuoAttention and TriAttention need for the model or `build()`."""
     if name == "triattention":
         path = directory / "queries.safetensors"
-        query_calibration(build()).save(path)
+        query_calibration(model or build()).save(path)
         return fastkv.policies.get(name, calibration=str(path))
     if name != "duoattention":
         return fastkv.policies.get(name)

@@ -45,6 +45,7 @@ def test_the_wheel_holds_what_a_user_needs(wheel):
         names = [name for name in file.namelist() if ".dist-info/" not in name]
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastkv").rglob("*.py")}
     data = {"fastkv/py.typed", f"{MODEL}/model.safetensors", f"{MODEL}/vector.safetensors", f"{MODEL}/tokenizer.json"}
+    data.add("fastkv/view/page.html")
     assert here | data <= set(names)
     assert any(name.startswith("fastkv/evaluation/tasks/") for name in names)
     assert all(name.startswith("fastkv/") for name in names) and f"{MODEL}/training.json" not in names

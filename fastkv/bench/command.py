@@ -116,6 +116,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     left = bench.run(cases, console)
     rows = bench.rows(cases)
     console.print(table_of(rows))
+    for case, why in bench.refused.items():
+        console.print(f"{label(case)}, {case.context} tokens, batch {case.batch}, was left out: {why}.")
     console.print(explain(options))
     if left:
         console.print(f"Time was over after {options.minutes:g} min: {left}; --minutes gives more.")

@@ -14,10 +14,9 @@ from .. import ops
 from ..backend import follows_rows, resolve
 from ..config import Config
 from ..errors import FastKVError
-from ..policies import QueryStatistics
 from ..reference import LayerState, Recovery
 from . import compaction, selection, signals
-from .layout import LayerConfig, Layout, cost, layout_of, spec_of
+from .layout import LayerConfig, Layout, cost, layout_of
 from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
@@ -103,27 +102,7 @@ class LayerCache:
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
         device, shared = state.seen.device, self.workspace
-        rotary = self.config.rotations.get(self.layer)
-        rotary = None if rotary is None else rotary.to(device)
-        weight = None
-        if self.config.values is not None:
-            weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
-        queries = None
-        if self.config.queries is not None:
-            known = self.config.queries.of_layer(self.layer)
-            queries = QueryStatistics(*(shared.parallel.own(part[None])[0].to(device) for part in known))
-        spec = spec_of(self.config, layout, scale=1.0)
-        self.rule = LayerConfig(
-            self.config,
-            self.layer,
-            layout,
-            spec,
-            shared.parallel,
-            rotary,
-            queries=queries,
-            weight=weight,
-            readers=self.readers,
-        )
+        self.rule = LayerConfig.of(self.config, self.layer, layout, shared.parallel, device, self.readers)
         self.state, self.num_heads = state, num_heads
         self.prepare()
 

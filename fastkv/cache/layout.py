@@ -154,8 +154,14 @@ def layout_of(
         slope: whether kernels want a half-precision copy of the cross moment.
         parallel: processes that share the layer's heads.
         latent: whether values are the first numbers of keys.
-    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps.
+    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change that are parts
+        of keys.
     """
+    if latent and config.correction.observes:
+        raise FastKVError(
+            f"correction={config.correction.name!r} changes values, which layer {layer} keeps inside its keys "
+            "(latents); use another correction"
+        )
     policy, correction, reserved = config.policy, config.correction, config.budget.reserved
     own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
     pairs = policy.head_tokens(layer, heads * parallel.size, tokens, reserved)
@@ -208,6 +214,30 @@ class LayerConfig:
     queries: QueryStatistics | None = None
     weight: Tensor | None = None
     readers: int = 0
+
+    @classmethod
+    def of(
+        cls, config: Config, layer: int, layout: Layout, parallel: Parallel, device: torch.device, readers: int = 0
+    ) -> LayerConfig:
+        """Of a layer with that index and layout: its part of what was fitted to the model. It attends with scale 1."""
+        rotary = config.rotations.get(layer)
+        weight = queries = None
+        if config.values is not None:
+            weight = parallel.own(config.values.weights[layer][None])[0].to(device)
+        if config.queries is not None:
+            known = config.queries.of_layer(layer)
+            queries = QueryStatistics(*(parallel.own(part[None])[0].to(device) for part in known))
+        return cls(
+            config,
+            layer,
+            layout,
+            spec_of(config, layout, scale=1.0),
+            parallel,
+            None if rotary is None else rotary.to(device),
+            queries=queries,
+            weight=weight,
+            readers=readers,
+        )
 
     def attending(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerConfig:
         """The same for a layer that attends so."""

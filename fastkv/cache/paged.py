@@ -13,7 +13,7 @@ from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery
 from .layer import evict
-from .layout import LayerConfig, Layout, cost, layout_of, spec_of
+from .layout import LayerConfig, Layout, cost, layout_of
 from .pages import PageFormat
 from .prefill import absorb_block, attend_block
 from .workspace import CacheWorkspace
@@ -63,8 +63,7 @@ class PagedRule:
         template.prompted = torch.zeros_like(template.seen)
         if made.adaptive:
             template.exact.limit = heads * made.total + made.spare  # what one head may get of the others
-        spec = spec_of(config, made, scale=1.0)
-        rule = LayerConfig(config, layer, made, spec, shared.parallel, config.rotations.get(layer))
+        rule = LayerConfig.of(config, layer, made, shared.parallel, keys.device)
         return cls(rule, PageFormat.of(template))
 
 
@@ -86,12 +85,15 @@ class PagedLayer:
         softcap: float | None,
         shared: CacheWorkspace,
         sink_logits: Tensor | None = None,
-        recovery: Recovery | None = None,
     ) -> None:
         """Args: pages: [P, bytes] uint8, of which page 0 is nobody's; num_heads, scale, softcap: how it attends."""
         self.rule, self.num_heads, self.shared = paged.layer.attending(scale, softcap, None), num_heads, shared
         self.state = paged.form.view(pages)
-        self.state.sink_logits, self.state.recovery = sink_logits, recovery
+        self.state.sink_logits = sink_logits
+        if self.rule.weight is not None:
+            assert self.rule.rotary is not None
+            table = shared.table(self.rule.rotary, self.state.seen.device, shared.positions)
+            self.state.recovery = Recovery(self.rule.weight, *table)
         self.rooms: dict[int, Room] = {}
 
     def clear(self, row: int) -> None:

@@ -13,6 +13,7 @@ from .criticalkv import CriticalKV
 from .duoattention import DuoAttention
 from .expectedattention import ExpectedAttention
 from .fastkv import FastKV
+from .grkv import GRKV
 from .h2o import H2O
 from .keydiff import KeyDiff
 from .kvzip import KVzip
@@ -25,8 +26,8 @@ from .triattention import TriAttention
 
 ALL: tuple[type[Policy], ...] = (
     MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV,
-    SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention, LagKV, RKV, ExpectedAttention, TriAttention,
-    Streaming, Random,
+    SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention,
+    LagKV, RKV, ExpectedAttention, TriAttention, GRKV, Streaming, Random,
 )  # fmt: skip
 
 __all__ = ["ALL", "Policy", "QueryStatistics", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]

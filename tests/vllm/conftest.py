@@ -13,20 +13,19 @@ os.environ |= {
 }
 
 import gc
-from pathlib import Path
 
 import pytest
 import torch
 
-import fastkv.demo
+from .engine import FITTED
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """The bundled model's directory without calibration files, which vLLM would read as weights."""
-    source, made = Path(fastkv.demo.__file__).parent / "model", tmp_path_factory.mktemp("model")
-    for file in source.iterdir():
-        if file.name != "vector.safetensors":
+    made = tmp_path_factory.mktemp("model")
+    for file in FITTED.iterdir():
+        if file.suffix != ".safetensors" or file.name == "model.safetensors":
             (made / file.name).symlink_to(file)
     return str(made)
 

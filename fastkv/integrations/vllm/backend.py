@@ -32,7 +32,7 @@ from ...cache.paged import PagedLayer, PagedRule
 from ...cache.workspace import CacheWorkspace
 from ...errors import FastKVError
 from ...parallel import Parallel
-from . import settings
+from . import method, settings
 from .spec import FastKVSpec
 
 SLIDING_WINDOW = 5  # its place among the arguments of an implementation
@@ -49,11 +49,12 @@ class Compression:
     latest: ClassVar[Compression | None] = None
 
     def __init__(self, vllm_config: Any) -> None:
-        self.config = settings.config_of(vllm_config)
+        self.config = method.fitted(settings.config_of(vllm_config), vllm_config)
         self.vllm_config = vllm_config
         group = get_tp_group()
         parallel = Parallel(group.rank_in_group, group.world_size, group.device_group) if group.world_size > 1 else None
-        self.shared = CacheWorkspace(parallel, self.config.evict_every)
+        positions = vllm_config.model_config.max_model_len
+        self.shared = CacheWorkspace(parallel, self.config.evict_every, positions)
         self.device = torch.device(vllm_config.device_config.device_type)
 
     @classmethod

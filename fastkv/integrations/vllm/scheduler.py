@@ -33,7 +33,7 @@ class InBlocks:
     """Part of a scheduler that cuts steps by `tokens_now`."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         self.block = settings.config_of(vllm_config).prefill_block
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:

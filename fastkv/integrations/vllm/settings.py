@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {  # as in `fastkv.patch`
     "evict_every": 16,
     "correction": "auto",
     "backend": "auto",
+    "vector": None,
 }
 
 
@@ -50,10 +51,17 @@ def config_of(vllm_config: Any) -> Config:
     if isinstance(budget, dict):
         _check_names("the budget", budget, [one.name for one in fields(Budget)])
         chosen["budget"] = Budget(**budget)
+    del chosen["vector"]  # of the model, see `method.fitted`
     config = Config.make(**chosen, static=None)
     _check_method(config)
     _check_engine(vllm_config, config)
     return config
+
+
+def vector_file(vllm_config: Any) -> str | None:
+    """The file of VECTOR's maps, None for none."""
+    file: str | None = vllm_config.additional_config[KEY].get("vector")
+    return file
 
 
 def _check_names(what: str, settings: dict[str, Any], known: list[str]) -> None:
@@ -70,11 +78,6 @@ def _check_method(config: Config) -> None:
         raise FastKVError(f"{what} needs the whole context before anything is evicted, vLLM reads it once; use another")
     if config.needs("output"):
         raise FastKVError(f"{name} reads the layers' output projections, which vLLM hands to no attention; use another")
-    if config.undoes_rotation:
-        what = name if config.needs("pre_rope") else f"correction={config.correction.name!r}"
-        raise FastKVError(
-            f"{what} needs keys as they were before the rotary embedding, which vLLM hands to no attention; use another"
-        )
 
 
 def _check_engine(vllm_config: Any, config: Config) -> None:
@@ -105,8 +108,8 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
         what = "a whole prompt" if block is None else "a block of a prompt"
         raise FastKVError(
             f"prefill_block={block} reads {what} in one step, beside {scheduler.max_num_seqs - 1} other sequences; "
-            f"that takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, or "
-            "lower prefill_block or max_num_seqs"
+            f"that takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, "
+            "or lower prefill_block or max_num_seqs"
         )
 
 
