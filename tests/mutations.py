@@ -237,8 +237,8 @@ MUTATIONS = [
     bug(
         "keys are turned on instead of back",
         "rotary.py",
-        "first * cos + second * sin, second * cos - first * sin",
-        "first * cos - second * sin, second * cos + first * sin",
+        "self._turned(keys, cos / self.scaling, -sin / self.scaling)",
+        "self._turned(keys, cos / self.scaling, sin / self.scaling)",
         "policies_geometry.py::test_keys_of_llama_are_unrotated",
     ),
     bug(
@@ -757,8 +757,8 @@ MUTATIONS = [
     bug(
         "keys move while other parts read them",
         "kernels/evict.py",
-        "    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)\n",
-        """    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)
+        "    _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)\n",
+        """    _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)
     _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
 """,
         f"{RACES}[evict-6]",
