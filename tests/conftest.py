@@ -12,6 +12,7 @@ import pytest
 import transformers
 from hypothesis import Phase, settings
 
+gc.disable()  # until all tests have been imported
 collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
 if "TRITON_INTERPRET" in os.environ:

@@ -238,8 +238,8 @@ MUTATIONS = [
     bug(
         "keys are turned on instead of back",
         "rotary.py",
-        "first * cos + second * sin, second * cos - first * sin",
-        "first * cos - second * sin, second * cos + first * sin",
+        "self._turned(keys, cos / self.scaling, -sin / self.scaling)",
+        "self._turned(keys, cos / self.scaling, sin / self.scaling)",
         "policies_geometry.py::test_keys_of_llama_are_unrotated",
     ),
     bug(
