@@ -47,7 +47,8 @@ def patch(
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
             zeroth-order part, "none" nothing; "cosh" is "moments" with a tighter mass, and "centroids" keeps a few
-            weighted pairs of the evicted tokens instead; "auto" is what the policy brings. "vector" lets twice as many
+            weighted pairs of the evicted tokens instead; "ridge" refits the values of what stays while a prompt is
+            read (GRKV); "auto" is what the policy brings. "vector" lets twice as many
             tokens keep their key only, in the room of half the pairs, and recovers their values with a linear map
             (VECTOR); "vector+mean" and "vector+moments" do both.
         backend: "auto" runs Triton kernels on an accelerator ("triton") and torch's fused attention on a CPU ("cpu");

@@ -1,6 +1,9 @@
 """Shared set-up: kernels run in the Triton interpreter where there is no GPU, and everything is seeded and quiet."""
 
+import gc
 import os
+
+gc.disable()  # until all tests have been imported
 
 import torch
 
@@ -29,6 +32,12 @@ settings.load_profile("fastkv")
 def examples(full):
     """How many examples a test that deserves `full` of them draws in the active profile."""
     return max(full * settings.default.max_examples // FULL, 5)
+
+
+def pytest_collection_finish():
+    """What has been imported stays: the collector need not look at torch and transformers again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

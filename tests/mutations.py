@@ -512,6 +512,27 @@ MUTATIONS = [
         "queries.double()",
         "calibration_queries.py::test_fit_is_the_mean_of_the_queries_before_the_rotary_embedding",
     ),
+    bug(
+        "anchors and protected tokens are refitted",
+        "cache/refit.py",
+        "free = kept & ~best & ~protected(told, state.seen, rule)",
+        "free = kept",
+        "ridge.py::test_values_are_those_of_ridge_regression",
+    ),
+    bug(
+        "refitted values do not reach the slots",
+        "cache/refit.py",
+        "if exact.starts is None:",
+        "if False:",
+        "ridge.py::test_tokens_of_earlier_blocks_are_refitted_again",
+    ),
+    bug(
+        "the refit regresses on what all tokens give",
+        "corrections/ridge.py",
+        "torch.where(free[:, :, None], rest, 0)",
+        "torch.where(free[:, :, None], full, 0)",
+        "ridge.py::test_values_are_those_of_ridge_regression",
+    ),
     # transformers.
     bug(
         "the mask of a later block lacks the past",

@@ -30,7 +30,7 @@ def held(module, row, head):
     """{position: value} of the slots in use."""
     exact = module.state.exact
     num = int(exact.lengths[row, head])
-    return dict(zip(exact["positions"][row, head, :num].tolist(), exact["values"][row, head, :num]))
+    return dict(zip(exact["positions"][row, head, :num].tolist(), exact["values"][row, head, :num].clone()))
 
 
 def weights(query, keys, at, sink, softcap):
@@ -42,25 +42,24 @@ def weights(query, keys, at, sink, softcap):
     return {i: math.exp(x) / total for i, x in logits.items()}
 
 
-def brute(q, k, v, kept, anchors, sinks, softcap, row, head):
-    """{position: value} after one ridge step, for one head that has seen everything at once."""
+def brute(q, k, values, kept, anchors, sinks, softcap, row, head, first=0):
+    """{position: value} after one ridge step of one head, whose candidates have `values`; queries from `first` on."""
     num = k.shape[2]
-    keys = {i: k[row, head, i] for i in range(num)}
+    keys = {i: k[row, head, i] for i in values}
     fixed = {0, 1, *range(num - 4, num), *anchors}
     free = [i for i in kept if i not in fixed]
     rows, errors = [], []
     for group in range(GROUP):
         sink = None if sinks is None else float(sinks[head * GROUP + group])
-        for at in range(max(num - 32, 0), num):
+        for at in range(max(num - 32, first), num):
             query = q[row, head * GROUP + group, at]
             full = weights(query, keys, at, sink, softcap)
             rest = weights(query, {i: keys[i] for i in kept}, at, sink, softcap)
-            out = sum(w * v[row, head, i] for i, w in full.items())
-            errors.append(out - sum((w * v[row, head, i] for i, w in rest.items()), torch.zeros(D, dtype=v.dtype)))
-            rows.append(torch.tensor([rest.get(i, 0.0) for i in free], dtype=v.dtype))
+            errors.append(sum((w - rest.get(i, 0.0)) * values[i] for i, w in full.items()))
+            rows.append(torch.tensor([rest.get(i, 0.0) for i in free], dtype=k.dtype))
     a, e = torch.stack(rows), torch.stack(errors)
     change = torch.linalg.solve(a.T @ a + RIDGE.penalty * torch.eye(len(free), dtype=a.dtype), a.T @ e)
-    return {i: v[row, head, i] + (change[free.index(i)] if i in free else 0) for i in kept}
+    return {i: values[i] + (change[free.index(i)] if i in free else 0) for i in kept}
 
 
 @pytest.mark.parametrize("heads", ["uniform", "adaptive"])
@@ -68,7 +67,7 @@ def brute(q, k, v, kept, anchors, sinks, softcap, row, head):
 def test_values_are_those_of_ridge_regression(sinks, softcap, heads):
     rows = tokens(40, dtype=torch.float64)
     sink_logits = torch.randn(HQ, dtype=torch.float64) if sinks else None
-    plain = filled(SnapKV(pool=5), rows, sink_logits, softcap, heads=heads)
+    plain = filled(SnapKV(), rows, sink_logits, softcap, heads=heads)
     merged = filled(GRKV(), rows, sink_logits, softcap, heads=heads)
     assert plain.nbytes() == merged.nbytes()
     for row in range(B):
@@ -78,9 +77,27 @@ def test_values_are_those_of_ridge_regression(sinks, softcap, heads):
             same = {i for i in before if torch.equal(before[i], after[i])}
             anchors = same - {0, 1, *range(36, 40)}
             assert len(anchors) <= 2 and len(same) < len(before)
-            expected = brute(*rows, sorted(before), anchors, sink_logits, softcap, row, head)
+            values = dict(enumerate(rows[2][row, head]))
+            expected = brute(*rows[:2], values, sorted(before), anchors, sink_logits, softcap, row, head)
             for i in expected:
                 torch.testing.assert_close(after[i], expected[i], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+def test_tokens_of_earlier_blocks_are_refitted_again(heads):
+    rows = tokens(40, dtype=torch.float64)
+    module = filled(GRKV(), [part[:, :, :30] for part in rows], heads=heads)
+    before = {(row, head): held(module, row, head) for row in range(B) for head in range(HKV)}
+    module(*(part[:, :, 30:] for part in rows))
+    for (row, head), values in before.items():
+        values = values | {i: rows[2][row, head, i] for i in range(30, 40)}
+        after = held(module, row, head)
+        same = {i for i in after if torch.equal(after[i], values[i])}
+        assert any(i < 30 for i in after.keys() - same)
+        anchors = same - {0, 1, *range(36, 40)}
+        expected = brute(*rows[:2], values, sorted(after), anchors, None, None, row, head, first=30)
+        for i in expected:
+            torch.testing.assert_close(after[i], expected[i], rtol=1e-9, atol=1e-9)
 
 
 def test_the_objective_falls_and_a_large_penalty_changes_nothing():
@@ -123,5 +140,5 @@ def test_any_policy_merges_and_latents_do_not():
 
 
 def test_defaults():
-    assert (GRKV().window, GRKV().pool, GRKV().correction) == (32, 5, "ridge")
+    assert (GRKV().window, GRKV().pool, GRKV().correction) == (32, 7, "ridge")
     assert (RIDGE.observes, RIDGE.penalty, RIDGE.anchors) == (32, 0.01, 0.1)
