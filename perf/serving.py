@@ -5,7 +5,8 @@
     python -m perf.serving --toy                                    # a small model with random weights, made here
 
 Needs vLLM (`make test-vllm` makes an environment for a CPU: .venv-vllm/bin/python -m perf.serving). All requests of a
-case arrive at once; each engine runs in a process of its own. Writes serving_<device>.json, and a table and a plot.
+case arrive at once; each engine runs in a process of its own. Writes <device>.json, a table and a plot. The machine
+should have nothing else to do: its load stands beside every number.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 from .environment import environment
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "serving"
 STOCK, OURS = "vLLM", "fastkv"
 
 
@@ -139,10 +140,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, one line for each case with both engines."""
-    lines = ["| prompt | requests | | sequences that fit | tokens/s | first token, s | between tokens, ms |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = ["| prompt | requests | | sequences that fit | tokens/s | first token, s | between tokens, ms | load |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for row in sorted(rows, key=lambda row: (row["prompt"], row["requests"], row["engine"] == OURS)):
-        numbers = f"{row['tokens_per_s']:.1f} | {row['ttft']:.2f} | {1000 * row['tpot']:.1f} |"
+        numbers = f"{row['tokens_per_s']:.1f} | {row['ttft']:.2f} | {1000 * row['tpot']:.1f} | {row['load']:.1f} |"
         lines.append(f"| {row['prompt']} | {row['requests']} | {row['engine']} | {row['fit']} | {numbers}")
     return "\n".join(lines)
 
@@ -185,8 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {name: getattr(options, name) for name in ("policy", "budget", "block", "answer", "cache_mib", "dtype")}
     settings["model"] = "toy" if options.toy else options.model
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    path = options.output / f"serving_{device}.json"
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{device}.json"
     path.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1) + "\n")
+    said = ", ".join(f"{name} {value}" for name, value in settings.items())
+    path.with_suffix(".md").write_text(f"Written by `python -m perf.serving`: {said}.\n\n{table(rows)}\n")
     plot(rows, path.with_suffix(".png"))
     print(table(rows))
     return 0
