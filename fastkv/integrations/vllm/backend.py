@@ -72,24 +72,17 @@ class Compression:
         """What each compressed layer needs of the settings, by name of the layer. All of the model exist by now."""
         layers = compressed(self.vllm_config)
         self.config.budget.check_layers(len(layers))
-        tp = self.shared.parallel.size
-        self.config.policy.check([layer.num_kv_heads * tp for layer in layers.values()])
-        return {
-            name: PagedRule.of(
-                self.config,
-                extract_layer_index(name),
-                place,
-                len(layers),
-                torch.empty(
-                    1, layer.num_kv_heads, 0, layer.head_size, dtype=layer.kv_cache_torch_dtype, device=self.device
-                ),
-                torch.empty(
-                    1, layer.num_kv_heads, 0, layer.head_size_v, dtype=layer.kv_cache_torch_dtype, device=self.device
-                ),
-                self.shared,
+        processes = self.shared.parallel.size
+        self.config.policy.check([layer.num_kv_heads * processes for layer in layers.values()])
+        made = {}
+        for place, (name, layer) in enumerate(layers.items()):
+            keys, values = (
+                torch.empty(1, layer.num_kv_heads, 0, dim, dtype=layer.kv_cache_torch_dtype, device=self.device)
+                for dim in (layer.head_size, layer.head_size_v)
             )
-            for place, (name, layer) in enumerate(layers.items())
-        }
+            index = extract_layer_index(name)
+            made[name] = PagedRule.of(self.config, index, place, len(layers), keys, values, self.shared)
+        return made
 
     @cached_property
     def page(self) -> int:
