@@ -7,16 +7,18 @@ PARALLEL = -n $(JOBS) --dist worksteal
 demo test test-all coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
+VLLM ?= .venv-vllm
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test test-all check coverage test-matrix models mutations aot bench perf perf-report eval-report verdict clean
+.PHONY: help demo test test-all test-vllm check coverage test-matrix models mutations aot bench perf perf-report \
+	eval-report verdict docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
-demo: $(STAMP)base ## the bundled model with the full cache and with every policy: table and picture
+demo: $(STAMP)base ## a minute of questions to the bundled model, with its full cache and smaller ones (ARGS=--all: all)
 	$(BIN)/fastkv demo $(ARGS)
 
 test: $(STAMP)dev ## the tests of every day: all that are not slow, with few random cases each
@@ -24,6 +26,10 @@ test: $(STAMP)dev ## the tests of every day: all that are not slow, with few ran
 
 test-all: $(STAMP)dev ## every test, with all random cases
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=full $(ARGS)
+
+test-vllm: export OMP_WAIT_POLICY ?= passive
+test-vllm: $(VLLM)/installed ## serving inside vLLM, in an environment of its own of some 3 GB (VLLM=DIR)
+	$(VLLM)/bin/python -m pytest --confcutdir=tests/vllm tests/vllm $(ARGS)
 
 check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/ruff check .
@@ -53,7 +59,7 @@ perf: $(STAMP)perf ## speed of whole models on this machine, against the full ca
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
 
-perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, and the README's section
+perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, docs/performance.md, and what README shows
 	$(BIN)/python -m perf.report --readme $(ARGS)
 
 eval-report: export OMP_NUM_THREADS ?= 1
@@ -64,14 +70,32 @@ verdict: export OMP_NUM_THREADS ?= 1
 verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
 	$(BIN)/python -m perf.quality.verdict $(ARGS)
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+dist: $(STAMP)dist ## sdist and wheel in dist/, checked as an index would
+	rm -rf build/lib dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build *.egg-info
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build dist *.egg-info
 
 # One stamp for each set of extras: a second call is quick, and a changed input installs again.
-$(STAMP)base: EXTRAS =
+$(STAMP)base: EXTRAS = [cli]
 $(STAMP)dev: EXTRAS = [dev]
 $(STAMP)perf: EXTRAS = [perf]
-$(STAMP)base $(STAMP)dev $(STAMP)perf: $(INPUTS)
+$(STAMP)docs: EXTRAS = [docs]
+$(STAMP)dist: EXTRAS = [dist]
+$(STAMP)base $(STAMP)dev $(STAMP)perf $(STAMP)docs $(STAMP)dist: $(INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.$(EXTRAS)'
+	touch $@
+
+$(VLLM)/installed: pyproject.toml .ci/vllm-constraints.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint .ci/vllm-constraints.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement .ci/vllm-constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@

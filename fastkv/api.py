@@ -12,10 +12,8 @@ from torch.nn import Module
 
 from . import config as settings
 from .budget import Budget
-from .calibration import quality
 from .calibration.vector_map import VectorMap
 from .config import Config
-from .errors import FastKVError
 from .integrations import transformers as engine
 from .policies import Policy
 
@@ -49,7 +47,8 @@ def patch(
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
             zeroth-order part, "none" nothing; "cosh" is "moments" with a tighter mass, and "centroids" keeps a few
-            weighted pairs of the evicted tokens instead; "auto" is what the policy brings. "vector" lets twice as many
+            weighted pairs of the evicted tokens instead; "ridge" refits the values of what stays while a prompt is
+            read (GRKV); "auto" is what the policy brings. "vector" lets twice as many
             tokens keep their key only, in the room of half the pairs, and recovers their values with a linear map
             (VECTOR); "vector+mean" and "vector+moments" do both.
         backend: "auto" runs Triton kernels on an accelerator ("triton") and torch's fused attention on a CPU ("cpu");
@@ -68,41 +67,11 @@ def patch(
     if prefill_block == "auto":
         weight = next(model.parameters())
         config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
-    config = with_fits(config, model, vector)
+    config = settings.with_fits(config, model.config, vector)
     config = engine.with_rotations(config, model, modules)
     engine.detach(model)
     engine.attach(model, modules, config)
     return model
-
-
-def with_fits(config: Config, model: Module, vector: str | Path | VectorMap | None) -> Config:
-    """The config with the calibration files it needs. Raises FastKVError if one is missing or of another model."""
-    known: Any = model.config
-    if config.correction.key_only:
-        if not isinstance(vector, VectorMap):
-            file = vector or _beside(known, "vector.safetensors", "correction='vector'", "vector=file")
-            vector = VectorMap.load(file, known)
-        vector.check(known)
-        config = replace(config, values=vector)
-    elif vector is not None:
-        raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
-    budget = config.budget
-    if budget.quality is not None:
-        fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
-        config = replace(config, curve=quality.load(fitted, known, config.policy.name))
-    return config
-
-
-def _beside(config: Any, name: str, what: str, how: str) -> Path:
-    """The calibration file of that name in the directory the model was loaded from."""
-    path = Path(getattr(config, "_name_or_path", "") or ".") / name
-    if not path.is_file():
-        command = "vector" if name.startswith("vector") else "context"
-        raise FastKVError(
-            f"{what} needs a file fitted for this model, and there is no {name} where the model was loaded from; make "
-            f"one with fastkv calibrate {command} and pass {how}"
-        )
-    return path
 
 
 def unpatch(model: Model) -> Model:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .errors import FastKVError
+from .errors import FastKVError, check_installed
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,15 +20,21 @@ class Parser(argparse.ArgumentParser):
 
 
 class LazyParser(Parser):
-    """A command whose module, with `add_arguments(parser)` and `run(options)`, is imported when the command is used."""
+    """A command whose module, with `add_arguments(parser)` and `run(options)`, is imported when the command is used.
 
-    def __init__(self, *args: Any, module: str = "", **kwargs: Any) -> None:
+    Args: module: empty for a group of commands; extra: of the distribution, which the module needs, empty for none.
+    """
+
+    def __init__(self, *args: Any, module: str = "", extra: str = "cli", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.module = module
+        self.extra = extra
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Add the module's options, once, then parse."""
+        """Add the module's options, once, then parse. Raises FastKVError without the module's extra."""
         if self.module:
+            if self.extra:
+                check_installed("this command", self.extra)
             module = importlib.import_module(self.module, __package__)
             module.add_arguments(self)
             self.set_defaults(run=module.run)
@@ -41,18 +45,23 @@ class LazyParser(Parser):
 COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".evaluation.demo",
-        help="ask the bundled model questions over long generated texts, with the full cache and with caches of "
-        "every policy; prints a table and writes demo.json and demo.png",
-        epilog="--context 2048 --budgets 96,192 --policies momentkv,snapkv --out results",
+        help="ask the bundled model questions over long generated texts, with the full cache and with smaller ones of "
+        "several policies, in about a minute; prints answers and writes demo.json, demo.png and demo-memory.png",
+        epilog="--budgets 1/8,1/4 --policies fastkv,snapkv,tova --out results",
     ),
     "calibrate": dict(
-        help="fit what VECTOR and quality budgets need to know of a model, and write it to a file",
+        help="fit what VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
         epilog="vector --model PATH --text corpus/ --out vector.safetensors",
     ),
     "calibrate vector": dict(
         module=".calibration.fit_vector",
         help="fit a map from keys to values for every KV head, for correction='vector', and report its held-out R^2",
         epilog="--model PATH --text corpus/ --out vector.safetensors",
+    ),
+    "calibrate queries": dict(
+        module=".calibration.fit_queries",
+        help="read what the queries of every layer are like, for policy='triattention'",
+        epilog="--model PATH --text corpus/ --out queries.safetensors",
     ),
     "calibrate context": dict(
         module=".calibration.fit_context",
@@ -80,11 +89,24 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "eval": dict(
         module=".evaluation.harness",
         help="run lm-evaluation-harness tasks with the full cache and with every policy and budget; what is finished "
-        "is kept and skipped the next time; needs pip install fastkv[eval]",
+        "is kept and skipped the next time; needs pip install 'fastkv-attn[eval]'",
         epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
+    ),
+    "bench": dict(
+        module=".bench.command",
+        help="time to the first token, time per token and memory of the full cache and of every policy and budget, on "
+        "the device there is, of a checkpoint or of random weights; prints a table and writes bench.json and bench.png",
+        epilog="--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
+    ),
+    "view": dict(
+        module=".view.command",
+        help="write a page, one HTML file, that shows what caches kept of a text: every token by how many heads keep "
+        "it, what became of the others and when, and the error of attention",
+        epilog="--model PATH --text FILE --policies fastkv,snapkv --budgets 256,512 --out view.html",
     ),
     "doctor": dict(
         module=".doctor",
+        extra="",
         help="print versions, devices, backends and attention implementations, and why one is not available; of a "
         "model, what would be compressed, what would not and why, and how much memory that takes",
         epilog="--model PATH --context 32768 --budget 1024",
@@ -114,11 +136,12 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's). Returns the exit code: 2 if fastkv refused."""
-    options = build_parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        options = build_parser().parse_args(words)
         options.run(options)
     except FastKVError as error:
-        print(f"fastkv {options.command}: {error}", file=sys.stderr)
+        print(f"fastkv {words[0]}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +13,8 @@ from . import corrections
 from .backend import BACKENDS
 from .budget import Budget
 from .calibration.quality import QualityCurve
+from .calibration.quality import load as load_curve
+from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
 from .corrections import Correction
 from .errors import FastKVError
@@ -31,7 +35,8 @@ class Config:
         backend: "auto", "reference", "cpu" or "triton".
         static: whether decode steps may be compiled into graphs; None: on CUDA.
         values: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses.
-        rotations: how each layer turns its keys; empty unless something undoes it. These three are found when the model
+        queries: what each layer's queries are like, for policies that read it.
+        rotations: how each layer turns its keys; empty unless something undoes it. These four are found when the model
             is known.
     """
 
@@ -44,6 +49,7 @@ class Config:
     static: bool | None = None
     values: VectorMap | None = None
     curve: QualityCurve | None = None
+    queries: QueryCalibration | None = None
     rotations: Mapping[int, Rotary] = field(default_factory=dict)
 
     @classmethod
@@ -104,6 +110,45 @@ class Config:
     def needs(self, signal: str) -> bool:
         """Whether the policy reads an optional signal."""
         return signal in self.policy.needs
+
+
+def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None) -> Config:
+    """The config with the calibration files it needs.
+
+    Args: known: config of the model, of transformers.  vector: see `fastkv.patch`.
+    Raises: FastKVError if a file is missing or of another model.
+    """
+    if config.correction.key_only:
+        if not isinstance(vector, VectorMap):
+            file = vector or _beside(known, "vector.safetensors", "correction='vector'", "vector=file")
+            vector = VectorMap.load(file, known)
+        vector.check(known)
+        config = replace(config, values=vector)
+    elif vector is not None:
+        raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
+    if config.needs("query_statistics"):
+        how = f"fastkv.policies.get({config.policy.name!r}, calibration=file)"
+        queries = config.policy.calibration or _beside(
+            known, "queries.safetensors", f"policy {config.policy.name!r}", how
+        )
+        config = replace(config, queries=QueryCalibration.load(queries, known))
+    budget = config.budget
+    if budget.quality is not None:
+        fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
+        config = replace(config, curve=load_curve(fitted, known, config.policy.name))
+    return config
+
+
+def _beside(config: Any, name: str, what: str, how: str) -> Path:
+    """The calibration file of that name in the directory the model was loaded from."""
+    path = Path(getattr(config, "_name_or_path", "") or ".") / name
+    if not path.is_file():
+        command = name.partition(".")[0]
+        raise FastKVError(
+            f"{what} needs a file fitted for this model, and there is no {name} where the model was loaded from; make "
+            f"one with fastkv calibrate {command} and pass {how}"
+        )
+    return path
 
 
 ELSEWHERE = 512  # where the device does not say how fast it is: CPUs, AMD

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import platform
 from typing import Any
 
@@ -14,7 +13,7 @@ import transformers
 from . import __version__, policies
 from .backend import MODULES, why_not
 from .config import Config
-from .errors import FastKVError
+from .errors import FastKVError, not_installed
 from .integrations.transformers import TESTED, Survey, survey
 
 Lines = dict[str, str]
@@ -46,7 +45,7 @@ def machine() -> dict[str, Lines]:
         gpu = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
     found = {"versions": versions, "devices": devices, "backends": backends()}
-    return {**found, "attention implementations": attention_implementations()}
+    return {**found, "attention implementations": attention_implementations(), "commands": commands()}
 
 
 def version(package: str) -> str:
@@ -68,10 +67,18 @@ def backends() -> Lines:
 def attention_implementations() -> Lines:
     """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
     flash = "available" if torch.cuda.is_available() else "not available: torch sees no CUDA device"
-    if importlib.util.find_spec("flash_attn") is None:
-        flash = "not available: flash-attn is not installed (pip install fastkv[flash])"
+    if problem := not_installed("flash"):
+        flash = f"not available: {problem}"
     sdpa = "available (not for models with soft-capped logits or sinks, which it ignores)"
     return {"eager": "available", "sdpa": sdpa, "flash_attention_2": flash}
+
+
+def commands() -> Lines:
+    """Which commands can be run."""
+    rest = {name: not_installed(name) for name in ("eval", "cli")}
+    rest["eval"] = rest["eval"] or rest["cli"]
+    known = {name: f"not available: {problem}" if problem else "available" for name, problem in rest.items()}
+    return {"doctor": "available", "eval": known["eval"], "all others": known["cli"]}
 
 
 def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
@@ -95,7 +102,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
         except FastKVError:
             return {"model": model}
         model["below"] = "with attn_implementation='eager'"
-    model["tested"] = next((TESTED[name] for name in (known.model_type, text.model_type) if name in TESTED), UNTESTED)
+    model["tested"] = TESTED.get(known.model_type, UNTESTED)
     kept = f"{config.policy.name}, {options.budget} tokens per KV head"
     name = str(dtype).removeprefix("torch.")
     return {

@@ -1,13 +1,16 @@
-"""The one exception of fastkv, and the shape and dtype checks that raise it.
+"""The one exception of fastkv, and the checks of shapes and of what is installed that raise it.
 
 Every message answers four questions in one sentence: what was wrong, what is expected, what was given, what to do.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 from torch import Tensor
+
+EXTRAS = {"cli": ("rich", "matplotlib"), "eval": ("lm_eval",), "flash": ("flash_attn",)}  # and what each brings
 
 
 class FastKVError(ValueError):
@@ -30,3 +33,16 @@ def check_groups(op: str, num_heads: int, num_kv_heads: int) -> int:
             f"{num_kv_heads}; pass keys at KV-head resolution, not repeated"
         )
     return num_heads // num_kv_heads
+
+
+def not_installed(extra: str) -> str:
+    """Which modules of an extra of the distribution are missing and how to get them; empty if none is."""
+    absent = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    are = "are" if len(absent) > 1 else "is"
+    return f"{' and '.join(absent)} {are} not installed (pip install 'fastkv-attn[{extra}]')" if absent else ""
+
+
+def check_installed(what: str, extra: str) -> None:
+    """Raise FastKVError if `what` needs an extra of the distribution that is not installed."""
+    if problem := not_installed(extra):
+        raise FastKVError(f"{what} needs the extra {extra}: {problem}")

@@ -15,6 +15,7 @@ from .backend import check_backend
 from .budget import Budget
 from .cache.layer import LayerCache
 from .cache.workspace import CacheWorkspace
+from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
 from .config import Config
 from .errors import FastKVError, check_groups, check_shape
@@ -43,6 +44,7 @@ class FastKVAttention(Module):
         output: [hidden, num_heads * head_dim], weight of the layer's output projection, for policies that need it.
         sink_logits: [num_heads], learned logits beside those of the keys, with the value zero (attention sinks).
         vector: maps from keys to values, for correction="vector".
+        queries: statistics of the model's queries, for policies that need them (TriAttention).
     Raises:
         FastKVError: if an argument cannot be used, or the method needs more than one layer sees.
     """
@@ -67,13 +69,15 @@ class FastKVAttention(Module):
         output: Tensor | None = None,
         sink_logits: Tensor | None = None,
         vector: VectorMap | None = None,
+        queries: QueryCalibration | None = None,
     ) -> None:
         super().__init__()
         _check_sizes(num_heads, num_kv_heads, head_dim, layer, num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None)
-        self.config = replace(config, values=vector, rotations={} if rotary is None else {layer: rotary})
+        turning = {} if rotary is None else {layer: rotary}
+        self.config = replace(config, values=vector, queries=queries, rotations=turning)
         self._check_alone(layer, num_layers, rotary, output)
         if sink_logits is not None:
             check_shape(NAME, "sink_logits", sink_logits, (num_heads,))
@@ -117,6 +121,13 @@ class FastKVAttention(Module):
                     f"{NAME}: {name} needs the layer's output projection, got none; pass output=proj.weight"
                 )
             check_shape(NAME, "output", output, (None, self.num_heads * self.head_dim))
+        if config.needs("query_statistics"):
+            if config.queries is None:
+                raise FastKVError(
+                    f"{NAME}: {name} needs statistics of the model's queries, got none; pass "
+                    "queries=QueryCalibration(...)"
+                )
+            check_shape(NAME, "queries", config.queries.of_layer(layer).mean, (self.num_heads, self.head_dim))
         if config.correction.key_only != (values is not None):
             given = "the first" if config.correction.key_only else "the second"
             raise FastKVError(

@@ -47,14 +47,21 @@ class Rotary:
 
     def table(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin, divided by the scaling, for positions 0 to length - 1: both [length, R/2] fp32."""
-        return self._turn(torch.arange(length, device=self.frequencies.device))
+        cos, sin = self._turn(torch.arange(length, device=self.frequencies.device))
+        return cos / self.scaling, sin / self.scaling
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [B, Hkv, N, D] as they were before the embedding turned them to `positions` [B, Hkv, N]; same dtype."""
         cos, sin = self._turn(positions)
-        before, (first, second), after = self._split(keys)
-        turned = self._joined(first * cos + second * sin, second * cos - first * sin).to(keys.dtype)
-        return torch.cat([before, turned, after], -1) if self.size < keys.shape[-1] else turned
+        return self._turned(keys, cos / self.scaling, -sin / self.scaling)
+
+    def ahead(self, vectors: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+        """Mean over `offsets` [O] of what the embedding makes of vectors [B, H, N, D] at `positions` + offset.
+
+        Args: positions: int, broadcast to [B, H, N].
+        """
+        cos, sin = self._turn(positions[..., None] + offsets)
+        return self._turned(vectors, cos.mean(-2) * self.scaling, sin.mean(-2) * self.scaling)
 
     def radius(self, keys: Tensor) -> Tensor:
         """What turning leaves as it is, of each dimension of keys [..., D]: the length of its pair, fp32."""
@@ -62,9 +69,20 @@ class Rotary:
         length = torch.hypot(first, second)
         return torch.cat([before.float().abs(), self._joined(length, length), after.float().abs()], -1)
 
+    def lengths(self, vectors: Tensor) -> Tensor:
+        """Length of each pair of vectors [..., D], then what is not turned without its sign: [..., D - R/2] fp32."""
+        before, pair, after = self._split(vectors)
+        return torch.cat([torch.hypot(*pair), before.float().abs(), after.float().abs()], -1)
+
     def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angle = positions[..., None].float() * self.frequencies
-        return angle.cos() / self.scaling, angle.sin() / self.scaling
+        return angle.cos(), angle.sin()
+
+    def _turned(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Vectors with each pair turned by an angle of which cos and sin are given."""
+        before, (first, second), after = self._split(vectors)
+        turned = self._joined(first * cos - second * sin, second * cos + first * sin).to(vectors.dtype)
+        return torch.cat([before, turned, after], -1) if self.size < vectors.shape[-1] else turned
 
     def _split(self, keys: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         """What comes before the turned dimensions, the two members of each pair in fp32, what comes after."""

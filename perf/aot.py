@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -201,7 +202,7 @@ def sample(found: list[Variant]) -> list[Variant]:
     return list({variant.kernel: variant for variant in reversed(found)}.values())[::-1]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: 1 if any variant is beyond a limit, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -210,15 +211,15 @@ def main() -> int:
         "--arch", default="90", choices=[*CHIPS, "all"], help="compute capability or AMD chip (default 90)"
     )
     parser.add_argument("--kernel", help="only this module of fastkv.kernels")
-    parser.add_argument("--match", default="", help="only variants whose name contains this")
+    parser.add_argument("--match", nargs="+", default=[""], help="only variants whose name contains one of these")
     parser.add_argument("--sample", action="store_true", help="only one variant of every kernel function")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if INTERPRET:
         raise SystemExit("unset TRITON_INTERPRET: ahead-of-time compilation needs the compiler, not the interpreter")
     print("triton", triton.__version__)
     results = []
     for arch in CHIPS if options.arch == "all" else [options.arch]:
-        matching = [v for v in variants(options.kernel) if options.match in v.name]
+        matching = [v for v in variants(options.kernel) if any(part in v.name for part in options.match)]
         found = [v for v in matching if not v.arches or arch in v.arches]
         results += [check(variant, arch) for variant in (sample(found) if options.sample else found)]
     print(f"{results.count(True)} within limits, {results.count(False)} not")

@@ -2,7 +2,7 @@
 
     python -m perf.report                       # reads and writes perf/results
     python -m perf.report --results build/run    # the files of another run
-    python -m perf.report --readme              # and the section "How fast" of the project's README.md
+    python -m perf.report --readme              # and docs/performance.md, and the README's tables and picture
 
 Writes README.md and PNG plots beside the files. What was not measured says so; its target is then marked as such and
 its prediction as a prediction. Files of dry runs are ignored.
@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from . import front
 from .engine import RESULTS
 from .gpu import report as gpu
 from .speed.report import chapter, write_section
@@ -63,11 +64,14 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m perf.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to read and write (default perf/results)")
-    parser.add_argument("--readme", action="store_true", help='write the section "How fast" of README.md as well')
+    parser.add_argument(
+        "--readme", action="store_true", help="write docs/performance.md and what README.md shows as well"
+    )
     options = parser.parse_args(arguments)
     print(write(options.results))
     if options.readme:
         write_section(read(options.results))
+        front.write()
 
 
 if __name__ == "__main__":

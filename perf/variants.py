@@ -40,9 +40,10 @@ TYPES = {  # of pointers that are neither in the model's dtype nor fp32
         *("lengths", "positions", "starts", "tickets", "approx_lengths", "approx_positions", "approx_starts"),
         *("new_positions", "lists", "listed", "candidate_slots", "counts", "key", "places"),
     ),
-    "*i64": ("count", "seen", "tally", "candidate_keys", "order", "query_places"),
+    "*i64": ("count", "seen", "rows", "tally", "candidate_keys", "order", "query_places"),
     "*u8": ("kept", "valid", "new_valid", "mask", "protected", "query_valid"),
 }
+ROWS = ("rows_ptr", "page")  # where the batch lives in chosen rows of pages
 USUAL = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names} | {"scale": "fp32", "softcap": "fp32"}
 
 
@@ -85,7 +86,8 @@ def variant(
         even: how the names of numbers that are multiples of 16 begin.
     """
     usual = USUAL | {f"{one}_ptr": f"*{dtype}" for one in MODEL_TYPED} | dict(types or {})
-    absent = {"INTERP", *constants, *(n for n, there in (given or {}).items() if not there)}
+    given = dict.fromkeys(ROWS, False) | dict(given or {})
+    absent = {"INTERP", *constants, *(n for n, there in given.items() if not there)}
     names = [n for n in kernel.arg_names if n not in absent]
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
     used = {n: value for n, value in constants.items() if n in kernel.arg_names}
@@ -94,30 +96,32 @@ def variant(
 
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
-    even: tuple[str, ...] = ("stride_k", "stride_v"), **launch: Any,
+    even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, **launch: Any,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
-    rows, columns, _ = compact.MERGE[pow2(dim, 64)]
+    tile, columns, _ = compact.MERGE[pow2(dim, 64)]
     constants = dict(
         HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), COLUMNS=columns,
-        ROWS=compact.ROWS if kernel is compact._move_kernel else rows,
+        ROWS=compact.ROWS if kernel is compact._move_kernel else tile,
         BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
-    given = dict(spread_ptr=spread, part_spread_ptr=spread)
-    return variant(name, kernel, constants, given=given, even=even, **launch)
+    given = dict(spread_ptr=spread, part_spread_ptr=spread) | dict.fromkeys(ROWS, rows)
+    return variant(name + " rows" * rows, kernel, constants, given=given, even=even, **launch)
 
 
-def of_merge(kernel: Any, dim: int, splits: int, spread: bool = False, arches: tuple[str, ...] = ()) -> Variant:
+def of_merge(
+    kernel: Any, dim: int, splits: int, spread: bool = False, arches: tuple[str, ...] = (), rows: bool = False
+) -> Variant:
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
     launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=dim > 256)
-    return of_compact(name, kernel, dim, splits, spread, even=("stride_",), arches=arches, **launch)
+    return of_compact(name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, **launch)
 
 
 def of_decode(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: bool = False, sinks: bool = False,
+    ragged: bool = False, spread: bool = False, sinks: bool = False, rows: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
@@ -125,7 +129,7 @@ def of_decode(
     )
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
-    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
+    given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict(
         matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value, attention_ptr=attention,
         logits_ptr=attention, starts_ptr=ragged, sink_ptr=sinks,
@@ -135,6 +139,7 @@ def of_decode(
         + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged + " sinks" * sinks
+        + " rows" * rows
     )  # fmt: skip
     return variant(
         name, decode_attention._decode_attention_kernel, constants, dtype, dict(matrix_ptr=f"*{matrix}"),
@@ -145,7 +150,7 @@ def of_decode(
 
 def of_evict(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False,
+    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False, rows: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.evict`."""
     drop = slots - tokens
@@ -153,20 +158,21 @@ def of_evict(
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
         slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
+        **dict.fromkeys(ROWS, rows),
     )  # fmt: skip
     name = f"evict {dtype} D{head_dim} slots {slots} drop {drop} order {order}" + " slope" * slope
     even = ("candidates",) if ragged else ("slots", "width", "candidates")
     return variant(
-        name + " ragged" * ragged + " spread 1" * spread, evict._evict_kernel, constants, dtype,
+        name + " ragged" * ragged + " spread 1" * spread + " rows" * rows, evict._evict_kernel, constants, dtype,
         given=given, even=even, num_warps=num_warps, narrow=head_dim > 256, arches=arches,
     )  # fmt: skip
 
 
-def of_candidates(name: str, drop: int, ragged: bool = False) -> Variant:
+def of_candidates(name: str, drop: int, ragged: bool = False, rows: bool = False) -> Variant:
     """Of the kernel of `fastkv.kernels.evict` that finds candidates among many slots."""
     constants = dict(HEADS=8, BLOCK_C=evict.MAX_SCAN, R=drop)
     options: dict[str, Any] = dict(wide=False) if ragged else dict(even=("slots", "width"))
-    given = dict(starts_ptr=ragged)
+    given = dict(starts_ptr=ragged) | dict.fromkeys(ROWS, rows)
     return variant(f"evict candidates {name}", evict._candidates_kernel, constants, given=given, **options)
 
 
@@ -251,8 +257,9 @@ def of_prefill(
 
 
 def of_remember(
-    vendor: tuple[str, ...], kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16"
-) -> Variant:
+    vendor: tuple[str, ...], kernel: Any, dim: int, num: int = 31, most: int = 16, dtype: str = "bf16",
+    rows: bool = False,
+) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.remember` for the chips of one vendor."""
     sizes, offers, merges = remember._constants(dim, dim)
     few, settles = kernel is remember._few_kernel, kernel is remember._settle_kernel
@@ -263,10 +270,13 @@ def of_remember(
     )  # fmt: skip
     types = {name: "*fp32" for name in ("keys_ptr", "values_ptr")}
     types |= dict(index_ptr="*i64", gone_ptr="*i64")
-    name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few
+    name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few + " rows" * rows
     even = ("rows", "stride_k", "stride_v")
     warps = remember._warps(dim, lanes if few or kernel is remember._receive_kernel else 0, vendor == HIP)
-    return variant(name, kernel, flags, dtype, types, even=even, num_warps=warps, num_stages=2, arches=vendor)
+    return variant(
+        name, kernel, flags, dtype, types, given=dict.fromkeys(ROWS, rows), even=even, num_warps=warps, num_stages=2,
+        arches=vendor,
+    )  # fmt: skip
 
 
 def of_remembers(vendor: tuple[str, ...]) -> list[Variant]:
@@ -277,6 +287,8 @@ def of_remembers(vendor: tuple[str, ...]) -> list[Variant]:
         *(of(remember._few_kernel, 128, 63, 64), of(remember._few_kernel, 128, 510)),
         *(of(remember._few_kernel, dim, dtype="fp32") for dim in (128, 256)),
         *(of(kernel, dim) for kernel in (*JOINING, remember._receive_kernel) for dim in (64, 80, 128, 256)),
+        *(of(remember._few_kernel, dim, rows=True) for dim in (64, 128, 256)),
+        *(of(kernel, 128, rows=True) for kernel in (remember._gather_kernel, remember._settle_kernel)),
     ]
 
 
@@ -290,12 +302,13 @@ def of_select(block: int, single: bool, mask: bool, arches: tuple[str, ...] = ()
     )  # fmt: skip
 
 
-def of_slots(guard: bool, attention: bool) -> Variant:
+def of_slots(guard: bool, attention: bool, rows: bool = False) -> Variant:
     """Of `fastkv.kernels.slot_signals`."""
     given = dict.fromkeys(("received_ptr", "attention_ptr", "queried_ptr"), attention) | dict(guard_ptr=guard)
+    given |= dict.fromkeys(ROWS, rows)
     flags = dict(HEADS=8, BLOCK=slot_signals.BLOCK)
     return variant(
-        "slots" + " guard" * guard + " attention" * attention, slot_signals._slot_kernel, flags,
+        "slots" + " guard" * guard + " attention" * attention + " rows" * rows, slot_signals._slot_kernel, flags,
         types=dict(guard_ptr="*u8"), given=given, even=("slots",),
     )  # fmt: skip
 
@@ -303,7 +316,7 @@ def of_slots(guard: bool, attention: bool) -> Variant:
 def of_vector(
     head_dim: int, splits: int, order: int | None = 1, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, arches: tuple[str, ...] = (), ragged: bool = False,
-    sinks: bool = False,
+    sinks: bool = False, rows: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.vector_decode`."""
     constants, num_warps, num_stages = vector_decode._constants(
@@ -313,11 +326,11 @@ def of_vector(
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict(matrix_ptr=order == 1)
     # where heads are unequal attention is usually collected, too
     collected = ("starts_ptr", "approx_starts_ptr", "attention_ptr", "approx_attention_ptr", "logits_ptr")
-    given |= dict.fromkeys(collected, ragged) | dict(sink_ptr=sinks)
+    given |= dict.fromkeys(collected, ragged) | dict(sink_ptr=sinks) | dict.fromkeys(ROWS, rows)
     name = (
         f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
         + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append + " ragged" * ragged
-        + " sinks" * sinks
+        + " sinks" * sinks + " rows" * rows
     )  # fmt: skip
     return variant(
         name, vector_decode._vector_decode_kernel, constants, dtype,
@@ -372,6 +385,9 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         *(of(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
         *(of(d, s, 1, attention=True, sinks=True) for d, s in SPLIT if d < 256),
         *(of(64, s, CENTROIDS.value, spread=True, groups=8, sinks=True) for s in (1, 16)),
+        *(of(d, s, 1, rows=True) for d in (64, 128, 256) for s in (1, 16)),
+        *(of(128, s, CENTROIDS.value, spread=True, attention=True, rows=True) for s in (1, 16)),
+        of(128, 16, 1, attention=True, ragged=True, rows=True),
     ]
 
 
@@ -399,6 +415,9 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_merge(compact._merge_kernel, dim, 4) for dim in (128, 256)),
         *(of_merge(compact._moments_kernel, dim, splits, True) for dim, splits in ((128, 1), (128, 4), (256, 1))),
         of_merge(compact._merge_kernel, 128, 4, True),
+        *(of_merge(compact._moments_kernel, 128, splits, rows=True) for splits in (1, 4)),
+        of_merge(compact._merge_kernel, 128, 4, rows=True),
+        of_compact("compact move D128", compact._move_kernel, 128, rows=True),
         of_compact("compact move D512", compact._move_kernel, 512, arches=CUDA),
         *(of_merge(compact._moments_kernel, 512, splits, arches=CUDA) for splits in (1, 4)),
         of_merge(compact._merge_kernel, 512, 4, arches=CUDA),
@@ -417,6 +436,9 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(128, slots, tokens) for slots, tokens in ((144, 128), (2048, 1984), (16400, 16384))),
         *(of_evict(128, 544, 512, dtype=t) for t in DTYPES),
         *(of_candidates("drop 16", 16), of_candidates("drop 64", 64), of_candidates("ragged", 64, True)),
+        of_candidates("rows", 16, rows=True),
+        *(of_evict(d, 1040, 1024, rows=True) for d in (64, 128)),
+        *(of_evict(128, 1040, 1024, ragged=True, rows=True), of_evict(128, 16400, 16384, spread=True, rows=True)),
         *(of_evict(d, 1040, 1024, ragged=True) for d in (64, 128)),
         *(of_evict(128, 16400, 16384, ragged=True), of_evict(128, 1040, 1024, 0, slope=False, spread=True)),
         *(of_evict(d, 1040, 1024, spread=True) for d in (64, 128)),
@@ -466,7 +488,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_select(8192, single, single, CUDA) for single in (True, False)),
         *(of_select(4096, single, single, HIP) for single in (True, False)),
     ],
-    "slot_signals": [of_slots(True, True), of_slots(True, False), of_slots(False, True)],
+    "slot_signals": [of_slots(True, True), of_slots(True, False), of_slots(False, True), of_slots(True, True, True)],
     "vector_decode": [
         *(of_vector(d, 8) for d in (64, 80, 96, 128, 256)),
         *(of_vector(128, s, o) for s in (1, 8) for o in (None, 0)),
@@ -475,6 +497,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_vector(128, 1, groups=16, append=False), of_vector(128, 8, dtype="fp16", matrix="fp16")),
         *(of_vector(d, 8, ragged=True) for d in (64, 128, 256)),
         *(of_vector(64, 8, sinks=True), of_vector(128, 8, ragged=True, sinks=True)),
+        *(of_vector(128, 8, rows=True), of_vector(128, 8, ragged=True, rows=True)),
         *(of_vector(512, s, arches=CUDA) for s in (1, 8)),
         *(of_vector(512, 4, matrix="fp32", capped=True, arches=CUDA), of_vector(512, 8, ragged=True, arches=CUDA)),
     ],

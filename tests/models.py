@@ -24,14 +24,14 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 import fastkv
+from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration.query_calibration import QueryCalibration
 from fastkv.integrations.transformers.layer import FastKVLayer
+from fastkv.policies import QueryStatistics
 
 ROLLS_BACK = hasattr(Cache, "activate_past_recording")  # whether transformers announces roll-backs: from 5.14 on
 VOCAB = 98
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
+SHAPE = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -40,8 +40,8 @@ COMMON = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.3,
 }
+COMMON = {**SHAPE, "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "initializer_range": 0.3}
 GEMMA = {
     **COMMON,
     "sliding_window": 16,
@@ -110,11 +110,29 @@ def compressed_layers(cache):
     return [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)]
 
 
+def query_calibration(model, seed=0):
+    """Random statistics of the queries of a Llama-like model, all dimensions turned."""
+    config, draw = model.config, torch.Generator().manual_seed(seed)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = {
+        layer: QueryStatistics(
+            torch.randn(config.num_attention_heads, dim, generator=draw),
+            torch.rand(config.num_attention_heads, dim // 2, generator=draw),
+        )
+        for layer in range(config.num_hidden_layers)
+    }
+    return QueryCalibration(layers, fingerprint(config), describe(config), 1000)
+
+
 PATTERN = "1.0\t0.1\n0.2\t0.9\n0.8\t0.7\n0.1\t0.2\n"  # retrieval heads: one, the other, both, none
 
 
-def policy(name, directory):
-    """The policy of that name; DuoAttention with a pattern for the models above."""
+def policy(name, directory, model=None):
+    """The policy of that name, with the files that DuoAttention and TriAttention need for the model or `build()`."""
+    if name == "triattention":
+        path = directory / "queries.safetensors"
+        query_calibration(model or build()).save(path)
+        return fastkv.policies.get(name, calibration=str(path))
     if name != "duoattention":
         return fastkv.policies.get(name)
     path = directory / "pattern.tsv"

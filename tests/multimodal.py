@@ -6,21 +6,11 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
+from .models import SHAPE
+
 VOCAB, IMAGE, AUDIO = 128, 120, 121
 START, END = 122, 123
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT = {**SHAPE, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 PATCHES = {**TOWER, "image_size": 16, "patch_size": 8}

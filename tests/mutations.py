@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("fastkv", "tests", "perf", "tools", "pyproject.toml", "README.md")
+COPIED = ("fastkv", "tests", "perf", "tools", "docs", "pyproject.toml", "README.md")
 SECONDS = 600
 OPTIONS = ("-x", "-q", "-o", "timeout=0", "--no-header", "-m", "not slow", "--hypothesis-profile=mutations")
 
@@ -72,6 +72,8 @@ ATTENTION = "policies_attention.py"
 CENTROIDS = "reference_centroids.py"
 JOINING = "kernels_remember.py::test_rounds_over_several_programs"
 RACES = "races.py::test_any_order_gives_the_same_bits"
+STATISTICS = "policies_statistics.py"
+EQUATION = f"{STATISTICS}::test_the_equation"
 FLOOR = "policy_matrix.py::test_every_head_keeps_a_fifth_of_the_mean"
 
 MUTATIONS = [
@@ -440,6 +442,97 @@ MUTATIONS = [
         "self.blend * leverage",
         "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
     ),
+    bug(
+        "lagkv compares a partition with the one before it",
+        "policies/lagkv.py",
+        "parts.amin(3, keepdim=True).roll(-1, 2), parts.amax(3, keepdim=True).roll(-1, 2)",
+        "parts.amin(3, keepdim=True).roll(1, 2), parts.amax(3, keepdim=True).roll(1, 2)",
+        EQUATION,
+    ),
+    bug(
+        "lagkv lets the partition that nothing follows compete",
+        "policies/lagkv.py",
+        "// lag - 1",
+        "// lag",
+        f"{STATISTICS}::test_what_nothing_follows_stays",
+    ),
+    bug(
+        "r-kv forgives the first repetition instead of the latest",
+        "policies/rkv.py",
+        "torch.where(like, places[:, :, None], -1).amax(-1, keepdim=True)",
+        "torch.where(like, places[:, :, None], 1 << 30).amin(-1, keepdim=True)",
+        f"{STATISTICS}::test_of_tokens_that_repeat_each_other_the_latest_stays",
+    ),
+    bug(
+        "r-kv takes the least attended neighbour",
+        "policies/rkv.py",
+        "attention = max_pool1d(ordered,",
+        "attention = -max_pool1d(-ordered,",
+        EQUATION,
+    ),
+    bug(
+        "expected attention forgets half of the rotation of the covariance",
+        "policies/expectedattention.py",
+        "covariance = signals.rotary.ahead(half.transpose(-1, -2), newest, steps)",
+        "covariance = half",
+        EQUATION,
+    ),
+    bug(
+        "expected attention rescores rows that asked nothing",
+        "policies/expectedattention.py",
+        "signals.valid & (count > 0)",
+        "signals.valid",
+        f"{STATISTICS}::test_a_block_without_queries_of_its_own_changes_nothing",
+    ),
+    bug(
+        "triattention looks from the present only",
+        "policies/triattention.py",
+        "steps = 2 ** torch.arange(self.horizon.bit_length()",
+        "steps = 0 * torch.arange(self.horizon.bit_length()",
+        EQUATION,
+    ),
+    bug(
+        "triattention takes the mean of the group",
+        "policies/triattention.py",
+        ".amax(2)",
+        ".mean(2)",
+        EQUATION,
+    ),
+    bug(
+        "the excess of queries is their whole length",
+        "calibration/fit_queries.py",
+        " - self.rotary.lengths(turned)",
+        "",
+        "calibration_queries.py::test_fit_is_the_mean_of_the_queries_before_the_rotary_embedding",
+    ),
+    bug(
+        "means of queries are taken after the rotary embedding",
+        "calibration/fit_queries.py",
+        "rotary.unrotate(queries, positions).double()",
+        "queries.double()",
+        "calibration_queries.py::test_fit_is_the_mean_of_the_queries_before_the_rotary_embedding",
+    ),
+    bug(
+        "anchors and protected tokens are refitted",
+        "cache/refit.py",
+        "free = kept & ~best & ~protected(told, state.seen, rule)",
+        "free = kept",
+        "ridge.py::test_values_are_those_of_ridge_regression",
+    ),
+    bug(
+        "refitted values do not reach the slots",
+        "cache/refit.py",
+        "if exact.starts is None:",
+        "if False:",
+        "ridge.py::test_tokens_of_earlier_blocks_are_refitted_again",
+    ),
+    bug(
+        "the refit regresses on what all tokens give",
+        "corrections/ridge.py",
+        "torch.where(free[:, :, None], rest, 0)",
+        "torch.where(free[:, :, None], full, 0)",
+        "ridge.py::test_values_are_those_of_ridge_regression",
+    ),
     # transformers.
     bug(
         "the mask of a later block lacks the past",
@@ -740,6 +833,49 @@ MUTATIONS = [
         "added_at(self.spread + self.count * moved.square().mean(-1), target)",
         "added_at(self.spread, target)",
         f"{CENTROIDS}::test_merging_conserves_count_means_and_squares",
+    ),
+    # What commands say.
+    bug(
+        "the page has a token leave one forward late",
+        "view/trace.py",
+        "self.gone[lost] = event",
+        "self.gone[lost] = event + 1",
+        "view.py::test_the_page_says_what_the_cache_holds",
+    ),
+    bug(
+        "the page follows a token into the centroid beside its own",
+        "view/trace.py",
+        "return self.place.cpu() + 1",
+        "return self.place.cpu().roll(1, -1) + 1",
+        "view.py::test_centroids_are_those_of_the_cache",
+    ),
+    bug(
+        "an error of the page is that of the layer below",
+        "view/trace.py",
+        "full.attention[index], model, heads)",
+        "full.attention[index - 1], model, heads)",
+        "view.py::test_errors_are_those_of_fidelity",
+    ),
+    bug(
+        "a text can end the script of the page",
+        "view/page.py",
+        '.replace("<", "\\\\u003c")',
+        "",
+        "view.py::test_a_text_cannot_leave_its_place",
+    ),
+    bug(
+        "bench measures a cache that evicts once in all samples",
+        "bench/measure.py",
+        "evict_every=settings.period, static=static",
+        "evict_every=settings.period * 8, static=static",
+        "bench.py::test_what_is_measured",
+    ),
+    bug(
+        "bench counts what was freed before the clock ran",
+        "bench/measure.py",
+        '        return max(resident_set("VmHWM") - self.start, 0)',
+        '        return resident_set("VmHWM")',
+        "bench.py::test_peaks_see_what_was_freed_and_start_at_zero",
     ),
     bug(
         "the cost of a merge forgets how many tokens it joins",

@@ -249,16 +249,7 @@ class _Simulation:
     def __init__(self, order: int) -> None:
         self.order = order
         self.launch: _Launch | None = None
-        self.patched: set[int] = set()
         self.stock = {name: getattr(BUILDER, f"create_{name}") for name in HOOKED}
-        self.stock_patch_lang = interpreter._patch_lang
-
-    def patch_lang(self, fn: Callable) -> object:
-        """The interpreter's own, which is most of its time, once per launch and module instead of at every call."""
-        if id(fn.__globals__) in self.patched:
-            return _Unchanged()
-        self.patched.add(id(fn.__globals__))
-        return self.stock_patch_lang(fn)
 
     def touch(self, kind: int, pointers: interpreter.TensorHandle, mask: interpreter.TensorHandle) -> None:
         self.launch.history.touch(self.launch.current, kind, _addresses(pointers, mask))
@@ -297,13 +288,6 @@ def _addresses(pointers: interpreter.TensorHandle, mask: interpreter.TensorHandl
     return addresses.astype(np.int64).ravel()[inside.astype(bool).ravel()]
 
 
-class _Unchanged:
-    """A change of triton's language that changes nothing."""
-
-    def restore(self) -> None:
-        pass
-
-
 class _Gathered:
     """Looks like a kernel to the interpreter, which calls it for every program; the last call runs them all."""
 
@@ -329,7 +313,6 @@ class _Executor(interpreter.GridExecutor):
 
     def __call__(self, *args, **kwargs):
         self.simulation.launch = None
-        self.simulation.patched.clear()
         self.fn = _Gathered(self.fn, self.simulation)
         super().__call__(*args, **kwargs)
         if self.simulation.launch is not None:
@@ -345,7 +328,6 @@ def simulated(order: int) -> Iterator[None]:
     simulation = _Simulation(order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "GridExecutor", partial(_Executor, simulation))
-        patch.setattr(interpreter, "_patch_lang", simulation.patch_lang)
         for name in HOOKED:
             patch.setitem(vars(BUILDER), f"create_{name}", getattr(simulation, name))
         yield

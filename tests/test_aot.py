@@ -2,46 +2,43 @@
 
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import fastkv.kernels
 from fastkv.kernels import prefill_attention
+from perf import aot
 from perf.aot import CHIPS, faults, repeated, tickets, variants
 from perf.variants import AOT
 
-ROOT = Path(__file__).parent.parent
+from .processes import begin, of_module
 
 
-def compile_ahead(*arguments):
-    # The compiler needs real kernels: a process in which Triton's interpreter is off.
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "perf.aot", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+@pytest.fixture
+def compiled(tmp_path):
+    """Compiles what the arguments of perf.aot name, where Triton's interpreter is off. Returns: lines that say ok."""
+
+    def run(*arguments):
+        code, said, errors = begin(of_module("perf.aot"), tmp_path, *arguments).ended(timeout=900)
+        assert code == 0, said + errors
+        return [line for line in said.splitlines() if line.endswith(" ok")]
+
+    return run
 
 
-def lines_of(result):
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [line for line in result.stdout.splitlines() if line.endswith(" ok")]
-
-
-def test_one_variant_of_every_kernel_function_on_sm_90():
+def test_one_variant_of_every_kernel_function_on_sm_90(compiled):
     wanted = {v.kernel for v in variants(None) if not v.arches or "90" in v.arches}
-    assert len(lines_of(compile_ahead("--arch", "90", "--sample"))) == len(wanted)
+    assert len(compiled("--arch", "90", "--sample")) == len(wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("module", AOT)
-def test_all_variants_on_sm_90(module):
-    lines = lines_of(compile_ahead("--arch", "90", "--kernel", module))
-    wanted = [v for v in variants(module) if not v.arches or "90" in v.arches]
+@pytest.mark.parametrize("kernel", AOT)
+def test_all_variants_on_sm_90(kernel, compiled):
+    lines = compiled("--arch", "90", "--kernel", kernel)
+    wanted = [v for v in variants(kernel) if not v.arches or "90" in v.arches]
     assert wanted and len(lines) == len(wanted)
 
 
@@ -76,16 +73,10 @@ def test_limits(what, given):
 
 
 @pytest.mark.parametrize("arch", [pytest.param("90", marks=pytest.mark.slow), "gfx942"])
-@pytest.mark.parametrize(
-    "module,variant",
-    [
-        ("decode_attention", "D64 G4 splits 16 order 1 append"),
-        ("vector_decode", "D64 G4 splits 8 order 1 append"),
-        ("evict", "D64 slots 1040 drop 16 order 1 slope"),
-    ],
-)
-def test_all_stores_are_done_before_a_ticket_is_taken(module, variant, arch):
-    assert lines_of(compile_ahead("--arch", arch, "--kernel", module, "--match", variant, "--sample"))
+def test_all_stores_are_done_before_a_ticket_is_taken(arch, compiled):
+    taking = ["decode bf16 D64 G4 splits 16 order 1 append", "vector bf16 D64 G4 splits 8 order 1 append"]
+    lines = compiled("--arch", arch, "--sample", "--match", *taking, "evict bf16 D64 slots 1040 drop 16 order 1 slope")
+    assert len(lines) == 3
 
 
 STORE, TICKET = (
@@ -140,11 +131,11 @@ def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(chip
 
 
 @pytest.mark.slow
-def test_no_product_of_a_prompt_block_is_computed_twice():
-    assert len(lines_of(compile_ahead("--kernel", "prefill_attention", "--match", "bf16 G4 order1"))) >= 6
+def test_no_product_of_a_prompt_block_is_computed_twice(compiled):
+    assert len(compiled("--kernel", "prefill_attention", "--match", "bf16 G4 order1")) >= 6
 
 
-def test_an_unknown_kernel_is_an_error():
-    result = compile_ahead("--kernel", "nothing")
-    assert result.returncode != 0
-    assert "nothing" in result.stdout + result.stderr
+def test_an_unknown_kernel_is_an_error(monkeypatch):
+    monkeypatch.setattr(aot, "INTERPRET", False)
+    with pytest.raises(SystemExit, match="no kernel module named 'nothing'"):
+        aot.main(["--kernel", "nothing"])

@@ -391,8 +391,10 @@ def test_attention_that_does_not_use_the_interface(monkeypatch):
 @pytest.mark.parametrize("attribute, value, words", [("is_causal", False, "later tokens"), ("expand_kv", 1, "latents")])
 def test_modules_that_behave_otherwise(attribute, value, words):
     model = build()
-    setattr(model.model.layers[2].self_attn, attribute, value)
-    with pytest.raises(FastKVError, match=rf"layer 2 \(LlamaAttention\) .*{words}"):
+    module = model.model.layers[2].self_attn
+    module.__class__ = type("Other", (type(module),), {attribute: value})
+    vars(module).pop(attribute, None)
+    with pytest.raises(FastKVError, match=rf"layer 2 \(Other\) .*{words}"):
         fastkv.patch(model)
 
 

@@ -1,7 +1,5 @@
 """Which backend runs, why one cannot, and that each runs what it says."""
 
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from fastkv import FastKVError, backend, cpu, ops, reference
 from fastkv.backend import BACKENDS, MODULES, check_backend, implementation, resolve, why_not
 
+from .processes import run
 from .test_ops import CASES
 
 CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
@@ -133,7 +132,7 @@ print("fastkv.cpu" in sys.modules)
 """
 
 
-def test_a_backend_is_imported_on_first_use():
-    result = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split("\n")[:2] == ["[]", "True"]
+def test_a_backend_is_imported_on_first_use(tmp_path):
+    code, said, errors = run(IMPORTS, tmp_path)
+    assert code == 0, errors
+    assert said.splitlines()[:2] == ["[]", "True"]

@@ -28,7 +28,7 @@ def go_together(name, mode):
 
 def patch(model, name, directory, mode, **options):
     """Patch in one of the modes below; False if policy and mode do not go together."""
-    chosen = policy(name, directory)
+    chosen = policy(name, directory, model)
     if not go_together(name, mode):
         return False
     if mode == "blocks":

@@ -18,7 +18,7 @@ from fastkv import FastKVError
 from fastkv.calibration import fit_vector
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.fit_vector import TASKS, Sums, add_arguments, fit, pre_rope_pairs, run
-from fastkv.calibration.vector_map import HEADER, VERSION, VectorMap, required_r2
+from fastkv.calibration.vector_map import FILE, VectorMap, required_r2
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.tasks import generate
 from fastkv.evaluation import common
@@ -346,9 +346,9 @@ def rewritten(path, **changes):
     """The file with other header entries; None removes one."""
     fitted = example()
     tensors = {f"weight.{i}": w for i, w in fitted.weights.items()} | {f"r2.{i}": r for i, r in fitted.r2.items()}
-    header = {"version": VERSION, "tokens": 1, "threshold": 0.5, "model": "x", "fingerprint": fitted.fingerprint}
+    header = {"version": FILE.version, "tokens": 1, "threshold": 0.5, "model": "x", "fingerprint": fitted.fingerprint}
     header = {name: value for name, value in (header | changes).items() if value is not None}
-    save_file(tensors, path, {HEADER: json.dumps(header)})
+    save_file(tensors, path, {FILE.header: json.dumps(header)})
 
 
 def test_load_refuses_files_it_cannot_trust(tmp_path):
@@ -362,11 +362,11 @@ def test_load_refuses_files_it_cannot_trust(tmp_path):
     refused("header", VectorMap.load, path, config)
     save_file({"weight.0": torch.zeros(2)}, path, {"format": "pt"})
     refused("header", VectorMap.load, path, config)
-    save_file({"weight.0": torch.zeros(2)}, path, {HEADER: "[1"})
+    save_file({"weight.0": torch.zeros(2)}, path, {FILE.header: "[1"})
     refused("damaged", VectorMap.load, path, config)
     rewritten(path)
     VectorMap.load(path, config)
-    rewritten(path, version=VERSION + 1, fingerprint=None)
+    rewritten(path, version=FILE.version + 1, fingerprint=None)
     refused("update fastkv", VectorMap.load, path, config)
     for name, value in (("version", "one"), ("tokens", 0.5), ("threshold", "0.5"), ("fingerprint", None), ("model", 3)):
         rewritten(path, **{name: value})

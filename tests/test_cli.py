@@ -1,9 +1,9 @@
 """The command line: help, doctor, mistakes, and the demo on the bundled model."""
 
 import json
-import subprocess
-import sys
+import re
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,10 +13,15 @@ import fastkv
 from fastkv.cli import main
 from fastkv.demo import load, policy_of
 from fastkv.demo.measure import make_questions, measure, relative_error
+from fastkv.demo.tasks import generate
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
+from fastkv.evaluation.pictures import labelled, spread
+from fastkv.evaluation.story import bar
 
-OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--quick")
-POLICIES = ("momentkv", "streaming")  # of --quick
+from .processes import of_module, run
+
+OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--all", "--quick")
+POLICIES = ("momentkv", "streaming")  # of --all --quick
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +42,10 @@ def test_help_explains_and_gives_an_example(arguments, capsys):
         assert "demo" in text and "doctor" in text
 
 
-def test_runs_as_a_command():
-    command = [sys.executable, "-m", "fastkv.cli", "doctor"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert torch.__version__ in result.stdout
+def test_runs_as_a_command(tmp_path):
+    code, said, errors = run(of_module("fastkv.cli"), tmp_path, "doctor")
+    assert code == 0, errors
+    assert torch.__version__ in said
 
 
 def test_doctor_prints_versions_backends_and_reasons(capsys):
@@ -67,6 +71,10 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
         (["demo", "--budgets", "many"], "many"),
         (["demo", "--budgets", "8"], "sinks"),
         (["demo", "--budgets", "-1"], "-1"),
+        (["demo", "--budgets", "1/200"], "sinks"),
+        (["demo", "--budgets", "3/2"], "3/2"),
+        (["demo", "--budgets", "1/0"], "1/0"),
+        (["demo", "--all", "--budgets", "8"], "sinks"),
         (["demo", "--policies", "nope"], "momentkv"),
         (["demo", "--policies", ","], "policies"),
         (["demo", "--tasks", "riddles"], "facts"),
@@ -93,9 +101,57 @@ def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_demo_writes_table_json_and_picture(capsys, tmp_path):
+def test_demo_tells_a_story(capsys, tmp_path):
+    """A few answers of each cache, a line for each policy, two pictures, and all of it in a file."""
     out = tmp_path / "results"
-    assert main(["demo", "--quick", "--out", str(out)]) == 0
+    assert main(["demo", "--quick", "--tasks", "facts", "--out", str(out)]) == 0
+    text, record = capsys.readouterr().out, json.loads((out / "demo.json").read_text())
+    sample = generate("facts", 512, 0, 3)
+    assert sample.questions[0] in text and "--all" in text
+    lines = [line for line in text.splitlines() if line.strip().startswith(("full cache", "fastkv", "streaming"))]
+    assert len(lines) == 2 * 3
+    for line in lines[:3]:
+        answers = re.findall("[✓✗] ([^✓✗]+)", line)
+        marks = ["✓" if said.strip() == answer else "✗" for said, answer in zip(answers, sample.answers, strict=True)]
+        assert re.findall("[✓✗]", line) == marks
+    rows = record["rows"]
+    assert [(row["policy"], row["budget"]) for row in rows] == [
+        ("full", 512), ("fastkv", "1/8"), ("fastkv", "1/4"), ("streaming", "1/8"), ("streaming", "1/4")
+    ]  # fmt: skip
+    for row in rows[1:]:
+        assert 0 < row["share"] <= Fraction(row["budget"]) and row["error"] > 0
+    for line, counts in zip(lines[3:], ([rows[0]], rows[1:3], rows[3:])):
+        said = re.findall(r"(\d+) [█▏▎▍▌▋▊▉]*", line.removesuffix(line.split()[-1]).removesuffix(line.split()[-2]))
+        assert [4 * row["accuracy"] for row in counts] == [int(one) for one in said[: len(counts)]]
+    full, small = record["memory"]
+    assert full["tokens"] == small["tokens"] and full["nbytes"][-1] > 1.9 * rows[0]["nbytes"]
+    assert max(small["nbytes"]) <= rows[0]["nbytes"] / 8 and len(set(small["nbytes"])) == 1
+    for name in ("demo.png", "demo-memory.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_at_most_six_lines_have_a_name():
+    names = labelled(fastkv.policies.names())
+    assert names == ["fastkv", "snapkv", "h2o", "streaming", "keydiff"]  # and the full cache
+    assert labelled(("tova", "knorm", "fastkv")) == ["fastkv", "tova", "knorm"]
+
+
+@pytest.mark.parametrize("heights", [[0.5], [0.1, 0.1, 0.1, 0.9], [0.97, 0.98, 1.0], [0.0, 0.3, 0.31, 0.6]])
+def test_labels_are_moved_apart(heights):
+    moved = spread(heights, 0.1)
+    assert all(low + 0.1 <= high + 1e-9 for low, high in zip(moved, moved[1:])) and 0 <= moved[0] and moved[-1] <= 1
+    if heights == [0.5]:
+        assert moved == heights
+
+
+@pytest.mark.parametrize("share, shown", [(0, ""), (0.5, "█████"), (1, "██████████"), (0.9625, "█████████▋")])
+def test_a_bar_has_the_length_of_its_share(share, shown):
+    assert bar(share) == f"{shown:<10}"
+
+
+def test_demo_all_writes_table_json_and_picture(capsys, tmp_path):
+    out = tmp_path / "results"
+    assert main(["demo", "--all", "--quick", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     record = json.loads((out / "demo.json").read_text())
     rows = record["rows"]
@@ -131,6 +187,19 @@ def test_an_answer_is_right_exactly_if_generate_gives_it(bundled, task, block):
         other = written.clone()
         other[:, -1] = (other[:, -1] + 1) % model.config.vocab_size
         assert not measure(model, replace(asked, answers=other)).right.any()
+
+
+def test_questions_to_one_text_are_questions_to_copies_of_it(bundled):
+    """Read and compressed once for all of them, or once for each."""
+    model, tokenizer = bundled
+    together = make_questions(tokenizer, "facts", 256, 2, seed=3, each=3)
+    assert torch.equal(together.prompts[0, : -together.question], together.prompts[2, : -together.question])
+    assert not torch.equal(together.prompts[2, : -together.question], together.prompts[3, : -together.question])
+    with fastkv.patched(model, "fastkv", fastkv.Budget(tokens=64, recent=16)):
+        once = measure(model, together, question_later=True)
+        apart = measure(model, replace(together, each=1), question_later=True)
+    assert torch.equal(once.right, apart.right) and once.nbytes == apart.nbytes
+    torch.testing.assert_close(once.attention, apart.attention)
 
 
 def test_nothing_evicted_has_no_error(bundled):

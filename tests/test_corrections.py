@@ -22,6 +22,7 @@ MIXED_IN = {  # order of the moments, whether they have a spread; another class;
     "moments": (1, False),
     "cosh": (1, True),
     "centroids": Centroids,
+    "ridge": None,
     "vector": None,
     "vector+mean": (0, False),
     "vector+moments": (1, False),

@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fastkv.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "perf" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "perf/README.md")
+PAGES = [*[ROOT / name for name in TOP], *sorted(ROOT.glob("docs/*.md"))]
 OURS = ("fastkv", "perf", "tests", "tools")
 
 each_page = pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
@@ -84,7 +86,8 @@ def test_commands_exist(path):
 
 def test_the_layout_names_what_is_there():
     """Every module and folder at the top of the package has a line, and what is indented below a folder is in it."""
-    block = next(part for part in code((ROOT / "README.md").read_text()) if part.startswith("fastkv/__init__.py"))
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    block = next(part for part in code(page) if part.startswith("fastkv/__init__.py"))
     named, folder = set(), ROOT
     for line in block.splitlines():
         first = re.match(r"( *)([^\s,]+(?:, [^\s,]+)*)", line)
@@ -110,6 +113,30 @@ def test_architecture_names_what_is_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     words = [word for part in code(text) if "\n" not in part for word in re.findall(r"\b[A-Z]\w*[a-z]\w*\b", part)]
     assert not set(words) - known
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_the_readme_counts_the_models_that_were_tested():
+    page = (ROOT / "docs" / "models.md").read_text()
+    tested = page.partition("\n## Tested\n")[2].partition("\n## ")[0]
+    number = len(re.findall(r"^\| `", tested, re.M))
+    version = re.search(r"transformers (\d+\.\d+)", page)[1]
+    assert f"{number} model types of transformers {version} work" in (ROOT / "README.md").read_text()
+
+
+def test_the_site_has_every_page():
+    named = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert not [name for name in named if not (ROOT / name).is_file()]
+    assert {str(path.relative_to(ROOT)) for path in PAGES} <= set(named)
+
+
+def test_continuous_integration_runs_what_a_developer_runs():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
 
 
 def test_what_is_read_of_a_page():

@@ -271,10 +271,10 @@ def test_registration_needs_the_harness(monkeypatch, capsys):
     assert get_model("fastkv") is FastKVLM
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     bare = importlib.reload(fastkv.evaluation)
-    with pytest.raises(FastKVError, match=r"pip install fastkv\[eval\]"):
+    with pytest.raises(FastKVError, match=r"pip install 'fastkv-attn\[eval\]'"):
         _ = bare.FastKVLM
     assert importlib.import_module("fastkv.evaluation.__main__").main() == 2
-    assert "pip install fastkv[eval]" in capsys.readouterr().err
+    assert "pip install 'fastkv-attn[eval]'" in capsys.readouterr().err
 
 
 # The command.

@@ -13,9 +13,11 @@ from torch._dynamo.utils import counters
 
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVError
+from fastkv.calibration.query_calibration import QueryCalibration
 from fastkv.calibration.vector_map import VectorMap
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.layer import FastKVLayer
+from fastkv.policies import QueryStatistics
 from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt
@@ -45,6 +47,13 @@ def mapping():
     r2 = torch.ones(HKV, dtype=torch.float64)
     weight = torch.randn(HKV, D, D, generator=torch.Generator().manual_seed(3)) / 4
     return VectorMap({0: weight}, {0: r2}, threshold=0.5, fingerprint="", model="", tokens=1)
+
+
+def statistics():
+    """What the queries of one layer may be like."""
+    generator = torch.Generator().manual_seed(4)
+    known = QueryStatistics(torch.randn(HQ, D, generator=generator), torch.rand(HQ, D // 2, generator=generator))
+    return QueryCalibration({0: known}, fingerprint="", model="", tokens=1)
 
 
 def rotary():
@@ -112,6 +121,7 @@ def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
     assert len(calls) == 4 * (13 + (1 if block is None else 4))
     for layer in range(4):
         options = {"layer": layer, "num_layers": 4, "rotary": turning, "output": projections[layer]}
+        options["queries"] = model._fastkv_config.queries
         module = fresh(chosen, **options)
         for _, q, k, v, valid, expected in (call for call in calls if call[0] == layer):
             if q.shape[2] == 1:
@@ -128,7 +138,8 @@ def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_with_room_for_everything_it_is_attention(name, softcap, block, tmp_path):
-    options = {"rotary": rotary(), "output": torch.randn(24, HQ * D), "softcap": softcap, "prefill_block": block}
+    options = {"rotary": rotary(), "output": torch.randn(24, HQ * D), "queries": statistics()}
+    options |= {"softcap": softcap, "prefill_block": block}
     module = fresh(one_layer(name, tmp_path), Budget(tokens=80, sinks=2, recent=4), **options)
     q, k, v = tokens(40, dtype=torch.float64)
     mask = torch.ones(B, 30, dtype=torch.bool)
@@ -256,6 +267,19 @@ def test_kernels_do_the_same(name):
 
 
 # Budgets.
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+def test_slices_of_a_fused_projection(backend):
+    """They have gaps between heads, as GPT-NeoX's do."""
+    whole, sliced = fresh("momentkv", backend=backend), fresh("momentkv", backend=backend)
+    prompt_ = tokens(30)
+    whole(*prompt_), sliced(*prompt_)
+    for _ in range(EVERY + 1):
+        qkv = torch.randn(B, HQ, 1, 3, D)
+        parts = qkv[:, :, :, 0], qkv[:, :HKV, :, 1], qkv[:, :HKV, :, 2]
+        assert not any(part.is_contiguous() for part in parts)
+        assert torch.equal(sliced(*parts), whole(*(part.contiguous() for part in parts)))
 
 
 def test_budgets():
@@ -503,9 +527,9 @@ with torch.inference_mode():
 """
 
 
-def test_the_example_of_the_readme():
-    """The decoder of the README, compiled by a backend that is quick at it; every layer stays within its slots."""
-    assert EXAMPLE in (Path(__file__).parent.parent / "README.md").read_text()
+def test_the_example_of_the_docs():
+    """The decoder of docs/module.md, compiled by a backend that is quick at it; every layer stays within its slots."""
+    assert EXAMPLE in (Path(__file__).parent.parent / "docs" / "module.md").read_text()
     torch._dynamo.reset()
     counters.clear()
     names = {}
@@ -552,6 +576,15 @@ MAKE = {
     ),
     "no projection": (lambda: fresh("criticalkv"), "pass output=proj.weight"),
     "wrong projection": (lambda: fresh("criticalkv", output=torch.randn(8, 9)), r"output must have shape \[any, 64\]"),
+    "no statistics": (lambda: fresh("triattention", rotary=rotary()), "pass queries="),
+    "statistics of other layers": (
+        lambda: fresh("triattention", rotary=rotary(), queries=statistics(), layer=3),
+        "layer 3 has no statistics",
+    ),
+    "wrong statistics": (
+        lambda: FastKVAttention(2, 2, D, "triattention", small(), rotary=rotary(), queries=statistics()),
+        r"queries must have shape \[2, 16\]",
+    ),
     "no pattern": (lambda: fresh("duoattention"), "needs the pattern file"),
     "heads that do not divide": (lambda: FastKVAttention(4, 3, D), "multiple of the number of KV heads"),
     "no head_dim": (lambda: FastKVAttention(4, 2, 0), "head_dim must be a whole number of at least 1"),

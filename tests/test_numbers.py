@@ -13,7 +13,7 @@ from .pairwise import covering
 from .states import make_spec, make_state
 from .test_batches import NAMES, POLICIES, go_together, held, patch
 from .test_deferred import curve
-from .test_module import one_layer, rotary
+from .test_module import one_layer, rotary, statistics
 
 B, HQ, HKV, D = 2, 4, 2, 16
 SCALE = D**-0.5
@@ -143,7 +143,8 @@ def test_the_estimate_mixes_at_any_logits(kind, order, dtype):
 
 def layer(name, directory, **options):
     budget = fastkv.Budget(tokens=TOKENS, sinks=2, recent=3)
-    options = {"rotary": rotary(), "output": torch.randn(HQ * D, HQ * D), "evict_every": EVERY, **options}
+    options = {"rotary": rotary(), "output": torch.randn(HQ * D, HQ * D), "queries": statistics(), **options}
+    options = {"evict_every": EVERY, **options}
     return FastKVAttention(HQ, HKV, D, one_layer(name, directory), budget, **options)
 
 

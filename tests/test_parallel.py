@@ -1,22 +1,21 @@
 """Tensor parallelism: two processes with half of the heads each generate what one process generates."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import fastkv
 
-from .models import PATTERN, build, generate, prompt
+from .models import PATTERN, build, generate, prompt, query_calibration
 from .pairwise import named
+from .processes import begin
 from .test_vector_cache import mapping
 
 HEADS = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]  # usable heads differ between the processes
 
 WORKER = """
-import json, sys
+import json, os, sys
 import torch
 import torch.distributed
 from transformers import AutoModelForCausalLM
@@ -26,6 +25,7 @@ from tests.models import generate, prompt
 torch.manual_seed(0)
 torch.set_num_threads(1)
 directory, cases = sys.argv[1], json.loads(sys.argv[2])
+torch.distributed.init_process_group("gloo", f"file://{directory}/meeting", rank=int(os.environ["RANK"]), world_size=2)
 model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
 ids, mask = prompt()
 found = []
@@ -49,6 +49,7 @@ def test_two_processes_equal_one(name, tmp_path):
     model = build(name, vocab_size=98)
     model.save_pretrained(tmp_path)
     (tmp_path / "pattern.tsv").write_text(PATTERN)
+    query_calibration(model).save(tmp_path / "queries.safetensors")
     mapping(model, r2=HEADS).save(tmp_path / "map.safetensors")
     small = {"tokens": 20, "sinks": 2, "recent": 4}
     adaptive = {**small, "heads": "adaptive"}
@@ -65,16 +66,16 @@ def test_two_processes_equal_one(name, tmp_path):
         ("fastkv", {}, small, {"prefill_block": 16}),
         ("fastkv", {}, adaptive, {}),
         ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {"correction": "centroids"}),
+        ("expected-attention", {}, adaptive, {}),
+        ("triattention", {"calibration": str(tmp_path / "queries.safetensors")}, adaptive, {}),
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    (tmp_path / "worker.py").write_text(WORKER)
-    arguments = [str(tmp_path / "worker.py"), str(tmp_path), json.dumps(cases)]
-    root = fastkv.__path__[0].removesuffix("/fastkv")
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=280, env=environment(root), cwd=root
-    )
-    assert done.returncode == 0, done.stderr[-9000:]
+    ranks = [
+        begin(WORKER, tmp_path / str(rank), str(tmp_path), json.dumps(cases), env=environment(rank))
+        for rank in range(2)
+    ]
+    for one in ranks:
+        code, _, errors = one.ended()
+        assert code == 0, errors[-9000:]
     halves = [json.loads((tmp_path / f"found{rank}.json").read_text()) for rank in range(2)]
     ids, mask = prompt()
     model = type(model).from_pretrained(tmp_path)
@@ -87,8 +88,6 @@ def test_two_processes_equal_one(name, tmp_path):
             assert half[index]["stored"] == stored[:, :, rank : rank + 1].tolist(), (policy, rank)
 
 
-def environment(root):
-    """This process's, with the tests importable and one thread for each process."""
-    import os
-
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def environment(rank):
+    """As torchrun would set it, without a GPU."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,25 +1,20 @@
 """perf/micro as code: every operator runs and is right, and the clock of a GPU divides by the launches of a graph."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from fastkv import corrections
-from perf.engine import ROOT
 from perf.micro import conftest, states
+
+from .processes import of_module, run
 
 SMALL = "(llama and 1024 and not 8-1024) or llama-3.1-8b-32 or keydiff_scores or (policy and keydiff)"
 
 
-def test_operators_are_right_before_they_are_timed():
+def test_operators_are_right_before_they_are_timed(tmp_path):
     """What `make bench` runs, on the smaller shapes, each once."""
-    command = [sys.executable, "-m", "pytest", "perf/micro", "-q", "--benchmark-disable", "-k", SMALL]
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0 and "passed" in result.stdout, result.stdout[-2000:]
+    code, said, _ = run(of_module("pytest"), tmp_path, "perf/micro", "-q", "--benchmark-disable", "-k", SMALL)
+    assert code == 0 and "passed" in said, said[-2000:]
 
 
 def test_what_is_wrong_is_not_timed():

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from perf import engine, paired_steps, report
+from perf import engine, front, paired_steps, report
 from perf.engine import RESULTS, ROOT, Unmeasured
+from perf.quality import results as quality
 from perf.speed import __main__ as command
 from perf.speed import contenders, models, worker
 from perf.speed import report as speed_report
@@ -562,7 +563,7 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
 
 
 def test_the_section_goes_between_its_markers_and_nowhere_else(tmp_path):
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "page.md"
     readme.write_text(f"# A\n\n{speed_report.BEGIN}\nold\n{speed_report.END}\n\n## B\n")
     speed_report.write_section(MADE_UP, readme)
     text = readme.read_text()
@@ -570,7 +571,8 @@ def test_the_section_goes_between_its_markers_and_nowhere_else(tmp_path):
         f"# A\n\n{speed_report.BEGIN}\n\nLlama, 4 layers of 256, random weights, float32; 2 threads of CPU X"
     )
     assert text.endswith(f"{speed_report.END}\n\n## B\n") and "old" not in text
-    for piece in ("kvpress 0.5", "commit abc", "(perf/results/speed_cpu_context.png)", "missed by 9%", "worst 1.10x"):
+    picture = "(../perf/results/speed_cpu_context.png)"
+    for piece in ("kvpress 0.5", "commit abc", picture, "missed by 9%", "worst 1.10x"):
         assert piece in text, piece
     speed_report.write_section(MADE_UP, readme)
     assert readme.read_text() == text
@@ -580,9 +582,16 @@ def test_the_section_goes_between_its_markers_and_nowhere_else(tmp_path):
     assert "Not measured yet" in speed_report.section({})
 
 
-def test_the_readme_says_what_was_measured():
-    """`python -m perf.report --readme` has been run since the last measurement."""
-    assert speed_report.current((ROOT / "README.md").read_text()) == speed_report.section(report.read(RESULTS))
+def test_pages_say_what_was_measured():
+    """`python -m perf.report --readme` has been run since the last measurement of speed and of quality."""
+    files, results = report.read(RESULTS), quality.load(RESULTS / "evaluation")
+    assert speed_report.current(speed_report.PAGE.read_text()) == speed_report.section(files)
+    readme = (ROOT / "README.md").read_text()
+    assert speed_report.current(readme, front.BEGIN, front.END) == front.section(files, results)
+
+
+def test_labels_of_the_picture_do_not_touch():
+    assert front.apart([0.1, 0.11, 0.5]) == [0.1, pytest.approx(0.16), 0.5]
 
 
 def test_rows_survive_json():

@@ -73,7 +73,7 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-CORRECTIONS = ["none", "mean", "moments", "cosh", "centroids"]
+CORRECTIONS = ["none", "mean", "moments", "cosh", "centroids", "ridge"]
 OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no moments
 
 
@@ -175,7 +175,7 @@ def test_ragged_output_is_the_uniform_output_where_nothing_is_evicted():
 
 
 def test_refusals_of_combinations():
-    for name in ("tova", "duoattention"):
+    for name in ("tova", "duoattention", "lagkv"):
         with pytest.raises(FastKVError, match="do not compare between heads"):
             fastkv.patch(build(), name, small(heads="adaptive"))
     with pytest.raises(FastKVError, match="needs the pattern file"):

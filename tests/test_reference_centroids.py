@@ -84,7 +84,8 @@ def test_more_tokens_than_join_at_once():
 def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, half, seed):
     keys, values = pairs(num, seed)
     state, drop = empty(num).add(keys, values), 2
-    merged = state.joined(torch.full((2, 3), drop), half).packed(num - drop)
+    merged = state.joined(state.targets(torch.full((2, 3), drop), half))
+    merged = merged.at(merged.order(num - drop))
     for row, head in itertools.product(range(2), range(3)):
         k, v = keys[row, head], values[row, head]
         spread_k, spread_v = (rows.var(0, unbiased=False).sum() for rows in (k, v))

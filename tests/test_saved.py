@@ -4,8 +4,6 @@ import functools
 import json
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from fastkv.parallel import Parallel
 from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
 from .pairwise import named
+from .processes import run
 from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
 from .test_vector_cache import mapping
 
@@ -517,7 +516,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 
 KILLED = """
-import os, sys, time
+import os, signal, sys
 import torch
 torch.set_num_threads(1)
 from tests.models import build
@@ -525,13 +524,12 @@ from tests.test_saved import read_prompt, small
 import fastkv
 
 stage, path = sys.argv[1:]
-def hang(*args):
-    print("there", flush=True)
-    time.sleep(600)
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 model = fastkv.patch(build(), "keydiff", small())
 cache, _, _ = read_prompt(model, new=3)
-setattr(os, stage, hang)
+setattr(os, stage, die)
 cache.save(path)
 """
 
@@ -543,13 +541,10 @@ def test_a_kill_in_the_middle_leaves_the_old_file(stage, tmp_path):
     model = fastkv.patch(build(), "keydiff", small())
     read_prompt(model)[0].save(path)
     old = path.read_bytes()
-    root = fastkv.__path__[0].removesuffix("/fastkv")
-    command = [sys.executable, "-c", KILLED, stage, str(path)]
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "there\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
-    assert path.read_bytes() == old and len(list(tmp_path.iterdir())) == 2, "the new file was being written"
+    code, _, errors = run(KILLED, tmp_path / "process", stage, str(path))
+    assert code == -signal.SIGKILL, errors
+    names = {one.name for one in tmp_path.iterdir()} - {"process"}
+    assert path.read_bytes() == old and len(names) == 2, "the new file was being written"
     FastKVCache.load(path, model)
     read_prompt(model, new=5)[0].save(path)
     assert FastKVCache.load(path, model).get_seq_length() == 54

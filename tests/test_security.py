@@ -5,7 +5,6 @@ import json
 import pickle
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from fastkv.calibration import quality
 from fastkv.calibration.vector_map import VectorMap
 
 from .models import build, generate, prompt
+from .processes import run
 from .test_vector_cache import mapping
 
 ROOT = Path(__file__).parent.parent
@@ -125,17 +125,9 @@ print(found)
 
 
 def test_importing_and_generating_open_no_socket_and_start_no_program(tmp_path):
-    (tmp_path / "probe.py").write_text(OFFLINE)
-    command = [sys.executable, str(tmp_path / "probe.py"), str(tmp_path / "cache.fastkv")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-def environment():
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    code, said, errors = run(OFFLINE, tmp_path / "probe", str(tmp_path / "cache.fastkv"))
+    assert code == 0, errors[-3000:]
+    assert said.splitlines()[-1] == "[]"
 
 
 def test_generating_in_this_process_opens_no_socket(monkeypatch):

@@ -25,7 +25,7 @@ import fastkv
 from fastkv import Budget, FastKVCache, policies
 
 from .conftest import examples
-from .models import build, compressed_layers, generate
+from .models import build, compressed_layers, generate, policy
 from .test_vector_cache import mapping
 
 POLICIES = {one.name: one for one in policies.ALL}
@@ -46,7 +46,11 @@ def folder():
 
 
 @functools.cache
-def policy_of(name):
+def policy_of(name, family):
+    if name == "triattention":
+        path = Path(folder().name) / family
+        path.mkdir()
+        return policy(name, path, model_of(family))
     if name != "duoattention":
         return policies.get(name)
     path = Path(folder().name) / "pattern.tsv"
@@ -62,7 +66,7 @@ def arguments(draw):
     fixed = heads == "adaptive" or chosen.name == "duoattention"
     amount = draw(st.sampled_from([{"tokens": 6}, {"tokens": 14}, {"tokens": 100}, {"keep": 0.5}]))
     return {
-        "policy": policy_of(chosen.name),
+        "policy": chosen.name,
         "budget": Budget(**amount, sinks=draw(st.integers(0, 2)), recent=draw(st.integers(0, 3)), heads=heads),
         "correction": draw(st.sampled_from(CORRECTIONS[:-2] if fixed else CORRECTIONS)),
         "prefill_block": None if chosen.rereads else draw(st.sampled_from([None, None, 1, 3, 8])),
@@ -80,6 +84,7 @@ class Uses(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(["llama", "qwen3", "gemma3"]), given=arguments(), data=st.data())
     def patch(self, name, given, data):
+        given = given | {"policy": policy_of(given["policy"], name)}
         self.model, self.given = model_of(name), given
         vector = mapping(self.model) if given["correction"].startswith("vector") else None
         fastkv.patch(self.model, **given, vector=vector)

@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery
 from . import compaction, selection, signals
-from .layout import LayerConfig, Layout, cost, layout_of, spec_of
+from .layout import LayerConfig, Layout, cost, layout_of
 from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
@@ -102,15 +102,7 @@ class LayerCache:
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
         device, shared = state.seen.device, self.workspace
-        rotary = self.config.rotations.get(self.layer)
-        rotary = None if rotary is None else rotary.to(device)
-        weight = None
-        if self.config.values is not None:
-            weight = shared.parallel.own(self.config.values.weights[self.layer][None])[0].to(device)
-        spec = spec_of(self.config, layout, scale=1.0)
-        self.rule = LayerConfig(
-            self.config, self.layer, layout, spec, shared.parallel, rotary, weight=weight, readers=self.readers
-        )
+        self.rule = LayerConfig.of(self.config, self.layer, layout, shared.parallel, device, self.readers)
         self.state, self.num_heads = state, num_heads
         self.prepare()
 
@@ -219,7 +211,8 @@ class LayerCache:
         if state.approx is not None:
             self._recover(length)
         state.fill()
-        out, _, _ = ops.decode_step(q[:, :, 0], k, v, state, rule.spec)
+        # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
+        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
         if clock.now.evicts and not self.readers:
             evict(state, rule)
         return out[:, :, None]
@@ -247,7 +240,8 @@ class LayerCache:
     def look_back(self, q: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Attention of another layer's query [B, Hq, 1, D] over everything so far, after `step`: [B, Hq, 1, Dv]."""
         state, rule = self._held()
-        out, _, _ = ops.decode_step(q[:, :, 0], None, None, state, rule.attending(scale, softcap, rule.output).spec)
+        spec = rule.attending(scale, softcap, rule.output).spec
+        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), None, None, state, spec)
         if self._looked() and self.workspace.clock.now.evicts:
             evict(state, rule)
         return out[:, :, None]

@@ -14,6 +14,7 @@ from ..config import Config
 from ..corrections import Correction, Shape
 from ..errors import FastKVError
 from ..parallel import Parallel
+from ..policies import QueryStatistics
 from ..reference import LayerState, Moments, Slots, Spec
 from ..rotary import Rotary
 
@@ -153,8 +154,14 @@ def layout_of(
         slope: whether kernels want a half-precision copy of the cross moment.
         parallel: processes that share the layer's heads.
         latent: whether values are the first numbers of keys.
-    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps.
+    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change that are parts
+        of keys.
     """
+    if latent and config.correction.observes:
+        raise FastKVError(
+            f"correction={config.correction.name!r} changes values, which layer {layer} keeps inside its keys "
+            "(latents); use another correction"
+        )
     policy, correction, reserved = config.policy, config.correction, config.budget.reserved
     own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
     pairs = policy.head_tokens(layer, heads * parallel.size, tokens, reserved)
@@ -192,6 +199,7 @@ class LayerConfig:
         layer: index in the model.  layout: of its state.  spec: how it attends and evicts.
         parallel: processes that share the layer's heads.  rotary: how keys are turned, if anything undoes it.
         output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
+        queries: what the layer's queries are like, if the policy reads it.
         weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value.
         readers: how many other layers attend to the same keys.
     """
@@ -203,8 +211,33 @@ class LayerConfig:
     parallel: Parallel = field(default_factory=Parallel)
     rotary: Rotary | None = None
     output: Tensor | None = None
+    queries: QueryStatistics | None = None
     weight: Tensor | None = None
     readers: int = 0
+
+    @classmethod
+    def of(
+        cls, config: Config, layer: int, layout: Layout, parallel: Parallel, device: torch.device, readers: int = 0
+    ) -> LayerConfig:
+        """Of a layer with that index and layout: its part of what was fitted to the model. It attends with scale 1."""
+        rotary = config.rotations.get(layer)
+        weight = queries = None
+        if config.values is not None:
+            weight = parallel.own(config.values.weights[layer][None])[0].to(device)
+        if config.queries is not None:
+            known = config.queries.of_layer(layer)
+            queries = QueryStatistics(*(parallel.own(part[None])[0].to(device) for part in known))
+        return cls(
+            config,
+            layer,
+            layout,
+            spec_of(config, layout, scale=1.0),
+            parallel,
+            None if rotary is None else rotary.to(device),
+            queries=queries,
+            weight=weight,
+            readers=readers,
+        )
 
     def attending(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerConfig:
         """The same for a layer that attends so."""

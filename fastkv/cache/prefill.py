@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import ops
 from ..reference import LayerState, Selection, attention_ahead, joined, merge_partials, most_attended
-from . import compaction, key_only, selection, signals
+from . import compaction, key_only, refit, selection, signals
 from .layout import LayerConfig
 
 Held = tuple[Tensor, Tensor, Tensor]
@@ -65,7 +65,11 @@ def absorb_block(
     kept = Selection(told.valid, told.valid.sum(-1))
     if full:
         kept = selection.keep_best(told, scores, state.seen, rule)
+        if rule.config.correction.observes:
+            told = refit.refit(told, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, told, kept, num, rule, full=full)
+    if state.prompted is not None:
+        state.prompted.copy_(state.seen)
 
 
 def attend_held(

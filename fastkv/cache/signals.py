@@ -72,6 +72,7 @@ def _told(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerCon
         output=rule.output,
         memory=memory,
         rotary=rule.rotary,
+        query_statistics=rule.queries,
         parallel=rule.parallel,
         backend=spec.backend,
     )
@@ -125,8 +126,8 @@ def observe(
     Arguments as in `of_block`.
     """
     num, observed, spec = q.shape[2], rule.config.policy.observation, rule.spec
-    if observed is not None and observed < num:  # each row's own last queries, on whichever side it is padded
-        last = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -observed:]
+    if observed is not None and observed < num:
+        last = last_tokens(valid, observed)
         q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
         mass = None if mass is None else mass.gather(2, last[:, None].expand(-1, q.shape[1], -1))
         valid, num = valid.gather(1, last), observed
@@ -136,7 +137,7 @@ def observe(
         stop = min(start + QUERY_CHUNK, num)
         part, query_valid = q[:, :, start:stop], valid[:, start:stop].clone()
         later = valid[:, stop:].sum(-1, keepdim=True)
-        query_positions = state.seen[:, None] - later - query_valid.flip(-1).cumsum(-1).flip(-1)
+        query_positions = positions_before(state.seen[:, None] - later, query_valid)
         mean = ops.observed_attention(
             part,
             signals.keys,
@@ -152,3 +153,13 @@ def observe(
         asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)
         received, queried = received + mean * asked, queried + asked
     return replace(signals, attention=received / queried.clamp(min=1), queried=queried)
+
+
+def last_tokens(valid: Tensor, num: int) -> Tensor:
+    """[B, num], indices of each row's own last tokens of a block, on whichever side it is padded; valid [B, T]."""
+    return valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, -num:]
+
+
+def positions_before(end: Tensor, valid: Tensor) -> Tensor:
+    """Positions [B, T] of tokens, valid [B, T], that come right before position `end` [B, 1]."""
+    return end - valid.flip(-1).cumsum(-1).flip(-1)

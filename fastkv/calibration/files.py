@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
 
 from ..errors import FastKVError
 
@@ -109,3 +114,77 @@ def replace_file(path: Path, content: bytes) -> None:
     finally:
         if fresh.is_file():
             fresh.unlink()
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The format of a safetensors file with tensors that were fitted to one model and facts about the fit.
+
+    Attributes: command: of `fastkv calibrate`, which writes it.  what: is in it, in words.  version: of the format.
+        facts: their names and types, a "fingerprint" and a "model" among them.
+    """
+
+    command: str
+    what: str
+    version: int
+    facts: Mapping[str, type]
+
+    @property
+    def header(self) -> str:
+        """The one metadata entry; its presence says what the file is."""
+        return f"fastkv.{self.command}"
+
+    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write a file; whoever reads `path` sees the old one or the whole new one.
+
+        Raises: FastKVError if it cannot be written; a file that was there before is then still there.
+        """
+        header = {"version": self.version, **facts}
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        replace_file(Path(path), to_bytes(whole, {self.header: json.dumps(header, sort_keys=True)}))
+
+    def load(self, path: str | os.PathLike[str], config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The facts and the tensors of a file for the model with this config, patched or not; tensors on the CPU.
+
+        Raises: FastKVError if there is no such file, if it is damaged or something else, if a newer fastkv wrote it, or
+            if it was fitted to another model.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = self._header(path, file.metadata() or {})
+                check_fitted(path, header["fingerprint"], header["model"], config, self.command)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise FastKVError(
+                f"{path} cannot be read as a file of {self.what} ({getattr(error, 'strerror', None) or error}); write "
+                f"one with fastkv calibrate {self.command}"
+            ) from error
+        return {name: header[name] for name in self.facts}, tensors
+
+    def damaged(self, path: Any) -> FastKVError:
+        """The error for a file whose header or tensors are not what `save` writes."""
+        return FastKVError(
+            f"{path} is damaged, expected a header and tensors as fastkv writes them, got something else; write it "
+            f"again with fastkv calibrate {self.command}"
+        )
+
+    def _header(self, path: Any, metadata: dict[str, str]) -> dict[str, Any]:
+        """The parsed header of a file that this version can read."""
+        if self.header not in metadata:
+            raise FastKVError(
+                f"{path} is a safetensors file, but expected one with {self.what}, got one without the header "
+                f"{self.header}; write one with fastkv calibrate {self.command}"
+            )
+        try:
+            header = json.loads(metadata[self.header])
+            version = int(header["version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise self.damaged(path) from error
+        if version > self.version:
+            raise FastKVError(
+                f"{path} has format {version}, but this fastkv reads formats up to {self.version}; update fastkv or "
+                f"write the file again with fastkv calibrate {self.command}"
+            )
+        if any(type(header.get(name)) is not kind for name, kind in self.facts.items()):
+            raise self.damaged(path)
+        return header

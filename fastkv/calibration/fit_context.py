@@ -271,7 +271,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate context`."""
     option = partial(common.option, parser)
     common.add_model(parser, ".")
-    common.add_policies(parser)
+    option("--policies --policy", common.POLICIES, "policies", "NAME")
     option("--samples", 12, "texts of each length")
     option("--lengths", LENGTHS, "tokens of the texts")
     option("--seed", 0, "of the first text")

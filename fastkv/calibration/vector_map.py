@@ -6,24 +6,23 @@ intercept, because attention applies it once to the weighted sum of keys: sum_j 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..errors import FastKVError
-from .files import check_fitted, replace_file
+from .files import TensorFile, check_fitted
 
-HEADER = "fastkv.vector"  # the one metadata entry; its presence says what the file is
-VERSION = 1
-FACTS = {"fingerprint": str, "model": str, "tokens": int, "threshold": float}
+FILE = TensorFile(
+    command="vector",
+    what="maps from keys to values",
+    version=1,
+    facts={"fingerprint": str, "model": str, "tokens": int, "threshold": float},
+)
 
 
 def required_r2(boundary: float = 1.0, approximated: float = 1.0) -> float:
@@ -93,11 +92,9 @@ class VectorMap:
 
         Raises: FastKVError if it cannot be written; a file that was there before is then still there.
         """
-        facts = {name: getattr(self, name) for name in FACTS}
-        header = {"version": VERSION, **facts, "threshold": float(self.threshold)}
-        tensors = {f"weight.{layer}": weight.contiguous() for layer, weight in self.weights.items()}
-        tensors |= {f"r2.{layer}": r2.contiguous() for layer, r2 in self.r2.items()}
-        replace_file(Path(path), to_bytes(tensors, {HEADER: json.dumps(header, sort_keys=True)}))
+        facts = {name: getattr(self, name) for name in FILE.facts} | {"threshold": float(self.threshold)}
+        tensors = {f"weight.{layer}": weight for layer, weight in self.weights.items()}
+        FILE.save(path, facts, tensors | {f"r2.{layer}": r2 for layer, r2 in self.r2.items()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any) -> VectorMap:
@@ -106,55 +103,17 @@ class VectorMap:
         Raises: FastKVError if there is no such file, if it is damaged or something else, if a newer fastkv wrote it, or
             if it was fitted to another model.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = _header(path, file.metadata() or {})
-                check_fitted(path, header["fingerprint"], header["model"], config, "vector")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise FastKVError(
-                f"{path} cannot be read as a file of maps from keys to values "
-                f"({getattr(error, 'strerror', None) or error}); write one with fastkv calibrate vector"
-            ) from error
+        facts, tensors = FILE.load(path, config)
         layers = range(config.get_text_config(decoder=True).num_hidden_layers)
         weights = {i: tensors.pop(f"weight.{i}") for i in layers if f"weight.{i}" in tensors}
         r2 = {i: tensors.pop(f"r2.{i}") for i in layers if f"r2.{i}" in tensors}
         whole = not tensors and weights and weights.keys() == r2.keys()
         if not whole or not all(_fits(weight, r2[i]) for i, weight in weights.items()):
-            raise _damaged(path)
-        return cls(weights, r2, **{name: header[name] for name in FACTS})
-
-
-def _header(path: Any, metadata: dict[str, str]) -> dict[str, Any]:
-    """The parsed header of a file that this version can read."""
-    if HEADER not in metadata:
-        raise FastKVError(
-            f"{path} is a safetensors file, but expected one with maps from keys to values, got one without the header "
-            f"{HEADER}; write one with fastkv calibrate vector"
-        )
-    try:
-        header = json.loads(metadata[HEADER])
-        version = int(header["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path) from error
-    if version > VERSION:
-        raise FastKVError(
-            f"{path} has format {version}, but this fastkv reads formats up to {VERSION}; update fastkv or write the "
-            "file again with fastkv calibrate vector"
-        )
-    if any(type(header.get(name)) is not kind for name, kind in FACTS.items()):
-        raise _damaged(path)
-    return header
+            raise FILE.damaged(path)
+        return cls(weights, r2, **facts)
 
 
 def _fits(weight: Tensor, r2: Tensor) -> bool:
     """Whether they are finite, [Hkv, Dk, Dv] fp32 and [Hkv] fp64."""
     kinds = (weight.ndim, weight.dtype, r2.dtype, r2.shape) == (3, torch.float32, torch.float64, weight.shape[:1])
     return kinds and all(bool(tensor.isfinite().all()) for tensor in (weight, r2))
-
-
-def _damaged(path: Any) -> FastKVError:
-    return FastKVError(
-        f"{path} is damaged, expected a header and tensors as fastkv writes them, got something else; write it again "
-        "with fastkv calibrate vector"
-    )

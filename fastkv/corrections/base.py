@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..budget import LayerCost
 from ..reference import Evicted, LayerState
@@ -61,6 +62,26 @@ class Correction:
     def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
         """Bytes of a layer's state, from those without what `empty` makes."""
         return pairs
+
+    # Corrections that change the values of what stays.
+
+    @property
+    def observes(self) -> int:
+        """By how many last queries of a prompt block values are refitted; 0 if they stay as they are."""
+        return 0
+
+    @property
+    def anchors(self) -> float:
+        """Share of the tokens, those with the best scores, whose values stay as they are."""
+        return 0.0
+
+    def refitted(self, values: Tensor, full: Tensor, rest: Tensor, free: Tensor) -> Tensor:
+        """The values [B, Hkv, N, Dv] of candidates after an eviction from them.
+
+        Args: full, rest [B, Hkv, Q, N]: attention of Q queries over all candidates, and over those that stay.  free
+            [B, Hkv, N] bool: whose values may change.
+        """
+        raise NotImplementedError
 
     # Corrections that let some tokens keep their key only (VECTOR).
 

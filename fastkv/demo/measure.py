@@ -29,13 +29,14 @@ SPEED_STEPS = 32  # decode steps that are timed: two evictions at the default ev
 class Questions:
     """Equally long prompts of one task, prompts [N, P] and reference answers [N, A] as tokens.
 
-    The last `question` tokens of each prompt are the question.
+    The last `question` tokens of each prompt are the question; `each` prompts in a row share the text before it.
     """
 
     task: str
     prompts: Tensor
     answers: Tensor
     question: int
+    each: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,15 @@ class Measured:
     tokens_per_second: float | None
 
 
-def make_questions(tokenizer: PreTrainedTokenizerBase, task: str, context: int, samples: int, seed: int) -> Questions:
-    """One question to each of `samples` texts of `context` tokens, answer included; seeds are seed, seed + 1, ..."""
-    drawn = [generate(task, context, seed + index) for index in range(samples)]
-    prompts = tokenizer([f"{one.context} {one.questions[0]}" for one in drawn]).input_ids
-    answers = tokenizer([one.answers[0] for one in drawn], add_special_tokens=False).input_ids
+def make_questions(
+    tokenizer: PreTrainedTokenizerBase, task: str, context: int, samples: int, seed: int, each: int = 1
+) -> Questions:
+    """`each` questions to each of `samples` texts of `context` tokens, answer included; seeds count up from `seed`."""
+    drawn = [generate(task, context, seed + index, each) for index in range(samples)]
+    prompts = tokenizer([f"{one.context} {question}" for one in drawn for question in one.questions]).input_ids
+    answers = tokenizer([answer for one in drawn for answer in one.answers], add_special_tokens=False).input_ids
     question = tokenizer(drawn[0].questions[0], add_special_tokens=False).input_ids
-    return Questions(task, torch.tensor(prompts), torch.tensor(answers), len(question))
+    return Questions(task, torch.tensor(prompts), torch.tensor(answers), len(question), each)
 
 
 @torch.no_grad()
@@ -72,13 +75,16 @@ def measure(
 ) -> Measured:
     """Read the prompts, then decode the reference answers one word at a time. The model's own cache is used.
 
-    question_later: read, and compress, the text before the question is known.
+    question_later: read, and compress, the text before the question is known, once for all questions to it.
     """
-    rows, length = questions.prompts.shape
-    cache = None
-    for part in questions.prompts.tensor_split([length - questions.question] if question_later else [], 1):
-        out = model(part, past_key_values=cache, logits_to_keep=1, use_cache=True)
-        cache = out.past_key_values
+    (rows, length), prompts, cache = questions.prompts.shape, questions.prompts, None
+    if question_later:
+        text, prompts = prompts.split([length - questions.question, questions.question], 1)
+        cache = model(text[:: questions.each], logits_to_keep=1, use_cache=True).past_key_values
+        if questions.each > 1:
+            cache.batch_repeat_interleave(questions.each)
+    out = model(prompts, past_key_values=cache, logits_to_keep=1, use_cache=True)
+    cache = out.past_key_values
     logits = [out.logits[:, -1]]
     with record_attention(model) as recorded:
         for word in questions.answers[:, :-1].split(1, dim=1):
@@ -112,7 +118,7 @@ def kept_tokens(cache: Any) -> float | None:
     """Tokens per KV head that the cache keeps after an eviction, mean over layers; None for a stock cache."""
     if not isinstance(cache, FastKVCache):
         return None
-    tokens = [layer.cache.rule.layout.total for layer in cache.layers]
+    tokens = [layer.cache.rule.layout.total for layer in cache.compressed if layer.cache.rule is not None]
     return sum(tokens) / len(tokens)
 
 

@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import FastKVError
+from ..errors import check_installed
 
 if TYPE_CHECKING:
     from .plugins import FastKVLM
@@ -22,8 +22,7 @@ TASK_FILES = Path(__file__).parent / "tasks"  # what the harness takes as --incl
 
 def check_harness() -> None:
     """Raise FastKVError unless lm-evaluation-harness is installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise FastKVError("lm-evaluation-harness is not installed, tasks cannot be run; pip install fastkv[eval]")
+    check_installed("running tasks of lm-evaluation-harness", "eval")
 
 
 if importlib.util.find_spec("lm_eval") is not None:

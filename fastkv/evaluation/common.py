@@ -215,11 +215,6 @@ def add_model(
     option(parser, "--out", Path(out), what, metavar)
 
 
-def add_policies(parser: argparse.ArgumentParser) -> None:
-    """--policies."""
-    option(parser, "--policies --policy", POLICIES, "policies", "NAME")
-
-
 def make_folder(path: Path) -> None:
     """Make the folder of --out. Raises FastKVError if that is not possible."""
     try:
@@ -230,7 +225,7 @@ def make_folder(path: Path) -> None:
 
 def add_caches(parser: argparse.ArgumentParser) -> None:
     """The options that say which caches are compared: policies, how much they keep, and when they evict."""
-    add_policies(parser)
+    option(parser, "--policies --policy", POLICIES, "policies", "NAME")
     add = parser.add_argument
     option(parser, "--budgets --budget", ("128", "256"), "tokens per KV head, or keep=X, bytes=N, quality=X")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=EQUAL)

@@ -39,6 +39,7 @@ from ..reference import LayerState, joined, with_sink
 from . import common
 from .equal_bytes import EVICT_EVERY, equal_bytes, stored_bytes
 
+FITTED = frozenset({"duoattention", "triattention"})  # need a file about the model, which the bundled one has
 VECTORLESS = frozenset({"duoattention"})  # fixes what each head keeps, and so does VECTOR
 SHARES = {"sinks": 4, "recent": 16}  # tokens that are never evicted, as in `fastkv demo`
 
@@ -422,10 +423,11 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
 
 
 def default_policies(options: argparse.Namespace) -> tuple[str, ...]:
-    """All policies; DuoAttention only where there is a pattern for it, with the bundled model, and without VECTOR."""
-    without = VECTORLESS if options.correction.startswith("vector") else ()
-    known = [name for name in policies.names() if name != "duoattention" or options.model == common.DEMO]
-    return tuple(name for name in known if name not in without)
+    """All policies that go with the correction; those that need a file of the model only with the bundled one."""
+    without = VECTORLESS if options.correction.startswith("vector") else frozenset()
+    if options.model != common.DEMO:
+        without |= FITTED
+    return tuple(name for name in policies.names() if name not in without)
 
 
 def check(options: argparse.Namespace) -> None:

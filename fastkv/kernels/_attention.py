@@ -296,6 +296,47 @@ def _count_token(lengths_ptr, seen_ptr, pair, held, HEADS: tl.constexpr):
 
 
 @triton.jit
+def _home(rows_ptr, page, pair, HEADS: tl.constexpr):
+    """Where a pair of the batch lives: the row of the state, and the number of its pair there, or in the row's page.
+
+    rows_ptr: [B] int64, None where batch row b lives in state row b.  page: see `_page`.
+    """
+    if rows_ptr is None:
+        return pair // HEADS, pair
+    else:
+        row = tl.load(rows_ptr + pair // HEADS).to(tl.int64)
+        if page is None:
+            return row, row * HEADS + pair % HEADS
+        else:
+            return row, pair % HEADS
+
+
+@triton.jit
+def _page(pointer, row, page):
+    """A tensor's part in the page of a row; the tensor itself where it is no view of pages or absent.
+
+    page: units of 16 bytes from one page to the next, None without pages; so the compiler sees that parts are aligned.
+    """
+    if pointer is None or page is None:
+        return pointer
+    else:
+        return pointer + row * page * (128 // pointer.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def _store_nothing(
+    out_ptr, lse_retained_ptr, lse_evicted_ptr, pair, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attention over nothing, of a pair that is nobody's."""
+    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    place, mask = (pair * G + rows)[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D)[None, :]
+    tl.store(out_ptr + place, tl.zeros([M, BLOCK_D], out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_retained_ptr + pair * G + rows, -float("inf"), mask=rows < G)
+    tl.store(lse_evicted_ptr + pair * G + rows, -float("inf"), mask=rows < G)
+
+
+@triton.jit
 def _stretch(starts_ptr, pair, slots, HEADS: tl.constexpr):
     """Where the slots of a pair begin and how many it owns: all `slots` of its own, or with starts_ptr [B, HEADS + 1]
     a stretch of the `slots` of its sequence."""
@@ -305,6 +346,15 @@ def _stretch(starts_ptr, pair, slots, HEADS: tl.constexpr):
         starts_ptr += (pair // HEADS) * (HEADS + 1) + pair % HEADS
         first = tl.load(starts_ptr)
         return (pair // HEADS) * slots + first, tl.load(starts_ptr + 1) - first
+
+
+@triton.jit
+def _in_scratch(starts_ptr, base, pair, own, slots, HEADS: tl.constexpr):
+    """`_stretch`'s beginning `base` for pair `own` of a state, as it is in scratch for all slots of a batch."""
+    if starts_ptr is None:
+        return base + (pair - own) * slots
+    else:
+        return base + (pair - own) // HEADS * slots
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
-from ..reference import Centroids, LayerState
+from ..reference import Centroids, LayerState, Slots
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
@@ -62,6 +63,38 @@ def check_contiguous(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_rows(op: str, state: LayerState, **tensors: Tensor | None) -> int | None:
+    """How far it is from one row of these tensors of a state to the next, in units of 16 bytes, if they are views of
+    pages; None if each lies by itself.
+
+    Raises: FastKVError for the first tensor that is not contiguous or, in pages, whose rows are not or are elsewhere.
+    """
+    keys = state.exact.keys
+    if state.rows is None or keys.stride(0) == prod(keys.shape[1:]):
+        check_contiguous(op, rows=state.rows, **tensors)
+        return None
+    page = keys.stride(0) * keys.itemsize
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.stride(0) * tensor.itemsize != page or page % 16 or not dense_rows(tensor)):
+            raise FastKVError(
+                f"{op}: {name} must be contiguous in every page, and pages a multiple of 16 bytes apart as those of "
+                f"keys, {page} bytes, got strides {tensor.stride()} of {tensor.itemsize} bytes for shape "
+                f"{list(tensor.shape)}; see fastkv.cache.pages"
+            )
+    check_contiguous(op, rows=state.rows)
+    return page // 16
+
+
+def dense_rows(tensor: Tensor) -> bool:
+    """Whether every row, tensor[b], is contiguous."""
+    wanted = 1
+    for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1]):
+        if size != 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True
+
+
 def check_like(op: str, shape: tuple[int | None, ...], **tensors: Tensor | None) -> None:
     """Raise FastKVError for the first given tensor that has another shape or is not contiguous."""
     for name, tensor in tensors.items():
@@ -71,11 +104,12 @@ def check_like(op: str, shape: tuple[int | None, ...], **tensors: Tensor | None)
 
 
 def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: int, value_dim: int) -> None:
-    """Raise FastKVError unless all tensors are fp32, contiguous and for `shape` [B, Hkv, M] centroids."""
+    """Raise FastKVError unless all tensors are fp32 and for `shape` [B, Hkv, M] centroids."""
     count, keys, values, spread = centroids.tensors()
-    check_like(op, shape, **{"centroids.count": count, "centroids.spread": spread})
-    check_like(op, (*shape, dim), **{"centroids.keys": keys})
-    check_like(op, (*shape, value_dim), **{"centroids.values": values})
+    check_shape(op, "centroids.count", count, shape)
+    check_shape(op, "centroids.spread", spread, shape)
+    check_shape(op, "centroids.keys", keys, (*shape, dim))
+    check_shape(op, "centroids.values", values, (*shape, value_dim))
     if {t.dtype for t in centroids.tensors()} != {torch.float32}:
         raise FastKVError(
             f"{op} needs centroids in float32, got {', '.join(str(t.dtype) for t in centroids.tensors())}; convert them"
@@ -93,14 +127,18 @@ def check_head_dim(op: str, head_dim: int, dtype: torch.dtype | None = None) -> 
         )
 
 
-def check_decode(op: str, q: Tensor, keys: Tensor, values: Tensor, *same_dtype: Tensor) -> int:
-    """Query heads per KV head, or FastKVError unless q [B, Hq, D] and keys, values [B, Hkv, C, D] suit the kernel."""
+def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Tensor, *same_dtype: Tensor) -> int:
+    """Query heads per KV head, or FastKVError unless q [B, Hq, D] and the state's keys, values [B, Hkv, C, D], as
+    `addressed`, suit the kernel."""
     batch, num_heads, dim = q.shape
     heads, slots = keys.shape[1:3]
     groups = check_groups(op, num_heads, heads)
     check_head_dim(op, dim, q.dtype)
-    check_shape(op, "keys", keys, (batch, heads, slots, dim))
-    check_shape(op, "values", values, (batch, heads, slots, dim))
+    if state.rows is not None:
+        check_shape(op, "rows", state.rows, (batch,))
+    stored = batch if state.rows is None else len(keys)
+    check_shape(op, "keys", keys, (stored, heads, slots, dim))
+    check_shape(op, "values", values, (stored, heads, slots, dim))
     dtypes = {t.dtype for t in (q, keys, values, *same_dtype)}
     if groups > MIN_ROWS or len(dtypes) > 1 or q.dtype == torch.float64:
         raise FastKVError(
@@ -154,9 +192,9 @@ class Workspace:
         exact, tiers, heads = state.exact, state.tiers.values(), state.heads
         dim = exact.keys.shape[-1]
         made = cls.allocate(
-            len(state.seen), heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
+            state.batch, heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
             attention=exact.attention is not None, sets=len(tiers),
-            pool=sum(slots.keys.numel() // dim for slots in tiers),
+            pool=sum(pool_of(state.batch, slots) for slots in tiers),
         )  # fmt: skip
         return replace(made, joining=made.accs.new_empty(joining)) if joining else made
 
@@ -185,6 +223,11 @@ class Workspace:
             logits=empty(groups, pairs * slots * sets if pool is None else pool) if attention else None,
             tickets=tickets,
         )
+
+
+def pool_of(batch: int, slots: Slots) -> int:
+    """Slots of all heads of a batch."""
+    return batch * prod(slots.keys.shape[1:-1])
 
 
 @functools.cache

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
-from ._attention import _dot32, _store_spread
-from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2
+from ._attention import _dot32, _home, _page, _store_spread
+from ._launch import INTERPRET, check_contiguous, check_head_dim, check_rows, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # that a program moves at once
@@ -37,16 +37,24 @@ MAX_SPLITS = 16
 # rows and 32 columns to nothing for sm_100.
 MERGE = {64: (32, 32, 4), 128: (32, 32, 4), 256: (32, 32, 8), 512: (16, 16, 8)}
 MAX_MOVERS = 32
-FOLLOWING = ["N", "slots", "used", "splits"]  # the length of a prompt: one compilation for all of them
+FOLLOWING = ["page", "N", "slots", "used", "splits"]  # the length of a prompt: one compilation for all of them
 
 
-@triton.jit(do_not_specialize=["used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
+@triton.jit(do_not_specialize=["page", "used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
 def _plan_kernel(
     kept_ptr, valid_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, lists_ptr, tally_ptr, means_ptr,
-    N, used, splits, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_MEANS: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, page, N, used, splits, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, HAS_MEANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
+    home, own = _home(rows_ptr, page, head, HEADS)
+    if rows_ptr is not None:
+        if home == 0:
+            tl.store(tally_ptr + head * 3, 0)  # nothing to merge or to move
+            tl.store(tally_ptr + head * 3 + 1, 0)
+            return
+    lengths_ptr, count_ptr = _page(lengths_ptr, home, page), _page(count_ptr, home, page)
+    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, home, page), _page(value_mean_ptr, home, page)
     row = head * N
     listed_ptr = lists_ptr + row
     holes_ptr = listed_ptr + tl.num_programs(0).to(tl.int64) * N
@@ -74,19 +82,19 @@ def _plan_kernel(
         gone += tl.sum(evicted, 0)
         holes += tl.sum(hole, 0)
         moves += tl.sum(source, 0)
-    count = tl.load(count_ptr + head)
-    tl.store(lengths_ptr + head, length)
+    count = tl.load(count_ptr + own)
+    tl.store(lengths_ptr + own, length)
     tl.store(tally_ptr + head * 3, gone.to(tl.int64))
     tl.store(tally_ptr + head * 3 + 1, moves.to(tl.int64))
     tl.store(tally_ptr + head * 3 + 2, count)
     if HAS_MEANS:
         dk, dv = tl.arange(0, BK), tl.arange(0, BV)
         before = means_ptr + head * (splits + 1) * (DK + DV)
-        tl.store(before + dk, tl.load(key_mean_ptr + head * DK + dk, mask=dk < DK, other=0.0), mask=dk < DK)
-        value_mean = tl.load(value_mean_ptr + head * DV + dv, mask=dv < DV, other=0.0)
+        tl.store(before + dk, tl.load(key_mean_ptr + own * DK + dk, mask=dk < DK, other=0.0), mask=dk < DK)
+        value_mean = tl.load(value_mean_ptr + own * DV + dv, mask=dv < DV, other=0.0)
         tl.store(before + DK + dv, value_mean, mask=dv < DV)
     else:
-        tl.store(count_ptr + head, count + gone)
+        tl.store(count_ptr + own, count + gone)
 
 
 @triton.jit
@@ -147,7 +155,7 @@ def _store_state(
 @triton.jit(do_not_specialize=FOLLOWING)
 def _moments_kernel(
     keys_ptr, values_ptr, new_keys_ptr, new_values_ptr, listed_ptr, tally_ptr, means_ptr, part_cross_ptr,
-    part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, spread_ptr,
+    part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, spread_ptr, rows_ptr, page,
     N, slots, used, splits, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SINGLE: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
@@ -157,8 +165,15 @@ def _moments_kernel(
     split = tl.program_id(2)
     lane, dk = tl.arange(0, ROWS), tl.arange(0, BK)
     dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    keys = keys_ptr + head * slots * DK
-    values = values_ptr + head * slots * DV
+    home, own = _home(rows_ptr, page, head, HEADS)
+    if rows_ptr is not None:
+        if home == 0:
+            return
+    keys = _page(keys_ptr, home, page) + own * slots * DK
+    values = _page(values_ptr, home, page) + own * slots * DV
+    count_ptr, spread_ptr = _page(count_ptr, home, page), _page(spread_ptr, home, page)
+    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, home, page), _page(value_mean_ptr, home, page)
+    cross_ptr, slope_ptr = _page(cross_ptr, home, page), _page(slope_ptr, home, page)
     new_keys = new_keys_ptr + (head // HEADS) * stride_kb + (head % HEADS) * stride_kh
     new_values = new_values_ptr + (head // HEADS) * stride_vb + (head % HEADS) * stride_vh
     gone = tl.load(tally_ptr + head * 3).to(tl.int32)
@@ -197,18 +212,18 @@ def _moments_kernel(
         old_value = tl.load(state + DK + dv, mask=dv < DV, other=0.0)
         old = tl.zeros([BK, COLUMNS], tl.float32)
         if HAS_CROSS:
-            old = tl.load(cross_ptr + head * DK * DV + spot, mask=within, other=0.0)
+            old = tl.load(cross_ptr + own * DK * DV + spot, mask=within, other=0.0)
         if SPREAD:
             if tl.program_id(1) == 0:
                 squares += (
                     _between(before.to(tl.float32), gone.to(tl.float32)) * (key_mean - old_key) * (key_mean - old_key)
                 )
-                _store_spread(spread_ptr + head, squares, DK)
+                _store_spread(spread_ptr + own, squares, DK)
         _, key_mean, value_mean, cross = _chan(
             before.to(tl.float32), old_key, old_value, old, gone.to(tl.float32), key_mean, value_mean, cross
         )
         _store_state(
-            count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, head, before + gone,
+            count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, own, before + gone,
             key_mean, value_mean, cross, dk, dv, DK, DV, HAS_CROSS, HAS_SLOPE,
         )  # fmt: skip
     else:
@@ -222,14 +237,21 @@ def _moments_kernel(
             tl.store(part_cross_ptr + (head * splits + split) * DK * DV + spot, cross, mask=within)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["page", "splits"])
 def _merge_kernel(
     tally_ptr, means_ptr, part_cross_ptr, part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, spread_ptr, splits, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    slope_ptr, spread_ptr, rows_ptr, page, splits, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
     SPREAD: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
+    home, own = _home(rows_ptr, page, head, HEADS)
+    if rows_ptr is not None:
+        if home == 0:
+            return
+    count_ptr, spread_ptr = _page(count_ptr, home, page), _page(spread_ptr, home, page)
+    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, home, page), _page(value_mean_ptr, home, page)
+    cross_ptr, slope_ptr = _page(cross_ptr, home, page), _page(slope_ptr, home, page)
     dk = tl.arange(0, BK)
     dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     spot = dk[:, None] * DV + dv[None, :]
@@ -242,7 +264,7 @@ def _merge_kernel(
     value_mean = tl.load(mean + DK + dv, mask=dv < DV, other=0.0)
     cross = tl.zeros([BK, COLUMNS], tl.float32)
     if HAS_CROSS:
-        cross = tl.load(cross_ptr + head * DK * DV + spot, mask=within, other=0.0)
+        cross = tl.load(cross_ptr + own * DK * DV + spot, mask=within, other=0.0)
     squares = tl.zeros([BK], tl.float32)
     for split in range(0, splits):
         low, high = _range(gone, split, splits, ROWS)
@@ -261,12 +283,12 @@ def _merge_kernel(
             count, key_mean, value_mean, cross, (high - low).to(tl.float32), new_key, new_value, fresh
         )
     _store_state(
-        count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, head, before + gone,
+        count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, own, before + gone,
         key_mean, value_mean, cross, dk, dv, DK, DV, HAS_CROSS, HAS_SLOPE,
     )  # fmt: skip
     if SPREAD:
         if tl.program_id(1) == 0:
-            _store_spread(spread_ptr + head, squares, DK)
+            _store_spread(spread_ptr + own, squares, DK)
 
 
 @triton.jit
@@ -286,15 +308,19 @@ def _move_row_tile(to_ptr, new_ptr, source, hole, inside, used, stride_t, D: tl.
 @triton.jit(do_not_specialize=FOLLOWING[:-1])
 def _move_kernel(
     keys_ptr, values_ptr, positions_ptr, new_keys_ptr, new_values_ptr, new_positions_ptr, lists_ptr, tally_ptr,
-    N, slots, used, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph, stride_pt,
+    rows_ptr, page, N, slots, used,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph, stride_pt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
+    home, own = _home(rows_ptr, page, head, HEADS)
     lane = tl.arange(0, ROWS)
     holes_ptr = lists_ptr + (tl.num_programs(0) + head) * N
     sources_ptr = holes_ptr + tl.num_programs(0).to(tl.int64) * N
-    places = positions_ptr + head * slots
+    places = _page(positions_ptr, home, page) + own * slots
+    keys = _page(keys_ptr, home, page) + own * slots * DK
+    values = _page(values_ptr, home, page) + own * slots * DV
     new_places = new_positions_ptr + batch * stride_pb + kv * stride_ph
     new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
     new_values = new_values_ptr + batch * stride_vb + kv * stride_vh
@@ -303,8 +329,8 @@ def _move_kernel(
         inside = start + lane < moves
         source = tl.load(sources_ptr + start + lane, mask=inside, other=0)
         hole = tl.load(holes_ptr + start + lane, mask=inside, other=0)
-        _move_row_tile(keys_ptr + head * slots * DK, new_keys, source, hole, inside, used, stride_kt, DK, BK)
-        _move_row_tile(values_ptr + head * slots * DV, new_values, source, hole, inside, used, stride_vt, DV, BV)
+        _move_row_tile(keys, new_keys, source, hole, inside, used, stride_kt, DK, BK)
+        _move_row_tile(values, new_values, source, hole, inside, used, stride_vt, DV, BV)
         old = tl.load(places + source, mask=inside & (source < used), other=0)
         far = (source - used).to(tl.int64) * stride_pt
         new = tl.load(new_places + far, mask=inside & (source >= used), other=0).to(tl.int32)
@@ -318,15 +344,15 @@ def row_splits(candidates: int) -> int:
 
 def _merge(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
-    used: int, moments: Moments,
+    used: int, moments: Moments, where: tuple[Tensor | None, int | None],
 ) -> None:  # fmt: skip
     """Add the listed candidates to the moments, in place.
 
     Args: listed [B, Hkv, N] int32, rows to merge; tally [B, Hkv, 3] int64: how many, (moves), count before; means
-        [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means before.
+        [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means before; where: rows and page.
     """
     slope = moments.slope
-    batch, heads, slots, dk = keys.shape
+    batch, (_, heads, slots, dk) = len(listed), keys.shape
     dv = values.shape[-1]
     splits = means.shape[2] - 1
     has_cross = moments.cross is not None
@@ -336,17 +362,17 @@ def _merge(
     part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=keys.device)
     state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope, spread)
     rows, columns, warps = MERGE[pow2(dk, 64)]
-    shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns}
+    shape = {"HEADS": heads, "DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns}
     shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread is not None}
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, columns), splits)](
-        keys, values, new_keys, new_values, listed, tally, means, part, part_spread, *state, listed.shape[-1], slots,
-        used, splits, *strides, HEADS=heads, SINGLE=splits == 1, INTERP=INTERPRET, num_warps=warps, num_stages=2,
-        **shape,
+        keys, values, new_keys, new_values, listed, tally, means, part, part_spread, *state, *where,
+        listed.shape[-1], slots, used, splits, *strides, SINGLE=splits == 1, INTERP=INTERPRET, num_warps=warps,
+        num_stages=2, **shape,
     )  # fmt: skip
     if splits > 1:
         grid = (batch * heads, triton.cdiv(dv, columns))
-        _merge_kernel[grid](tally, means, part, part_spread, *state, splits, num_warps=warps, **shape)
+        _merge_kernel[grid](tally, means, part, part_spread, *state, *where, splits, num_warps=warps, **shape)
 
 
 def compact(
@@ -360,21 +386,30 @@ def compact(
     op, slots, moments, kept = "compact", state.exact, state.moments, selection.kept
     keys, values, positions, lengths = slots.keys, slots.values, slots.positions, slots.lengths
     assert values is not None and positions is not None
-    batch, heads, capacity, dk = keys.shape
+    batch, (_, heads, capacity, dk) = state.batch, keys.shape
     num, dv = valid.shape[-1], values.shape[-1]
-    k, v, new_positions = (keys[:, :, :0], values[:, :, :0], positions[:, :, :0]) if block is None else block
+    nothing = (
+        keys.new_empty(batch, heads, 0, dk),
+        values.new_empty(batch, heads, 0, dv),
+        positions.new_empty(batch, heads, 0),
+    )
+    k, v, new_positions = nothing if block is None else block
     used = num - k.shape[2]
     check_shape(op, "kept", kept, (batch, heads, num))
     check_shape(op, "k", k, (batch, heads, None, dk))
     check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
     check_head_dim(op, max(dk, dv))
-    check_contiguous(op, keys=keys, values=values, positions=positions, lengths=lengths, slope=moments.slope)
-    check_contiguous(op, valid=valid, kept=kept, cross=moments.cross)
+    check_contiguous(op, valid=valid, kept=kept)
+    page = check_rows(
+        op, state, keys=keys, values=values, positions=positions, lengths=lengths, count=moments.count,
+        key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross, slope=moments.slope,
+        spread=moments.spread,
+    )  # fmt: skip
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:
-        lengths.zero_()
+        lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
         return
-    device, has_means = keys.device, moments.key_mean is not None
+    device, has_means, where = keys.device, moments.key_mean is not None, (state.rows, page)
     splits = row_splits(num)
     lists = torch.empty(3, batch, heads, num, dtype=torch.int32, device=device)
     tally = torch.empty(batch, heads, 3, dtype=torch.int64, device=device)
@@ -383,13 +418,13 @@ def compact(
     key_mean, value_mean = (moments.key_mean, moments.value_mean) if has_means else (means, means)
     _plan_kernel[(batch * heads,)](
         kept.view(torch.uint8), valid.view(torch.uint8), lengths, moments.count, key_mean, value_mean, lists, tally,
-        means, num, used, splits, **shape, HAS_MEANS=has_means, BLOCK=PLAN,
+        means, *where, num, used, splits, HEADS=heads, **shape, HAS_MEANS=has_means, BLOCK=PLAN,
     )  # fmt: skip
     if has_means:
-        _merge(keys, values, k, v, lists[0], tally, means, used, moments)
+        _merge(keys, values, k, v, lists[0], tally, means, used, moments, where)
     strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
     movers = min(triton.cdiv(min(num, capacity), ROWS), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
-        keys, values, positions, k, v, new_positions, lists, tally, num, capacity, used, *strides,
+        keys, values, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,
         HEADS=heads, **shape, ROWS=ROWS,
     )  # fmt: skip

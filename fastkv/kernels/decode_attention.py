@@ -28,6 +28,8 @@ from ._attention import (
     _attend_slots,
     _barrier,
     _count_token,
+    _home,
+    _in_scratch,
     _load_accs,
     _load_query,
     _load_sums,
@@ -35,8 +37,10 @@ from ._attention import (
     _merge_accs,
     _merge_sums,
     _mix,
+    _page,
     _sink,
     _store_lse,
+    _store_nothing,
     _store_partial,
     _stretch,
 )
@@ -50,10 +54,12 @@ from ._launch import (
     check_contiguous,
     check_decode,
     check_like,
+    check_rows,
     decode_outputs,
     num_programs,
     num_sms,
     on_hip,
+    pool_of,
     pow2,
     stages,
 )
@@ -65,24 +71,37 @@ BLOCK_C = 16  # centroids at a time
 MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page"])
 def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr,
     sizes_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr,
     out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr, starts_ptr,
-    sink_ptr, slots, pool, centroids, scale, softcap,
+    sink_ptr, rows_ptr, page, slots, pool, centroids, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     PARTS: tl.constexpr, MERGE_P: tl.constexpr, MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr,
     SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
-    # sink_ptr.
+    # sink_ptr, rows_ptr. A pair of the batch is pair `own` of its page or state; scratch and results follow the batch.
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if row == 0:
+            if split == 0:
+                _store_nothing(out_ptr, lse_retained_ptr, lse_evicted_ptr, pair, G, M, D, BLOCK_D)
+            return
+    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    lengths_ptr, positions_ptr = _page(lengths_ptr, row, page), _page(positions_ptr, row, page)
+    starts_ptr, attention_ptr = _page(starts_ptr, row, page), _page(attention_ptr, row, page)
+    seen_ptr, count_ptr = _page(seen_ptr, row, page), _page(count_ptr, row, page)
+    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, row, page), _page(value_mean_ptr, row, page)
+    matrix_ptr, spread_ptr = _page(matrix_ptr, row, page), _page(spread_ptr, row, page)
+    sizes_ptr = _page(sizes_ptr, row, page)
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
-    length = tl.load(lengths_ptr + pair)
-    count = tl.load(count_ptr + pair)
+    base, capacity = _stretch(starts_ptr, own, slots, HEADS)
+    length = tl.load(lengths_ptr + own)
+    count = tl.load(count_ptr + own)
     held = length
     if k_ptr is not None:
         held = tl.minimum(length + 1, capacity)
@@ -91,13 +110,13 @@ def _decode_attention_kernel(
     values_ptr += base * D
     out_ptr += pair * G * D
     if ORDER == 0 or ORDER == 1:
-        key_mean_ptr += pair * D
-        value_mean_ptr += pair * D
+        key_mean_ptr += own * D
+        value_mean_ptr += own * D
     if ORDER == 1:
-        matrix_ptr += pair * D * D
+        matrix_ptr += own * D * D
     if attention_ptr is not None:
         attention_ptr += base
-        logits_ptr += base
+        logits_ptr += _in_scratch(starts_ptr, base, pair, own, slots, HEADS)
     if sink_ptr is not None:
         sink_ptr += (pair % HEADS) * G
 
@@ -129,7 +148,7 @@ def _decode_attention_kernel(
         moment_acc = tl.zeros([M, BLOCK_D], tl.float32)
         if ORDER is not None:
             moment_top, moment_total, moment_acc = _evicted_partial(
-                q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, pair, count, centroids, scale,
+                q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, own, count, centroids, scale,
                 softcap, G, M, D, BLOCK_D, BLOCK_K, BLOCK_C, ORDER, SPREAD, HAS_CAP, INTERP,
             )  # fmt: skip
         lse2, weight, moment_weight = _mix(top, total, moment_top, moment_total)
@@ -145,12 +164,12 @@ def _decode_attention_kernel(
         if attention_ptr is not None:
             _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, M, MERGE_M, BLOCK_S)
         if k_ptr is not None:
-            _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
+            _count_token(lengths_ptr, seen_ptr, own, held, HEADS)
     else:
         if ORDER is not None:
             if split == SPLITS:
                 top, total, acc = _evicted_partial(
-                    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, pair, count, centroids,
+                    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, own, count, centroids,
                     scale, softcap, G, M, D, BLOCK_D, BLOCK_K, BLOCK_C, ORDER, SPREAD, HAS_CAP, INTERP,
                 )  # fmt: skip
         accs_ptr += pair * PARTS * G * D
@@ -181,7 +200,7 @@ def _decode_attention_kernel(
             if attention_ptr is not None:
                 _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, MERGE_M, MERGE_M, BLOCK_S)
             if k_ptr is not None:
-                _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
+                _count_token(lengths_ptr, seen_ptr, own, held, HEADS)
             tl.store(tickets_ptr + pair, 0)
 
 
@@ -220,7 +239,8 @@ def _constants(
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch: everything contiguous, nothing copied, no host sync; shapes as in `reference.decode_step`.
+    """One launch: everything contiguous, or rows of it in pages, nothing copied, no host sync; shapes as in
+    `reference.decode_step`. Of row 0 results are zero and -inf.
 
     Keys and values have the dtype of q, statistics are fp32, the matrix of the moments cross in fp32 or cross / count
     in half precision; `state.scratch` is a `Workspace`, made if it is empty.
@@ -231,16 +251,18 @@ def decode_step(
     op, slots, starts, moments = "decode_step", state.exact, state.exact.starts, state.moments
     keys, values, attention = slots.keys, slots.values, slots.attention
     assert values is not None
-    groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts))
-    batch, heads, capacity, dim = addressed(op, keys, starts).shape
+    groups = check_decode(op, q, state, addressed(op, keys, starts), addressed(op, values, starts))
+    _, heads, capacity, dim = addressed(op, keys, starts).shape
     known = Terms.of(op, spec.evicted(state), dim)
     check_like(op, (heads * groups,), sink_logits=state.sink_logits)
-    check_contiguous(
-        op, q=q, keys=keys, values=values, lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
+    check_contiguous(op, q=q, k=k, v=v)
+    page = check_rows(
+        op, state, keys=keys, values=values, lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
         value_mean=known.value_mean, matrix=known.matrix, spread=known.spread, sizes=known.sizes, attention=attention,
-        k=k, v=v, positions=slots.positions, seen=state.seen, starts=starts,
+        positions=slots.positions, seen=state.seen, starts=starts,
     )  # fmt: skip
-    pairs, pool, collects = batch * heads, keys.numel() // dim, attention is not None
+    batch = state.batch
+    pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = num_programs(pairs, slots.limit, num_sms(q.device))
     room = Workspace.of(state.scratch)
     if room is None and (programs > 1 or collects):
@@ -257,7 +279,7 @@ def decode_step(
         known.sizes, k, v, positions, seen, attention, out, lse_retained, lse_evicted,
         parts and parts.accs, parts and parts.tops, parts and parts.totals,
         room.logits if room is not None and collects else None, parts and parts.tickets,
-        starts, state.sink_logits, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,
+        starts, state.sink_logits, state.rows, page, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ._attention import _add_spread, _barrier, _dot32, _holes, _load_rows, _move_rows, _some, _stretch
-from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_head_dim, on_hip, pow2
+from ._attention import _add_spread, _barrier, _dot32, _holes, _home, _load_rows, _move_rows, _page, _some, _stretch
+from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_head_dim, check_rows, on_hip, pow2
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
@@ -46,33 +46,43 @@ def _order_bits(x):
 
 @triton.jit
 def _rank_slots(
-    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, slot, slots, width, sinks, recent,
+    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, own, slot, slots, width, sinks, recent,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """uint64 that sort in order of eviction: class, score, descending position; LAST_KEY where nothing is stored."""
-    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
+    """uint64 that sort in order of eviction: class, score, descending position; LAST_KEY where nothing is stored.
+
+    pair: of the scores; own: the same one of everything else.
+    """
+    base, capacity = _stretch(starts_ptr, own, slots, HEADS)
     known = slot < width  # a mask by length would make loads narrow
     if starts_ptr is not None:
         known = known & (slot < capacity)
     position = tl.load(positions_ptr + base + slot, mask=known, other=0)
     score = tl.load(scores_ptr + pair * width + slot, mask=known, other=0).to(tl.float32)  # or whether it is kept
     bits = _order_bits(score).to(tl.uint64)
-    guarded = ((position < sinks) | (position >= tl.load(seen_ptr + pair // HEADS) - recent)).to(tl.uint64)
+    guarded = ((position < sinks) | (position >= tl.load(seen_ptr + own // HEADS) - recent)).to(tl.uint64)
     key = (guarded << 63) | (bits << 31) | (0x7FFFFFFF - position).to(tl.uint64)
-    return tl.where(slot < tl.load(lengths_ptr + pair), key, LAST_KEY)
+    return tl.where(slot < tl.load(lengths_ptr + own), key, LAST_KEY)
 
 
-@triton.jit(do_not_specialize=["slots", "width", "sinks", "recent"])
+@triton.jit(do_not_specialize=["page", "slots", "width", "sinks", "recent"])
 def _candidates_kernel(
-    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr,
-    slots, width, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, rows_ptr,
+    page, slots, width, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The R first to go among BLOCK_C slots: their keys (LAST_KEY beyond the slots in use) and slots."""
     pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if row == 0:
+            return
+    positions_ptr, lengths_ptr = _page(positions_ptr, row, page), _page(lengths_ptr, row, page)
+    seen_ptr, starts_ptr = _page(seen_ptr, row, page), _page(starts_ptr, row, page)
     slot = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     keys = _rank_slots(
-        scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, slot, slots, width, sinks, recent, HEADS
-    )
+        scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, own, slot, slots, width, sinks, recent,
+        HEADS,
+    )  # fmt: skip
     place = (pair * tl.num_programs(1) + chunk) * R
     for r in range(R):
         low = tl.min(keys, 0)
@@ -81,46 +91,54 @@ def _candidates_kernel(
         keys = tl.where(keys == low, LAST_KEY, keys)
 
 
-@triton.jit(do_not_specialize=["slots", "width", "most", "sinks", "recent", "candidates"])
+@triton.jit(do_not_specialize=["page", "slots", "width", "most", "sinks", "recent", "candidates"])
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr,
+    slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr, rows_ptr, page,
     slots, width, most, sinks, recent, candidates, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
     HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
-    length, tokens = tl.load(lengths_ptr + pair), tl.maximum(capacity - most, 0)
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if row == 0:
+            return
+    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    positions_ptr, lengths_ptr = _page(positions_ptr, row, page), _page(lengths_ptr, row, page)
+    seen_ptr, starts_ptr = _page(seen_ptr, row, page), _page(starts_ptr, row, page)
+    count_ptr, spread_ptr = _page(count_ptr, row, page), _page(spread_ptr, row, page)
+    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, row, page), _page(value_mean_ptr, row, page)
+    cross_ptr, slope_ptr = _page(cross_ptr, row, page), _page(slope_ptr, row, page)
+    base, capacity = _stretch(starts_ptr, own, slots, HEADS)
+    length, tokens = tl.load(lengths_ptr + own), tl.maximum(capacity - most, 0)
     drop = length - tokens
     if drop <= 0:
         return
-    index = tl.arange(0, BLOCK_C)
+    slot = tl.arange(0, BLOCK_C)
     if candidate_keys_ptr is not None:
-        inside = index < candidates
-        order = tl.load(candidate_keys_ptr + pair * candidates + index, mask=inside, other=-1).to(
-            tl.uint64, bitcast=True
-        )
-        slot = tl.load(candidate_slots_ptr + pair * candidates + index, mask=inside, other=0)
+        place, inside = pair * candidates + slot, slot < candidates
+        order = tl.load(candidate_keys_ptr + place, mask=inside, other=-1).to(tl.uint64, bitcast=True)
+        slot = tl.load(candidate_slots_ptr + place, mask=inside, other=0)
     else:
-        slot = index
         order = _rank_slots(
-            scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, slot, slots, width, sinks, recent, HEADS
-        )
-    row = tl.arange(0, R)
+            scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, own, slot, slots, width, sinks, recent,
+            HEADS,
+        )  # fmt: skip
+    index = tl.arange(0, R)
     victims = tl.zeros([R], tl.int32)
     for r in range(drop):
         low = tl.min(order, 0)
-        victims = tl.where(row == r, tl.max(tl.where(order == low, slot, 0), 0), victims)
+        victims = tl.where(index == r, tl.max(tl.where(order == low, slot, 0), 0), victims)
         order = tl.where(order == low, LAST_KEY, order)
     hole, source = _holes(victims, drop, length, tokens, R)
 
     keys_ptr += base * D
     values_ptr += base * D
     positions_ptr += base
-    cols, own = tl.arange(0, BLOCK_D), part * BLOCK_V + tl.arange(0, BLOCK_V)
-    before = tl.load(count_ptr + pair)
+    cols, mine = tl.arange(0, BLOCK_D), part * BLOCK_V + tl.arange(0, BLOCK_V)
+    before = tl.load(count_ptr + own)
     size, share = drop.to(tl.float32), drop.to(tl.float32) / (before + drop).to(tl.float32)
     key_mean = tl.zeros([BLOCK_D], tl.float32)
     if key_mean_ptr is not None:
@@ -128,33 +146,33 @@ def _evict_kernel(
         for first in range(0, drop, TILE):
             gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
             key_mean += tl.sum(_load_rows(keys_ptr, gone, live, cols, D).to(tl.float32), 0) / size
-            value_mean += tl.sum(_load_rows(values_ptr, gone, live, own, D).to(tl.float32), 0) / size
-        key_before = tl.load(key_mean_ptr + pair * D + cols, mask=cols < D, other=0.0)
-        value_before = tl.load(value_mean_ptr + pair * D + own, mask=own < D, other=0.0)
+            value_mean += tl.sum(_load_rows(values_ptr, gone, live, mine, D).to(tl.float32), 0) / size
+        key_before = tl.load(key_mean_ptr + own * D + cols, mask=cols < D, other=0.0)
+        value_before = tl.load(value_mean_ptr + own * D + mine, mask=mine < D, other=0.0)
         key_step, value_step = key_mean - key_before, value_mean - value_before
         if SPREAD:
             if part == 0:  # no other part reads it
                 weight = before.to(tl.float32) * share
-                _add_spread(spread_ptr + pair, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, R, TILE)
+                _add_spread(spread_ptr + own, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, R, TILE)
         if cross_ptr is not None:
-            place = pair * D * D + cols[:, None] * D + own[None, :]
-            mask = (cols < D)[:, None] & (own < D)[None, :]
+            place = own * D * D + cols[:, None] * D + mine[None, :]
+            mask = (cols < D)[:, None] & (mine < D)[None, :]
             cross = tl.load(cross_ptr + place, mask=mask, other=0.0)
             cross += (key_step * (before.to(tl.float32) * share))[:, None] * value_step[None, :]
             for first in range(0, drop, TILE):
                 gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
                 k = _load_rows(keys_ptr, gone, live, cols, D).to(tl.float32) - key_mean[None, :]
-                v = _load_rows(values_ptr, gone, live, own, D).to(tl.float32) - value_mean[None, :]
+                v = _load_rows(values_ptr, gone, live, mine, D).to(tl.float32) - value_mean[None, :]
                 k, v = tl.where(live[:, None], k, 0.0), tl.where(live[:, None], v, 0.0)
                 cross += _dot32(tl.trans(k), v, INTERP)
             tl.store(cross_ptr + place, cross, mask=mask)
             if slope_ptr is not None:
                 slope = cross / (before + drop).to(tl.float32)
                 tl.store(slope_ptr + place, slope.to(slope_ptr.dtype.element_ty), mask=mask)
-        tl.store(value_mean_ptr + pair * D + own, value_before + share * value_step, mask=own < D)
+        tl.store(value_mean_ptr + own * D + mine, value_before + share * value_step, mask=mine < D)
         key_mean = key_before + share * key_step
     _barrier(HIP)  # every thread has read the evicted values before they are overwritten
-    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)
+    _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)
 
     _barrier(HIP)  # every thread has read what the last part changes
     parts = tl.num_programs(1)
@@ -163,9 +181,9 @@ def _evict_kernel(
         moved = tl.load(positions_ptr + source, mask=hole, other=0)
         tl.store(positions_ptr + victims, moved, mask=hole)
         if key_mean_ptr is not None:
-            tl.store(key_mean_ptr + pair * D + cols, key_mean, mask=cols < D)
-        tl.store(count_ptr + pair, before + drop)
-        tl.store(lengths_ptr + pair, tokens)
+            tl.store(key_mean_ptr + own * D + cols, key_mean, mask=cols < D)
+        tl.store(count_ptr + own, before + drop)
+        tl.store(lengths_ptr + own, tokens)
         tl.store(tickets_ptr + pair, 0)
 
 
@@ -193,20 +211,21 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     op, exact, moments, starts = "evict", state.exact, state.moments, state.exact.starts
     keys, values = exact.keys, exact.values
     assert values is not None
-    batch, heads, slots, dim = addressed(op, keys, starts).shape
+    _, heads, slots, dim = addressed(op, keys, starts).shape
     check_head_dim(op, dim)
     check_shape(op, "values", values, keys.shape)
-    check_shape(op, "scores", scores, (batch, heads, slots if starts is None else None))
+    check_shape(op, "scores", scores, (state.batch, heads, slots if starts is None else None))
     width, drop = scores.shape[-1], slots - spec.tokens if starts is None else spec.spare
     if not 0 <= drop <= MAX_DROP:
         raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; evict more often")
     scores = scores if kept is None else kept.view(torch.uint8)
-    check_contiguous(
-        op, keys=keys, values=values, positions=exact.positions, lengths=exact.lengths, seen=state.seen,
+    check_contiguous(op, scores=scores)
+    page = check_rows(
+        op, state, keys=keys, values=values, positions=exact.positions, lengths=exact.lengths, seen=state.seen,
         count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross,
-        slope=moments.slope, spread=moments.spread, scores=scores, starts=starts,
+        slope=moments.slope, spread=moments.spread, starts=starts,
     )  # fmt: skip
-    pairs = batch * heads
+    pairs = state.batch * heads
     constants, chunks, num_warps = _constants(heads, width, drop, dim, moments.spread is not None, on_hip())
     candidates = chunks * constants["R"]
     found = found_slots = None
@@ -214,13 +233,14 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         found = torch.empty(pairs, candidates, dtype=torch.int64, device=keys.device)
         found_slots = torch.empty(pairs, candidates, dtype=torch.int32, device=keys.device)
         _candidates_kernel[pairs, chunks](
-            scores, exact.positions, exact.lengths, state.seen, starts, found, found_slots, slots, width, spec.sinks,
-            spec.recent, HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
+            scores, exact.positions, exact.lengths, state.seen, starts, found, found_slots, state.rows, page, slots,
+            width, spec.sinks, spec.recent, HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
         )  # fmt: skip
     room = Workspace.of(state.scratch)
     tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
     _evict_kernel[pairs, triton.cdiv(dim, constants["BLOCK_V"])](
         keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
-        moments.cross, moments.slope, moments.spread, scores, starts, found, found_slots, tickets, slots, width, drop,
-        spec.sinks, spec.recent, candidates, **constants, INTERP=INTERPRET, num_warps=num_warps,
+        moments.cross, moments.slope, moments.spread, scores, starts, found, found_slots, tickets, state.rows,
+        page, slots, width, drop, spec.sinks, spec.recent, candidates,
+        **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip

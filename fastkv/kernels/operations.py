@@ -22,6 +22,8 @@ from ._launch import Workspace
 from .compact import compact as compact
 from .evict import evict as evict
 
+FOLLOWS_ROWS = ("compact", "decode_step", "evict", "remember", "slot_signals")
+
 
 def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
     """Scratch for the decode steps of a layer, see `ops.workspace`."""
@@ -29,7 +31,7 @@ def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
     if isinstance(state.parts, Centroids):
         parts, most = state.parts, min(spec.spare, joining.FEW)
         rows = joining.working_rows(parts.num, most)
-        room = parts.count[..., 0].numel() * joining.room_size(rows, parts.keys.shape[-1], parts.values.shape[-1])
+        room = state.batch * state.heads * joining.room_size(rows, parts.keys.shape[-1], parts.values.shape[-1])
     return Workspace.for_state(num_heads, state, room).tensors()
 
 
@@ -50,8 +52,10 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     """`reference.slot_signals`."""
     equal = state.exact.starts is None and state.approx is None
     asked = state.parts is not None or state.exact.attention is not None  # lengths alone are compared as fast by torch
-    function = slots.slot_signals if equal and asked else reference.slot_signals
-    return function(positions, state, spec)
+    if equal and asked:
+        return slots.slot_signals(positions, state, spec)
+    with state.gathered() as own:
+        return reference.slot_signals(positions, own, spec)
 
 
 def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None, weight: float) -> Tensor:
@@ -64,9 +68,11 @@ def remember(
     spec: Spec,
 ) -> None:  # fmt: skip
     """`reference.remember`."""
-    known = isinstance(state.parts, Centroids)
-    function = joining.remember if known else reference.remember
-    function(keys, values, positions, valid, kept, most, state, spec)
+    if isinstance(state.parts, Centroids):
+        joining.remember(keys, values, positions, valid, kept, most, state, spec)
+        return
+    with state.gathered() as own:
+        reference.remember(keys, values, positions, valid, kept, most, own, spec)
 
 
 def keydiff_scores(keys: Tensor, anchor: str, *, distance: str, mask: Tensor | None) -> Tensor:

@@ -30,8 +30,18 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
 from ..reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
-from ._attention import _barrier, _dot32
-from ._launch import INTERPRET, Workspace, check_centroids, check_head_dim, check_like, on_hip, pow2, stages
+from ._attention import _barrier, _dot32, _home, _page
+from ._launch import (
+    INTERPRET,
+    Workspace,
+    check_centroids,
+    check_head_dim,
+    check_like,
+    check_rows,
+    on_hip,
+    pow2,
+    stages,
+)
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
@@ -52,6 +62,7 @@ VARYING = [
     "stride_i",
     "stride_pb",
     "stride_ph",
+    "page",
 ]  # one compilation for all
 SHARE = tl.constexpr(ROUND_SHARE)
 WEIGHT = tl.constexpr(VALUE_WEIGHT)
@@ -228,11 +239,11 @@ def _scale(squares, tokens, weight):
 
 @triton.jit
 def _settle(
-    room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used, tokens, half, flip,
+    room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used, tokens, half, flip,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr,
     PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
-    """All rounds of a head that are left, and its centroids written to where they are kept."""
+    """All rounds of a head that are left, and its centroids written to where they are kept, as those of pair `own`."""
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
     spreads, orders, offers, partners = sizes + rows, sizes + 2 * rows, sizes + 4 * rows, sizes + 5 * rows
     dk, dv = tl.arange(0, BK), tl.arange(0, BV)
@@ -267,7 +278,7 @@ def _settle(
     order = orders + flip * rows
     for first in range(0, num, RECEIVERS):
         place = first + tl.arange(0, RECEIVERS)
-        there, kept = place < used, pair * num + place
+        there, kept = place < used, own * num + place
         row = tl.load(order + place, mask=there, other=0.0).to(tl.int32)
         tl.store(sizes_ptr + kept, tl.load(sizes + row, mask=there, other=0.0), mask=place < num)
         tl.store(spreads_ptr + kept, tl.load(spreads + row, mask=there, other=0.0), mask=place < num)
@@ -277,15 +288,15 @@ def _settle(
 
 
 @triton.jit
-def _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, pair, num, rows, LANES: tl.constexpr):
+def _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, own, num, rows, LANES: tl.constexpr):
     """Copy sizes and spreads of a head's centroids and list those in use. Returns: how many, and their tokens."""
     used, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
     for first in range(0, num, LANES):
         part = first + tl.arange(0, LANES)
-        size = tl.load(sizes_ptr + pair * num + part, mask=part < num, other=0.0)
+        size = tl.load(sizes_ptr + own * num + part, mask=part < num, other=0.0)
         some = (size > 0).to(tl.int32)
         tl.store(sizes + part, size, mask=part < num)
-        spread = tl.load(spreads_ptr + pair * num + part, mask=part < num, other=0.0)
+        spread = tl.load(spreads_ptr + own * num + part, mask=part < num, other=0.0)
         tl.store(spreads + part, spread, mask=part < num)
         tl.store(order + used + tl.cumsum(some, 0) - 1, part.to(tl.float32), mask=some != 0)
         used += tl.sum(some, 0)
@@ -309,7 +320,7 @@ def _list_leaving(valid_ptr, kept_ptr, listed, row, N, R: tl.constexpr, SCAN: tl
 
 @triton.jit
 def _fill(
-    base_ptr, centre_ptr, parts_ptr, new_ptr, index, to, live, pair, num, tokens, stride_t,
+    base_ptr, centre_ptr, parts_ptr, new_ptr, index, to, live, own, num, tokens, stride_t,
     sizes, D: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Rows of the working set: the centroids, then R candidates `index`, of row `to` each; and their centre."""
@@ -324,7 +335,7 @@ def _fill(
         total = tl.sum(x, 0)
         for start in range(0, num, R):
             part = start + tl.arange(0, R)
-            x = _tile(parts_ptr + pair * num * D, part, part < num, cols, D)
+            x = _tile(parts_ptr + own * num * D, part, part < num, cols, D)
             tl.store(base_ptr + part[:, None] * D + cols[None, :], x, mask=(part < num)[:, None] & (cols < D)[None, :])
             total += tl.sum(x * tl.load(sizes + part, mask=part < num, other=0.0)[:, None], 0)
         tl.store(centre_ptr + cols, total / tl.maximum(tokens, 1.0), mask=cols < D)
@@ -333,17 +344,24 @@ def _fill(
 @triton.jit(do_not_specialize=VARYING)
 def _few_kernel(
     new_keys_ptr, new_values_ptr, positions_ptr, valid_ptr, kept_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr,
-    room_ptr, N, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph,
+    room_ptr, rows_ptr, page, N, num, rows,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     LANES: tl.constexpr, SCAN: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
     RECEIVERS: tl.constexpr, SLICE: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     batch, kv = pair // HEADS, pair % HEADS
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if row == 0:
+            return
+    sizes_ptr, spreads_ptr = _page(sizes_ptr, row, page), _page(spreads_ptr, row, page)
+    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
     spreads, order, listed = sizes + rows, sizes + 2 * rows, sizes + 4 * rows
     gone = _list_leaving(valid_ptr, kept_ptr, listed, pair * N, N, R, SCAN)
-    used, tokens = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, pair, num, rows, LANES)
+    used, tokens = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, own, num, rows, LANES)
     _barrier(HIP)  # lists and sizes are read by other threads than wrote them
     r = tl.arange(0, R)
     live = r < gone
@@ -358,24 +376,24 @@ def _few_kernel(
     tl.store(order + used + to, (num + to).to(tl.float32), mask=live)
     tokens += gone.to(tl.float32)
     _fill(
-        keys, centre, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index, to, live, pair, num, tokens,
+        keys, centre, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index, to, live, own, num, tokens,
         stride_kt, sizes, DK, R, SLICE,
     )  # fmt: skip
     _fill(
-        values, centre + DK, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh, index, to, live, pair,
+        values, centre + DK, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh, index, to, live, own,
         num, tokens, stride_vt, sizes, DV, R, SLICE,
     )  # fmt: skip
     _barrier(HIP)  # rows are read by other threads than wrote them
     start = tl.zeros([], tl.int32)
     _settle(
-        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used + gone, tokens, start, start,
+        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used + gone, tokens, start, start,
         DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP, HIP,
     )  # fmt: skip
 
 
 @triton.jit
 def _gather(
-    base_ptr, centre_ptr, squares_ptr, parts_ptr, new_ptr, index_ptr, sizes, pair, first, num, gone, tokens, stride_t,
+    base_ptr, centre_ptr, squares_ptr, parts_ptr, new_ptr, index_ptr, sizes, own, first, num, gone, tokens, stride_t,
     cols, D: tl.constexpr, ROWS: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """Columns of the working set: of the centroids, then of `gone` candidates. Their centre and squares."""
@@ -384,7 +402,7 @@ def _gather(
     for start in range(0, num + gone, ROWS):
         row = start + tl.arange(0, ROWS)
         new = (row >= num) & (row < num + gone)
-        x = _tile(parts_ptr + pair * num * D, row, row < num, cols, D)
+        x = _tile(parts_ptr + own * num * D, row, row < num, cols, D)
         index = tl.load(index_ptr + first + row - num, mask=new, other=0)
         fresh = tl.load(new_ptr + index[:, None] * stride_t + cols[None, :], mask=new[:, None] & width, other=0.0)
         x = tl.where(new[:, None], fresh.to(tl.float32), x)
@@ -407,25 +425,28 @@ def _gather(
 
 @triton.jit(do_not_specialize=VARYING)
 def _gather_kernel(
-    new_keys_ptr, new_values_ptr, index_ptr, gone_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr,
-    first, most, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_i,
+    new_keys_ptr, new_values_ptr, index_ptr, gone_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, rows_ptr,
+    page, first, most, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_i,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     SLICE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv = pair // HEADS, pair % HEADS
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    sizes_ptr, spreads_ptr = _page(sizes_ptr, row, page), _page(spreads_ptr, row, page)
+    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
     spreads, order, squares = sizes + rows, sizes + 2 * rows, sizes + 6 * rows
     gone = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
     cols = tl.arange(0, SLICE)
     KEY_SLICES: tl.constexpr = (DK + SLICE - 1) // SLICE
     tokens = gone.to(tl.float32)
-    own = sizes_ptr + pair * num
+    known = sizes_ptr + own * num
     for start in range(0, num, LANES):
         lane = start + tl.arange(0, LANES)
-        tokens += tl.sum(tl.load(own + lane, mask=lane < num, other=0.0), 0)
+        tokens += tl.sum(tl.load(known + lane, mask=lane < num, other=0.0), 0)
     if part == 0:
-        used, _ = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, pair, num, rows, LANES)
+        used, _ = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, own, num, rows, LANES)
         for start in range(0, gone, LANES):
             lane = start + tl.arange(0, LANES)
             tl.store(sizes + num + lane, tl.full([LANES], 1.0, tl.float32), mask=lane < gone)
@@ -436,14 +457,14 @@ def _gather_kernel(
     index_ptr += pair * stride_i
     if part < KEY_SLICES:
         _gather(
-            keys, centre, squares + part, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index_ptr, own,
-            pair, first, num, gone, tokens, stride_kt, part * SLICE + cols, DK, ROWS, HIP,
+            keys, centre, squares + part, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index_ptr, known,
+            own, first, num, gone, tokens, stride_kt, part * SLICE + cols, DK, ROWS, HIP,
         )  # fmt: skip
         tl.store(squares + rows + part, 0.0)
     else:
         _gather(
             values, centre + DK, squares + rows + part, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh,
-            index_ptr, own, pair, first, num, gone, tokens, stride_vt, (part - KEY_SLICES) * SLICE + cols, DV, ROWS,
+            index_ptr, known, own, first, num, gone, tokens, stride_vt, (part - KEY_SLICES) * SLICE + cols, DV, ROWS,
             HIP,
         )  # fmt: skip
         tl.store(squares + part, 0.0)
@@ -512,16 +533,23 @@ def _receive_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def _settle_kernel(
-    sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, num, rows, half, DK: tl.constexpr, DV: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr,
-    DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
+    sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, rows_ptr, page, num, rows, half,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr,
+    INTERP: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if row == 0:
+            return
+    sizes_ptr, spreads_ptr = _page(sizes_ptr, row, page), _page(spreads_ptr, row, page)
+    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
     _, _, _, sizes = _room(room_ptr, pair, rows, DK, DV)
     used = tl.load(sizes + 8 * rows + half).to(tl.int32)
     tokens = tl.load(sizes + 8 * rows + 2)
     _settle(
-        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, rows, num, used, tokens, half, half,
+        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used, tokens, half, half,
         DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP, HIP,
     )  # fmt: skip
 
@@ -565,14 +593,16 @@ def remember(
     check_shape(op, "values", values, (batch, heads, num, None))
     check_shape(op, "positions", positions, (batch, heads, num))
     check_like(op, (batch, heads, num), valid=valid, kept=kept)
-    check_centroids(op, parts, (batch, heads, parts.num), dim, value_dim)
+    stored = batch if state.rows is None else len(parts.count)
+    check_centroids(op, parts, (stored, heads, parts.num), dim, value_dim)
+    page = check_rows(op, state, count=parts.count, keys=parts.keys, values=parts.values, spread=parts.spread)
     if not batch * heads * min(num, most):
         return
     known = (parts.count, parts.keys, parts.values, parts.spread)
     strides = (*keys.stride()[:3], *values.stride()[:3])
     if most > FEW or parts.num + most > ALONE:
         index, gone = in_order(positions, leaving := valid & ~kept), leaving.sum(-1)
-        _join_blocks((keys, values, index, gone), known, min(most, num), strides)
+        _join_blocks((keys, values, index, gone), known, (state.rows, page), min(most, num), strides)
         return
     sizes, offers, merges = _constants(dim, value_dim)
     rows, lanes = working_rows(parts.num, most), pow2(triton.cdiv(parts.num + most, 2), MOVERS)
@@ -582,18 +612,22 @@ def remember(
         room = torch.empty(size, dtype=torch.float32, device=keys.device)
     _few_kernel[(batch * heads,)](
         keys, values, positions, valid.view(torch.uint8), kept.view(torch.uint8), *known,
-        room, num, parts.num, rows, *strides, *positions.stride()[:2], HEADS=heads, R=pow2(most, 16),
+        room, state.rows, page, num, parts.num, rows, *strides, *positions.stride()[:2], HEADS=heads, R=pow2(most, 16),
         LANES=lanes, SCAN=SCAN, SLICE=SLICE, INTERP=INTERPRET, HIP=on_hip(), num_stages=stages(2),
         num_warps=_warps(max(dim, value_dim), lanes, on_hip()), **sizes, **offers, **merges,
     )  # fmt: skip
 
 
 def _join_blocks(
-    new: tuple[Tensor, Tensor, Tensor, Tensor], known: tuple[Tensor, ...], most: int, strides: tuple[int, ...]
-) -> None:
-    """Tokens of a prompt, BLOCK of them at a time. Args: new: keys, values, their indices by age, how many leave."""
-    batch, heads, num, dim = known[1].shape
-    value_dim, pairs = known[2].shape[-1], batch * heads
+    new: tuple[Tensor, Tensor, Tensor, Tensor], known: tuple[Tensor, ...], where: tuple[Tensor | None, int | None],
+    most: int, strides: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Tokens of a prompt, BLOCK of them at a time.
+
+    Args: new: keys, values, their indices by age, how many leave.  known: the centroids.  where: rows and page.
+    """
+    _, heads, num, dim = known[1].shape
+    value_dim, pairs = known[2].shape[-1], len(new[0]) * heads
     sizes, offers, merges = _constants(dim, value_dim)
     rows, lanes = working_rows(num, min(most, BLOCK)), pow2(triton.cdiv(num + BLOCK, 2))
     room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=known[0].device)
@@ -603,8 +637,8 @@ def _join_blocks(
     for first in range(0, most, BLOCK):
         total, half, parts = num + min(BLOCK, most - first), 0, slices
         _gather_kernel[pairs, slices](
-            *new, *known, room, first, min(BLOCK, most - first), num, rows, *strides, new[2].stride(1), HEADS=heads,
-            LANES=SCAN, ROWS=ROWS, SLICE=SLICE, HIP=on_hip(), **sizes, **launch,
+            *new, *known, room, *where, first, min(BLOCK, most - first), num, rows, *strides, new[2].stride(1),
+            HEADS=heads, LANES=SCAN, ROWS=ROWS, SLICE=SLICE, HIP=on_hip(), **sizes, **launch,
         )  # fmt: skip
         while total > max(num, SETTLED):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
@@ -615,6 +649,6 @@ def _join_blocks(
             _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
             total, half = max(num, total - max(total // ROUND_SHARE, 1)), 1 - half
         _settle_kernel[(pairs,)](
-            *known, room, num, rows, half, LANES=SETTLED // 2, INTERP=INTERPRET, HIP=on_hip(), **sizes, **offers,
-            **merges, **launch,
+            *known, room, *where, num, rows, half, HEADS=heads, LANES=SETTLED // 2, INTERP=INTERPRET, HIP=on_hip(),
+            **sizes, **offers, **merges, **launch,
         )  # fmt: skip

@@ -27,6 +27,8 @@ from ._attention import (
     _barrier,
     _count_token,
     _dot,
+    _home,
+    _in_scratch,
     _load_accs,
     _load_query,
     _load_sums,
@@ -35,10 +37,12 @@ from ._attention import (
     _merge_accs,
     _merge_sums,
     _mix,
+    _page,
     _rows_mask,
     _sink,
     _softmax_update,
     _store_lse,
+    _store_nothing,
     _store_partial,
     _store_sums,
     _stretch,
@@ -53,10 +57,12 @@ from ._launch import (
     check_contiguous,
     check_decode,
     check_like,
+    check_rows,
     decode_outputs,
     num_programs,
     num_sms,
     on_hip,
+    pool_of,
     pow2,
     stages,
 )
@@ -142,13 +148,13 @@ def _weigh_keys(
     return product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page"])
 def _vector_decode_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, approx_keys_ptr, approx_positions_ptr, approx_lengths_ptr, weight_ptr,
     cos_ptr, sin_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr,
     out_ptr, lse_retained_ptr, lse_evicted_ptr, attention_ptr, approx_attention_ptr, accs_ptr, tops_ptr, totals_ptr,
-    logits_ptr, tickets_ptr, starts_ptr, approx_starts_ptr, sink_ptr, slots, approx_slots, pool, approx_pool, scale,
-    softcap,
+    logits_ptr, tickets_ptr, starts_ptr, approx_starts_ptr, sink_ptr, rows_ptr, page, slots, approx_slots, pool,
+    approx_pool, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     APPROX: tl.constexpr, MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -156,19 +162,35 @@ def _vector_decode_kernel(
 ):  # fmt: skip
     # Partials: SPLITS of slots with values, APPROX of slots without, one of the moments, one place for the merged keys.
     PARTS: tl.constexpr = SPLITS + APPROX + (ORDER is not None)
+    # A pair of the batch is pair `own` of its page or state; scratch and results follow the batch.
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base, capacity = _stretch(starts_ptr, pair, slots, HEADS)
-    approx_base, approx_capacity = _stretch(approx_starts_ptr, pair, approx_slots, HEADS)
-    length, approx_length = tl.load(lengths_ptr + pair), tl.load(approx_lengths_ptr + pair)
-    count = tl.load(count_ptr + pair)
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if row == 0:
+            if split == 0:
+                _store_nothing(out_ptr, lse_retained_ptr, lse_evicted_ptr, pair, G, M, D, BLOCK_D)
+            return
+    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    lengths_ptr, positions_ptr = _page(lengths_ptr, row, page), _page(positions_ptr, row, page)
+    starts_ptr, attention_ptr = _page(starts_ptr, row, page), _page(attention_ptr, row, page)
+    approx_keys_ptr, approx_positions_ptr = _page(approx_keys_ptr, row, page), _page(approx_positions_ptr, row, page)
+    approx_lengths_ptr, approx_starts_ptr = _page(approx_lengths_ptr, row, page), _page(approx_starts_ptr, row, page)
+    approx_attention_ptr, seen_ptr = _page(approx_attention_ptr, row, page), _page(seen_ptr, row, page)
+    count_ptr, matrix_ptr = _page(count_ptr, row, page), _page(matrix_ptr, row, page)
+    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, row, page), _page(value_mean_ptr, row, page)
+    base, capacity = _stretch(starts_ptr, own, slots, HEADS)
+    approx_base, approx_capacity = _stretch(approx_starts_ptr, own, approx_slots, HEADS)
+    length, approx_length = tl.load(lengths_ptr + own), tl.load(approx_lengths_ptr + own)
+    count = tl.load(count_ptr + own)
     q_ptr += pair * G * D
     out_ptr += pair * G * D
     keys_ptr += base * D
     values_ptr += base * D
     approx_logits_ptr = logits_ptr  # [G, pool], the slots with values first
     if logits_ptr is not None:
-        approx_logits_ptr += pool - approx_pool + approx_base
-        logits_ptr += base
+        approx_logits_ptr += pool - approx_pool
+        approx_logits_ptr += _in_scratch(approx_starts_ptr, approx_base, pair, own, approx_slots, HEADS)
+        logits_ptr += _in_scratch(starts_ptr, base, pair, own, slots, HEADS)
     accs_ptr += pair * (PARTS + 1) * G * D
     tops_ptr += pair * (PARTS + 1) * G
     totals_ptr += pair * (PARTS + 1) * G
@@ -206,8 +228,8 @@ def _vector_decode_kernel(
         _store_halves(accs_ptr, tops_ptr, totals_ptr, split, top, total, first, second, PARTS, G, M, D, BLOCK_D // 2)
     elif ORDER is not None:
         top, total, acc = _moment_partial(
-            q_ptr, key_mean_ptr + pair * D, value_mean_ptr + pair * D,
-            matrix_ptr + pair * D * D if ORDER == 1 else matrix_ptr, None, count, scale, softcap,
+            q_ptr, key_mean_ptr + own * D, value_mean_ptr + own * D,
+            matrix_ptr + own * D * D if ORDER == 1 else matrix_ptr, None, count, scale, softcap,
             G, M, D, BLOCK_D, BLOCK_K, ORDER, 0, HAS_CAP, INTERP,
         )  # fmt: skip
         _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
@@ -256,7 +278,7 @@ def _vector_decode_kernel(
         held = length
         if k_ptr is not None:
             held = tl.minimum(length + 1, capacity)
-            _count_token(lengths_ptr, seen_ptr, pair, held, HEADS)
+            _count_token(lengths_ptr, seen_ptr, own, held, HEADS)
         if attention_ptr is not None:
             _add_attention(attention_ptr + base, logits_ptr, lse2, held, capacity, pool, G, M, MERGE_M, BLOCK_S)
         if approx_attention_ptr is not None:
@@ -300,23 +322,26 @@ def vector_decode_step(
     op, exact, approx, moments, recovery = "decode_step", state.exact, state.approx, state.moments, state.recovery
     keys, values, starts = exact.keys, exact.values, exact.starts
     assert approx is not None and recovery is not None and values is not None
-    groups = check_decode(op, q, addressed(op, keys, starts), addressed(op, values, starts), approx.keys)
-    batch, heads, slots, dim = addressed(op, keys, starts).shape
-    check_shape(op, "approx.keys", addressed(op, approx.keys, approx.starts), (batch, heads, None, dim))
+    groups = check_decode(op, q, state, addressed(op, keys, starts), addressed(op, values, starts), approx.keys)
+    stored, heads, slots, dim = addressed(op, keys, starts).shape
+    check_shape(op, "approx.keys", addressed(op, approx.keys, approx.starts), (stored, heads, None, dim))
     check_shape(op, "weight", recovery.weight, (heads, dim, dim))
     check_shape(op, "cos", recovery.cos, (None, dim // 2))
     known = Terms.of(op, spec.evicted(state), dim)
     check_like(op, (heads * groups,), sink_logits=state.sink_logits)
-    check_contiguous(
-        op, q=q, keys=keys, values=values, lengths=exact.lengths, approx_keys=approx.keys,
-        approx_positions=approx.positions, approx_lengths=approx.lengths, weight=recovery.weight, cos=recovery.cos,
-        sin=recovery.sin, count=moments.count, key_mean=known.key_mean, value_mean=known.value_mean,
-        matrix=known.matrix, k=k, v=v, positions=exact.positions, seen=state.seen, attention=exact.attention,
-        approx_attention=approx.attention, starts=starts, approx_starts=approx.starts,
+    check_contiguous(op, q=q, k=k, v=v, weight=recovery.weight, cos=recovery.cos, sin=recovery.sin)
+    page = check_rows(
+        op, state, keys=keys, values=values, lengths=exact.lengths, approx_keys=approx.keys,
+        approx_positions=approx.positions, approx_lengths=approx.lengths, count=moments.count,
+        key_mean=known.key_mean, value_mean=known.value_mean, matrix=known.matrix, positions=exact.positions,
+        seen=state.seen, attention=exact.attention, approx_attention=approx.attention, starts=starts,
+        approx_starts=approx.starts,
     )  # fmt: skip
-    pairs, approx_slots, approx_pool = batch * heads, approx.keys.shape[-2], approx.keys.numel() // dim
+    batch = state.batch
+    pairs, approx_slots, approx_pool = batch * heads, approx.keys.shape[-2], pool_of(batch, approx)
     splits, parts = (num_programs(2 * pairs, tier.limit, num_sms(q.device)) for tier in (exact, approx))
-    pool, collects = keys.numel() // dim + approx_pool, exact.attention is not None or approx.attention is not None
+    pool = pool_of(batch, exact) + approx_pool
+    collects = exact.attention is not None or approx.attention is not None
     room = Workspace.of(state.scratch)
     if room is None:
         most = max(exact.limit, approx.limit)
@@ -332,7 +357,7 @@ def vector_decode_step(
         recovery.sin, moments.count, known.key_mean, known.value_mean, known.matrix, k, v, positions, seen, out,
         lse_retained, lse_evicted, exact.attention, approx.attention, room.accs, room.tops, room.totals,
         room.logits if collects else None, room.tickets, starts, approx.starts, state.sink_logits,
-        slots, approx_slots, pool, approx_pool, spec.scale, spec.softcap or 1.0,
+        state.rows, page, slots, approx_slots, pool, approx_pool, spec.scale, spec.softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip
     return out, lse_retained, lse_evicted

@@ -228,11 +228,8 @@ def by_spec(function: Function, changes: bool = True) -> Function:
         chosen = implementation(name, spec.backend, device)
         if state.rows is None or follows_rows(name, spec.backend, device):
             return chosen(*arguments)
-        own = state.taken()
-        result = chosen(*given, own, spec)
-        if changes:
-            state.put(own)
-        return result
+        with state.gathered(changes) as own:
+            return chosen(*given, own, spec)
 
     return run  # type: ignore[return-value]
 

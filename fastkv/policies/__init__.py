@@ -6,25 +6,31 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import FastKVError
-from .base import Policy, Signals
+from .base import Policy, QueryStatistics, Signals
 from .baselines import KNorm, Random, Streaming
 from .compactor import Compactor, Leverage, NonCausal
 from .criticalkv import CriticalKV
 from .duoattention import DuoAttention
+from .expectedattention import ExpectedAttention
 from .fastkv import FastKV
+from .grkv import GRKV
 from .h2o import H2O
 from .keydiff import KeyDiff
 from .kvzip import KVzip
+from .lagkv import LagKV
 from .manifold import Manifold, WindowedManifold
 from .momentkv import MomentKV
+from .rkv import RKV
 from .snapkv import TOVA, PyramidKV, SnapKV
+from .triattention import TriAttention
 
 ALL: tuple[type[Policy], ...] = (
     MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV,
-    SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention, Streaming, Random,
+    SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention,
+    LagKV, RKV, ExpectedAttention, TriAttention, GRKV, Streaming, Random,
 )  # fmt: skip
 
-__all__ = ["ALL", "Policy", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]
+__all__ = ["ALL", "Policy", "QueryStatistics", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]
 
 
 def names() -> list[str]:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import FastKVError
 from ..parallel import Parallel
 from ..reference import Moments
 from ..rotary import Rotary
+
+
+class QueryStatistics(NamedTuple):
+    """What the queries of a layer are like, as `fastkv calibrate queries` found them in a text.
+
+    Attributes:
+        mean: [Hq, Dk] fp32, mean query before the rotary embedding.
+        excess: [Hq, F] fp32, by how much the mean length of each pair that the embedding turns exceeds the length of
+            the pair's mean; in the order of `Rotary.lengths`, and with the embedding's scaling.
+    """
+
+    mean: Tensor
+    excess: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,7 @@ class Signals:
         memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
             policy `remembers`.
         rotary: how the layer turns its keys, None unless "pre_rope" is needed.
+        query_statistics: what the layer's queries are like, from a calibration file; None unless needed.
         parallel: the processes that share the layer's heads.
         backend: to pass on to `fastkv.ops`.
     """
@@ -59,6 +75,7 @@ class Signals:
     output: Tensor | None = None
     memory: Tensor | None = None
     rotary: Rotary | None = None
+    query_statistics: QueryStatistics | None = None
     parallel: Parallel = field(default_factory=Parallel)
     backend: str = "auto"
 
@@ -88,8 +105,13 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional signals it reads: "attention", "queries", "output", "pre_rope"."""
+        """Optional signals it reads: "attention", "queries", "output", "pre_rope", "query_statistics"."""
         return frozenset()
+
+    @property
+    def calibration(self) -> str | Path | None:
+        """File with the "query_statistics", if it needs them; None for the one beside the model."""
+        return None
 
     @property
     def moment_order(self) -> int | None:
@@ -150,3 +172,12 @@ def check_at_least(policy: Policy, **least: int) -> None:
             raise FastKVError(
                 f"{policy.name}: {name} must be an integer of at least {minimum}, got {value!r}; pass a whole number"
             )
+
+
+def known_or_mean(signals: Signals) -> Tensor:
+    """What is remembered of each candidate, [B, Hkv, N]; where that is 0, the mean of what the head remembers."""
+    assert signals.memory is not None
+    known = signals.valid & (signals.memory > 0)
+    score = torch.where(known, signals.memory, 0)
+    mean = score.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(known, score, mean)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import FastKVError
 from ..reference import check_leverage, check_pool, neighbour_mean, z_scores
-from .base import Policy, Signals, check_at_least
+from .base import Policy, Signals, check_at_least, known_or_mean
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,7 @@ class NonCausal(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The remembered score; where there is none, the mean of those that the head remembers."""
-        assert signals.memory is not None
-        known = signals.valid & (signals.memory > 0)
-        score = torch.where(known, signals.memory, 0)
-        mean = score.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
-        return torch.where(known, score, mean)
+        return known_or_mean(signals)
 
 
 LARGEST_SKETCH = 128  # columns that the leverage kernel holds on chip

@@ -23,6 +23,7 @@ follows from how many centroids it has in use, so that a head does not depend on
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,19 @@ class Centroids(Evicted):
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Centroids:
         """Centroids, as many as there are, of this set and the given pairs together; the order of pairs matters."""
+        total = self
+        for after, _, _ in self.steps(keys, values, mask):
+            total = after
+        return total
+
+    def steps(
+        self, keys: Tensor, values: Tensor, mask: Tensor | None = None
+    ) -> Iterator[tuple[Centroids, Tensor | None, Tensor]]:
+        """The steps of `add`: every BLOCK pairs line up behind the centroids, and then join them round by round.
+
+        Gives, of each step, what there is afterwards; `targets`, None where pairs line up; and `order`. With them it
+        can be followed where a pair goes.
+        """
         batch, heads, num = self.count.shape
         check_shape("Centroids.add", "keys", keys, (batch, heads, None, self.keys.shape[-1]))
         check_shape("Centroids.add", "values", values, (batch, heads, keys.shape[2], self.values.shape[-1]))
@@ -95,18 +109,26 @@ class Centroids(Evicted):
             new_values = torch.where(inside[..., None], values[:, :, part].to(dtype), 0)
             count = inside.to(dtype)
             new = count, new_keys, new_values, torch.zeros_like(count)
-            total = Centroids(*(torch.cat(rows, 2) for rows in zip(total.tensors(), new))).packed()
+            total = Centroids(*(torch.cat(rows, 2) for rows in zip(total.tensors(), new)))
+            order = total.order()
+            total = total.at(order)
+            yield total, None, order
             used, half = (total.count > 0).sum(-1), 0
             while total.num > num:
                 joins = torch.minimum(used - num, (used // ROUND_SHARE).clamp(min=1)).clamp(min=0)
                 # No head has more in use afterwards than one that had all of them in use.
                 left = max(num, total.num - max(total.num // ROUND_SHARE, 1))
-                total = total.joined(joins, half).packed(left)
+                target = total.targets(joins, half)
+                total = total.joined(target)
+                order = total.order(left)
+                total = total.at(order)
+                yield total, target, order
                 used, half = used - joins, 1 - half
-        return total
 
-    def joined(self, joins: Tensor, half: int) -> Centroids:
-        """The same tokens in fewer parts: the cheapest merges of one half into the other. Used ones must come first.
+    def targets(self, joins: Tensor, half: int) -> Tensor:
+        """The cheapest merges of one half into the other: [B, Hkv, M], whom each joins, most of them themselves.
+
+        Used centroids must come first.
 
         Args: joins [B, Hkv] int, how many merges; at most half of the used centroids (rounded down) can disappear.
             half: 0 if the first, third, ... centroid may disappear, 1 if the second, fourth, ...
@@ -117,15 +139,22 @@ class Centroids(Evicted):
         gone = torch.where(rank < joins[..., None], places[1 - half :: 2][partner], places[half::2])
         target = places.expand(self.count.shape).clone()
         target[..., half::2] = gone
+        return target
+
+    def joined(self, target: Tensor) -> Centroids:
+        """The same tokens in fewer parts: centroid m becomes a part of centroid target[..., m], as `targets` says."""
         count = added_at(self.count, target)
         weight = (self.count / rows_at(count, target).clamp(min=1))[..., None]
         keys, values = added_at(weight * self.keys, target), added_at(weight * self.values, target)
         moved = self.keys - rows_at(keys, target)
         return Centroids(count, keys, values, added_at(self.spread + self.count * moved.square().mean(-1), target))
 
-    def packed(self, num: int | None = None) -> Centroids:
-        """The first `num` of them (default all), used ones before unused ones."""
-        order = (self.count == 0).to(torch.uint8).argsort(dim=-1, stable=True)[..., :num]
+    def order(self, num: int | None = None) -> Tensor:
+        """Places of the first `num` of them (default all), used ones before unused ones: [B, Hkv, num]."""
+        return (self.count == 0).to(torch.uint8).argsort(dim=-1, stable=True)[..., :num]
+
+    def at(self, order: Tensor) -> Centroids:
+        """Those at places [B, Hkv, num]."""
         return Centroids(*(rows_at(rows, order) for rows in self.tensors()))
 
     def estimate(self, q: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -224,6 +225,17 @@ class LayerState:
         assert self.rows is not None
         for (_, tensor), (_, new) in zip(self.named_tensors(), own.named_tensors(), strict=True):
             tensor.index_copy_(0, self.rows, new)
+
+    @contextmanager
+    def gathered(self, changes: bool = True) -> Iterator[LayerState]:
+        """The state of the batch alone, for functions that know nothing of rows: itself, or a copy that is put back.
+
+        Args: changes: whether there is something to put back.
+        """
+        own = self if self.rows is None else self.taken()
+        yield own
+        if own is not self and changes:
+            self.put(own)
 
     def nbytes(self) -> int:
         """Bytes of all tensors: slots, positions, scores and what is remembered of evicted tokens."""

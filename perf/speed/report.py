@@ -1,4 +1,4 @@
-"""End-to-end speed in reports: tables, plots, targets, and the README's section, all from perf/results/speed_*.json."""
+"""End-to-end speed in reports: tables, plots, targets, and the page on performance, from perf/results/speed_*.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .targets import SPEED_TARGETS
 
 BEGIN = "<!-- how fast: written by `python -m perf.report --readme` from perf/results, do not edit -->"
 END = "<!-- how fast: end -->"
-HEADLINES = {"cpu_context": 16_384, "gpu_llama_3_1_8b_context": 32_768}  # part and context of the README's tables
+PAGE = ROOT / "docs" / "performance.md"
+HEADLINES = {"cpu_context": 16_384, "gpu_llama_3_1_8b_context": 32_768}  # part and context of the page's tables
 SHOWN = (*HEADLINES, "cpu_batch", "cpu_flat", "gpu_llama_3_1_8b_batch", "gpu_llama_3_1_8b_flat")  # figures there
 COLUMNS = (
     "model",
@@ -190,36 +191,41 @@ def chapter(files: dict[str, Row], folder: Path) -> str:
     return "\n## End to end\n\n" + targets(speed, SPEED_TARGETS) + lost + parts + failures(speed) + "\n" + drawn
 
 
-def section(files: dict[str, Row], folder: str = "perf/results") -> str:
-    """The README's section between its markers, markers included."""
+def machine(file: Row) -> str:
+    """What the results of a file were measured on."""
+    facts = file["environment"]
+    device = facts["device"] if facts["device"] != "cpu" else f"{facts['threads']} threads of {facts['cpu']}"
+    return "; ".join([device, ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))])
+
+
+def section(files: dict[str, Row], folder: str = "../perf/results") -> str:
+    """What stands between the markers of docs/performance.md, markers included."""
     speed, text = Speed(files), ""
     for part, context in HEADLINES.items():
         rows = speed.all(part=part, context=context, what="decode")
         if not rows:
             continue
-        facts = files[PREFIX + part]["environment"]
-        machine = facts["device"] if part.startswith("gpu") else f"{facts['threads']} threads of {facts['cpu']}"
-        names = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
+        file = files[PREFIX + part]
         peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
         title = SHAPES[rows[0]["model"]].title
-        text += f"{title}, random weights, {rows[0]['dtype']}; {machine}; {', '.join([names, *peers])}; commit "
-        text += f"{facts['commit']}. {command(part)}:\n\n{decode_table(speed, rows)}\n"
+        text += f"{title}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; commit "
+        text += f"{file['environment']['commit']}. {command(part)}:\n\n{decode_table(speed, rows)}\n"
     if not text:
         return f"{BEGIN}\n\nNot measured yet; `make perf` measures it.\n\n{END}"
     shown = [figure for figure in figures(speed) if figure.part in SHOWN]
     text += "".join(figure.link(folder) for figure in shown)
     text += f"Targets:\n\n{targets(speed, SPEED_TARGETS)}\nWhere fastkv needs more:\n\n{slower(speed)}"
-    return f"{BEGIN}\n\n{text}\nEverything measured: [{folder}/README.md]({folder}/README.md).\n\n{END}"
+    return f"{BEGIN}\n\n{text}\nEverything measured: [perf/results/README.md]({folder}/README.md).\n\n{END}"
 
 
-def current(readme: str) -> str:
-    """The section that a README has now. Raises SystemExit without the markers."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise SystemExit(f"the README needs these two lines, once, around the section to write:\n{BEGIN}\n{END}")
-    return readme[readme.index(BEGIN) : readme.index(END) + len(END)]
+def current(text: str, begin: str = BEGIN, end: str = END) -> str:
+    """What a page has between its markers now, markers included. Raises SystemExit without the markers."""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise SystemExit(f"the page needs these two lines, once, around the section to write:\n{begin}\n{end}")
+    return text[text.index(begin) : text.index(end) + len(end)]
 
 
-def write_section(files: dict[str, Row], path: Path = ROOT / "README.md") -> None:
-    """Replace what stands between the markers of the README."""
-    readme = path.read_text()
-    path.write_text(readme.replace(current(readme), section(files)))
+def write_section(files: dict[str, Row], path: Path = PAGE) -> None:
+    """Replace what stands between the markers of the page."""
+    page = path.read_text()
+    path.write_text(page.replace(current(page), section(files)))

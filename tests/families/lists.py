@@ -31,7 +31,24 @@ Which models fastkv was tried with, and what came of it. `python -m tests.famili
 tiny random model of every type of transformers {version} that generates text, compares the patched model with the stock
 one, and writes down what it found. To ask about a checkpoint: `fastkv doctor --model PATH`.
 
-A type that is not on this page is accepted, with a warning, if its attention behaves as expected.
+Models are found by what their layers do, not by name, and loaded with `eager`, `sdpa` or `flash_attention_2` (models
+with soft-capped logits or sinks: not `sdpa`, which ignores them). A type that is not on this page is run over a short
+prompt when it is patched, stock and patched: if the logits agree it is accepted, with one warning that it is untested.
+On an older transformers than the list was made with (`fastkv.integrations.transformers.families`), listed types are run
+too.
+
+Layers that are bounded by themselves, as those with a sliding window or linear attention, stay with transformers. Left
+padding, batches, beams, sampling, assisted decoding (transformers ≥ 5.14), several turns on one `past_key_values`,
+`inputs_embeds`, pipelines, LoRA (patch `model.get_base_model()`), training and `deepcopy` work. While everything fits
+the budget, logits equal the stock model's: exactly for a prompt read whole, up to rounding for blocks.
+
+Models with latent attention (MLA), as DeepSeek V3, keep the latents that all heads share: attention over them is
+absorbed into queries and outputs. The Triton kernels do not serve them; on a GPU they need `backend="reference"`.
+
+Refused, with one sentence, and the model is left as it was: models whose logits would change, models whose layers all
+slide a window, an input without tokens, `cache_implementation=` other than the default, continuous batching, prefix and
+prompt tuning, a patched model as the assistant, 4-D masks over past tokens, cropping a compressed cache, models on the
+meta device.
 
 ## Tested
 

@@ -147,6 +147,7 @@ counts if greedy decoding gives every word of it. Training saw texts of up to {l
 
 Measure again with `python -m tools.demo_model --evaluate`.
 
-**Fitted to it.** `vector.safetensors` (`fastkv calibrate vector`), `context.json` (`fastkv calibrate context`) and
-`full_attention_heads.tsv` (`python -m tools.demo_model.heads`). Other weights need them again.
+**Fitted to it.** `vector.safetensors` (`fastkv calibrate vector`), `queries.safetensors` (`fastkv calibrate queries`),
+`context.json` (`fastkv calibrate context`) and `full_attention_heads.tsv` (`python -m tools.demo_model.heads`). Other
+weights need them again.
 """

@@ -115,8 +115,8 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "
             "output embeddings; load the model with AutoModelForCausalLM"
         )
-    if runs and not families.is_tested_here(types):
-        _check_agreement(model, list(chosen.values()), config, types)
+    if runs and not families.is_tested_here(model_config.model_type):
+        _check_agreement(model, list(chosen.values()), config)
     return list(chosen.values())
 
 
@@ -166,7 +166,7 @@ def _check_latents(module: Module, config: Config, where: str) -> None:
         )
 
 
-def _check_agreement(model: Module, found: list[Module], config: Config, types: list[str]) -> None:
+def _check_agreement(model: Any, found: list[Module], config: Config) -> None:
     """Accept a model that is not tested with this transformers, with a warning if it is tested with none.
 
     Raises: FastKVError if a short prompt tells it apart from the stock model.
@@ -176,10 +176,11 @@ def _check_agreement(model: Module, found: list[Module], config: Config, types: 
         detach(model)
         attach(model, found, config)
 
-    selfcheck.check_agreement(model, patch, config, blocks=families.whole_only(types) is None)
-    if not families.is_tested(types):
+    selfcheck.check_agreement(model, patch, config)
+    model_type = model.config.model_type
+    if not families.is_tested(model_type):
         warnings.warn(
-            f"{types[0]} is not among the model types that fastkv is tested with; compare some answers with the "
+            f"{model_type} is not among the model types that fastkv is tested with; compare some answers with the "
             "unpatched model's",
             UserWarning,
             stacklevel=4,

@@ -74,23 +74,28 @@ def check_call(module: Module, query: Tensor, key: Tensor, further: dict[str, An
 
     Only what the host knows is looked at. Args: further: arguments of the call that have no name there.
     """
-    where = f"layer {module.layer_idx} ({type(module).__name__})"
     unknown = [name for name, value in further.items() if isinstance(value, Tensor) and name not in POSITIONS]
     if unknown:
         raise FastKVError(
-            f"the attention of {where} was given {', '.join(unknown)}, expected queries, keys, values, mask and sinks "
-            "only; a compressed cache cannot know what these do, call fastkv.unpatch(model)"
+            f"the attention of {_named(module)} was given {', '.join(unknown)}, expected queries, keys, values, mask "
+            "and sinks only; a compressed cache cannot know what these do, call fastkv.unpatch(model)"
         )
     base = module._fastkv_stock_config._attn_implementation  # type: ignore[union-attr]
     if softcap is not None and base == "sdpa":
         raise FastKVError("sdpa ignores the soft-cap of logits that this model has; load it with eager attention")
     if further.get("is_causal") is False:
-        raise FastKVError(f"{where} was asked to attend to later tokens, expected causal attention; unpatch the model")
+        raise FastKVError(
+            f"{_named(module)} was asked to attend to later tokens, expected causal attention; unpatch the model"
+        )
     if key.shape[0] != query.shape[0]:
         raise FastKVError(
-            f"{where} attends with {query.shape[0]} rows of queries to {key.shape[0]} of keys, expected as many; such "
-            "a model cannot be compressed, call fastkv.unpatch(model)"
+            f"{_named(module)} attends with {query.shape[0]} rows of queries to {key.shape[0]} of keys, expected as "
+            "many; such a model cannot be compressed, call fastkv.unpatch(model)"
         )
+
+
+def _named(module: Module) -> str:
+    return f"layer {module.layer_idx} ({type(module).__name__})"
 
 
 def fastkv_attention(

@@ -26,7 +26,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # not fl
 
 def is_latent(module: Module) -> bool:
     """Whether what an attention module caches is a latent that it expands to keys and values itself."""
-    return hasattr(module, "expand_kv")
+    return hasattr(type(module), "expand_kv")
 
 
 def num_heads(module: Any) -> int:

@@ -127,8 +127,7 @@ class FastKVLayer(CacheLayerMixin):
         self._arrive()
         cache = self.cache
         cache.configure(scale, softcap, output, sink_logits)
-        # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
-        q, k, v = q.detach().contiguous(), k.detach().contiguous(), v.detach().contiguous()
+        q, k, v = q.detach(), k.detach(), v.detach()
         if not cache.static:
             return cache.step(q, k, v, self.seen)
         if cache.config.correction.key_only:

@@ -180,10 +180,15 @@ def _cached_at(decoder: Any, position: int) -> list[tuple[Any, Any]]:
     """Keys and values [ROWS, Hkv, 1, D] that each layer caches of tokens without a past; None for linear layers."""
     weight = decoder.get_input_embeddings().weight
     ids = torch.randint(len(weight), (ROWS, 1), generator=torch.Generator().manual_seed(0)).to(weight.device)
-    cache = DynamicCache(config=decoder.config.get_text_config(decoder=True))
+    cache = _empty_cache(decoder)
     decoder(input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True)
     layers: list[Any] = cache.layers
     return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+
+
+def _empty_cache(decoder: Any) -> DynamicCache:
+    """A stock cache with the kinds of layers that the decoder has."""
+    return DynamicCache(config=decoder.config.get_text_config(decoder=True))
 
 
 def _keys(first: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -219,12 +224,12 @@ def _error(way: Rotary, first: Tensor, later: Tensor) -> float:
     return float(((end - start).abs() / length).nan_to_num(nan=torch.inf).max())
 
 
-def check_agreement(model: Module, patch: Callable[[Config], None], config: Config, blocks: bool = True) -> None:
+def check_agreement(model: Module, patch: Callable[[Config], None], config: Config) -> None:
     """Raise FastKVError unless the patched model, with room for every token, gives the logits of the stock model.
 
     Read are two rows of random tokens, one padded on the left, whole and in blocks, and two more tokens after them.
-    Where transformers itself cannot go on from the state of a model but for single tokens (linear attention of earlier
-    versions), blocks are compared only if the config asks for them, and then refused.
+    Where transformers itself cannot go on from the state of a model but for single tokens (linear attention of some
+    types, of more in earlier versions), blocks are compared only if the config asks for them, and then refused.
 
     Differences are relative, |logits - stock| / |stock - mean of stock|, and may be the root of the dtype's eps, half
     of its digits: attention is summed in another order, but nothing that a model means is so small. They are means over
@@ -232,13 +237,12 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
 
     Args:
         model: which is as it was in any case.  patch: puts a config on it, whether it is patched or not.
-        config: that it is to be patched with; backend and static count.  blocks: whether it can read in blocks.
+        config: that it is to be patched with; backend, static and prefill_block count.
     """
     kind = type(model).__name__
     roomy = replace(
         config, policy=policies.get("streaming"), correction=corrections.NONE, budget=Budget(tokens=ROOM), values=None
     )
-    text: Any = modules.decoder(model).config
 
     def read(how: str, size: int, cache: Any) -> Tensor:
         try:
@@ -246,37 +250,34 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         except FAILURES as error:
             what = str(error).partition("\n")[0].partition(";")[0]  # not what to do about it
             raise FastKVError(
-                f"{kind} is of an untested type and fails on a short prompt {how} ({type(error).__name__}: {what}); "
-                "use the model without fastkv"
+                f"{kind} fails on a short prompt {how} ({type(error).__name__}: {what}); use the model without fastkv"
             ) from error
 
     with unchanged(model):
         ids, mask = _prompt(model)
-        stock = read("by itself", PROMPT, DynamicCache(config=text.get_text_config(decoder=True)))
+        stock = read("by itself", PROMPT, _empty_cache(modules.decoder(model)))
         limit = _eps(stock.dtype) ** 0.5
-        if blocks and not _goes_on(model, ids, mask, stock, limit):
-            blocks = False
-            if config.prefill_block is not None:
-                raise FastKVError(
-                    f"{kind} of transformers {transformers.__version__} goes on from what it has read for single "
-                    "tokens only; use prefill_block=None or a newer transformers"
-                )
-        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 + blocks]:
+        goes_on = _goes_on(model, ids, mask, stock, limit)
+        if not goes_on and config.prefill_block is not None:
+            raise FastKVError(
+                f"{kind} of transformers {transformers.__version__} goes on from what it has read for single tokens "
+                "only; use prefill_block=None or a newer transformers"
+            )
+        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 + goes_on]:
             patch(replace(roomy, prefill_block=block))
             worst = _difference(read(f"read {how} when it is patched", PROMPT, None), stock, mask)
             if not worst <= limit:
                 raise FastKVError(
-                    f"{kind} is of an untested type, and with room for every token of a short prompt read {how} its "
-                    f"logits change by {worst:.1e} of their norm when it is patched, expected at most {limit:.1e}; use "
-                    "the model without fastkv"
+                    f"with room for every token of a short prompt read {how}, the logits of {kind} change by "
+                    f"{worst:.1e} of their norm when it is patched, expected at most {limit:.1e}; use the model "
+                    "without fastkv"
                 )
 
 
 def _goes_on(model: Any, ids: Tensor, mask: Tensor, stock: Tensor, limit: float) -> bool:
     """Whether the stock model reads a prompt in parts as it does whole."""
-    cache = DynamicCache(config=modules.decoder(model).config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     try:
-        return _difference(_logits(model, ids, mask, cache, BLOCK), stock, mask) <= limit
+        return _difference(_logits(model, ids, mask, _empty_cache(modules.decoder(model)), BLOCK), stock, mask) <= limit
     except FAILURES:
         return False
 

@@ -1,0 +1,146 @@
+"""PagedLayer: one layer's tokens of many sequences that come and go, each in a page of its own; for serving engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..backend import resolve
+from ..config import Config
+from ..errors import FastKVError
+from ..reference import LayerState, Recovery
+from .layer import evict
+from .layout import LayerConfig, Layout, cost, layout_of
+from .pages import PageFormat
+from .prefill import absorb_block, attend_block
+from .workspace import CacheWorkspace
+
+Room = list[tuple[int, int]]  # of each tier: `Slots.filled` and `Slots.limit`
+
+
+@dataclass(frozen=True)
+class PagedRule:
+    """What a layer needs of a config where its sequences live in pages.
+
+    Attributes: layer: how it attends and evicts.  form: of its pages.
+    """
+
+    layer: LayerConfig
+    form: PageFormat
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        layer: int,
+        place: int,
+        num_layers: int,
+        keys: Tensor,
+        values: Tensor,
+        shared: CacheWorkspace,
+    ) -> PagedRule:
+        """For keys and values [1, Hkv, 0, D] of the dtype and device that pages will have.
+
+        Args: layer: index in the model.  place: among the `num_layers` that share the budget.
+        Raises: FastKVError if the budget is too small, or follows the prompt: pages are of one size.
+        """
+        budget, heads = config.budget, keys.shape[1]
+        if budget.follows_prompt:
+            raise FastKVError(
+                "a page holds the same number of tokens whatever the prompt, got a budget that follows the prompt "
+                "(keep or quality); give tokens or bytes"
+            )
+        slope = resolve(config.backend, keys.device) == "triton"
+
+        def layout(tokens: int) -> Layout:
+            return layout_of(config, layer, heads, tokens, None, slope, shared.parallel)
+
+        made = layout(budget.layer_tokens(place, num_layers, 0, cost(keys, values, layout)))
+        template = made.allocate(keys.to("meta"), values.to("meta"))
+        template.prompted = torch.zeros_like(template.seen)
+        if made.adaptive:
+            template.exact.limit = heads * made.total + made.spare  # what one head may get of the others
+        rule = LayerConfig.of(config, layer, made, shared.parallel, keys.device)
+        return cls(rule, PageFormat.of(template))
+
+
+class PagedLayer:
+    """What `LayerCache` is for a batch in lock-step: every sequence has a clock of its own, which starts at the end of
+    its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
+
+    Attributes:
+        state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
+        rooms: what the host knows of the slots of each row whose prompt is being read, without asking the device.
+    """
+
+    def __init__(
+        self,
+        paged: PagedRule,
+        pages: Tensor,
+        num_heads: int,
+        scale: float,
+        softcap: float | None,
+        shared: CacheWorkspace,
+        sink_logits: Tensor | None = None,
+    ) -> None:
+        """Args: pages: [P, bytes] uint8, of which page 0 is nobody's; num_heads, scale, softcap: how it attends."""
+        self.rule, self.num_heads, self.shared = paged.layer.attending(scale, softcap, None), num_heads, shared
+        self.state = paged.form.view(pages)
+        self.state.sink_logits = sink_logits
+        if self.rule.weight is not None:
+            assert self.rule.rotary is not None
+            table = shared.table(self.rule.rotary, self.state.seen.device, shared.positions)
+            self.state.recovery = Recovery(self.rule.weight, *table)
+        self.rooms: dict[int, Room] = {}
+
+    def clear(self, row: int) -> None:
+        """A new sequence begins in this row."""
+        own = self._alone(row)
+        self.rule.layout.clear(own)
+        self._left(row, own)
+
+    def read(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention output for the next block of a sequence's prompt, [1, Hq, T, Dv]; the state then includes it.
+
+        Args: q [1, Hq, T, D]; k, v [1, Hkv, T, D].
+        """
+        own = self._alone(row)
+        for slots, (filled, limit) in zip(own.tiers.values(), self.rooms[row]):
+            slots.filled, slots.limit = filled, limit
+        valid = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
+        out, mass = attend_block(own, q, k, v, valid, self.rule)
+        absorb_block(own, q, k, v, valid, self.rule, mass=mass)
+        self._left(row, own)
+        return out
+
+    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention output for the next token of each of these sequences, [B, Hq, Dv]; those that are due then evict.
+
+        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, 1, D].
+        """
+        state, rule = self.state.at(rows), self.rule
+        state.fill()
+        state.scratch = self.shared.scratch_of(self.num_heads, state, rule.spec)
+        out, _, _ = ops.decode_step(q, k, v, state, rule.spec)
+        assert state.prompted is not None
+        steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
+        due = torch.where(steps % rule.layout.spare == 0, rows, 0)
+        if due.device.type == "cpu":  # which may be looked at without waiting for a device
+            due = due[due > 0]
+            if not len(due):
+                return out
+        evict(self.state.at(due), rule)
+        return out
+
+    def _alone(self, row: int) -> LayerState:
+        """The state of one sequence by itself: views of its page."""
+        own = self.state.shell()
+        for name, tensor in self.state.named_tensors():
+            own.replace(name, tensor[row : row + 1])
+        return own
+
+    def _left(self, row: int, own: LayerState) -> None:
+        self.rooms[row] = [(slots.filled, slots.limit) for slots in own.tiers.values()]

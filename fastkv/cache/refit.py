@@ -1,0 +1,57 @@
+"""Values of tokens that stay, changed for those that leave, where the correction says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..policies import Signals
+from ..reference import LayerState, visible_keys
+from ..reference.attention import grouped_logits, masked_softmax
+from . import signals
+from .layout import LayerConfig
+from .selection import protected
+
+
+def refit(
+    told: Signals, scores: Tensor, kept: Tensor, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig
+) -> Signals:
+    """The candidates with other values, in the slots as well; nothing has moved yet.
+
+    Args: scores [B, Hkv, N]; kept [B, Hkv, N] bool, those that stay; q [B, Hq, T, D] and valid [B, T]: of the block.
+    """
+    full, rest = _attention(told, kept, q, valid, state, rule)
+    correction, exact = rule.config.correction, state.exact
+    anchors = int(correction.anchors * rule.layout.total)
+    best = ops.select(scores, told.positions, kept, torch.zeros_like(kept), anchors, backend=told.backend).kept
+    free = kept & ~best & ~protected(told, state.seen, rule)
+    told = replace(told, values=correction.refitted(told.values, full, rest, free))
+    if exact.starts is None:  # where heads share slots, all of them are written anew
+        assert exact.values is not None
+        exact.values[:, :, : exact.filled] = told.values[:, :, : exact.filled]
+    return told
+
+
+def _attention(
+    told: Signals, kept: Tensor, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig
+) -> tuple[Tensor, Tensor]:
+    """What the block's last queries give to all candidates and to those that stay, [B, Hkv, G * W, N] each."""
+    last = signals.last_tokens(valid, rule.config.correction.observes)
+    q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    valid = valid.gather(1, last)
+    seen = visible_keys(told.positions, signals.positions_before(state.seen[:, None], valid), told.valid)
+    assert seen is not None
+    seen = (seen & valid[:, None, :, None])[:, :, None]
+    logits = grouped_logits(q, told.keys, rule.spec.scale, rule.spec.softcap)
+    beside = signals.mass_beside(q, None, state)
+
+    def attention(seen: Tensor) -> Tensor:
+        weights, lse = masked_softmax(logits, seen)
+        if beside is not None:
+            weights = weights * torch.sigmoid(lse - beside.view_as(lse)).nan_to_num(0.0)[..., None]
+        return weights.flatten(2, 3)
+
+    return attention(seen), attention(seen & kept[:, :, None, None])

@@ -1,0 +1,44 @@
+"""GRKV's merging: what evicted tokens gave to attention is spread over the values of those that stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..reference import compute_dtype
+from .base import Correction
+
+
+@dataclass(frozen=True)
+class RidgeCorrection(Correction):
+    """V <- V + A^T (A A^T + penalty I)^-1 (O - A' V): ridge regression of full attention on what stays.
+
+    O is the attention of the last queries of a prompt block, of all heads of a group, over all candidates; A' are their
+    weights over the candidates that stay, and A those of tokens whose values may change. Protected tokens and the share
+    with the best scores, the anchors, keep theirs. Attention then costs what it costs without a correction, and nothing
+    is remembered; what leaves while tokens are generated is not merged.
+
+    Source: GRKV, Peng et al. 2026, arXiv:2605.31105, the step for values. The paper also moves keys, by a linearised
+    step: here they stay, because their positions do.
+
+    Attributes: observes: queries.  anchors: share of the tokens that stay.  penalty: of the change.
+    """
+
+    name: str = "ridge"
+    observes: int = 32
+    anchors: float = 0.1
+    penalty: float = 0.01
+
+    def refitted(self, values: Tensor, full: Tensor, rest: Tensor, free: Tensor) -> Tensor:
+        """One step of the regression."""
+        exact = values.to(compute_dtype(values))
+        missing = (full - rest) @ exact
+        weights = torch.where(free[:, :, None], rest, 0)
+        gram = weights @ weights.transpose(-1, -2)
+        gram.diagonal(dim1=-2, dim2=-1).add_(self.penalty)
+        return (exact + weights.transpose(-1, -2) @ torch.linalg.solve(gram, missing)).to(values.dtype)
+
+
+RIDGE = RidgeCorrection()

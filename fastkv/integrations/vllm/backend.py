@@ -1,0 +1,330 @@
+"""Attention over pages: what vLLM calls in each layer, and what it is told of the batch before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+
+from ...backend import check_backend
+from ...cache.paged import PagedLayer, PagedRule
+from ...cache.workspace import CacheWorkspace
+from ...errors import FastKVError
+from ...parallel import Parallel
+from . import method, settings
+from .spec import FastKVSpec
+
+SLIDING_WINDOW = 5  # its place among the arguments of an implementation
+
+
+class Compression:
+    """What the layers of a model have in common.
+
+    Attributes: config: the settings.  shared: scratch of kernels, processes that share heads.
+        latest: of the model that was made last in this process. vLLM asks what pages the layers of a model need when
+            all are made, but does not say which model's.
+    """
+
+    latest: ClassVar[Compression | None] = None
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.config = method.fitted(settings.config_of(vllm_config), vllm_config)
+        self.vllm_config = vllm_config
+        group = get_tp_group()
+        parallel = Parallel(group.rank_in_group, group.world_size, group.device_group) if group.world_size > 1 else None
+        positions = vllm_config.model_config.max_model_len
+        self.shared = CacheWorkspace(parallel, self.config.evict_every, positions)
+        self.device = torch.device(vllm_config.device_config.device_type)
+
+    @classmethod
+    def current(cls) -> Compression | None:
+        """Of the model that is being made, the same for all its layers; None without settings."""
+        vllm_config = get_current_vllm_config()
+        if not settings.asked(vllm_config):
+            cls.latest = None
+        elif cls.latest is None or cls.latest.vllm_config is not vllm_config:
+            cls.latest = cls(vllm_config)
+        return cls.latest
+
+    @cached_property
+    def rules(self) -> dict[str, PagedRule]:
+        """What each compressed layer needs of the settings, by name of the layer. All of the model exist by now."""
+        layers = compressed(self.vllm_config)
+        self.config.budget.check_layers(len(layers))
+        tp = self.shared.parallel.size
+        self.config.policy.check([layer.num_kv_heads * tp for layer in layers.values()])
+        return {
+            name: PagedRule.of(
+                self.config,
+                extract_layer_index(name),
+                place,
+                len(layers),
+                torch.empty(
+                    1, layer.num_kv_heads, 0, layer.head_size, dtype=layer.kv_cache_torch_dtype, device=self.device
+                ),
+                torch.empty(
+                    1, layer.num_kv_heads, 0, layer.head_size_v, dtype=layer.kv_cache_torch_dtype, device=self.device
+                ),
+                self.shared,
+            )
+            for place, (name, layer) in enumerate(layers.items())
+        }
+
+    @cached_property
+    def page(self) -> int:
+        """Bytes of the largest page: vLLM gives all layers the same."""
+        return max(rule.form.nbytes for rule in self.rules.values())
+
+
+def compressed(vllm_config: Any) -> dict[str, Any]:
+    """The layers of the model that have a compressed cache, in order."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    return {name: layer for name, layer in layers.items() if isinstance(layer.impl, FastKVImpl)}
+
+
+@dataclass
+class Block:
+    """Tokens of a prompt: tokens [start, end) of the batch go to that row.
+
+    Attributes: begins: whether they are the first of their sequence.
+    """
+
+    row: int
+    start: int
+    end: int
+    begins: bool
+
+
+@dataclass
+class Batch:
+    """What the layers are told of a step.
+
+    Attributes: rows: [B] int64, of the sequences that decode.  places: [B] int64, of their tokens in the batch.
+        blocks: of prompts.
+    """
+
+    rows: Tensor
+    places: Tensor
+    blocks: list[Block] = field(default_factory=list)
+
+
+class BatchBuilder(AttentionMetadataBuilder[Batch]):
+    """Tells steps of decoding from prompts, and cuts these into blocks."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.size = settings.config_of(vllm_config).prefill_block
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Batch:
+        """For a batch as vLLM describes it."""
+        m = common_attn_metadata
+        starts, count = m.query_start_loc_cpu, m.query_start_loc_cpu.diff()
+        lengths = m.seq_lens.cpu() if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound
+        before, pages = lengths[: len(count)] - count, m.block_table_tensor[: len(count), 0]
+        assert m.is_prefilling is not None
+        prompts = m.is_prefilling[: len(count)] & (count > 0)
+        if self.vllm_config.use_v2_model_runner:
+            # It calls an answer that is computed again a prompt. So a single token that comes later is a step, always.
+            prompts = prompts & ((count > 1) | (before == 0))
+        steps = (~prompts & (count > 0)).nonzero()[:, 0].to(pages.device)
+        batch = Batch(pages[steps].long(), starts[:-1].to(pages.device)[steps].long())
+        for i, row in zip(prompts.nonzero()[:, 0].tolist(), pages[prompts.to(pages.device)].tolist()):
+            batch.blocks += self._blocks(row, int(before[i]), int(starts[i]), int(starts[i + 1]))
+        return batch
+
+    def _blocks(self, row: int, before: int, start: int, end: int) -> list[Block]:
+        size = self.size or end - start
+        if before and (self.size is None or before % size):
+            raise FastKVError(
+                f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks, "
+                f"prefill_block={self.size}; leave scheduler_cls out"
+            )
+        return [Block(row, at, min(at + size, end), at == start and not before) for at in range(start, end, size)]
+
+
+class FastKVImpl(AttentionImpl[Batch]):
+    """Attention of one layer over what its pages hold, and what becomes of the new tokens there."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.softcap, self.sinks = num_kv_heads or num_heads, logits_soft_cap or None, sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        unusable = {
+            "ALiBi": alibi_slopes is not None,
+            "a sliding window": sliding_window is not None,
+            f"attention of type {attn_type!r}": attn_type != AttentionType.DECODER,
+            "keys of another layer": kv_sharing_target_layer_name is not None,
+        }
+        for what, there in unusable.items():
+            if there:
+                raise FastKVError(f"a compressed layer cannot have {what}; use the model without fastkv")
+        common = Compression.current()
+        if common is None:
+            raise FastKVError(
+                f"the backend of fastkv was chosen without settings; give additional_config[{settings.KEY!r}]"
+            )
+        self.common = common
+        config, groups = self.common.config, num_heads // self.num_kv_heads
+        check_backend(
+            config.backend, self.common.device, torch.get_default_dtype(), head_size, groups, config.evict_every
+        )
+        self.paged: PagedLayer | None = None
+
+    def _open(self, layer: Any, kv_cache: Tensor) -> PagedLayer:
+        """The pages that vLLM has allocated for the layer."""
+        pages = kv_cache.view(torch.uint8).view(len(kv_cache), -1)
+        rule = self.common.rules[layer.layer_name]
+        return PagedLayer(rule, pages, self.num_heads, self.scale, self.softcap, self.common.shared, self.sinks)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Batch | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the attention of all tokens of the batch, [N, Hq, D], into `output`.
+
+        Args: query [N, Hq, D]; key, value [N, Hkv, D]; kv_cache: the pages; attn_metadata: None while vLLM measures
+            itself.
+        """
+        batch = attn_metadata
+        if batch is None:
+            return output.zero_()
+        if self.paged is None:
+            self.paged = self._open(layer, kv_cache)
+        if len(batch.rows):
+            q, k, v = (part[batch.places] for part in (query, key, value))
+            output[batch.places] = self.paged.step(batch.rows, q, k[:, :, None], v[:, :, None])
+        for block in batch.blocks:
+            if block.begins:
+                self.paged.clear(block.row)
+            own = slice(block.start, block.end)
+            q, k, v = (part[own].transpose(0, 1)[None].contiguous() for part in (query, key, value))
+            output[own] = self.paged.read(block.row, q, k, v)[0].transpose(0, 1)
+        return output
+
+
+class FastKVBackend(AttentionBackend):
+    """For layers that attend to everything."""
+
+    supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """As in `AttentionBackendEnum`."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FastKVImpl]:
+        """What attends."""
+        return FastKVImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[BatchBuilder]:
+        """What describes a batch."""
+        return BatchBuilder
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Learned attention sinks take part."""
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The pages of a layer."""
+        assert Compression.latest is not None
+        return FastKVSpec.like(spec, Compression.latest.page)
+
+
+class CPUImpl(FastKVImpl):
+    """Ours for layers that attend to everything, if there are settings; vLLM's own for the others."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Arguments as in `FastKVImpl`."""
+        window = args[SLIDING_WINDOW] if len(args) > SLIDING_WINDOW else kwargs.get("sliding_window")
+        if Compression.current() is not None and window is None:
+            return super().__new__(cls)
+        return CPUAttentionBackendImpl(*args, **kwargs)
+
+    def do_kv_cache_update(self, *args: Any) -> None:
+        """Nothing: `forward` does it. vLLM's own backend stores keys before it attends."""
+
+
+class CPUBuilder(BatchBuilder):
+    """Ours for our pages, vLLM's own for the others."""
+
+    def __new__(cls, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> Any:
+        """Arguments as in `BatchBuilder`."""
+        kind = BatchBuilder if isinstance(kv_cache_spec, FastKVSpec) else CPUAttentionMetadataBuilder
+        return kind(kv_cache_spec, *args, **kwargs)
+
+
+class CPUBackend(CPUAttentionBackend):
+    """A CPU has one backend for all layers, so this one deals them out: ours, or vLLM's own."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        """What attends."""
+        return CPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        """What describes a batch."""
+        return CPUBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        """A page of ours is never split."""
+        if isinstance(kv_cache_spec, FastKVSpec):
+            return [MultipleOf(1)]
+        return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The pages of a layer."""
+        if isinstance(spec, FullAttentionSpec) and Compression.latest is not None:
+            return FastKVBackend.customize_spec(spec)
+        return spec

@@ -1,0 +1,118 @@
+"""What vLLM's `additional_config` says to fastkv, checked once; and which of vLLM's own settings do not go with it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ...budget import Budget
+from ...config import Config, block_tokens
+from ...errors import FastKVError
+from ...policies import get
+
+KEY = "fastkv"
+DEFAULTS: dict[str, Any] = {  # as in `fastkv.patch`
+    "policy": "momentkv",
+    "budget": 1024,
+    "prefill_block": None,
+    "evict_every": 16,
+    "correction": "auto",
+    "backend": "auto",
+    "vector": None,
+}
+
+
+def asked(vllm_config: Any) -> bool:
+    """Whether there are settings for fastkv; without, nothing is to change."""
+    extra = vllm_config.additional_config
+    return isinstance(extra, dict) and KEY in extra
+
+
+def config_of(vllm_config: Any) -> Config:
+    """The settings, checked as `fastkv.patch` does.
+
+    A policy or a budget may also be a dictionary: {"name": "snapkv", "window": 16}, {"tokens": 512, "sinks": 8}.
+
+    Raises: FastKVError for each that cannot be used, here or in vLLM.
+    """
+    settings = vllm_config.additional_config[KEY]
+    if not isinstance(settings, dict):
+        raise FastKVError(f"additional_config[{KEY!r}] must be a dictionary of settings, got {settings!r}; give one")
+    _check_names(f"additional_config[{KEY!r}]", settings, list(DEFAULTS))
+    chosen = {**DEFAULTS, **settings}
+    if chosen["prefill_block"] == "auto":
+        device = torch.device(vllm_config.device_config.device_type)
+        chosen["prefill_block"] = block_tokens(device, vllm_config.model_config.dtype)
+    policy, budget = chosen["policy"], chosen["budget"]
+    if isinstance(policy, dict):
+        chosen["policy"] = get(**{"name": "", **policy})
+    if isinstance(budget, dict):
+        _check_names("the budget", budget, [one.name for one in fields(Budget)])
+        chosen["budget"] = Budget(**budget)
+    del chosen["vector"]  # of the model, see `method.fitted`
+    config = Config.make(**chosen, static=None)
+    _check_method(config)
+    _check_engine(vllm_config, config)
+    return config
+
+
+def vector_file(vllm_config: Any) -> str | None:
+    """The file of VECTOR's maps, None for none."""
+    file: str | None = vllm_config.additional_config[KEY].get("vector")
+    return file
+
+
+def _check_names(what: str, settings: dict[str, Any], known: list[str]) -> None:
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise FastKVError(f"{what} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def _check_method(config: Config) -> None:
+    """Raise FastKVError for a method that needs more than vLLM hands to attention, or reads a prompt twice."""
+    name = f"policy {config.policy.name!r}"
+    if config.deferred:
+        what = name if config.policy.rereads else "Budget(quality=...)"
+        raise FastKVError(f"{what} needs the whole context before anything is evicted, vLLM reads it once; use another")
+    if config.needs("output"):
+        raise FastKVError(f"{name} reads the layers' output projections, which vLLM hands to no attention; use another")
+
+
+def _check_engine(vllm_config: Any, config: Config) -> None:
+    """Raise FastKVError for settings of vLLM that a page for life cannot serve."""
+    parallel, cache, scheduler = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.scheduler_config
+    unusable = {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype not in ("auto", *_own_names(vllm_config)),
+        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+    }
+    for what, wanted in unusable.items():
+        if wanted:
+            raise FastKVError(
+                f"{what} does not work with a compressed cache, whose evicted tokens are gone; leave it out"
+            )
+    budget = config.budget
+    if parallel.pipeline_parallel_size > 1 and (budget.layers != "uniform" or budget.tokens is None):
+        raise FastKVError("with pipeline parallelism a budget must be a number of tokens, the same for all layers")
+    if parallel.tensor_parallel_size > 1 and budget.heads == "adaptive":
+        raise FastKVError(
+            "Budget(heads='adaptive') lets heads of all processes trade slots, whose pages have a fixed size; use "
+            "heads='uniform' with tensor parallelism"
+        )
+    block, length = config.prefill_block, vllm_config.model_config.max_model_len
+    least = (length if block is None else min(block, length)) + scheduler.max_num_seqs - 1
+    if scheduler.max_num_batched_tokens < least:
+        what = "a whole prompt" if block is None else "a block of a prompt"
+        raise FastKVError(
+            f"prefill_block={block} reads {what} in one step, beside {scheduler.max_num_seqs - 1} other sequences; "
+            f"that takes max_num_batched_tokens of at least {least}, got {scheduler.max_num_batched_tokens}; raise it, "
+            "or lower prefill_block or max_num_seqs"
+        )
+
+
+def _own_names(vllm_config: Any) -> list[str]:
+    """What vLLM calls the dtype of the model."""
+    return [str(vllm_config.model_config.dtype).removeprefix("torch.")]

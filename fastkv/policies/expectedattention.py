@@ -1,0 +1,85 @@
+"""Expected Attention: keep what queries to come are expected to attend to, if they are like those so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import FastKVError
+from ..reference import compute_dtype
+from ..reference.attention import masked_softmax
+from .base import Policy, Signals, check_at_least, known_or_mean
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Policy):
+    """score_i = (epsilon + mean over the group of softmax_i(s q.k_i + s^2 k_i C k_i / 2)) |v_i|, s the layer's scale.
+
+    Source: Expected Attention, Devoto et al. 2025, arXiv:2510.00636, Sec. 3. Queries are taken for Gaussian, and
+    E exp(s Q.k) has this closed form. The mean q and the covariance C are those of the block's queries before the
+    rotary embedding, turned by the mean rotation of the positions to come. As in kvpress, |v| stands for |W_o v|. A
+    soft cap and learned sinks are left out. Every block scores all candidates anew; generated tokens, whose queries
+    nobody keeps, count as much as the mean of the others.
+
+    Args:
+        horizon: positions to come, over which the rotation is averaged.
+        sinks: first tokens, whose queries are unlike the others and left out.
+        epsilon: added to the attention, at least 0; the more of it, the more the value counts.
+    """
+
+    name = "expected-attention"
+    needs = frozenset({"queries", "pre_rope"})
+    remembers = True
+
+    horizon: int = 512
+    sinks: int = 4
+    epsilon: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_at_least(self, horizon=1, sinks=0)
+        if not 0 <= self.epsilon < math.inf:
+            raise FastKVError(
+                f"{self.name}: epsilon must be a finite number of at least 0, got {self.epsilon!r}; try 0.01"
+            )
+
+    def remember(self, signals: Signals) -> Tensor:
+        """The score of every candidate, as the block's queries would have it; what was known where it has none."""
+        assert signals.memory is not None
+        if signals.queries is None:
+            return signals.memory
+        mean, covariance, count = self._queries_ahead(signals)
+        keys = torch.where(signals.valid[..., None], signals.keys.to(mean.dtype), 0)
+        groups = mean.shape[1] // keys.shape[1]
+        attention = torch.zeros_like(keys[..., 0])
+        for member in range(groups):
+            centre, spread = mean[:, member::groups], covariance[:, member::groups] * signals.scale / 2
+            logits = signals.scale * (keys * (keys @ spread + centre)).sum(-1)
+            attention += masked_softmax(logits, signals.valid)[0] / groups
+        length = torch.linalg.vector_norm(signals.values.to(mean.dtype), dim=-1)
+        known = ((attention + self.epsilon) * length).float().clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.where(signals.valid & (count > 0), known, signals.memory)
+
+    def score(self, signals: Signals) -> Tensor:
+        """What is remembered; of generated tokens, the mean of the head's others."""
+        return known_or_mean(signals)
+
+    def _queries_ahead(self, signals: Signals) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean [B, Hq, 1, D] and covariance [B, Hq, D, D] of queries to come, and from how many, [B, 1, 1]."""
+        assert signals.queries is not None and signals.rotary is not None
+        places = signals.positions[:, :1, -signals.queries.shape[2] :]
+        valid = signals.valid[:, :1, -signals.queries.shape[2] :] & (places >= self.sinks)
+        count = valid.sum(-1, keepdim=True)
+        queries = signals.rotary.unrotate(signals.queries.to(compute_dtype(signals.queries)), places)
+        queries, number = torch.where(valid[..., None], queries, 0), count[..., None].clamp(min=1)
+        mean = queries.sum(2, keepdim=True) / number
+        offset = torch.where(valid[..., None], queries - mean, 0)
+        covariance = offset.transpose(-1, -2) @ offset / number
+
+        newest = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
+        steps = torch.arange(1, self.horizon + 1, device=newest.device)
+        half = signals.rotary.ahead(covariance, newest, steps)  # C is symmetric, so R C R^T = (R (R C)^T)^T
+        covariance = signals.rotary.ahead(half.transpose(-1, -2), newest, steps)
+        return signals.rotary.ahead(mean, newest, steps), covariance, count

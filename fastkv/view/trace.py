@@ -1,0 +1,213 @@
+"""What became of every token of a text, read off a cache while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..demo.measure import cache_bytes, kept_tokens, record_attention
+from ..errors import FastKVError
+from ..evaluation.equal_bytes import stored_bytes
+from ..evaluation.fidelity import Witness, stored_tokens
+from ..integrations.transformers.cache import FastKVCache
+from ..integrations.transformers.layer import FastKVLayer
+from ..reference import Centroids
+from ..reference.centroids import BLOCK
+
+Pairs = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a text is read: its first tokens in blocks, the last `steps` one at a time.
+
+    Attributes: ids [1, N].  block: tokens of a block, None for one piece.
+    """
+
+    ids: Tensor
+    block: int | None
+    steps: int
+
+    def parts(self) -> Iterator[Tensor]:
+        """What is given to the model, one forward after the other."""
+        prompt = self.ids.shape[1] - self.steps
+        yield from self.ids[:, :prompt].split(self.block or prompt, 1)
+        yield from self.ids[:, prompt:].split(1, 1)
+
+
+@dataclass(frozen=True)
+class Full:
+    """What the stock model makes of a text.
+
+    Attributes:
+        attention: of each layer [N, Hq * Dv].
+        said: [steps], the tokens that it finds most likely where the last `steps` tokens of the text stand.
+        nbytes: of its cache.
+    """
+
+    attention: list[Tensor]
+    said: Tensor
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a cache did with a text of N tokens.
+
+    Attributes:
+        layers: indices in the model of the L compressed ones.
+        events: tokens seen when something was evicted, in order.
+        gone: [L, Hkv, N] int64, the number of the event, from 1, in which a token was evicted; 0 if it is still there.
+        centroid: [L, Hkv, N] int64, the centroid, from 1, that an evicted token is part of; 0 for none. None if the
+            cache has no centroids.
+        error: [L, Hkv, N], |o - full| / |full| of the attention output for each token, mean over the query heads of a
+            KV head.
+        said: as of `Full`.  kept: tokens per KV head, mean.  nbytes: of the compressed layers.
+    """
+
+    layers: list[int]
+    events: list[int]
+    gone: Tensor
+    centroid: Tensor | None
+    error: Tensor
+    said: Tensor
+    kept: float
+    nbytes: int
+
+
+@torch.no_grad()
+def read_full(model: Any, reading: Reading) -> Full:
+    """Run the stock model over the whole text. Raises FastKVError if its attention cannot be recorded."""
+    check(model)
+    with record_attention(model) as recorded:
+        out = model(reading.ids, use_cache=True, logits_to_keep=reading.steps + 1)
+    attention = [outputs[0][0] for outputs in recorded]
+    return Full(attention, out.logits[0, :-1].argmax(-1), cache_bytes(out.past_key_values))
+
+
+def check(model: Any) -> None:
+    """Raise FastKVError unless every layer has an attention module whose output can be recorded."""
+    layers = getattr(model.get_decoder(), "layers", [])
+    if not all(hasattr(getattr(layer, "self_attn", None), "o_proj") for layer in layers) or not layers:
+        raise FastKVError(
+            f"view needs a model whose layers have self_attn.o_proj, got {type(model).__name__}; try a Llama, Qwen, "
+            "Mistral or Gemma"
+        )
+
+
+@torch.no_grad()
+def trace(model: Any, reading: Reading, full: Full) -> Trace:
+    """Run the patched model over the text, and look at its cache after every forward."""
+    cache = FastKVCache(model)
+    layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
+    witnesses = [Witness(layer) for layer in layers.values()]
+    following: list[Following] = []
+    events: list[int] = []
+    said, seen = [], 0
+    with record_attention(model) as recorded:
+        for part in reading.parts():
+            logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+            seen += part.shape[1]
+            said.append(logits[0, -1].argmax(-1))
+            following = following or [Following(layer, reading.ids.shape[1]) for layer in layers.values()]
+            lost = [one.lost() for one in following]
+            if any(bool(mask.any()) for mask in lost):
+                events.append(seen)
+                for one, mask, witness in zip(following, lost, witnesses):
+                    one.evicted(mask, len(events), (witness.keys, witness.values))
+    for witness in witnesses:
+        witness.leave()
+    gone = torch.stack([one.gone.cpu() for one in following])
+    centroids = [one.centroid() for one in following]
+    heads = gone.shape[1]
+    errors = [error(torch.cat(recorded[index], 1)[0], full.attention[index], model, heads) for index in layers]
+    kept = kept_tokens(cache)
+    assert kept is not None
+    return Trace(
+        list(layers),
+        events,
+        gone,
+        torch.stack([one for one in centroids if one is not None]) if None not in centroids else None,
+        torch.stack(errors),
+        torch.stack(said[-reading.steps - 1 : -1]),
+        kept,
+        stored_bytes(cache),
+    )
+
+
+def error(attention: Tensor, full: Tensor, model: Any, heads: int) -> Tensor:
+    """[heads, N], relative distance of attention outputs [N, Hq * Dv], mean over the query heads of a KV head."""
+    num = model.config.get_text_config(decoder=True).num_attention_heads
+    ours, theirs = (one.double().cpu().unflatten(-1, (num, -1)) for one in (attention, full))
+    length = theirs.norm(dim=-1)
+    relative = (ours - theirs).norm(dim=-1) / length.clamp(min=torch.finfo(torch.float32).tiny)
+    return relative.unflatten(-1, (heads, -1)).mean(-1).T
+
+
+class Following:
+    """One layer of a cache with a single sequence, followed from one forward to the next.
+
+    Attributes:
+        gone: [Hkv, N], as in `Trace`.
+        parts: the layer's centroids, joined here once more, step by step; None if it has none.
+        place: [Hkv, N] int64, where in them an evicted token is now, -1 for nowhere.
+    """
+
+    def __init__(self, layer: FastKVLayer, num: int) -> None:
+        state = layer.state
+        assert state is not None
+        self.layer = layer
+        self.gone = torch.zeros(state.heads, num, dtype=torch.int64, device=state.seen.device)
+        self.place = torch.full_like(self.gone, -1)
+        parts = state.parts
+        self.parts = Centroids(*map(torch.zeros_like, parts.tensors())) if isinstance(parts, Centroids) else None
+
+    def lost(self) -> Tensor:
+        """[Hkv, N] bool, tokens that were there when it was last asked and are not any more."""
+        state = self.layer.state
+        assert state is not None
+        return ~stored_tokens(state, self.gone.shape[1])[0] & (self.gone == 0)
+
+    def evicted(self, lost: Tensor, event: int, pairs: Pairs) -> None:
+        """These tokens left in that event; pairs: keys and values [1, Hkv, seen, D] of all tokens so far."""
+        self.gone[lost] = event
+        if self.parts is not None and lost.any():
+            self.join(self.parts, lost[:, : pairs[0].shape[2]], pairs)
+
+    def join(self, parts: Centroids, lost: Tensor, pairs: Pairs) -> None:
+        """Let them join the centroids, as `reference.remember` does, oldest first, and follow where each goes."""
+        most = int(lost.sum(-1).max())
+        index = (~lost).to(torch.uint8).argsort(dim=-1, stable=True)[:, :most]  # [Hkv, most], in order of age
+        inside = lost.gather(1, index)
+        keys, values = (rows[0].gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))[None] for rows in pairs)
+        blocks = iter(range(0, most, BLOCK))
+        for after, target, order in parts.steps(keys, values, inside[None]):
+            if target is None:
+                part = slice(start := next(blocks), start + BLOCK)
+                new = parts.num + torch.arange(inside[:, part].shape[1], device=index.device)
+                here = torch.where(inside[:, part], new, self.place.gather(1, index[:, part]))
+                self.place.scatter_(1, index[:, part], here)
+            else:
+                self.move(target[0])
+            size = (order if target is None else target).shape[-1]
+            here = torch.arange(order.shape[-1], device=index.device).expand(len(index), -1)
+            self.move(here.new_zeros(len(index), size).scatter_(1, order[0], here))
+            parts = after
+        self.parts = parts
+
+    def move(self, target: Tensor) -> None:
+        """What was at place m is now at place target[:, m], [Hkv, M]."""
+        self.place = torch.where(self.place >= 0, target.gather(1, self.place.clamp(min=0)), -1)
+
+    def centroid(self) -> Tensor | None:
+        """[Hkv, N], as in `Trace`; None if the layer has none."""
+        if self.parts is None:
+            return None
+        state = self.layer.state
+        assert state is not None and state.parts is not None
+        assert torch.equal(self.parts.count, state.parts.count), "what was followed is what the cache holds"
+        return self.place.cpu() + 1

@@ -1,0 +1,227 @@
+"""`fastkv bench`: what is timed and counted, rounds and their limit, models that do not fit, and the command."""
+
+import argparse
+import json
+from functools import partial
+
+import pytest
+import torch
+
+import fastkv
+from fastkv import FastKVError
+from fastkv.bench import command
+from fastkv.bench.command import Bench, add_arguments, cases_of, checked
+from fastkv.bench.measure import Case, Memory, Settings, Timed, contender, decode, measure, warm_up
+from fastkv.bench.shapes import SHAPES, SIZES, Shape, fitting, working_bytes
+from fastkv.cli import main
+from fastkv.evaluation.common import FULL
+from perf.speed import models
+
+CPU = torch.device("cpu")
+TOY = Shape("llama", (97, 32, 48, 2, 4, 2, 16), (("tie_word_embeddings", False),))
+QUICK = Settings(block=32, samples=2, period=4)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return TOY.build(CPU, torch.float32)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(0))
+
+
+def options_of(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = checked(parser.parse_args(arguments), CPU)
+    options.settings = QUICK
+    return options
+
+
+@pytest.fixture
+def bench(toy):
+    return Bench(toy, options_of("--contexts=60,100", "--budgets=40", "--batch=2", "--policies=keydiff", "--rounds=2"))
+
+
+# One measurement.
+
+
+@pytest.mark.parametrize("policy, budget", [(FULL, 0), ("keydiff", 40), ("fastkv", 40)])
+@torch.no_grad()
+def test_the_tokens_are_those_of_generate(toy, ids, policy, budget):
+    with contender(toy, policy, budget, QUICK) as mine:
+        want = toy.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[:, 100:]
+        cache = mine.new(100)
+        token = toy(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        position, got = torch.full((2, 1), 100), [token]
+        for _ in range(want.shape[1] - 1):
+            got.append(decode(mine.step(cache, 2), got[-1], position, 1))
+    assert torch.equal(torch.cat(got, 1), want) and int(position[0]) == 111
+
+
+def test_what_is_measured(toy, ids):
+    with contender(toy, FULL, 0, QUICK) as mine:
+        warm_up(mine, ids)
+        timed = measure(mine, ids)
+    seen = 100 + QUICK.room
+    assert timed.kept == seen
+    assert timed.resident == 2 * 2 * 2 * 2 * 16 * 4 * seen  # layers, sequences, keys and values, heads, fp32
+    assert timed.first > 0 and len(timed.steps) == 2 and min(timed.steps) > 0 and timed.peak >= 0
+    with contender(toy, "keydiff", 40, QUICK) as mine:
+        small = measure(mine, ids)
+        cache = fastkv.FastKVCache(toy)
+        toy(ids, past_key_values=cache)
+        assert small.resident == cache.nbytes() and small.kept <= 40 + QUICK.period
+    assert not any("fastkv" in name for name in vars(toy))  # the model is as it was
+
+
+def test_peaks_see_what_was_freed_and_start_at_zero():
+    before = torch.ones(64 << 18)  # 64 MiB
+    del before
+    memory = Memory(CPU)
+    early = memory.peak()
+    torch.ones(64 << 18)
+    assert early < 16 << 20 and 56 << 20 < memory.peak() < 128 << 20
+
+
+def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
+    monkeypatch.setattr("fastkv.bench.measure.forget_peak", lambda: False)
+    assert Memory(CPU).peak() is None
+
+
+# Rounds.
+
+
+def test_every_cache_has_its_turn_in_every_round(bench, monkeypatch):
+    turns = []
+    monkeypatch.setattr(bench, "take", turns.append)
+    cases = cases_of(bench.options)
+    assert bench.run(cases, command.common.console_of()) == ""
+    assert turns == 2 * cases
+    assert cases == [Case(policy, kept, n, 2) for n in (60, 100) for policy, kept in ((FULL, 0), ("keydiff", 40))]
+
+
+def test_medians_over_rounds(bench):
+    full, kept, *_ = cases = cases_of(bench.options)
+    bench.warm = dict.fromkeys(cases, 0.5)
+    bench.timed[full] = [Timed(3.0, [8.0, 10.0], 700, 90, 60), Timed(1.0, [12.0, 90.0], 900, 90, 60)]
+    bench.timed[kept] = [Timed(2.0, [2.0, 2.0], None, 30, 40)]
+    one, two, *rest = bench.rows(cases)
+    assert [row.case for row in (one, two, *rest)] == cases and {row.left_out for row in rest} == {"no time left"}
+    assert (one.first, one.first_range, one.step, one.rounds) == (2.0, (1.0, 3.0), 11.0, 2)
+    assert one.step_range == pytest.approx((9.2, 43.2)) and one.speedup == 1
+    assert (two.speedup, two.tokens_per_second) == (5.5, 1000.0)
+    assert (one.peak, two.peak, two.resident, two.kept, two.warm_up) == (900, None, 30, 40, 0.5)
+
+
+def test_nothing_starts_when_time_is_over(bench):
+    bench.options.minutes = -1.0
+    cases = cases_of(bench.options)
+    assert bench.run(cases, command.common.console_of()) == "8 of 8 measurements are left"
+    assert {row.left_out for row in bench.rows(cases)} == {"no time left"}
+
+
+def test_what_does_not_fit_is_left_out(bench, monkeypatch):
+    monkeypatch.setattr(command, "free_bytes", lambda device: 1000)
+    cases = cases_of(bench.options)[:2]
+    for case in cases:
+        bench.take(case)
+    full, kept = bench.rows(cases)
+    assert full.left_out.startswith("needs 0.0 GiB") and kept.rounds == 1 and kept.speedup is None
+
+    def without_memory(*arguments):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(command, "measure", without_memory)
+    bench.timed = {}
+    bench.take(kept.case)
+    assert bench.rows([kept.case, full.case])[0].left_out == "out of memory"
+
+
+# Shapes.
+
+
+def test_shapes_are_those_of_perf():
+    for name, shape in SHAPES.items():
+        theirs = models.SHAPES[name]
+        assert (shape.model_type, {**dict(zip(SIZES, shape.sizes)), **dict(shape.more)}) == (
+            theirs.model_type,
+            theirs.config,
+        )
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-12b"])
+def test_as_many_layers_as_fit(name):
+    whole, tokens, dtype = SHAPES[name], 4096, torch.bfloat16
+    assert fitting(name, 1 << 40, tokens, dtype) == whole
+
+    def need(layers):
+        kept = 2 * whole.sizes[5] * whole.sizes[6] * layers * tokens
+        numbers = whole.with_layers(layers).parameters() + kept
+        return 2 * numbers + working_bytes(whole.config(), tokens, dtype)
+
+    assert fitting(name, need(7), tokens, dtype).layers == 7
+    assert fitting(name, need(7) - 1, tokens, dtype).layers == 6
+    with pytest.raises(FastKVError, match="one layer of"):
+        fitting(name, need(1) - 1, tokens, dtype)
+
+
+def test_numbers_of_llama():
+    assert SHAPES["llama-3.1-8b"].parameters() == 8_030_261_248
+
+
+# The command.
+
+
+def test_table_file_and_picture(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "Settings", partial(Settings, samples=2))
+    out = tmp_path / "bench"
+    arguments = ["--contexts=96", "--budgets=40", "--policies=keydiff", "--rounds=1", "--prefill-block=64"]
+    assert main(["bench", *arguments, "--out", str(out)]) == 0
+    text, record = capsys.readouterr().out, json.loads((out / "bench.json").read_text())
+    full, kept = record["rows"]
+    assert [full["case"]["policy"], kept["case"]["policy"]] == ["full", "keydiff"]
+    assert full["resident"] > kept["resident"] > 0 and kept["kept"] <= 56
+    assert record["model"] == "llama-small, random weights" and record["settings"]["prefill_block"] == "64"
+    lines = [line.split() for line in text.splitlines()]
+    assert ["full", "96", "1", str(96 + 49)] in [line[:4] for line in lines]
+    assert any(line[:4] == ["keydiff", "40", "96", "1"] for line in lines)
+    assert "llama-small" in text and (out / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_was_cut_says_so(monkeypatch):
+    monkeypatch.setattr(command, "free_bytes", lambda device: 16 << 20)
+    monkeypatch.setattr(Shape, "build", lambda self, device, dtype: self.layers)
+    layers, name = command.load(options_of("--shape=llama-small", "--contexts=256"), CPU)
+    assert 1 <= layers < 4 and name == f"llama-small, random weights, {layers} of 4 layers, which is what fits 0.0 GiB"
+
+
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        (["--shape", "nope"], "llama-3.1-8b"),
+        (["--model", "x", "--shape", "llama-small"], "--model or --shape"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--contexts", "1"], "contexts"),
+        (["--contexts", "300000"], "262144"),
+        (["--budgets", "8"], "sinks"),
+        (["--policies", "nope"], "momentkv"),
+        (["--policies", "kvzip"], "prefill_block"),
+        (["--prefill-block", "-3"], "prefill-block"),
+        (["--batch", "0"], "batch"),
+        (["--minutes", "0"], "minutes"),
+        (["--rounds", "many"], "many"),
+        *([] if torch.cuda.is_available() else [(["--graphs"], "CUDA")]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_path):
+    try:
+        code = main(["bench", *arguments, "--out", str(tmp_path / "out")])
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2 and len(said.err.splitlines()) == 1 and names in said.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,137 @@
+"""Statistics of queries: the fit against the model's own projections, the file, the command, and what reads it."""
+
+import argparse
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastkv
+from fastkv import FastKVError
+from fastkv.calibration.fit_queries import add_arguments, fit, run
+from fastkv.calibration.query_calibration import QueryCalibration
+from fastkv.demo import MODEL_DIR
+from fastkv.demo.tasks import generate
+from fastkv.evaluation import common
+from fastkv.policies import QueryStatistics
+
+from .models import build, prompt, query_calibration
+
+
+def sequences(rows=4, length=40):
+    return prompt(batch=rows, length=length, pads=(0,) * rows, seed=5)[0]
+
+
+def refused(message, call, *args):
+    """The call raises FastKVError with one sentence that holds the message."""
+    with pytest.raises(FastKVError) as error:
+        call(*args)
+    text = str(error.value)
+    assert message in text and not text.endswith(".") and "\n" not in text and ";" in text, text
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_fit_is_the_mean_of_the_queries_before_the_rotary_embedding(name):
+    """Queries are taken from the projections (and query norms) themselves, before any rotation."""
+    model, ids = build(name), sequences()
+    full = {"gemma3": [1, 3]}.get(name, [0, 1, 2, 3])
+    recorded, hooks = {}, []
+
+    def record(layer):
+        def hook(module, args, out):
+            heads_first = out.ndim == 4 and out.shape[1] == 4
+            out = out.transpose(1, 2) if heads_first else out.reshape(*ids.shape, 4, 16)
+            recorded[layer] = out.flatten(0, 1).double()
+
+        return hook
+
+    for layer in full:
+        attention = model.model.layers[layer].self_attn
+        hooks.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(record(layer)))
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    fitted = fit(model, ids.split(3))
+    assert list(fitted.layers) == full and fitted.tokens == ids.numel()
+    for layer, known in fitted.layers.items():
+        queries = recorded[layer]  # [tokens, Hq, D]
+        mean, pairs = queries.mean(0), torch.complex(queries[..., :8], queries[..., 8:])
+        torch.testing.assert_close(known.mean.double(), mean, rtol=1e-3, atol=1e-4)
+        excess = pairs.abs().mean(0) - pairs.mean(0).abs()
+        torch.testing.assert_close(known.excess.double(), excess, rtol=1e-3, atol=1e-4)
+    assert not any("_fastkv_config" in vars(module) for module in model.modules()), "the model is as it was"
+
+
+def test_fit_refuses_what_it_cannot_read():
+    model, ids = build(), sequences()
+    with fastkv.patched(model, budget=64):
+        refused("unpatch", fit, model, [ids])
+    refused("token ids", fit, model, [ids.float()])
+    refused("token ids", fit, model, [ids[0]])
+    refused("got none", fit, model, [])
+    model.model.layers[2].self_attn.q_proj.weight.data[:] = torch.inf
+    refused("layer 2", fit, model, [ids])
+
+
+def test_a_file_comes_back_bit_for_bit(tmp_path):
+    model, path = build(), tmp_path / "queries.safetensors"
+    fitted = query_calibration(model)
+    fitted.save(path)
+    read = QueryCalibration.load(path, fastkv.patch(model, budget=64).config)
+    assert list(read.layers) == list(fitted.layers)
+    assert (read.fingerprint, read.model, read.tokens) == (fitted.fingerprint, fitted.model, fitted.tokens)
+    for layer, known in fitted.layers.items():
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(read.layers[layer], known))
+    refused("another model", QueryCalibration.load, path, build("qwen3").config)
+    refused("layer 9", read.of_layer, 9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda known: {},
+        lambda known: {2: QueryStatistics(known.mean.double(), known.excess)},
+        lambda known: {2: QueryStatistics(known.mean[0], known.excess)},
+        lambda known: {2: QueryStatistics(known.mean[:1], known.excess)},
+        lambda known: {2: QueryStatistics(known.mean * torch.nan, known.excess)},
+        lambda known: {9: known},
+    ],
+    ids="empty double flat short nan no-such-layer".split(),
+)
+def test_load_refuses_tensors_that_do_not_fit(tmp_path, change):
+    path, fitted = tmp_path / "queries.safetensors", query_calibration(build())
+    replace(fitted, layers=change(fitted.layers[2])).save(path)
+    refused("damaged", QueryCalibration.load, path, build().config)
+
+
+def test_the_policy_finds_the_file_beside_the_model_or_asks_for_it(tmp_path):
+    refused("fastkv calibrate queries", fastkv.patch, build(), "triattention", 64)
+    refused("fastkv calibrate queries", fastkv.patch, build(), fastkv.policies.get("criticalkv", base="triattention"))
+    model = build()
+    model.config._name_or_path = str(tmp_path)
+    query_calibration(model).save(tmp_path / "queries.safetensors")
+    config = fastkv.patch(model, "triattention", 64)._fastkv_config
+    assert list(config.queries.layers) == [0, 1, 2, 3] and list(config.rotations) == [0, 1, 2, 3]
+
+
+def test_the_command_writes_what_fit_finds(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    path = tmp_path / "queries.safetensors"
+    run(parser.parse_args(["--length", "128", "--tokens", "1300", "--out", str(path)]))
+    model, _ = common.load("demo")
+    read = QueryCalibration.load(path, model.config)
+    assert read.tokens == 1280
+    assert f'fastkv.policies.get("triattention", calibration="{path}")' in capsys.readouterr().out
+
+
+def test_the_bundled_file_is_about_the_bundled_model():
+    model, tokenizer = common.load("demo")
+    stored = QueryCalibration.load(MODEL_DIR / "queries.safetensors", model.config)
+    assert list(stored.layers) == [0, 1, 2, 3] and stored.tokens == 198_656
+    sample = generate("facts", 512, 3)
+    ids = tokenizer(f"{sample.context} {sample.questions[0]}", return_tensors="pt").input_ids
+    for layer, known in fit(model, [ids]).layers.items():
+        cosine = torch.cosine_similarity(known.mean, stored.layers[layer].mean, dim=-1)
+        assert (cosine > 0.9).all(), (layer, cosine)

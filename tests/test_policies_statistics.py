@@ -1,0 +1,365 @@
+"""LagKV, R-KV, Expected Attention and TriAttention: against brute force, and what must not matter.
+
+Brute force is one token at a time in float64, over the valid tokens of one head, in order of position.
+"""
+
+import cmath
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastkv import ops
+from fastkv.errors import FastKVError
+from fastkv.policies import RKV, CriticalKV, ExpectedAttention, LagKV, QueryStatistics, TriAttention
+from fastkv.policies import rkv as rkv_file
+from fastkv.rotary import Rotary
+
+from .test_policies_geometry import DIM, F64, FREQUENCIES, NAN, made, randn, scored
+
+HEADS, GROUP, TOKENS = 2, 2, 12
+POLICIES = {
+    "lagkv": LagKV(),
+    "lagkv of 5": LagKV(lag=5),
+    "rkv": RKV(),
+    "rkv strict": RKV(pool=3, weight=0.6, threshold=0.2),
+    "expected-attention": ExpectedAttention(),
+    "expected-attention soon": ExpectedAttention(horizon=3, sinks=0, epsilon=0.0),
+    "triattention": TriAttention(),
+    "triattention near": TriAttention(horizon=40),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+both_times = pytest.mark.parametrize("decoding", [False, True], ids=["prompt", "decode"])
+PER_TOKEN = ("keys", "values", "positions", "valid", "attention", "memory")
+
+
+def signals_of(decoding=False, seed=0, tokens=TOKENS, **options):
+    """Those of `made`, with keys of which some are alike, attention, and statistics of queries."""
+    signals = made(decoding=decoding, seed=seed, dtype=F64, **options)
+    alike = randn(1, HEADS, 3, DIM, seed=seed + 5)[:, :, torch.arange(signals.keys.shape[2]) % 3]
+    attention = randn(*signals.valid.shape, seed=seed + 6).softmax(-1)
+    mean = randn(HEADS * GROUP, DIM, seed=seed + 7)
+    excess = randn(HEADS * GROUP, DIM // 2, seed=seed + 8).abs()
+    return replace(
+        signals,
+        keys=signals.keys + alike,
+        tokens=tokens,
+        attention=torch.where(signals.valid, attention, NAN),
+        query_statistics=QueryStatistics(mean.float(), excess.float()),
+    )
+
+
+def brute(policy, signals):
+    """[B, Hkv, N] float64, 0 where not valid."""
+    out = torch.zeros(signals.valid.shape, dtype=F64)
+    rule = {LagKV: brute_lag, RKV: brute_redundancy, ExpectedAttention: brute_expected, TriAttention: brute_tri}
+    for b, h in itertools.product(*map(range, out.shape[:2])):
+        index = [i for i in range(out.shape[2]) if signals.valid[b, h, i]]
+        index.sort(key=lambda i: int(signals.positions[b, h, i]))
+        out[b, h, index] = torch.tensor(rule[type(policy)](policy, signals, b, h, index), dtype=F64)
+    return out
+
+
+def softmax(numbers):
+    top = max(numbers)
+    weights = [math.exp(x - top) for x in numbers]
+    return [x / sum(weights) for x in weights]
+
+
+def brute_lag(policy, signals, b, h, index):
+    num, lag = signals.keys.shape[2], max(min(policy.lag, signals.tokens // 4), 2)
+    parts = [index[at : at + lag] for at in range(0, len(index) - lag + 1, lag)]
+    scores = {i: 1 + place / num for place, i in enumerate(index)}
+    for part, after in itertools.pairwise(parts):
+        total = dict.fromkeys(part, 0.0)
+        for rows in (signals.keys[b, h], signals.values[b, h]):
+            low, high = rows[after].amin(0), rows[after].amax(0)
+            spread = [float(((rows[i] - low) / (high - low)).std()) for i in part]
+            for i, share in zip(part, softmax(spread)):
+                total[i] += share
+        for rank, i in enumerate(sorted(part, key=lambda i: total[i])):
+            scores[i] = rank / lag
+    return [scores[i] for i in index]
+
+
+def brute_redundancy(policy, signals, b, h, index):
+    keys = signals.keys[b, h]
+    column = dict.fromkeys(index, 0.0)
+    for j in index:
+        cosine = {i: float(keys[j] @ keys[i] / keys[j].norm() / keys[i].norm()) for i in index if i != j}
+        alike = [i for i in index if i != j and cosine[i] > policy.threshold]
+        for i in index:
+            if i != j and i not in alike[-1:]:
+                column[i] += cosine[i]
+    repeated = softmax([column[i] / len(index) for i in index])
+    received, half = [float(signals.attention[b, h, i]) for i in index], policy.pool // 2
+    pooled = [max(received[max(at - half, 0) : at + half + 1]) for at in range(len(index))]
+    return [policy.weight * a - (1 - policy.weight) * r for a, r in zip(pooled, repeated)]
+
+
+def complex_pairs(row):
+    """[D/2] complex: what turns together."""
+    return torch.complex(row[..., : DIM // 2].double(), row[..., DIM // 2 :].double())
+
+
+def turned(row, angle):
+    """A row whose pairs are turned by angle * frequency."""
+    pairs = complex_pairs(row) * torch.exp(1j * angle * FREQUENCIES[DIM].double())
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def newest(signals, b):
+    return int(signals.positions[b][signals.valid[b]].max())
+
+
+def brute_expected(policy, signals, b, h, index):
+    memory = {i: float(signals.memory[b, h, i]) for i in index}
+    if signals.queries is not None:
+        start = signals.keys.shape[2] - signals.queries.shape[2]
+        asked = [i for i in index if i >= start and signals.positions[b, h, i] >= policy.sinks]
+        to_come = [newest(signals, b) + step for step in range(1, policy.horizon + 1)]
+        unit = torch.eye(DIM, dtype=F64)
+        ahead = torch.stack([sum(turned(row, at) for at in to_come) / len(to_come) for row in unit], -1)
+        received = dict.fromkeys(index, 0.0)
+        for g in range(GROUP if asked else 0):
+            queries = signals.queries[b, h * GROUP + g]
+            before = torch.stack([turned(queries[i - start], -int(signals.positions[b, h, i])) for i in asked])
+            mean = before.mean(0)
+            spread = sum(torch.outer(q - mean, q - mean) for q in before) / len(before)
+            mean, spread = ahead @ mean, ahead @ spread @ ahead.T
+            keys = signals.scale * signals.keys[b, h, index].double()
+            for i, a in zip(index, softmax([float(k @ mean + k @ spread @ k / 2) for k in keys])):
+                received[i] += a / GROUP
+        for i in index if asked else ():
+            memory[i] = (received[i] + policy.epsilon) * float(signals.values[b, h, i].norm())
+    known = [m for m in memory.values() if m > 0]
+    mean = sum(known) / len(known) if known else 0.0
+    return [memory[i] or mean for i in index]
+
+
+def brute_tri(policy, signals, b, h, index):
+    steps = [2**power for power in range(40) if 2**power <= policy.horizon]
+    best = dict.fromkeys(index, -math.inf)
+    for g in range(GROUP):
+        mean = complex_pairs(signals.query_statistics.mean[h * GROUP + g])
+        excess = signals.query_statistics.excess[h * GROUP + g].double()
+        logits = {}
+        for i in index:
+            at = int(signals.positions[b, h, i])
+            key = complex_pairs(turned(signals.keys[b, h, i], -at))
+            logits[i] = float((excess * key.abs()).sum())
+            for f, frequency in enumerate(FREQUENCIES[DIM].tolist()):
+                size, phase = float(mean[f].abs() * key[f].abs()), cmath.phase(mean[f] * key[f].conj())
+                angles = [frequency * (newest(signals, b) + step - at) + phase for step in steps]
+                logits[i] += size * sum(map(math.cos, angles)) / len(angles)
+        centre = sum(logits.values()) / len(logits)
+        std = math.sqrt(sum((x - centre) ** 2 for x in logits.values()) / len(logits))
+        best = {i: max(best[i], (x - centre) / std) for i, x in logits.items()}
+    return [best[i] for i in index]
+
+
+@both_times
+@each_policy
+@pytest.mark.parametrize("seed", range(3))
+def test_the_equation(policy, decoding, seed):
+    signals = signals_of(decoding, seed, new=11 + 7 * seed)
+    scores = scored(policy, signals)
+    assert scores.shape == signals.valid.shape
+    found, expected = torch.where(signals.valid, scores, 0).double(), brute(policy, signals)
+    far = isinstance(policy, TriAttention) and policy.horizon > 1000  # angles of 10^4 radians, in float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3 if far else 1e-6)
+
+
+@both_times
+@each_policy
+def test_rows_padding_and_order_of_slots_do_not_matter(policy, decoding):
+    signals = signals_of(decoding)
+    scores = scored(policy, signals)
+    for row in range(2):
+        one = {name: getattr(signals, name)[row : row + 1] for name in PER_TOKEN}
+        queries = None if decoding else signals.queries[row : row + 1]
+        alone = scored(policy, replace(signals, queries=queries, **one))
+        real = signals.valid[row]
+        torch.testing.assert_close(alone[0][real], scores[row][real])
+
+    held = 9  # a block stays in order, behind them
+    order = randn(2, HEADS, held + 3, seed=9).argsort(-1)
+    empty = {torch.bool: False, torch.int32: 3}
+
+    def moved(part):
+        more = torch.full_like(part[:, :, :3], empty.get(part.dtype, NAN))
+        front = torch.cat([more, part[:, :, :held]], 2)
+        at = order if part.ndim == 3 else order[..., None].expand(*order.shape, part.shape[-1])
+        return torch.cat([front.gather(2, at), part[:, :, held:]], 2)
+
+    other = replace(signals, **{name: moved(getattr(signals, name)) for name in PER_TOKEN})
+    found, expected = scored(policy, other)[other.valid], moved(scores)[other.valid]
+    if isinstance(policy, LagKV):  # where nothing follows yet, only the order counts
+        assert torch.equal(found.argsort(stable=True), expected.argsort(stable=True))
+        found, expected = found.clamp(max=1), expected.clamp(max=1)
+    torch.testing.assert_close(found, expected)
+
+
+@each_policy
+def test_heads_do_not_look_at_each_other(policy):
+    """So that processes which share the heads need not talk to each other."""
+    signals = signals_of()
+    scores = scored(policy, signals)
+    for head in range(HEADS):
+        group = slice(head * GROUP, (head + 1) * GROUP)
+        own = replace(
+            signals,
+            **{name: getattr(signals, name)[:, head : head + 1] for name in PER_TOKEN},
+            queries=signals.queries[:, group],
+            query_statistics=QueryStatistics(*(part[group] for part in signals.query_statistics)),
+        )
+        real = signals.valid[:, head]
+        torch.testing.assert_close(scored(policy, own)[:, 0][real], scores[:, head][real])
+
+
+@each_policy
+def test_a_head_without_tokens(policy):
+    signals = signals_of()
+    signals = replace(signals, valid=torch.zeros_like(signals.valid))
+    assert not ops.select(scored(policy, signals), signals.positions, signals.valid, signals.valid, TOKENS).kept.any()
+
+
+@each_policy
+def test_half_precision_is_computed_in_float32(policy):
+    signals = signals_of()
+    half = replace(signals, keys=signals.keys.bfloat16(), values=signals.values.bfloat16())
+    exact = replace(half, keys=half.keys.float(), values=half.values.float())
+    torch.testing.assert_close(scored(policy, half)[half.valid], scored(policy, exact)[half.valid])
+
+
+# LagKV
+
+
+def test_channels_that_do_not_vary_say_nothing():
+    signals = signals_of(pads=(0, 0), holes=(0, 0))
+    constant = signals.keys.clone()
+    constant[..., 0] = 7.0
+    scores = scored(LagKV(), replace(signals, keys=constant))
+    assert scores.isfinite().all()
+    without = signals.keys.clone()
+    without[..., 0] = -3.0
+    assert torch.equal(scores, scored(LagKV(), replace(signals, keys=without)))
+
+
+def test_what_nothing_follows_stays():
+    signals = signals_of(tokens=16)
+    score = scored(LagKV(), signals)
+    for row, head in itertools.product(range(2), range(HEADS)):
+        order = signals.positions[row, head].masked_fill(~signals.valid[row, head], -1).argsort(descending=True)
+        count = int(signals.valid[row, head].sum())
+        waiting = order[: count - (count // 4 - 1) * 4]
+        assert score[row, head, waiting].tolist() == sorted(score[row, head, waiting].tolist(), reverse=True)
+        assert (score[row, head, waiting] >= 1).all() and (score[row, head, order[len(waiting) : count]] < 1).all()
+
+
+# R-KV
+
+
+def test_of_tokens_that_repeat_each_other_the_latest_stays():
+    signals = signals_of(pads=(0, 0), holes=(0, 0))
+    things = torch.eye(DIM, dtype=F64)[:5]
+    keys = things[torch.arange(20) % 5].expand(2, HEADS, 20, DIM)
+    positions = torch.arange(20, dtype=torch.int32).expand(2, HEADS, 20)
+    silent = torch.zeros(2, HEADS, 20, dtype=F64)
+    scores = scored(RKV(), replace(signals, keys=keys, positions=positions, attention=silent))
+    kept = ops.select(scores, positions, signals.valid, torch.zeros_like(signals.valid), 5).kept
+    assert kept.nonzero()[:, 2].unique().tolist() == [15, 16, 17, 18, 19]
+
+
+def test_keys_are_compared_in_parts(monkeypatch):
+    signals = signals_of()
+    whole = scored(RKV(), signals)
+    monkeypatch.setattr(rkv_file, "ROWS", 3)
+    torch.testing.assert_close(scored(RKV(), signals)[signals.valid], whole[signals.valid])
+
+
+# Expected Attention
+
+
+def test_a_block_without_queries_of_its_own_changes_nothing():
+    signals = signals_of(pads=(0, 11))
+    remembered = ExpectedAttention().remember(signals)
+    assert torch.equal(remembered[1][signals.valid[1]], signals.memory[1][signals.valid[1]])
+    assert not torch.equal(remembered[0], signals.memory[0])
+
+
+# TriAttention and the embedding
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary(FREQUENCIES[DIM]),
+        Rotary(FREQUENCIES[DIM], scaling=1.3, interleaved=True),
+        Rotary(FREQUENCIES[DIM][:2], scaling=0.7, start=-4),
+    ],
+    ids=["halves", "interleaved", "part"],
+)
+def test_vectors_are_turned_ahead(rotary):
+    vectors, positions = randn(2, 3, 5, DIM).float(), torch.randint(100, (2, 1, 5))
+    there = rotary.ahead(vectors, positions, torch.zeros(1, dtype=torch.int64))
+    torch.testing.assert_close(rotary.unrotate(there, positions), vectors)
+    offsets = torch.tensor([1, 4, 9])
+    each = torch.stack([rotary.ahead(vectors, positions + offset, offsets[:1] * 0) for offset in offsets.tolist()])
+    torch.testing.assert_close(rotary.ahead(vectors, positions, offsets), each.mean(0), rtol=1e-4, atol=1e-5)
+    lengths = rotary.lengths(there)
+    assert lengths.shape[-1] == DIM - rotary.size // 2
+    torch.testing.assert_close(lengths, rotary.lengths(each[0]))
+    torch.testing.assert_close(lengths.square().sum(-1), there.square().sum(-1))
+
+
+@pytest.mark.parametrize("scaling", [1.0, 1.3])
+def test_it_is_the_mean_logit_of_queries_that_are_all_alike(scaling):
+    """Without excess, and turned by the embedding itself: attention logits, averaged over the positions to come."""
+    rotary = Rotary(FREQUENCIES[DIM], scaling=scaling)
+    signals = replace(signals_of(), rotary=rotary)
+    known = signals.query_statistics
+    signals = replace(signals, query_statistics=QueryStatistics(known.mean, torch.zeros_like(known.excess)))
+    steps = torch.tensor([1, 2, 4, 8])
+    last = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
+    queries = rotary.ahead(known.mean[None, :, None].expand(2, -1, 4, -1), last + steps, steps[:1] * 0).double()
+    logits = torch.einsum("bhgtd,bhnd->bhgn", queries.unflatten(1, (HEADS, GROUP)), signals.keys.nan_to_num()) / 4
+    z = ops.z_scores(logits, signals.valid[:, :, None].expand_as(logits)).amax(2)
+    torch.testing.assert_close(
+        scored(TriAttention(horizon=8), signals)[signals.valid], z[signals.valid], rtol=1e-4, atol=1e-5
+    )
+
+
+# Hyper-parameters
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: LagKV(lag=1), "lagkv: lag must be an integer of at least 2, got 1"),
+        (lambda: RKV(window=0), "rkv: window must be an integer of at least 1"),
+        (lambda: RKV(pool=4), "odd width"),
+        (lambda: RKV(weight=1.5), "weight must be in"),
+        (lambda: RKV(threshold=NAN), "threshold finite"),
+        (lambda: ExpectedAttention(horizon=0), "horizon must be an integer of at least 1"),
+        (lambda: ExpectedAttention(epsilon=-1.0), "epsilon must be a finite number of at least 0"),
+        (lambda: TriAttention(horizon=0.5), "triattention: horizon must be an integer"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(FastKVError, match=message):
+        make()
+
+
+def test_defaults_are_those_of_the_papers():
+    rkv, expected = RKV(), ExpectedAttention()
+    assert (rkv.window, rkv.pool, rkv.weight, rkv.threshold) == (8, 7, 0.1, 0.5)
+    assert (expected.horizon, expected.sinks, expected.epsilon) == (512, 4, 0.01)
+    assert (LagKV().lag, TriAttention().horizon) == (128, 65536)
+
+
+def test_criticalkv_passes_the_calibration_on():
+    on_top = CriticalKV(base=TriAttention(calibration="some.safetensors"))
+    assert on_top.calibration == "some.safetensors" and "query_statistics" in on_top.needs

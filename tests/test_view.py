@@ -1,0 +1,350 @@
+"""`fastkv view`: what the page says is what the cache holds; texts, mistakes, and the page in a browser."""
+
+import json
+import re
+
+import pytest
+import tokenizers
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+
+from fastkv import Budget, FastKVCache, FastKVError, patched
+from fastkv.cli import main
+from fastkv.demo import load
+from fastkv.demo.tasks import generate
+from fastkv.evaluation import fidelity
+from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
+from fastkv.integrations.transformers.layer import FastKVLayer
+from fastkv.view.command import RECENT, SINKS, pieces_of
+from fastkv.view.page import LEVELS, TEMPLATE, TOP, coded, data_of, packed, unpacked
+from fastkv.view.trace import Reading, check, read_full, trace
+
+from .browser import Browser, find
+from .models import build
+
+CONTEXT, BLOCK, STEPS, BUDGETS = 160, 32, 24, (28, 48)
+POLICIES = ("fastkv", "snapkv")
+TEXT = generate("facts", 150, 3).context
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A small page: its path."""
+    path = tmp_path_factory.mktemp("view") / "new" / "view.html"
+    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", "--seed=1"]
+    caches = [f"--policies={','.join(POLICIES)}", f"--budgets={','.join(map(str, BUDGETS))}"]
+    assert main(["view", *sizes, *caches, "--out", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(page):
+    return data_of(page.read_text())
+
+
+@pytest.fixture(scope="module")
+def ids(bundled):
+    sample = generate("facts", CONTEXT, 1)
+    return torch.tensor([bundled[1](f"{sample.context} {sample.questions[0]} {sample.answers[0]}").input_ids])
+
+
+def array(data, cache, name):
+    """[layers, heads, tokens] of a cache."""
+    shape = (len(data["layers"]), data["heads"], len(data["tokens"]))
+    size = torch.tensor(shape).prod()
+    return unpacked(data["numbers"])[cache[name] :][:size].reshape(shape)
+
+
+def plainly(bundled, cache):
+    """The model patched as for that cache of the page."""
+    budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], sinks=SINKS, recent=RECENT), torch.float32)
+    return patched(bundled[0], cache["policy"], budget, prefill_block=BLOCK, evict_every=EVICT_EVERY)
+
+
+def test_the_page_says_what_the_cache_holds(bundled, data, ids):
+    """A plain run, the prompt in one call, has the same tokens at the same places, and says the same."""
+    for cache in data["caches"]:
+        with plainly(bundled, cache) as model:
+            mine = FastKVCache(model)
+            said = [model(ids[:, :-STEPS], past_key_values=mine).logits[0, -1].argmax()]
+            said += [model(one, past_key_values=mine).logits[0, -1].argmax() for one in ids[:, -STEPS:].split(1, 1)]
+        gone = array(data, cache, "gone")
+        for place, layer in enumerate(data["layers"]):
+            slots = mine.layers[layer].state.exact
+            for head in range(data["heads"]):
+                held = slots["positions"][0, head][slots.valid[0, head]].sort().values
+                assert torch.equal(held.long(), (gone[place, head] == 0).nonzero()[:, 0]), (cache["policy"], layer)
+        assert [bundled[1].decode([one]) for one in said[:-1]] == [word.strip() for word in cache["said"]]
+        events = cache["events"]
+        assert gone.max() == len(events) and events == sorted(set(events)) and events[-1] <= CONTEXT
+        first = torch.tensor([0, *events])[gone.long()]  # nothing leaves before it was read, nor while it is recent
+        tokens = torch.arange(CONTEXT)
+        assert ((first == 0) | (first - RECENT > tokens)).all() and (gone[..., :SINKS] == 0).all()
+
+
+def test_centroids_are_those_of_the_cache(bundled, data, ids):
+    model, _ = bundled
+    stock = model(ids).past_key_values.layers[0].keys[0]  # the same in a compressed run, there is no layer below
+    for cache in data["caches"]:
+        assert (cache["centroid"] is not None) == (cache["policy"] == "fastkv")
+        if cache["centroid"] is None:
+            continue
+        with plainly(bundled, cache):
+            mine = FastKVCache(model)
+            for part in (ids[:, :-STEPS], *ids[:, -STEPS:].split(1, 1)):
+                model(part, past_key_values=mine)
+        gone, centroid = array(data, cache, "gone"), array(data, cache, "centroid")
+        assert torch.equal(gone > 0, centroid > 0)
+        for place, layer in enumerate(data["layers"]):
+            parts = mine.layers[layer].state.parts
+            for head in range(data["heads"]):
+                members = [centroid[place, head] == number + 1 for number in range(parts.num)]
+                assert parts.count[0, head].tolist() == [int(mask.sum()) for mask in members]
+                for number, mask in enumerate(members if layer == 0 else ()):
+                    torch.testing.assert_close(stock[head, mask].mean(0), parts.keys[0, head, number])
+
+
+def test_errors_are_those_of_fidelity(bundled, data, ids):
+    full = fidelity.read_full(bundled[0], ids, STEPS)
+    for cache in data["caches"][::2]:  # both policies
+        with plainly(bundled, cache) as model:
+            exact = fidelity.measure(model, ids, STEPS, full).error[:, 0]  # [layers, steps, query heads]
+        want = exact.unflatten(-1, (data["heads"], -1)).mean(-1).transpose(1, 2)
+        codes = array(data, cache, "error")
+        assert (codes[..., :BLOCK] == 0).all()  # nothing was evicted yet
+        off = (codes[..., -STEPS:] - LEVELS * (want.clamp(max=TOP) / TOP).sqrt()).abs()
+        assert off.max() <= 0.5 + 1e-3
+
+
+def test_numbers_of_the_page_come_back():
+    arrays = [torch.tensor([[0, 1], [255, 256]]), torch.tensor([65535]), torch.zeros(0, dtype=torch.int64)]
+    text, starts = packed(arrays)
+    assert starts == [0, 4, 5] and unpacked(text).tolist() == [0, 1, 255, 256, 65535]
+    assert coded(torch.tensor([0.0, 1e-9, 1.0, 4.0, 9.0])).tolist() == [0, 0, 128, 255, 255]
+
+
+def test_the_page_needs_nothing_else(page):
+    text = page.read_text()
+    assert "default-src 'none'" in text and len(text) < 150_000
+    found = {word for word in re.findall(r"\w+://[^\"' ]+", text) if "www.w3.org" not in word}
+    assert not found and not re.search(r"<link|<img|<iframe|@import|\bsrc=|fetch\(|XMLHttpRequest", text)
+
+
+def test_a_text_cannot_leave_its_place(tmp_path, capsys):
+    file, out = tmp_path / "a.txt", tmp_path / "a.html"
+    file.write_text(f"{TEXT} </script><script>boom()</script> <!-- the end .\n")
+    arguments = ["--context=170", "--policies=streaming", "--budgets=40", "--prefill-block=whole", "--equal=tokens"]
+    assert main(["view", "--text", str(file), *arguments, "--out", str(out)]) == 0
+    page = out.read_text()
+    assert page.count("<script") == TEMPLATE.read_text().count("<script") and "<!--" not in page
+    data = data_of(page)
+    assert "".join(data["tokens"]).replace("<bos>", "") == file.read_text().rstrip()
+    assert data["answer"] == 0 and len(data["said"]) == 32 and data["text"] == "a.txt"
+    (cache,) = data["caches"]
+    assert cache["kept"] == 40 and (array(data, cache, "gone")[..., -RECENT:] == 0).all()
+
+
+def test_pieces_are_the_text(bundled):
+    text = "the  code ,\n of"
+    encoded = bundled[1](text, return_offsets_mapping=True)
+    pieces = pieces_of(bundled[1], text, encoded.input_ids, encoded.offset_mapping)
+    assert pieces == ["<bos>", "the", "  code", " ,", "\n of"]
+    assert pieces_of(bundled[1], text, encoded.input_ids, None) == ["<bos>", "the", "code", ",", "of"]
+
+
+def test_pieces_of_letters_that_are_several_tokens():
+    text = "so  é\n🙂!"
+    bytewise = tokenizers.Tokenizer(tokenizers.models.BPE({one: i for i, one in enumerate(ByteLevel.alphabet())}, []))
+    bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    pieces = pieces_of(tokenizer, text, encoded.input_ids, encoded.offset_mapping)
+    assert pieces == ["s", "o", " ", " ", "é", "·", "\n", "🙂", "·", "·", "·", "!"]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3", "deepseek_v3"])
+def test_other_models(family):
+    """Layers with a sliding window are left out; where the cache lies is where the trace says."""
+    model = build(family)
+    ids = torch.randint(5, 60, (1, 90))
+    reading = Reading(ids, 32, 20)
+    full = read_full(model, reading)
+    with patched(model, "fastkv", Budget(tokens=28, recent=8), prefill_block=32):
+        found = trace(model, reading, full)
+        cache = FastKVCache(model)
+        for part in (ids[:, :70], *ids[:, 70:].split(1, 1)):
+            model(part, past_key_values=cache)
+    assert found.layers == [i for i, one in enumerate(cache.layers) if isinstance(one, FastKVLayer)]
+    for place, layer in enumerate(found.layers):
+        slots = cache.layers[layer].state.exact
+        for head in range(slots.lengths.shape[1]):
+            held = slots["positions"][0, head][slots.valid[0, head]].sort().values
+            assert torch.equal(held.long(), (found.gone[place, head] == 0).nonzero()[:, 0])
+    assert found.error[..., :32].max() == 0 and found.error.isfinite().all()
+
+
+def test_a_model_whose_attention_cannot_be_recorded_is_refused():
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    )
+    with pytest.raises(FastKVError, match=r"self_attn\.o_proj, got GPTNeoXForCausalLM"):
+        check(model)
+
+
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--text", "/nowhere"], "/nowhere"),
+        (["--policies", "nope"], "momentkv"),
+        (["--policies", "kvzip"], "prefill_block"),
+        (["--budgets", "8"], "sinks"),
+        (["--context", "10"], "context"),
+        (["--context", "100000"], "context"),
+        (["--prefill-block", "1"], "prefill-block"),
+        (["--steps", "0"], "steps"),
+        (["--steps", "1000"], "steps"),
+        (["--task", "riddles"], "riddles"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_path):
+    try:
+        code = main(["view", *arguments, "--out", str(tmp_path / "page" / "view.html")])
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2 and len(said.err.splitlines()) == 1 and names in said.err
+    assert not (tmp_path / "page" / "view.html").exists()
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser(page):
+    if find() is None:
+        pytest.skip("there is no Chromium on the PATH")
+    with Browser() as opened:
+        yield opened
+
+
+def at(browser, state):
+    """What the page shows, of what is in its data: kept counts of the heads shown."""
+    return browser.run(
+        f"(Object.assign(state, {json.dumps(state)}), show(), Array.from(keptBy(cacheNow(), rows(), state.time)))"
+    )
+
+
+@pytest.mark.slow
+def test_clicking_through_the_page(browser, page, data):
+    browser.open(page)
+    assert browser.errors == [] and browser.asked == [page.as_uri()]
+    assert browser.text("h1") == f"What a cache kept of {CONTEXT} tokens"
+    assert browser.run("document.querySelectorAll('#text span').length") == CONTEXT
+
+    gone = {(c["policy"], c["budget"]): array(data, c, "gone") for c in data["caches"]}
+    shown = "Array.from(document.querySelectorAll('#text span'), one => one.classList.contains('none'))"
+    # A click on a policy and a budget.
+    for policy, name in enumerate(POLICIES):
+        for budget, tokens in enumerate(BUDGETS):
+            browser.click(f"#policy label:nth-child({policy + 1})")
+            browser.click(f"#budget label:nth-child({budget + 1})")
+            assert browser.run("[state.policy, state.budget]") == [policy, budget]
+            counts = (gone[name, tokens] == 0).sum((0, 1))
+            assert browser.run("Array.from(keptBy(cacheNow(), rows(), state.time))") == counts.tolist()
+            assert browser.run(shown) == (counts == 0).tolist()
+    # The keyboard alone: along the sliders to one head, and back in time.
+    browser.run("document.querySelector('#layer').focus()")
+    browser.press("ArrowRight", 2)
+    browser.press("Tab")
+    browser.press("ArrowRight")
+    assert browser.run("[state.layer, state.head]") == [2, 1] and browser.text("#layer-out") == "1"
+    browser.press("Tab")
+    browser.press("Home")
+    cache = data["caches"][-1]
+    first = cache["events"][0]
+    assert browser.text("#time-out") == f"after {first} tokens"
+    kept = (gone[cache["policy"], cache["budget"]][1, 0] != 1) & (torch.arange(CONTEXT) < first)
+    assert browser.run("Array.from(keptBy(cacheNow(), rows(), state.time))") == kept.int().tolist()
+    browser.press("End")
+    assert browser.text("#time-out") == f"the end, {CONTEXT} tokens"
+    # The text: one stop of the Tab key, then arrows; what is focused has its fate told.
+    browser.press("Tab")
+    assert browser.run("document.activeElement.parentNode.id") == "text"
+    browser.press("Home")
+    assert browser.text("#where") == f"Token 0 of {CONTEXT}" and browser.text("#fate").startswith("Kept.")
+    browser.press("ArrowRight", 3)
+    assert browser.run("state.token") == 3 and browser.run("document.activeElement.dataset.i") == "3"
+    browser.press("ArrowDown")
+    below = browser.run("state.token")
+    assert below > 3
+    browser.press("ArrowUp")
+    assert browser.run("state.token") < below
+    browser.press("End")
+    assert browser.text("#word") == "." and "expected" in browser.text("#more")
+    assert browser.errors == []
+
+
+@pytest.mark.slow
+def test_fates_told_are_those_of_the_cache(browser, page, data):
+    browser.open(page)
+    cache = next(c for c in data["caches"] if c["policy"] == "fastkv" and c["budget"] == BUDGETS[0])
+    gone, centroid = array(data, cache, "gone"), array(data, cache, "centroid")
+    layer, head = 2, 1
+    browser.run(f"show({{policy: 0, budget: 0, layer: {layer + 1}, head: {head + 1}}})")
+    for token in (0, 20, 50, 77, CONTEXT - 1):
+        browser.hover(f"#text span:nth-child({token + 1})") if token == 77 else browser.run(f"select({token})")
+        event, where = int(gone[layer, head, token]), int(centroid[layer, head, token])
+        mates = (centroid[layer, head] == where).nonzero()[:, 0].tolist() if event else []
+        said = browser.text("#fate")
+        if event:
+            assert (
+                f"when {cache['events'][event - 1]} tokens" in said and f"centroid {where}, one of {len(mates)}" in said
+            )
+        else:
+            assert said.startswith("Kept.")
+        marked = "Array.from(document.querySelectorAll('#text span.mate'), one => Number(one.dataset.i))"
+        assert browser.run(marked) == mates
+    cells = browser.run("Array.from(document.querySelectorAll('#heads td'), one => one.textContent)")
+    assert cells == ["kept"] * len(cells) and len(cells) == len(data["layers"]) * data["heads"]
+    assert browser.errors == []
+
+
+@pytest.mark.slow
+def test_the_page_in_the_dark_and_on_a_phone(browser, page):
+    """Words stand out from what is behind them by 4.5 to 1 and more, and nothing is wider than the screen."""
+    for dark in (False, True):
+        browser.open(page, dark)
+        ratios = browser.run(CONTRAST)
+        assert min(ratios.values()) >= 4.5, ratios
+    browser.send("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+    browser.open(page)
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    browser.send("Emulation.setDeviceMetricsOverride", **browser.size)
+
+
+CONTRAST = """(() => {
+  const style = getComputedStyle(document.documentElement), canvas = document.createElement("canvas");
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  const of = name => { const v = style.getPropertyValue(name).trim(); return v.startsWith("#") ? v : `rgb(${v})`; };
+  const light = name => {
+    context.fillStyle = of(name); context.fillRect(0, 0, 1, 1);
+    const [r, g, b] = Array.from(context.getImageData(0, 0, 1, 1).data).map(v => v / 255)
+      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const pairs = [["--ink", "--ground"], ["--ink", "--surface"], ["--muted", "--ground"], ["--muted", "--surface"],
+    ["--ink", "--keep"], ["--ink", "--part"], ["--surface", "--accent"], ["--good", "--surface"],
+    ["--warn", "--surface"]];
+  return Object.fromEntries(pairs.map(([a, b]) => {
+    const [x, y] = [light(a), light(b)].sort((m, n) => n - m);
+    return [`${a} on ${b}`, (x + 0.05) / (y + 0.05)];
+  }));
+})()"""

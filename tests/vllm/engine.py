@@ -1,0 +1,84 @@
+"""Both sides of a comparison: vLLM with a compressed cache, and `fastkv.patch` on one sequence at a time."""
+
+import functools
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+
+import fastkv
+import fastkv.demo
+
+FITTED = Path(fastkv.demo.__file__).parent / "model"  # the bundled model, and what was fitted to it
+VOCABULARY, LONGEST, SEQUENCES = 720, 1024, 16
+
+
+def prompt(length, seed=0):
+    """Tokens of a prompt; each seed has its own."""
+    draw = torch.Generator().manual_seed(1000 * seed + length)
+    return (1, *torch.randint(3, VOCABULARY, (length - 1,), generator=draw).tolist())
+
+
+def start(model, settings, dtype="float32", **arguments):
+    """vLLM with these settings for fastkv; None for none."""
+    given = {
+        "max_model_len": LONGEST,
+        "max_num_seqs": SEQUENCES,
+        "max_num_batched_tokens": LONGEST + SEQUENCES,
+        "kv_cache_memory_bytes": 2**27,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        **arguments,
+    }
+    extra = {} if settings is None else {"fastkv": settings}
+    return LLM(model, dtype=dtype, additional_config=extra, **given)
+
+
+@functools.cache
+def loaded(model, dtype="float32"):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+
+
+class Alone:
+    """What `fastkv.patch` answers with these settings, each prompt by itself."""
+
+    def __init__(self, model, settings, dtype="float32"):
+        self.model = fastkv.patch(loaded(model, dtype), **settings)
+
+    def answer(self, tokens, num):
+        out = self.model.generate(
+            torch.tensor([tokens]), max_new_tokens=num, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return out[0, len(tokens) :].tolist()
+
+
+class Traffic:
+    """Requests that come and go while others are served. A turn is a step of the engine.
+
+    Attributes: answers: tokens so far of every request, by its name.
+    """
+
+    def __init__(self, llm):
+        self.llm, self.engine, self.answers, self.ids = llm, llm.llm_engine, {}, {}
+
+    def ask(self, name, tokens, num):
+        params = SamplingParams(temperature=0, max_tokens=num, detokenize=False, ignore_eos=True)
+        self.engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+
+    def turn(self, times=1):
+        for _ in range(times):
+            for output in self.engine.step():
+                self.answers[output.request_id] = list(output.outputs[0].token_ids)
+
+    def finish(self):
+        while self.engine.has_unfinished_requests():
+            self.turn()
+        return self.answers
+
+    def preempt(self):
+        """All running requests lose their pages and are computed again."""
+        assert self.llm.reset_prefix_cache(reset_running_requests=True)
+
+    def abort(self, name):
+        self.engine.abort_request([name])

@@ -1,0 +1,39 @@
+"""A request gets the tokens that `fastkv.patch` gives it alone, whatever else is being served."""
+
+import pytest
+
+from .engine import Alone, Traffic, prompt, start
+
+POLICIES = ["momentkv", "keydiff", "fastkv", "snapkv", "h2o"]
+BLOCK = 64
+NUM = 40  # tokens of an answer: two evictions
+
+
+def settings(policy, block):
+    return {"policy": policy, "budget": 48, "prefill_block": block}
+
+
+@pytest.mark.parametrize("block", [None, BLOCK], ids=["whole", "blocks"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_among_others(model, policy, block):
+    """Sixteen requests of mixed lengths arrive while others decode; one is longer than any other, and in the middle;
+    one is aborted; twice all that run are preempted and computed again.
+    """
+    chosen = settings(policy, block)
+    lengths = [30, 64, 65, 129, 200, 31, 128, 1, 900, 90, 63, 257, 48, 49, 300, 7]
+    asked = {f"{i}": (prompt(length, i), NUM + i % 3) for i, length in enumerate(lengths)}
+    traffic = Traffic(start(model, chosen))
+    for i, (name, request) in enumerate(asked.items()):
+        traffic.ask(name, *request)
+        traffic.turn(2)
+        if i in (5, 11):
+            traffic.preempt()
+        if i == 9:
+            traffic.abort("6")
+    answers, alone = traffic.finish(), Alone(model, chosen)
+    for name, request in asked.items():
+        expected = alone.answer(*request)
+        if name == "6":
+            assert answers[name] == expected[: len(answers[name])] and len(answers[name]) < NUM
+        else:
+            assert answers[name] == expected, f"request {name} of {len(request[0])} tokens"
