@@ -91,7 +91,10 @@ def variant(
     names = [n for n in kernel.arg_names if n not in absent]
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
     used = {n: value for n, value in constants.items() if n in kernel.arg_names}
-    return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
+    unknown = {one.name for one in kernel.params if one.do_not_specialize}  # of which launches say nothing
+    return Variant(
+        name, kernel, found, used, tuple(n for n in names if n.startswith(even) and n not in unknown), **options
+    )
 
 
 def of_compact(
@@ -161,7 +164,7 @@ def of_evict(
         **dict.fromkeys(ROWS, rows),
     )  # fmt: skip
     name = f"evict {dtype} D{head_dim} slots {slots} drop {drop} order {order}" + " slope" * slope
-    even = ("candidates",) if ragged else ("slots", "width", "candidates")
+    even = () if ragged else ("slots", "width")
     return variant(
         name + " ragged" * ragged + " spread 1" * spread + " rows" * rows, evict._evict_kernel, constants, dtype,
         given=given, even=even, num_warps=num_warps, narrow=head_dim > 256, arches=arches,

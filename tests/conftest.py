@@ -3,8 +3,6 @@
 import gc
 import os
 
-gc.disable()  # until all tests have been imported
-
 import torch
 
 if not torch.cuda.is_available():
@@ -14,12 +12,14 @@ import pytest
 import transformers
 from hypothesis import Phase, settings
 
+gc.disable()  # until all tests have been imported
 collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
 if "TRITON_INTERPRET" in os.environ:
     from .interpreter import patch_once
 
     patch_once()
+gc.disable()  # until all tests have been imported
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)
