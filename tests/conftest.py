@@ -19,6 +19,7 @@ if "TRITON_INTERPRET" in os.environ:
     from .interpreter import patch_once
 
     patch_once()
+gc.disable()  # until all tests have been imported
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import ops
+from fastkv.cache.layer import evict
+from fastkv.cache.paged import PagedLayer, PagedRule
 from fastkv.cache.pages import ALIGNMENT, PageFormat
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
 from fastkv.kernels import operations
 from fastkv.kernels._attention import _home, _page
 from fastkv.ops.operator import flat
@@ -188,6 +192,39 @@ def test_kernels_in_pages_do_what_the_reference_does_to_rows(made, softcap, part
     for name, theirs in tokens_of(state).items():
         torch.testing.assert_close(mine[name], theirs, **CLOSE, msg=f"{name} differs")
     assert_same(placed.at(others).taken(), before)
+
+
+def paged(policy):
+    """A layer of the reference that has read two prompts, into pages 3 and 1 of five, and decoded a token of each."""
+    torch.manual_seed(0)
+    config = Config.make(policy, fastkv.Budget(tokens=12, sinks=1, recent=2), 8, 4, "auto", "reference", None)
+    keys, shared = torch.zeros(1, 2, 0, 16), CacheWorkspace(evict_every=4)
+    rule = PagedRule.of(config, 0, 0, 1, keys, keys, shared)
+    made = PagedLayer(rule, torch.zeros(5, rule.form.nbytes, dtype=torch.uint8), 4, 0.3, None, shared)
+    for row in (3, 1):
+        made.clear(row)
+        for _ in range(3):
+            made.read(row, normal(1, 4, 8, 16), *normal(2, 1, 2, 8, 16))
+    for _ in range(3):
+        made.step(torch.tensor([3, 1]), normal(2, 4, 16), *normal(2, 2, 2, 1, 16))
+    return made
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "fastkv"])
+def test_evictions_happen_in_pages(policy, monkeypatch):
+    """Nothing is written back, and the rows of a batch that are not due stay as they are."""
+    layer = paged(policy)
+    one, rule = layer.state.at(torch.tensor([1])), layer.rule
+    other, others = copied(one), torch.tensor([2, 3, 4])
+    before = other.at(others).taken()
+    evict(one, rule)
+    monkeypatch.setattr(LayerState, "put", None)
+    evict(other.at(torch.tensor([0, 1, 0])), replace(rule, spec=replace(rule.spec, backend="triton")))
+    theirs = tokens_of(one.taken())
+    assert int(theirs["exact.lengths"].max()) == 12
+    for key, mine in tokens_of(other.taken()).items():
+        torch.testing.assert_close(mine, theirs[key], atol=1e-4, rtol=1e-4, msg=f"{key} differs")
+    assert_same(other.at(others).taken(), before)
 
 
 @triton.jit

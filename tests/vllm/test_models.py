@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+
+from fastkv import FastKVError
 
 from .engine import Alone, Traffic, prompt, start
 
@@ -49,3 +51,28 @@ def test_sliding_windows_stay_with_vllm(gemma, block):
 
 def test_two_processes_that_share_the_heads(model):
     compare(model, {"policy": "fastkv", "budget": 64, "prefill_block": 64}, tensor_parallel_size=2)
+
+
+def test_latents_are_refused(tmp_path):
+    config = DeepseekV2Config(
+        vocab_size=720,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=1024,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(FastKVError, match=r"does not compress latents \(MLA\) in vLLM"):
+        start(str(tmp_path), {"policy": "keydiff", "budget": 64})

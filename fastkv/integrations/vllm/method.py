@@ -43,6 +43,11 @@ def fitted(config: Config, vllm_config: Any) -> Config:
         )
     if not config.undoes_rotation:
         return config
+    if vllm_config.model_config.uses_mrope:
+        raise FastKVError(
+            f"policy {config.policy.name!r} or correction {config.correction.name!r} undoes the rotary embedding, "
+            "but the positions of this model have three dimensions; use another policy or correction"
+        )
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         twin = AutoModelForCausalLM.from_config(_small(known.get_text_config(decoder=True)), dtype=torch.float32)
     layers = range(twin.config.num_hidden_layers)
