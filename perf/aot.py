@@ -120,14 +120,14 @@ def tickets(text: str, backend: str) -> tuple[int, int]:
     return len(found), sum(len(parts) > 1 and not re.search(WAITS[backend], parts[-1]) for parts in found)
 
 
-def repeated(ttgir: str, inner: int) -> int:
-    """How many matrix products over at least `inner` coordinates several warps compute: those whose warps have more rows
-    or columns than the result. What is less, of a few centroids or rows of a matrix, costs nothing twice."""
+def repeated(ttgir: str, least: int) -> int:
+    """How many matrix products of at least so many columns several warps compute: all warps together have more rows or
+    columns than the result."""
     layout = r"^(#\w+) = #ttg\.\w+<\{.*?warpsPerCTA = \[(\d+), (\d+)\].*?instrShape = \[(\d+), (\d+)"
     covered = {name: (int(a) * int(m), int(b) * int(n)) for name, a, b, m, n in re.findall(layout, ttgir, re.M)}
-    product = r"(?:tt\.dot|warp_group_dot) .*: \S*<\d+x(\d+)x.*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>"
-    results = [(k, m, n, name) for k, m, n, name in re.findall(product, ttgir) if int(k) >= inner]
-    return sum(covered[name][0] > int(m) or covered[name][1] > int(n) for _, m, n, name in results)
+    results = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", ttgir)
+    wide = [(covered[name], int(m), int(n)) for m, n, name in results if int(n) >= least]
+    return sum(rows > m or columns > n for (rows, columns), m, n in wide)
 
 
 def faults(

@@ -56,7 +56,8 @@ class Variant:
         types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
         div16: integer arguments that are multiples of 16 (pointers always are).
         wide: 16-byte loads are expected.  narrow: some of 2 bytes are fine, of tiles with no more numbers than threads.
-        once: no product over so many coordinates or more is computed by several warps; 0 if some may be.
+        once: no product of so many columns or more is computed by several warps; 0 if some may be. With a few
+            centroids it costs nothing twice.
         arches: where it is used, all if empty ("80", "90", "100", "gfx942").
     """
 
@@ -90,7 +91,10 @@ def variant(
     names = [n for n in kernel.arg_names if n not in absent]
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
     used = {n: value for n, value in constants.items() if n in kernel.arg_names}
-    return Variant(name, kernel, found, used, tuple(n for n in names if n.startswith(even)), **options)
+    unknown = {one.name for one in kernel.params if one.do_not_specialize}  # of which launches say nothing
+    return Variant(
+        name, kernel, found, used, tuple(n for n in names if n.startswith(even) and n not in unknown), **options
+    )
 
 
 def of_compact(
@@ -160,7 +164,7 @@ def of_evict(
         **dict.fromkeys(ROWS, rows),
     )  # fmt: skip
     name = f"evict {dtype} D{head_dim} slots {slots} drop {drop} order {order}" + " slope" * slope
-    even = ("candidates",) if ragged else ("slots", "width", "candidates")
+    even = () if ragged else ("slots", "width")
     return variant(
         name + " ragged" * ragged + " spread 1" * spread + " rows" * rows, evict._evict_kernel, constants, dtype,
         given=given, even=even, num_warps=num_warps, narrow=head_dim > 256, arches=arches,
@@ -232,12 +236,12 @@ def of_prefill(
     spread: bool = False, sinks: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
-    hip = chip in HIP
-    rows, tile, warps, depth = prefill_attention._blocks(pow2(dim, 16), DTYPES[dtype], "hip" if hip else chip)
-    tile = prefill_attention.CAP_TILE_HIP if hip and groups != 4 else tile
+    vendor = "hip" if chip in HIP else chip
+    tile = prefill_attention._tile_of(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order)
     flags = dict(
-        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=rows, BLOCK_N=tile,
-        BLOCK_C=prefill_attention.BLOCK_C, SEED=prefill_attention.SEED[pow2(dim)],
+        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        BLOCK_C=prefill_attention.BLOCK_C, SEED=min(tile.seed, pow2(dim)),
+        SLICE=min(tile.slice or pow2(dim), pow2(dim)),
         ORDER=-1 if order is None else order, HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
     )  # fmt: skip
     remembered = "centroids" if order == CENTROIDS.value else f"order{order}"
@@ -251,7 +255,7 @@ def of_prefill(
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, {} if slope else dict(slope_ptr="*fp32"),
         given=given, even=("slots", "stride_"),
-        num_warps=warps, num_stages=depth, arches=(chip,), once=pow2(dim),
+        num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
     )  # fmt: skip
 
 
@@ -395,10 +399,13 @@ def of_prefills(chip: str) -> list[Variant]:
     of = functools.partial(of_prefill, chip)
     return [
         *(of(dim) for dim in ((16, 32) if chip == "90" else ()) + (64, 80, 128, 256)),
-        *(of(128, slope=False), of(128, "fp16", slope=False), of(128, order=-1), of(128, "fp16", groups=7)),
+        *(of(128, slope=False), of(128, "fp16", slope=False), of(128, order=None), of(128, "fp16", groups=7)),
         *(of(dim, spread=True) for dim in (64, 128, 256)),
         *(of(128, slope=False, spread=True), of(128, order=0, spread=True)),
         *(of(dim, sinks=True) for dim in (64, 128)),
+        *(of(dim, order=CENTROIDS.value, spread=True) for dim in (64, 80, 128, 256)),
+        of(128, "fp16", order=CENTROIDS.value, spread=True, groups=7),
+        *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
     ]
 
 
@@ -474,7 +481,9 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     ],
     "prefill_attention": [
         *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),
-        *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": -1}, {"spread": True})),
+        *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": None}, {"spread": True})),
+        *(of_prefill(chip, 512, order=CENTROIDS.value, spread=True) for chip in CUDA),
+        *(of_prefill(chip, 512, groups=7) for chip in CUDA),
     ],
     "remember": [one for vendor in VENDORS for one in of_remembers(vendor)],
     "select": [

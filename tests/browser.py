@@ -125,24 +125,17 @@ class Browser:
 
     def click(self, selector):
         """Click into the middle of an element."""
-        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
-        box = self.run(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({self.box(selector)})")
-        self.move(*box)
+        x, y = self.hover(selector)
         for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def hover(self, selector):
-        """Move the mouse over an element."""
-        self.move(*self.run(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({self.box(selector)})"))
-
-    def move(self, x, y):
-        """Move the mouse."""
+        """Bring an element into sight and move the mouse over it. Returns: where that is."""
+        one = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{one}.scrollIntoView({{block: 'center'}})")
+        x, y = self.run(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({one}.getBoundingClientRect())")
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    @staticmethod
-    def box(selector):
-        """JavaScript that finds where an element is."""
-        return f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        return x, y
 
     def text(self, selector):
         """What an element says."""

@@ -1,5 +1,6 @@
 """Shared set-up: kernels run in the Triton interpreter where there is no GPU, and everything is seeded and quiet."""
 
+import gc
 import os
 
 import torch
@@ -11,12 +12,14 @@ import pytest
 import transformers
 from hypothesis import Phase, settings
 
+gc.disable()  # until all tests have been imported
 collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
 if "TRITON_INTERPRET" in os.environ:
     from .interpreter import patch_once
 
     patch_once()
+gc.disable()  # until all tests have been imported
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)
@@ -29,6 +32,12 @@ settings.load_profile("fastkv")
 def examples(full):
     """How many examples a test that deserves `full` of them draws in the active profile."""
     return max(full * settings.default.max_examples // FULL, 5)
+
+
+def pytest_collection_finish():
+    """What has been imported stays: the collector need not look at torch and transformers again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

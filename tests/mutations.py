@@ -71,6 +71,7 @@ SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
 CENTROIDS = "reference_centroids.py"
 JOINING = "kernels_remember.py::test_rounds_over_several_programs"
+IN_PAGES = "rows.py::test_kernels_in_pages"
 RACES = "races.py::test_any_order_gives_the_same_bits"
 STATISTICS = "policies_statistics.py"
 EQUATION = f"{STATISTICS}::test_the_equation"
@@ -237,8 +238,8 @@ MUTATIONS = [
     bug(
         "keys are turned on instead of back",
         "rotary.py",
-        "first * cos + second * sin, second * cos - first * sin",
-        "first * cos - second * sin, second * cos + first * sin",
+        "self._turned(keys, cos / self.scaling, -sin / self.scaling)",
+        "self._turned(keys, cos / self.scaling, sin / self.scaling)",
         "policies_geometry.py::test_keys_of_llama_are_unrotated",
     ),
     bug(
@@ -757,8 +758,8 @@ MUTATIONS = [
     bug(
         "keys move while other parts read them",
         "kernels/evict.py",
-        "    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)\n",
-        """    _move_rows(values_ptr, drop, hole, victims, source, own, D, R, TILE)
+        "    _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)\n",
+        """    _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)
     _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
 """,
         f"{RACES}[evict-6]",
@@ -783,6 +784,60 @@ MUTATIONS = [
         "    if tl.program_id(1) == 0:\n        tl.store(key_mean_ptr",
         "    if tl.program_id(1) >= 0:\n        tl.store(key_mean_ptr",
         f"{RACES}[compact-6]",
+    ),
+    # Kernels in pages.
+    bug(
+        "attention is added up in another row's page",
+        "kernels/decode_attention.py",
+        "_page(attention_ptr, row, page)",
+        "attention_ptr",
+        f"{IN_PAGES}_do_what_the_reference_does_to_rows",
+    ),
+    bug(
+        "pages are twice as close",
+        "kernels/_attention.py",
+        "row * page * (128 //",
+        "row * page * (64 //",
+        "rows.py::test_pages_may_be_far_apart",
+    ),
+    bug(
+        "a state without pages has as many heads as there are rows",
+        "kernels/_attention.py",
+        "return row, row * HEADS + pair % HEADS",
+        "return row, row + pair % HEADS",
+        "rows.py::test_pages_may_be_far_apart",
+    ),
+    bug(
+        "nobody's row attends",
+        "kernels/decode_attention.py",
+        "        if row == 0:\n",
+        "        if row < 0:\n",
+        f"{IN_PAGES}_do_what_the_reference_does_to_rows",
+    ),
+    bug(
+        "rows of a batch share the scratch of one",
+        "kernels/_attention.py",
+        "return base + (pair - own) // HEADS * slots",
+        "return base",
+        f"{RACES}[decode-rows-6]",
+    ),
+    bug(
+        "nobody's row evicts, in several programs at once",
+        "kernels/evict.py",
+        """        if row == 0:
+            return
+    keys_ptr""",
+        """        if row < 0:
+            return
+    keys_ptr""",
+        f"{RACES}[evict-rows-6]",
+    ),
+    bug(
+        "what is evicted is counted in another row's page",
+        "kernels/evict.py",
+        "count_ptr, spread_ptr = _page(count_ptr, row, page), ",
+        "count_ptr, spread_ptr = count_ptr, ",
+        f"{IN_PAGES}_do_what_the_reference_does_to_rows",
     ),
     # Operators, and what is remembered of what was evicted.
     bug(

@@ -34,6 +34,22 @@ def covering(*factors, together=2, where=lambda *values: True):
     return [named(*values[case], slow=case not in often) for case in cases]
 
 
+# Policies that ask for nothing which another one does not ask for: what carries their scores is tested with the others.
+FOLLOWERS = ("lagkv", "rkv", "expected-attention", "triattention", "grkv")
+
+
+def each(names, *factors, often=FOLLOWERS):
+    """The product of policies and factors for `parametrize`; all cases of a follower are marked slow, or, where it is
+    among the `often` tested, all but one, which is another one for each.
+    """
+    cases = list(product(*factors))
+    return [
+        named(name, *case, slow=name in FOLLOWERS and (name not in often or at != FOLLOWERS.index(name) % len(cases)))
+        for name in names
+        for at, case in enumerate(cases)
+    ]
+
+
 def named(*values, slow):
     """A case for `parametrize` with a readable id."""
     words = [" ".join(map(str, value.values())) if isinstance(value, dict) else str(value) for value in values]

@@ -111,20 +111,27 @@ def test_tickets_wait_for_the_stores_of_all_threads(backend, between, races):
 MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [8, 1], instrShape = [16, 64, 16]}>\n"
 
 
-@pytest.mark.parametrize("result,repeats", [("128x64", 0), ("64x64", 1), ("256x128", 0), ("128x32", 1)])
+@pytest.mark.parametrize("result,repeats", [("128x64", 0), ("64x64", 1), ("256x128", 0), ("128x32", 1), ("64x16", 0)])
 def test_products_of_several_warps_are_found(result, repeats):
     dot = (
         f"%a = ttng.warp_group_dot %q, %k : tensor<{result}xbf16, #s> * tensor<16xf32> -> tensor<{result}xf32, #mma>\n"
     )
-    assert repeated(MMA + dot) == repeats
+    assert repeated(MMA + dot, 32) == repeats
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(chip):
+    sizes = [v for v in variants("prefill_attention") if v.arches == (chip,)]
+    widths = {
+        kind: {one.constants["BD"] for one in sizes if kind in one.name} for kind in ("bf16", "fp32", "centroids")
+    }
+    assert widths["bf16"] >= {64, 128, 256} and widths["fp32"] == {64, 128, 256}
+    assert (512 in widths["bf16"]) == (512 in widths["centroids"]) == (chip != "gfx942")
+    assert all(one.once == one.constants["BLOCK_N"] > prefill_attention.BLOCK_C for one in sizes)
 
 
 @pytest.mark.slow
-def test_no_head_size_of_a_prompt_block_is_computed_twice(compiled):
-    """But that of 512: 64 rows a warp group leave no registers for their outputs."""
-    sizes = [v for v in variants("prefill_attention") if v.arches == ("90",)]
-    assert {one.constants["BD"] for one in sizes} == set(prefill_attention.BLOCKS)
-    assert all(one.once == (one.constants["BD"] < 512) for one in sizes)
+def test_no_product_of_a_prompt_block_is_computed_twice(compiled):
     assert len(compiled("--kernel", "prefill_attention", "--match", "bf16 G4 order1")) >= 6
 
 

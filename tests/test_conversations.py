@@ -6,14 +6,14 @@ import torch
 import fastkv
 
 from .models import build, compressed_layers, generate, policy, prompt
-from .pairwise import named
+from .pairwise import each, named
 from .test_batches import NAMES, POLICIES, distinct, held
 from .test_vector_cache import mapping
 
 TOKENS, EVERY, SYSTEM = 20, 4, 6
 CASES = [
-    *[(name, "uniform") for name in NAMES],
-    *[(name, "adaptive") for name in NAMES if POLICIES[name].adaptive],
+    *each(NAMES, ["uniform"], often=("lagkv", "grkv")),
+    *each([name for name in NAMES if POLICIES[name].adaptive], ["adaptive"], often=("rkv", "expected-attention")),
     *[(name, "vector") for name in ("momentkv", "keydiff", "h2o", "streaming")],
 ]
 

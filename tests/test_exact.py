@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fastkv
 
 from .models import COMBINATIONS, build, generate, policy, prompt
-from .pairwise import covering
+from .pairwise import covering, each
 
 BLOCKS = [None, 13]
 
@@ -37,8 +37,7 @@ def test_budget_beyond_the_prompt_changes_nothing(kind, block):
     assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits[real], padded[real])
 
 
-@pytest.mark.parametrize("name", fastkv.policies.names())
-@pytest.mark.parametrize("block", BLOCKS, ids=["whole", "blocks"])
+@pytest.mark.parametrize("name,block", each(fastkv.policies.names(), BLOCKS))
 def test_every_policy_is_exact_with_room_for_everything(name, block, tmp_path):
     if (block and name == "kvzip") or name == "duoattention":
         return  # refused in blocks; streaming heads drop tokens by design (test_policy_matrix has both)

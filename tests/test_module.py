@@ -21,7 +21,7 @@ from fastkv.policies import QueryStatistics
 from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt
-from .pairwise import named
+from .pairwise import each, named
 from .test_refusals import sentence
 
 B, HQ, HKV, D = 2, 4, 2, 16
@@ -95,8 +95,7 @@ def dense(q, k, v, visible, softcap=None):
 # Against the patched model and against arithmetic.
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,block", each(NAMES, [None, 16]))
 def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
     """Fed with the q, k and v of every layer, it returns what the layer returns, and holds the same tokens after."""
     model, chosen = build(), policy(name, tmp_path)
@@ -134,9 +133,7 @@ def test_a_layer_of_a_patched_model(name, block, tmp_path, monkeypatch):
             assert torch.equal(mine, theirs), which
 
 
-@pytest.mark.parametrize("block", [None, 7], ids=["whole", "blocks"])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,softcap,block", each(NAMES, [None, 3.0], [None, 7]))
 def test_with_room_for_everything_it_is_attention(name, softcap, block, tmp_path):
     options = {"rotary": rotary(), "output": torch.randn(24, HQ * D), "queries": statistics()}
     options |= {"softcap": softcap, "prefill_block": block}

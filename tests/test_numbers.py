@@ -9,7 +9,7 @@ from fastkv.calibration import quality
 from fastkv.reference import Moments
 
 from .models import VOCAB, build, generate, prompt
-from .pairwise import covering
+from .pairwise import covering, each
 from .states import make_spec, make_state
 from .test_batches import NAMES, POLICIES, go_together, held, patch
 from .test_deferred import curve
@@ -157,8 +157,7 @@ def steps(module, q, k, v, prompt=24, block=None):
         yield index, before, module(*(one[:, :, token] for one in (q, k, v)))
 
 
-@each_dtype
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name,dtype", each(ALONE, DTYPES))
 def test_a_layer_attends_to_what_it_retains(name, dtype, tmp_path):
     """Whatever the numbers: finite state, every token counted, and each output the softmax over what was retained."""
     for kind, make in KINDS.items():
@@ -187,8 +186,7 @@ def test_equal_keys_lose_nothing(name, tmp_path):
         torch.testing.assert_close(out[:, :, 0], mean.float())
 
 
-@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name,correction", each(ALONE, ["none", "mean", "moments"]))
 def test_zero_values_give_zero(name, correction, tmp_path):
     for _, _, out in steps(layer(name, tmp_path, correction=correction), *zero_values(32)):
         assert (out == 0).all()

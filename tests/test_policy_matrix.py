@@ -11,7 +11,7 @@ from fastkv.errors import FastKVError
 from fastkv.policies import Policy
 
 from .models import build, generate, policy, prompt
-from .pairwise import covering
+from .pairwise import FOLLOWERS, covering, each
 
 TOKENS, EVERY = 20, 7
 NAMES = fastkv.policies.names()
@@ -60,8 +60,7 @@ def two_turns(model, chosen, budget, block, **options):
     return cache
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,block", each(NAMES, [None, 16]))
 def test_two_turns(name, block, tmp_path):
     if block and name not in IN_BLOCKS:
         with pytest.raises(FastKVError, match="needs the whole context before anything is evicted"):
@@ -92,7 +91,16 @@ def test_every_correction_conserves(name, correction, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name,block", covering(ADAPTIVE, [None, 16], together=1, where=lambda name, block: not block or name in IN_BLOCKS)
+    "name,block",
+    [
+        *covering(
+            [name for name in ADAPTIVE if name not in FOLLOWERS],
+            [None, 16],
+            together=1,
+            where=lambda name, block: not block or name in IN_BLOCKS,
+        ),
+        *each([name for name in ADAPTIVE if name in FOLLOWERS], [None, 16], often=("expected-attention",)),
+    ],
 )
 def test_adaptive_heads(name, block, tmp_path):
     uniform = two_turns(build(), policy(name, tmp_path), small(), block)

@@ -25,7 +25,7 @@ from fastkv.kernels._launch import INTERPRET
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
 from .simulator import Race, poison, simulated
-from .states import Workspace, copied, make_spec, make_state, splits, uninitialised_is_nan
+from .states import Workspace, copied, in_pages, make_spec, make_state, splits, uninitialised_is_nan
 from .test_ops import CASES as OPERATORS
 from .test_ragged_ops import deal, slab_of
 
@@ -85,14 +85,26 @@ def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=No
     )  # fmt: skip
 
 
+def somewhere(state: LayerState, batch: list[int] | None) -> LayerState:
+    """The layer in pages 3 and 1 of five, as a batch of these rows sees it; the layer itself where there are none."""
+    if batch is None:
+        return state
+    placed = in_pages(state, [3, 1], 5)
+    for _, tensor in placed.named_tensors():
+        tensor[0] = tensor[1]  # nobody's page may hold anything
+    return placed.at(torch.tensor(batch))
+
+
 def decoding(
-    number: int, dim: int = 16, ragged: bool = True, correction: str = "moments", vector: bool = False, **made
-):
+    number: int, dim: int = 16, ragged: bool = True, correction: str = "moments", vector: bool = False,
+    rows: list[int] | None = None, **made,
+):  # fmt: skip
     state = layer(dim, ragged, **made)
     if vector:
         state = with_keys_only(state, dim)
+    state = somewhere(state, rows)
     dtype = state.exact.keys.dtype
-    q, k, v = (normal(BATCH, heads, dim, dtype=dtype) for heads in (HEADS * G, HEADS, HEADS))
+    q, k, v = (normal(state.batch, heads, dim, dtype=dtype) for heads in (HEADS * G, HEADS, HEADS))
     spec = make_spec(SCALE, 2.0, correction=correction)
 
     def call(state):
@@ -117,11 +129,12 @@ def with_keys_only(state: LayerState, dim: int) -> LayerState:
     return state
 
 
-def evicting(dim: int, ragged: bool, scan: int = 2048, **made):
+def evicting(dim: int, ragged: bool, scan: int = 2048, rows: list[int] | None = None, **made):
     state = layer(dim, ragged, **made)
     state.moments.slope = torch.zeros(BATCH, HEADS, dim, dim, dtype=torch.float16)
+    state = somewhere(state, rows)
     width = max(map(max, OWNED))
-    scores = normal(BATCH, HEADS, width)
+    scores = normal(state.batch, HEADS, width)
     spec = make_spec(tokens=width - 6, spare=6, sinks=1, recent=2)
 
     def call(state):
@@ -130,7 +143,7 @@ def evicting(dim: int, ragged: bool, scan: int = 2048, **made):
             operations.evict(scores, None, state, spec)
         return ()
 
-    return Problem(state, call, Workspace.allocate(BATCH, HEADS, G, width, dim))
+    return Problem(state, call, Workspace.allocate(state.batch, HEADS, G, width, dim))
 
 
 def compacting(dim: int, **made):
@@ -161,9 +174,11 @@ CASES = {
     "decode-equal-slots": lambda: decoding(4, ragged=False, dtype=torch.float16, correction="none"),
     "decode-centroids": lambda: decoding(2, correction="centroids", parts=3),
     "decode-alone": lambda: decoding(1),
+    "decode-rows": lambda: decoding(2, rows=[0, 1, 3, 0], correction="centroids", parts=3),
     "vector": lambda: decoding(2, vector=True),
     "evict": lambda: evicting(80, True),
     "evict-candidates": lambda: evicting(48, False, scan=4, dtype=torch.float16, spread=True),
+    "evict-rows": lambda: evicting(16, True, rows=[0, 1, 3, 0], spread=True),
     "compact": lambda: compacting(48, spread=True),
 }
 

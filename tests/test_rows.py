@@ -2,97 +2,287 @@
 the rows by themselves, and touches no others."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import fastkv
 from fastkv import ops
+from fastkv.cache.layer import evict
+from fastkv.cache.paged import PagedLayer, PagedRule
 from fastkv.cache.pages import ALIGNMENT, PageFormat
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
+from fastkv.kernels import operations
+from fastkv.kernels._attention import _home, _page
 from fastkv.ops.operator import flat
-from fastkv.reference import LayerState
+from fastkv.reference import Centroids, LayerState, Moments
 
-from .states import BACKENDS, assert_same, in_pages
+from .conftest import examples
+from .pairwise import named
+from .states import assert_same, copied, in_pages, make_spec, make_state, splits
 from .test_ops import CASES, flattened
+from .test_ragged_ops import deal, slab_of
 
 CASES_OF_STATES = [name for name in CASES if any(isinstance(one, LayerState) for one in CASES[name]("reference")[0])]
-ROWS, PAGES = [5, 2, 4], 7
+ROWS, PAGES = [5, 2], 7
+CLOSE = dict(atol=1e-5, rtol=1e-5)
+BATCH, REAL = [5, 0, 2, 0], [0, 2]
+OF_BATCH = torch.tensor([0, 1, 1, 0])  # whose arguments they are given
 
 
-def batch_of(arguments):
-    """Three different sequences made of the one of a case: other numbers, and one that holds fewer tokens."""
+def mapped(value, change):
+    """An argument of an operator with every tensor changed; names are those of `LayerState.named_tensors`."""
+    if isinstance(value, torch.Tensor):
+        return change("", value)
+    if isinstance(value, LayerState):
+        made = copy.deepcopy(value)
+        for name, tensor in list(made.named_tensors()):
+            made.replace(name, change(name, tensor))
+        return made
+    if isinstance(value, tuple):
+        parts = [mapped(one, change) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
-    def grown(value):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return torch.cat([value, -0.5 * value, 0.7 * value.flip(-1)])
-        if isinstance(value, torch.Tensor):
-            return torch.cat([value] * 3)
-        if isinstance(value, LayerState):
-            made = copy.deepcopy(value)
-            for name, tensor in list(made.named_tensors()):
-                made.replace(name, torch.cat([tensor] * 3) if "spread" in name or "count" in name else grown(tensor))
-            made.exact.lengths[1] -= 3
-            return made
-        if isinstance(value, tuple):
-            rows = [grown(one) for one in value]
-            return type(value)(*rows) if hasattr(value, "_fields") else tuple(rows)
-        return value
 
-    return [grown(argument) for argument in arguments]
+def batch_of(name, backend):
+    """The arguments of a case for two different sequences: other numbers and, where nothing is chosen, a token less."""
+
+    def grown(part, tensor):
+        other = -0.5 * tensor if tensor.is_floating_point() else tensor
+        return torch.cat([tensor, tensor if "spread" in part or "count" in part else other])
+
+    made = [mapped(argument, grown) for argument in CASES[name](backend)[0]]
+    if "chosen" not in name:
+        state_of(made).exact.lengths[1] -= 1
+        state_of(made).seen[1] -= 1
+    return made
 
 
 def state_of(arguments):
     return next(one for one in arguments if isinstance(one, LayerState))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES_OF_STATES)
+def tokens_of(state):
+    """Its tensors, slots in order of position and zero where nothing is stored."""
+    found = dict(state.named_tensors())
+    order = torch.where(state.exact.valid, state.exact["positions"], 99).argsort(-1)
+    for name in ("keys", "values", "positions"):
+        part = state.exact[name]
+        place = order.reshape(*order.shape, *[1] * (part.dim() - 3)).expand_as(part)
+        mask = ~state.exact.valid.reshape(*order.shape, *[1] * (part.dim() - 3))
+        found[f"exact.{name}"] = part.masked_fill(mask, 0).gather(2, place)
+    found.pop("exact.attention", None)
+    return found
+
+
+def every_day(name, backend):
+    """Whether no other test has the same kernel work in pages."""
+    return backend != "triton" or not name.startswith("decode_step") or "without values" in name
+
+
+@pytest.mark.parametrize(
+    "name,backend",
+    [
+        named(name, backend, slow=not every_day(name, backend))
+        for name in CASES_OF_STATES
+        for backend in ("reference", "cpu", "triton")
+    ],
+)
 def test_rows_of_pages(name, backend):
+    """Row 0 is nobody's: it may come as often as needed, and what the others get does not depend on it."""
     torch.manual_seed(0)
-    arguments = batch_of(CASES[name](backend)[0])
+    arguments = batch_of(name, backend)
     state = state_of(arguments)
     placed = in_pages(state, ROWS, PAGES)
-    before = copy.deepcopy(placed)
+    before, batch = copy.deepcopy(placed), placed.at(torch.tensor(BATCH))
     operator = getattr(ops, name.split()[0])
-    expected = operator(*arguments)
-    found = operator(*(placed if one is state else one for one in arguments))
+    found = operator(*(
+        batch if one is state else mapped(one, lambda _, tensor: tensor.index_select(0, OF_BATCH)) for one in arguments
+    ))  # fmt: skip
+    known = replace(arguments[-1], backend="reference" if backend == "triton" else backend)
+    expected = operator(*arguments[:-1], known)
     pairs = zip(found or (), expected or ()) if not isinstance(found, torch.Tensor) else [(found, expected)]
     for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
-    for (_, mine), (_, theirs) in zip(placed.taken().named_tensors(), state.named_tensors(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        if len(theirs):
+            torch.testing.assert_close(mine[REAL], theirs, **CLOSE)
+    named_tensors = tokens_of if name.startswith(("evict", "compact")) else lambda one: dict(one.named_tensors())
+    theirs = named_tensors(state)
+    for key, mine in named_tensors(placed.taken()).items():
+        torch.testing.assert_close(mine, theirs[key], **CLOSE, msg=f"{key} differs")
     others = torch.tensor([row for row in range(1, PAGES) if row not in ROWS])
     assert_same(placed.at(others).taken(), before.at(others).taken())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES_OF_STATES)
-def test_row_0_is_nobody_s(name, backend):
-    """It may come as often as needed, and what the others get does not depend on it."""
+def normal(*shape):
+    return torch.randn(*shape)
+
+
+@st.composite
+def layers(draw):
+    """A layer of up to three sequences of one or two heads, with slots of equal or unequal heads, some of them empty;
+    its correction; whether a token is to follow; and the rows of six pages that it is to live in, by themselves and in
+    a batch with row 0 in between.
+    """
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    heads, width, dim = draw(st.integers(1, 2)), draw(st.integers(2, 6)), 16
+    rows = draw(st.lists(st.integers(1, 5), unique=True, min_size=1, max_size=3))
+    batch, ragged, append = len(rows), draw(st.booleans()), draw(st.booleans())
+    correction = draw(st.sampled_from(["none", "mean", "moments", "centroids"]))
+    capacities = [[draw(st.integers(1, width)) if ragged else width for _ in range(heads)] for _ in rows]
+    held = torch.tensor([[draw(st.integers(0, own - append)) for own in row] for row in capacities], dtype=torch.int32)
+    seen = width + torch.randint(0, 3, (batch,))
+    gone = torch.arange(8) < (seen[:, None] - held)[..., None]
+    old = normal(batch, heads, 8, dim), normal(batch, heads, 8, dim)
+    moments = Moments.empty(batch, heads, dim, dim).add(*old, gone)
+    parts = Centroids.empty(batch, heads, 3, dim, dim).add(*old, gone) if correction == "centroids" else None
+    stored = [normal(batch, heads, width, dim), normal(batch, heads, width, dim)]
+    stored += [torch.rand(batch, heads, width).argsort(-1).int(), torch.rand(batch, heads, width)]
+    starts = None
+    if ragged:
+        starts, size = deal(capacities)
+        stored = [slab_of(tensor, starts, size) for tensor in stored]
+    keys, values, positions, attention = stored
+    state = make_state(
+        keys, values, held, positions, seen, moments,
+        starts=starts, attention=attention if draw(st.booleans()) else None, limit=width, parts=parts,
+    )  # fmt: skip
+    return state, correction, append, rows, draw(st.permutations([*rows, *[0] * draw(st.integers(0, 2))]))
+
+
+@settings(max_examples=examples(200))
+@given(
+    made=layers(),
+    softcap=st.sampled_from([None, 2.0]),
+    parts=st.sampled_from([1, 2]),
+    drop=st.integers(0, 4),
+)
+def test_kernels_in_pages_do_what_the_reference_does_to_rows(made, softcap, parts, drop):
+    state, correction, append, rows, batch = made
+    heads, dim, numbers = state.heads, 16, dict(tokens=max(state.exact.limit - drop, 0), spare=drop)
+    spec, plain = (
+        make_spec(0.3, softcap, correction=correction, backend=name, **numbers) for name in ("triton", "reference")
+    )
+    sequences, others = torch.tensor(rows), torch.tensor([row for row in range(1, 6) if row not in rows])
+    placed = in_pages(state, rows, 6)
+    before = copied(placed.at(others).taken())
+    q, (k, v) = normal(6, 2 * heads, dim), normal(2, 6, heads, 1, dim)
+    new = (lambda chosen: (k[chosen], v[chosen])) if append else lambda chosen: (None, None)
+    scores = normal(6, heads, int(state.exact.limit))
+    chosen, live = torch.tensor(batch), torch.tensor([row > 0 for row in batch])
+    with splits(parts):
+        found = ops.decode_step(q[chosen], *new(chosen), placed.at(chosen), spec)
+        ops.evict(scores[chosen], None, placed.at(chosen), spec)
+    expected = ops.decode_step(q[sequences], *new(sequences), state, plain)
+    assert not found[0][~live].any() and (found[1][~live] == -torch.inf).all() and (found[2][~live] == -torch.inf).all()
+    home = torch.tensor([rows.index(row) for row in batch if row])
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine[live], theirs[home], **CLOSE)
+    if state.exact.attention is not None:
+        mine = placed.exact.attention.index_select(0, sequences)
+        torch.testing.assert_close(mine, state.exact.attention, **CLOSE)
+    ops.evict(scores[sequences], None, state, plain)
+    mine = tokens_of(placed.taken())
+    for name, theirs in tokens_of(state).items():
+        torch.testing.assert_close(mine[name], theirs, **CLOSE, msg=f"{name} differs")
+    assert_same(placed.at(others).taken(), before)
+
+
+def paged(policy):
+    """A layer of the reference that has read two prompts, into pages 3 and 1 of five, and decoded a token of each."""
     torch.manual_seed(0)
-    arguments = batch_of(CASES[name](backend)[0])
+    config = Config.make(policy, fastkv.Budget(tokens=12, sinks=1, recent=2), 8, 4, "auto", "reference", None)
+    keys, shared = torch.zeros(1, 2, 0, 16), CacheWorkspace(evict_every=4)
+    rule = PagedRule.of(config, 0, 0, 1, keys, keys, shared)
+    made = PagedLayer(rule, torch.zeros(5, rule.form.nbytes, dtype=torch.uint8), 4, 0.3, None, shared)
+    for row in (3, 1):
+        made.clear(row)
+        for _ in range(3):
+            made.read(row, normal(1, 4, 8, 16), *normal(2, 1, 2, 8, 16))
+    for _ in range(3):
+        made.step(torch.tensor([3, 1]), normal(2, 4, 16), *normal(2, 2, 2, 1, 16))
+    return made
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "fastkv"])
+def test_evictions_happen_in_pages(policy, monkeypatch):
+    """Nothing is written back, and the rows of a batch that are not due stay as they are."""
+    layer = paged(policy)
+    one, rule = layer.state.at(torch.tensor([1])), layer.rule
+    other, others = copied(one), torch.tensor([2, 3, 4])
+    before = other.at(others).taken()
+    evict(one, rule)
+    monkeypatch.setattr(LayerState, "put", None)
+    evict(other.at(torch.tensor([0, 1, 0])), replace(rule, spec=replace(rule.spec, backend="triton")))
+    theirs = tokens_of(one.taken())
+    assert int(theirs["exact.lengths"].max()) == 12
+    for key, mine in tokens_of(other.taken()).items():
+        torch.testing.assert_close(mine, theirs[key], atol=1e-4, rtol=1e-4, msg=f"{key} differs")
+    assert_same(other.at(others).taken(), before)
+
+
+@triton.jit
+def _distance_kernel(tensor_ptr, rows_ptr, page, distance_ptr, own_ptr, HEADS: tl.constexpr):
+    pair = tl.program_id(0)
+    row, own = _home(rows_ptr, page, pair, HEADS)
+    tl.store(distance_ptr + pair, _page(tensor_ptr, row, page).to(tl.int64) - tensor_ptr.to(tl.int64))
+    tl.store(own_ptr + pair, own)
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_pages_may_be_far_apart(dtype, index):
+    """Pages of 2 GiB and 128 bytes: neither bytes nor numbers nor units of 16 bytes fit into 32 bits."""
+    page, rows, heads = 2**27 + 8, torch.tensor([3, 0, 40], dtype=index), 2
+    distance, own = torch.zeros(2, 6, dtype=torch.int64)
+    _distance_kernel[6,](torch.zeros(1, dtype=dtype), rows, page, distance, own, heads)
+    assert torch.equal(distance, 16 * page * rows.long().repeat_interleave(heads))
+    assert own.tolist() == [0, 1] * 3
+    _distance_kernel[6,](torch.zeros(1, dtype=dtype), rows, None, distance, own, heads)
+    assert not distance.any() and own.tolist() == [6, 7, 0, 1, 80, 81]
+
+
+def test_pages_that_kernels_cannot_address_are_refused():
+    arguments = batch_of("decode_step", "triton")
     state = state_of(arguments)
-    placed, again = (in_pages(state, ROWS, PAGES) for _ in range(2))
-    again.rows = torch.tensor([0, ROWS[1], 0])
-    operator = getattr(ops, name.split()[0])
-    expected = operator(*(placed if one is state else one for one in arguments))
-    found = operator(*(again if one is state else one for one in arguments))
-    pairs = zip(found or (), expected or ()) if not isinstance(found, torch.Tensor) else [(found, expected)]
-    for mine, theirs in pairs:
-        if len(theirs):
-            torch.testing.assert_close(mine[1], theirs[1], atol=1e-6, rtol=1e-6)
-    kept = torch.tensor(ROWS[1:2])
-    for (_, mine), (_, theirs) in zip(again.at(kept).taken().named_tensors(), placed.at(kept).taken().named_tensors()):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+    placed = in_pages(state, ROWS, PAGES)
+    arguments[3] = placed
+    for name, tensor in (
+        ("attention", placed.exact.attention.contiguous()),  # a copy, whose rows are not a page apart
+        ("lengths", placed.exact.lengths.as_strided((PAGES, 2), (placed.exact.lengths.stride(0), 2))),
+    ):
+        kept = getattr(placed.exact, name)
+        setattr(placed.exact, name, tensor)
+        with pytest.raises(fastkv.FastKVError, match="must be contiguous in every page"):
+            operations.decode_step(*arguments)
+        setattr(placed.exact, name, kept)
+    with pytest.raises(fastkv.FastKVError, match="rows"):
+        operations.decode_step(*arguments[:3], placed.at(torch.tensor([1, 2, 3])), arguments[4])
 
 
-@pytest.mark.parametrize("name", ["decode_step", "evict", "prefill_attention with centroids"])
-def test_operators_with_rows_pass_opcheck(name):
+@pytest.mark.parametrize(
+    "name,checks",
+    [
+        ("decode_step", ("test_schema", "test_faketensor")),
+        ("evict", ("test_schema", "test_faketensor")),
+        *(pytest.param(name, None, marks=pytest.mark.slow)
+          for name in ("decode_step", "evict", "prefill_attention with centroids")),
+    ],
+)  # fmt: skip
+def test_operators_with_rows_pass_opcheck(name, checks):
     operator, pieces, found = flattened(name, "auto")
     placed = in_pages(found[0], [2], 3)
     old, new = (flat(LayerState, state) for state in (found[0], placed))
     start = next(i for i, piece in enumerate(pieces) if isinstance(piece, list) and piece and piece[0] is old[0][0])
     pieces[start : start + len(old)] = new
-    torch.library.opcheck(operator.default, tuple(pieces))
+    options = {} if checks is None else {"test_utils": checks}
+    torch.library.opcheck(operator.default, tuple(pieces), **options)
 
 
 def test_pages_are_aligned_and_disjoint():

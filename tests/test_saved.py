@@ -22,7 +22,7 @@ from fastkv.parallel import Parallel
 
 from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
-from .pairwise import named
+from .pairwise import each, named
 from .processes import run
 from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
 from .test_vector_cache import mapping
@@ -102,7 +102,7 @@ def check_round_trip(model, path):
     assert not torch.equal(contents(cache)["1.seen"], before["1.seen"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES, often=("expected-attention", "triattention")))
 def test_every_policy(name, tmp_path):
     model = fastkv.patch(build(), policy(name, tmp_path), small(), evict_every=EVERY)
     check_round_trip(model, tmp_path / "cache")

@@ -10,7 +10,7 @@ from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 
 from .models import build, generate, policy, prompt
-from .pairwise import named
+from .pairwise import each, named
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns
 
 
@@ -63,8 +63,7 @@ def test_recovered_values_are_exact_where_the_map_is(block, backend):
     assert torch.equal(generate(model, ids, mask, new=new), tokens)
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "duoattention"])
+@pytest.mark.parametrize("name,block", each([name for name in NAMES if name != "duoattention"], [None, 16]))
 def test_on_top_of_every_policy(name, block, tmp_path):
     if block and name not in IN_BLOCKS:
         return

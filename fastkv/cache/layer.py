@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..backend import resolve
+from ..backend import follows_rows, resolve
 from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery
@@ -309,15 +309,18 @@ def evict(state: LayerState, rule: LayerConfig) -> None:
     """Shrink every head to its budget; heads that hold fewer tokens lose none.
 
     All slots are looked at, used or not (the host counts on no slot being free), so that shapes never differ. Where
-    the batch lives in chosen rows, those are copied, and written back.
+    the batch lives in chosen rows, what the policy reads of them is copied; everything, and written back, unless the
+    backend evicts there.
     """
+    exact, spare, copied = state.exact, rule.layout.spare, state
     if state.rows is not None:
-        own = state.taken()
-        evict(own, rule)
-        state.put(own)
-        return
-    exact, spare = state.exact, rule.layout.spare
-    told, guard = signals.of_slots(state, rule)
+        if not _evicts_in_place(state, rule):
+            with state.gathered() as own:
+                evict(own, rule)
+            return
+        unread = () if rule.config.policy.moment_order is not None else ("moments",)
+        copied = state.taken(but=(*unread, *(() if state.parts is None else (state.parts.kind,))))
+    told, guard = signals.of_slots(state, copied, rule)
     told, scores = signals.score(told, rule)
     if state.approx is not None:
         kept = selection.keep_best(told, scores, state.seen, rule)
@@ -327,8 +330,16 @@ def evict(state: LayerState, rule: LayerConfig) -> None:
         told = replace(told, positions=told.positions.clone())  # eviction moves them
     chosen = None
     if state.parts is not None:  # what leaves has to be known before anything moves
-        chosen = selection.keep_slots(told, scores, guard, state, rule).kept
+        chosen = selection.keep_slots(told, scores, guard, copied, rule).kept
         compaction.remember(state, told, chosen, spare, rule)
     ops.evict(scores, chosen, state, rule.spec)
-    exact.filled = exact.limit - spare
+    if state.rows is None:  # else other rows have more
+        exact.filled = exact.limit - spare
     compaction.memorise(exact, told)
+
+
+def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:
+    """Whether nothing but the backend's own operations, which all follow rows, changes the state in an eviction."""
+    asked, backend, device = ("slot_signals", "remember", "evict"), rule.spec.backend, state.seen.device.type
+    known = state.approx is None and state.exact.memory is None
+    return known and all(follows_rows(name, backend, device) for name in asked)

@@ -26,7 +26,7 @@ def attend_block(
 
     Args: q [B, Hq, T, D]; k, v [B, Hkv, T, D]; valid [B, T] bool, false for padding; ahead [B, T, T] bool: later tokens
         of the block that a token sees too, None for none.
-    Returns: [B, Hq, T, Dv] and, [B, Hq, T], the log of the mass that the evicted tokens have; None if they have no part.
+    Returns: [B, Hq, T, Dv] and the log of the mass that the evicted tokens have, [B, Hq, T], None if they have no part.
     """
     out, lse, mass = ops.prefill_attention(q, k, v, valid, state, rule.spec)
     if ahead is not None:

@@ -25,14 +25,16 @@ def candidates(state: LayerState, block: Block, rule: LayerConfig) -> Signals:
     return _told(state, [*_stored(state, rule), (k, v, positions)], real, rule, decoding=False)
 
 
-def of_slots(state: LayerState, rule: LayerConfig) -> tuple[Signals, Tensor]:
+def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[Signals, Tensor]:
     """The tokens in the slots, with the attention received since the last eviction if the policy asks for it; it is
     counted anew from here. And which of them no policy may evict, [B, Hkv, N] bool, if `ops.slot_signals` says.
+
+    Args: copied: the state itself or, where the batch lives in chosen rows of it, a copy of what policies read there.
     """
-    stored = _stored(state, rule)
+    stored = _stored(copied, rule)
     positions = joined(*(part[2] for part in stored))
     valid, guard, attention, queried = ops.slot_signals(positions, state, rule.spec)
-    told = _told(state, stored, valid, rule, decoding=True)
+    told = _told(copied, stored, valid, rule, decoding=True)
     if rule.layout.attention and rule.readers:
         looks = 1 + rule.readers  # at every token: each layer that shares the keys has queries of its own
         attention, queried = attention / looks, queried * looks

@@ -36,9 +36,10 @@ class RidgeCorrection(Correction):
         exact = values.to(compute_dtype(values))
         missing = (full - rest) @ exact
         weights = torch.where(free[:, :, None], rest, 0)
-        gram = weights @ weights.transpose(-1, -2)
+        gram = weights.double() @ weights.double().transpose(-1, -2)  # queries may be nearly alike
         gram.diagonal(dim1=-2, dim2=-1).add_(self.penalty)
-        return (exact + weights.transpose(-1, -2) @ torch.linalg.solve(gram, missing)).to(values.dtype)
+        shares = torch.linalg.solve_ex(gram, missing.double()).result.to(exact.dtype)  # waits for no device
+        return (exact + weights.transpose(-1, -2) @ shares).to(values.dtype)
 
 
 RIDGE = RidgeCorrection()

@@ -151,10 +151,11 @@ def explain(settings: argparse.Namespace) -> str:
     sequences = settings.samples * settings.questions
     return f"""
 Texts of {settings.context} tokens, {settings.samples} for each task; questions to each text: {settings.questions}.
-  budget   tokens per KV head that a cache without moments keeps, or a share of the full cache; all policies get
-           equal {share}
-  prefill  the prompt is read whole, or the text before the question is known (context), or in blocks of so
-           many tokens; kvzip does without blocks, because it needs the whole context before it evicts
+  budget   tokens per KV head that a cache without moments keeps, or a share of the full cache;
+           all policies get equal {share}
+  prefill  the prompt is read whole, or the text before the question is known (context), or in
+           blocks of so many tokens; kvzip does without blocks, because it needs the whole
+           context before it evicts
   kept     tokens per KV head that this cache keeps
   right    answers that greedy decoding gives exactly
   KiB      cache of one sequence, everything counted; share: of the full cache

@@ -51,10 +51,10 @@ ALL = {
 QUICK = {"context": 512, "budgets": (Fraction(1, 8), Fraction(1, 4)), "policies": ("fastkv", "streaming"), "samples": 1}
 QUICK_ALL = {"context": 512, "budgets": (64, 128), "policies": ("momentkv", "streaming"), "samples": 2}
 
-AFTER = """
-Policies that look at the last queries, as snapkv and momentkv do, answer more when the question is in the prompt:
---prefill whole. Every policy, with more texts: fastkv demo --all.
-"""
+AFTER = (
+    "\nPolicies that look at the last queries, as snapkv and momentkv do, answer more when the question is in the "
+    "prompt: --prefill whole. Every policy, with more texts: fastkv demo --all.\n"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,10 +95,11 @@ def settings_of(options: argparse.Namespace) -> argparse.Namespace:
 
 def title_of(settings: argparse.Namespace, *, short: bool) -> str:
     """What the picture is about, and whether `--all` asks more."""
-    more = f" (--all: {ALL['samples']})" if short else ""
+    texts = len(settings.tasks) * settings.samples
+    more = f"; --all takes {ALL['samples']}" if short else ""
     return (
-        f"{', '.join(settings.tasks)} over {settings.context} tokens: texts of each{more}: {settings.samples}, "
-        f"questions to a text: {settings.questions}"
+        f"{texts * settings.questions} questions, texts of {settings.context} tokens: {texts} "
+        f"({', '.join(settings.tasks)}, of each {settings.samples}{more})"
     )
 
 

@@ -65,12 +65,12 @@ def _rank_slots(
     return tl.where(slot < tl.load(lengths_ptr + own), key, LAST_KEY)
 
 
-@triton.jit(do_not_specialize=["page", "slots", "width", "sinks", "recent"])
+@triton.jit(do_not_specialize=["page", "most", "sinks", "recent"])  # aligned slots are read 16 bytes at a time
 def _candidates_kernel(
     scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, rows_ptr,
-    page, slots, width, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    page, slots, width, most, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The R first to go among BLOCK_C slots: their keys (LAST_KEY beyond the slots in use) and slots."""
+    """The first `most` of R to go among BLOCK_C slots: their keys (LAST_KEY beyond the slots in use) and slots."""
     pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
     if rows_ptr is not None:
@@ -84,18 +84,18 @@ def _candidates_kernel(
         HEADS,
     )  # fmt: skip
     place = (pair * tl.num_programs(1) + chunk) * R
-    for r in range(R):
+    for r in range(most):
         low = tl.min(keys, 0)
         tl.store(candidate_keys_ptr + place + r, low.to(tl.int64, bitcast=True))
         tl.store(candidate_slots_ptr + place + r, tl.max(tl.where(keys == low, slot, 0), 0))
         keys = tl.where(keys == low, LAST_KEY, keys)
 
 
-@triton.jit(do_not_specialize=["page", "slots", "width", "most", "sinks", "recent", "candidates"])
+@triton.jit(do_not_specialize=["page", "most", "sinks", "recent", "chunks"])
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
     slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr, rows_ptr, page,
-    slots, width, most, sinks, recent, candidates, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    slots, width, most, sinks, recent, chunks, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
     HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
@@ -118,8 +118,9 @@ def _evict_kernel(
         return
     slot = tl.arange(0, BLOCK_C)
     if candidate_keys_ptr is not None:
-        place, inside = pair * candidates + slot, slot < candidates
+        place, inside = (pair * chunks) * R + slot, slot < chunks * R
         order = tl.load(candidate_keys_ptr + place, mask=inside, other=-1).to(tl.uint64, bitcast=True)
+        order = tl.where(inside & (slot % R < most), order, LAST_KEY)  # a mask of the load would make it narrow
         slot = tl.load(candidate_slots_ptr + place, mask=inside, other=0)
     else:
         order = _rank_slots(
@@ -234,13 +235,13 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         found_slots = torch.empty(pairs, candidates, dtype=torch.int32, device=keys.device)
         _candidates_kernel[pairs, chunks](
             scores, exact.positions, exact.lengths, state.seen, starts, found, found_slots, state.rows, page, slots,
-            width, spec.sinks, spec.recent, HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
+            width, drop, spec.sinks, spec.recent, HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
         )  # fmt: skip
     room = Workspace.of(state.scratch)
     tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
     _evict_kernel[pairs, triton.cdiv(dim, constants["BLOCK_V"])](
         keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
         moments.cross, moments.slope, moments.spread, scores, starts, found, found_slots, tickets, state.rows,
-        page, slots, width, drop, spec.sinks, spec.recent, candidates,
+        page, slots, width, drop, spec.sinks, spec.recent, chunks,
         **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip

@@ -52,7 +52,7 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     """`reference.slot_signals`."""
     equal = state.exact.starts is None and state.approx is None
     asked = state.parts is not None or state.exact.attention is not None  # lengths alone are compared as fast by torch
-    if equal and asked:
+    if equal and (asked or state.rows is not None):
         return slots.slot_signals(positions, state, spec)
     with state.gathered() as own:
         return reference.slot_signals(positions, own, spec)

@@ -1,17 +1,19 @@
 """Attention of a block of T queries over the retained slots, the evicted tokens and, causally, the block itself.
 
 Flash attention over two sources of keys: the slots (all older than the block: a length, no causal mask) and the block
-(causal, padding excluded). What is remembered of the evicted tokens seeds the online softmax of every row, so nothing is
-mixed afterwards: the moments are one more partial, (m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563,
-Eqs. 9-12), centroids are slots with a bias. Learned sinks are one more partial, (sink, 1, 0), and come last. Rows of a program are the queries of one KV head, (token, head of the group)
-in that order: keys are read once per group.
+(causal, padding excluded). What is remembered of the evicted tokens seeds the online softmax of every row, so nothing
+is mixed afterwards: the moments are one more partial, (m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563,
+Eqs. 9-12), centroids are slots with a bias. Learned sinks are one more partial, (sink, 1, 0), and come last. Rows of a
+program are the queries of one KV head, (token, head of the group) in that order: keys are read once per group.
 
 Bytes: keys, values and what is remembered once per BLOCK_M rows; q twice, out once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
-with head_dim above 256. With head_dim 512 and a softcap it spills registers (20 bytes on sm_90).
+with head_dim above 256.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -24,29 +26,68 @@ from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_upd
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, chip_of, pow2, stages
 
-BLOCK_C = 16  # centroids at a time
-# padded head_dim: (rows, keys per tile, warps, stages)
-BLOCKS = {
-    16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 32, 8, 2),
-    512: (32, 32, 8, 2),
-}  # fmt: skip
-# What half precision needs instead, or warps would share rows and each compute q k^T and its softmax for itself.
-HALF_BLOCKS = {
-    "90": BLOCKS | {128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-    "100": BLOCKS | {128: (128, 64, 8, 3)},
-    "hip": dict.fromkeys(BLOCKS, (128, 64, 4, 2)) | {256: (128, 32, 4, 2)},
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program works on: so many rows, so many keys at a time.
+
+    Attributes:
+        slice: coordinates of q and keys at a time, where registers hold no more; 0 for all.
+        seed: coordinates at a time while the evicted tokens are mixed in.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    slice: int = 0
+    seed: int = 32
+
+
+# By padded head_dim. No warp computes a part of q k^T that another one does (perf.aot).
+SMALL = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 3))
+WIDE = {512: Tile(32, 64, 8, 2, 128)}
+HALF = {  # by chip, see `chip_of`; others have less shared memory than these, or none
+    "90": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2, seed=16)},
+    "100": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2, seed=16)},
+    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 64, 4, 2)) | {256: Tile(128, 32, 4, 2, seed=16)},
+    "": SMALL | WIDE | {128: Tile(128, 32, 8, 3, seed=16), 256: Tile(64, 64, 8, 2, 128, 16)},
 }
+# What centroids need instead: with them the tile above spills, and for sm_100 64 rows are compiled to nothing.
+HALF_CENTROIDS = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}, "100": {256: Tile(32, 64, 8, 2, seed=16)}}
+SINGLE = {  # float32, whose products take three terms of each operand
+    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 32, 4, 1, 32, 16)},
+    "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16)) | {256: Tile(16, 64, 8, 1, 16, 16)},
+}
+BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
-SEED = {16: 16, 32: 32, 64: 32, 128: 32, 256: 16, 512: 16}  # key dimensions per step of the moment term
 
 
 @triton.jit
-def _tile(base_ptr, first, inside, stride, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+def _tile(base_ptr, first, inside, stride, D, BD: tl.constexpr, ROWS: tl.constexpr):
     """ROWS rows of [N, D] from `first` on, padded to BD columns; 0 where not inside. Tile offsets fit int32."""
     column = tl.arange(0, BD)[None, :]
     base_ptr += tl.full([], 1, tl.int64) * first * stride
     spot = base_ptr + tl.arange(0, ROWS)[:, None] * stride + column
     return tl.load(spot, mask=inside[:, None] & (column < D), other=0.0)
+
+
+@triton.jit
+def _products(
+    q, q_ptrs, rows, keys_ptr, first, inside, stride,
+    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """q k^T of BLOCK_N keys from `first` on, SLICE coordinates at a time; all at once if they are BD."""
+    if SLICE == BD:
+        return _dot(q, tl.trans(_tile(keys_ptr, first, inside, stride, D, BD, BLOCK_N)), INTERP)
+    else:
+        products = tl.zeros([q_ptrs.shape[0], BLOCK_N], tl.float32)
+        for begin in range(0, D, SLICE):
+            column = begin + tl.arange(0, SLICE)[None, :]
+            a = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
+            k = _tile(keys_ptr + begin, first, inside, stride, D - begin, SLICE, BLOCK_N)
+            products += _dot(a, tl.trans(k), INTERP)
+        return products
 
 
 @triton.jit
@@ -63,7 +104,7 @@ def _prefill_kernel(
     scale, softcap, T, slots, num,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SEED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SEED: tl.constexpr, SLICE: tl.constexpr,
     ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -90,15 +131,17 @@ def _prefill_kernel(
     place = (batch * HEADS * G + q_head) * T + token
     tl.store(lse_evicted_ptr + place, _lse(top, total), mask=rows)
     column = tl.arange(0, BD)[None, :]
-    q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
+    q = q_ptrs
+    if SLICE == BD:
+        q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
 
     length = tl.load(lengths_ptr + head).to(tl.int32)
     keys = keys_ptr + head * slots * D
     values = values_ptr + head * slots * DV
     for first in range(0, length, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
-        k = _tile(keys, first, index < length, D, D, BD, BLOCK_N)
-        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        products = _products(q, q_ptrs, rows, keys, first, index < length, D, D, BD, BLOCK_N, SLICE, INTERP)
+        logits = _logits2(products, scale, softcap, HAS_CAP)
         logits = tl.where((index < length)[None, :], logits, -float("inf"))
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         v = _tile(values, first, index < length, DV, DV, BV, BLOCK_N)
@@ -110,8 +153,8 @@ def _prefill_kernel(
     for first in range(0, last, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
         usable = tl.load(new_valid_ptr + batch * T + index, mask=index < T, other=0) != 0
-        k = _tile(new_keys, first, usable, stride_kt, D, BD, BLOCK_N)
-        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        products = _products(q, q_ptrs, rows, new_keys, first, usable, stride_kt, D, BD, BLOCK_N, SLICE, INTERP)
+        logits = _logits2(products, scale, softcap, HAS_CAP)
         seen = usable[None, :] & (index[None, :] <= token[:, None])
         top, total, acc, weights = _softmax_update(top, total, acc, tl.where(seen, logits, -float("inf")))
         v = _tile(new_values, first, usable, stride_vt, DV, BV, BLOCK_N)
@@ -126,9 +169,14 @@ def _prefill_kernel(
     tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
-def _blocks(width: int, dtype: torch.dtype, chip: str) -> tuple[int, int, int, int]:
-    """Rows, keys per tile, warps and stages for heads padded to `width`; chip: see `chip_of`."""
-    return (BLOCKS if dtype == torch.float32 else HALF_BLOCKS.get(chip, BLOCKS))[width]
+def _tile_of(width: int, dtype: torch.dtype, chip: str, capped: bool, order: int | None) -> Tile:
+    """For heads padded to `width`; chip: see `chip_of`; capped: whether logits are; order: of `Terms`."""
+    tiles = SINGLE if dtype == torch.float32 else HALF
+    sizes = tiles.get(chip, tiles[""])
+    if order == CENTROIDS.value and tiles is HALF:
+        sizes = sizes | HALF_CENTROIDS.get(chip, {})
+    tile = sizes[width]
+    return replace(tile, keys=CAP_TILE_HIP) if capped and chip == "hip" else tile
 
 
 def prefill_attention(
@@ -163,8 +211,7 @@ def prefill_attention(
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     lse_evicted = torch.empty_like(lse)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
-    rows, tile, warps, depth = _blocks(max(width, value_width), q.dtype, chip_of(q.device))
-    tile = CAP_TILE_HIP if softcap is not None and torch.version.hip is not None else tile
+    tile = _tile_of(max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order)
     count, matrix, has_slope = None, known.matrix, False
     if isinstance(evicted, Moments):
         count, has_slope = evicted.count, evicted.slope is not None
@@ -172,12 +219,13 @@ def prefill_attention(
             assert matrix is not None
             matrix = (matrix / count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
             has_slope = True
-    _prefill_kernel[(triton.cdiv(num * groups, rows), batch * heads)](
+    _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         q, keys, values, lengths, k, v, valid.view(torch.uint8), count, known.key_mean, known.value_mean, matrix,
         known.spread, known.sizes, state.sink_logits, out, lse, lse_evicted,
         spec.scale, softcap or 1.0, num, slots, known.num, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=rows, BLOCK_N=tile,
-        BLOCK_C=BLOCK_C, SEED=SEED[value_width], ORDER=-1 if known.order is None else known.order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
-        HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=warps, num_stages=stages(depth),
+        HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        BLOCK_C=BLOCK_C, SEED=min(tile.seed, width), SLICE=min(tile.slice or width, width),
+        ORDER=-1 if known.order is None else known.order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
+        HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
     return out, lse, lse_evicted

@@ -212,12 +212,16 @@ class LayerState:
         own.parts = copy.copy(self.parts)
         return own
 
-    def taken(self) -> LayerState:
-        """A copy of what `rows` say, in which batch row b lives in row b."""
+    def taken(self, but: tuple[str, ...] = ()) -> LayerState:
+        """A copy of what `rows` say, in which batch row b lives in row b.
+
+        Args: but: kinds of what is remembered of evicted tokens that stay where they are, in the rows of the state.
+        """
         assert self.rows is not None
         own = self.shell()
         for name, tensor in self.named_tensors():
-            own.replace(name, tensor.index_select(0, self.rows))
+            if name.partition(".")[0] not in but:
+                own.replace(name, tensor.index_select(0, self.rows))
         return own
 
     def put(self, own: LayerState) -> None:

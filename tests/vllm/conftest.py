@@ -13,7 +13,6 @@ os.environ |= {
 }
 
 import gc
-from pathlib import Path
 
 import pytest
 import torch

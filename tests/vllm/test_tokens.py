@@ -2,6 +2,8 @@
 
 import pytest
 
+from fastkv.integrations.vllm.scheduler import tokens_now
+
 from .engine import Alone, Traffic, prompt, start
 
 POLICIES = ["momentkv", "keydiff", "fastkv", "snapkv", "h2o"]
@@ -37,3 +39,21 @@ def test_requests_among_others(model, policy, block):
             assert answers[name] == expected[: len(answers[name])] and len(answers[name]) < NUM
         else:
             assert answers[name] == expected, f"request {name} of {len(request[0])} tokens"
+
+
+@pytest.mark.parametrize(
+    "prompt_length, computed, offered, block, expected",
+    [
+        (200, 0, 200, None, 200),
+        (200, 0, 199, None, 0),
+        (200, 0, 200, 64, 200),
+        (200, 0, 199, 64, 192),
+        (200, 64, 63, 64, 0),
+        (200, 192, 100, 64, 8),
+        (200, 200, 1, 64, 1),
+        (200, 210, 30, None, 1),
+        (200, 128, 0, 64, 0),
+    ],
+)
+def test_steps_end_where_blocks_end(prompt_length, computed, offered, block, expected):
+    assert tokens_now(prompt_length, computed, offered, block) == expected

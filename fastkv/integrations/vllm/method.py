@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ...config import Config, with_fits
+from ...errors import FastKVError
 from ..transformers import rotations
 from . import settings
 
@@ -31,8 +32,22 @@ def fitted(config: Config, vllm_config: Any) -> Config:
     """
     known = vllm_config.model_config.hf_config
     config = with_fits(config, known, settings.vector_file(vllm_config))
+    heads, processes = (
+        vllm_config.model_config.get_total_num_kv_heads(),
+        vllm_config.parallel_config.tensor_parallel_size,
+    )
+    if (config.values is not None or config.queries is not None) and heads % processes:
+        raise FastKVError(
+            f"what was fitted to {heads} KV heads cannot be dealt to {processes} processes, which repeat heads; use a "
+            "tensor_parallel_size that divides them"
+        )
     if not config.undoes_rotation:
         return config
+    if vllm_config.model_config.uses_mrope:
+        raise FastKVError(
+            f"policy {config.policy.name!r} or correction {config.correction.name!r} undoes the rotary embedding, "
+            "but the positions of this model have three dimensions; use another policy or correction"
+        )
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         twin = AutoModelForCausalLM.from_config(_small(known.get_text_config(decoder=True)), dtype=torch.float32)
     layers = range(twin.config.num_hidden_layers)

@@ -1,0 +1,196 @@
+"""vLLM's own cache against a compressed one, in the same bytes: sequences that fit, speed and latency under load.
+
+    python -m perf.serving --model DIR                              # 1, 8 and 32 requests at once
+    python -m perf.serving --model DIR --prompts 8192 --requests 16 --cache-mib 256
+    python -m perf.serving --toy                                    # a small model with random weights, made here
+
+Needs vLLM (`make test-vllm` makes an environment for a CPU: .venv-vllm/bin/python -m perf.serving). All requests of a
+case arrive at once; each engine runs in a process of its own. Writes serving_<device>.json, and a table and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from .environment import environment
+
+RESULTS = Path(__file__).parent / "results"
+STOCK, OURS = "vLLM", "fastkv"
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="perf.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="directory or name of a model")
+    parser.add_argument("--toy", action="store_true", help="a small Llama with random weights in place of a model")
+    parser.add_argument("--policy", default="fastkv", help="of the compressed cache")
+    parser.add_argument("--budget", type=int, default=512, help="tokens per KV head that are kept")
+    parser.add_argument("--block", type=int, default=512, help="prefill_block")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="lengths of prompts, tokens")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="how many arrive at once")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--cache-mib", type=int, default=256, help="memory of either cache")
+    parser.add_argument("--dtype", default="auto", help="of the model")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="directory for the results")
+    parser.add_argument("--engine", choices=[STOCK, OURS], help=argparse.SUPPRESS)  # the process of one engine
+    return parser.parse_args(arguments)
+
+
+def toy(directory: str) -> None:
+    """A Llama with random weights: 4 layers, 8 heads on 2 KV heads of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=32768,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def engine_of(options: argparse.Namespace) -> Any:
+    """vLLM with either cache."""
+    from vllm import LLM
+
+    longest, settings = max(options.prompts) + options.answer + 1, {}
+    if options.engine == OURS:
+        settings = {"fastkv": {"policy": options.policy, "budget": options.budget, "prefill_block": options.block}}
+    return LLM(
+        options.model,
+        dtype=options.dtype,
+        max_model_len=longest,
+        max_num_seqs=max(options.requests),
+        max_num_batched_tokens=2048 + max(options.requests),
+        kv_cache_memory_bytes=options.cache_mib * 2**20,
+        enable_prefix_caching=False,
+        enforce_eager=not torch.cuda.is_available(),
+        skip_tokenizer_init=True,
+        additional_config=settings,
+    )
+
+
+def served(engine: Any, length: int, requests: int, answer: int, seed: int) -> dict[str, float]:
+    """So many requests at once: seconds to first tokens and between tokens, and tokens of answers per second."""
+    from vllm import SamplingParams
+
+    draw = torch.Generator().manual_seed(seed)
+    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+    begin, first, last = time.perf_counter(), {}, {}
+    for i in range(requests):
+        tokens = torch.randint(3, 500, (length,), generator=draw).tolist()
+        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": tokens}, params)
+    most = 0
+    while engine.has_unfinished_requests():
+        running = 0
+        for output in engine.step():
+            last[output.request_id] = time.perf_counter() - begin
+            first.setdefault(output.request_id, last[output.request_id])
+            running += 1
+        most = max(most, running)
+    gaps = [(last[name] - first[name]) / (answer - 1) for name in first]
+    return {
+        "prompt": length,
+        "requests": requests,
+        "at_once": most,
+        "ttft": median(first.values()),
+        "tpot": median(gaps),
+        "tokens_per_s": requests * answer / max(last.values()),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """What one engine does, in this process."""
+    llm = engine_of(options)
+    config = llm.llm_engine.vllm_config
+    block, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
+    pages = {
+        length: 1 if options.engine == OURS else -(-(length + options.answer) // block) for length in options.prompts
+    }
+    served(llm.llm_engine, min(options.prompts), 1, 4, 0)  # warm up
+    rows = []
+    for length in options.prompts:
+        for number in options.requests:
+            row = served(llm.llm_engine, length, number, options.answer, length + number)
+            rows.append(
+                {"engine": options.engine, "fit": (blocks - 1) // pages[length], **row, "load": os.getloadavg()[0]}
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return {"rows": rows}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, one line for each case with both engines."""
+    lines = ["| prompt | requests | | sequences that fit | tokens/s | first token, s | between tokens, ms |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: (row["prompt"], row["requests"], row["engine"] == OURS)):
+        numbers = f"{row['tokens_per_s']:.1f} | {row['ttft']:.2f} | {1000 * row['tpot']:.1f} |"
+        lines.append(f"| {row['prompt']} | {row['requests']} | {row['engine']} | {row['fit']} | {numbers}")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Tokens per second over requests at once, a line for each engine and length."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for length in sorted({row["prompt"] for row in rows}):
+        for engine, style in ((STOCK, "--"), (OURS, "-")):
+            own = sorted(
+                (r["requests"], r["tokens_per_s"]) for r in rows if (r["prompt"], r["engine"]) == (length, engine)
+            )
+            axes.plot(*zip(*own), style, marker="o", label=f"{engine}, prompts of {length}")
+    axes.set(xlabel="requests at once", ylabel="tokens of answers per second", xscale="log", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both engines, each in a process of its own."""
+    options = parse(arguments)
+    if options.engine:
+        print(json.dumps(measure(options)))
+        return 0
+    with tempfile.TemporaryDirectory() as made:
+        if options.toy:
+            toy(made)
+        given = [*(sys.argv[1:] if arguments is None else arguments), *(["--model", made] if options.toy else [])]
+        rows = []
+        for engine in (STOCK, OURS):
+            command = [sys.executable, "-m", "perf.serving", *given, "--engine", engine]
+            child = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+            done = subprocess.run(command, env=child, stdout=subprocess.PIPE, text=True, check=True)
+            rows += json.loads(done.stdout.splitlines()[-1])["rows"]
+    settings = {name: getattr(options, name) for name in ("policy", "budget", "block", "answer", "cache_mib", "dtype")}
+    settings["model"] = "toy" if options.toy else options.model
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    path = options.output / f"serving_{device}.json"
+    path.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1) + "\n")
+    plot(rows, path.with_suffix(".png"))
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The scripts and the notebook in examples/ run as they are, on the bundled model and on one from a folder."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from fastkv.demo import MODEL_DIR, load
+from fastkv.demo.tasks import generate
+from tools.notebook import execute, printed
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+SMALL = {
+    "long_document": ["--length", "1024", "--questions", "3", "--budget", "256"],
+    "chat": ["--turns", "4", "--length", "128", "--budget", "128"],
+    "custom_policy": ["--length", "256", "--texts", "2", "--budget", "64", "--against", "manifold,random"],
+}
+
+
+def main_of(name):
+    """The script's `main`, which takes a command line."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint like one that is downloaded: the bundled model, with a template for chats."""
+    _, tokenizer = load()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(MODEL_DIR / name)
+    return tmp_path
+
+
+def test_every_script_is_run():
+    assert sorted(SMALL) == SCRIPTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_explains_and_gives_an_example(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main_of(name)(["--help"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0 and "--model" in said and f"example: python examples/{name}.py" in said
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_model_of_ones_own_needs_a_text(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main_of(name)(["--model", "somewhere"])
+    assert stop.value.code == 2 and "needs --" in capsys.readouterr().err
+
+
+def check_long_document(answers, length, questions):
+    expected = generate("facts", length, 0, questions=questions).answers
+    assert len(answers) == questions
+    assert sum(said.strip() == answer for said, answer in zip(answers, expected)) >= 0.7 * questions
+
+
+def check_chat(held, turns):
+    assert len(held) == turns and len({nbytes for nbytes, _, _ in held}) == 1
+    assert sum(said == expected for _, said, expected in held) >= turns // 2
+
+
+def check_custom_policy(agreed, others):
+    assert list(agreed) == ["far-and-long", *others]
+    assert agreed["far-and-long"] >= 0.75 and agreed["random"] < agreed["manifold"]
+
+
+def test_a_long_document(capsys):
+    check_long_document(main_of("long_document")(SMALL["long_document"]), 1024, 3)
+
+
+def test_a_chat(capsys):
+    check_chat(main_of("chat")(SMALL["chat"]), 4)
+
+
+def test_a_policy_of_ones_own(capsys):
+    check_custom_policy(main_of("custom_policy")(SMALL["custom_policy"]), ["manifold", "random"])
+
+
+@pytest.mark.slow
+def test_with_their_defaults(capsys):
+    check_long_document(main_of("long_document")([]), 4096, 8)
+    check_chat(main_of("chat")([]), 16)
+    check_custom_policy(main_of("custom_policy")([]), ["manifold", "knorm", "streaming", "random"])
+
+
+def test_questions_of_several_lengths_to_a_model_from_a_folder(folder, capsys):
+    """Each is answered as if it were the only one."""
+    sample = generate("facts", 512, 0, questions=2)
+    (folder / "text.txt").write_text(sample.context)
+    short = sample.questions[1].partition("answer : ")[2]
+    given = ["--model", str(folder), "--text", str(folder / "text.txt"), "--budget", "256"]
+    run = main_of("long_document")
+    both = run([*given, "--question", sample.questions[0], "--question", short])
+    alone = [run([*given, "--question", question])[0] for question in (sample.questions[0], short)]
+    assert both == alone and both[0].strip() == sample.answers[0]
+
+
+def test_a_chat_with_a_model_from_a_folder(folder, capsys):
+    samples = [generate("facts", 128, seed) for seed in range(2)]
+    said = [f"{sample.context} {sample.questions[0]}" for sample in samples]
+    held = main_of("chat")(["--model", str(folder), "--say", said[0], "--say", said[1], "--budget", "128"])
+    assert held[0][1].strip() == samples[0].answers[0] and held[0][0] == held[1][0]
+
+
+def test_a_policy_of_ones_own_with_a_model_from_a_folder(folder, capsys):
+    (folder / "prompt.txt").write_text(generate("facts", 256, 0).context)
+    given = ["--model", str(folder), "--prompt", str(folder / "prompt.txt"), "--budget", "128", "--against", "knorm"]
+    assert list(main_of("custom_policy")(given)) == ["far-and-long", "knorm"]
+
+
+def test_the_notebook_runs():
+    """Its cells print as many lines as the file says; `python -m tools.notebook` writes them."""
+    notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    cells = list(execute(notebook))
+    assert len(cells) >= 5
+    for cell, said in cells:
+        assert len(said.splitlines()) == len(printed(cell).splitlines()) > 0
+    answers = cells[2][1].splitlines()[0].partition(" expected: ")
+    assert answers[0] == answers[2]

@@ -1,0 +1,107 @@
+"""PagedLayer: sequences that come and go, each in a page, do what a LayerCache of one row does to each alone."""
+
+import pytest
+import torch
+
+from fastkv import Budget, FastKVError
+from fastkv.cache.layer import LayerCache
+from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
+
+HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 16, 8, 3
+SCALE, PAGES = 0.3, 5
+
+
+def config_of(policy, correction="auto", budget=12, backend="auto"):
+    budget = Budget(tokens=budget, sinks=2, recent=2) if isinstance(budget, int) else budget
+    return Config.make(policy, budget, BLOCK, EVERY, correction, backend, None)
+
+
+def tokens(num, seed):
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, heads, num, DIM, generator=draw) for heads in (HQ, HKV, HKV))
+    return q, k, v
+
+
+def paged(config):
+    like, shared = torch.empty(1, HKV, 0, DIM), CacheWorkspace(evict_every=EVERY)
+    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    pages = torch.full((PAGES, rule.form.nbytes), 0xFF, dtype=torch.uint8)  # NaN, as whoever was there before left it
+    return PagedLayer(rule, pages, HQ, SCALE, None, shared)
+
+
+def alone(config, prompt, steps):
+    """Outputs of a LayerCache for one sequence: of its blocks, and of its steps."""
+    cache = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=EVERY))
+    q, k, v = prompt
+    cache.allocate(HQ, k, v, k.shape[2])
+    cache.configure(SCALE, None)
+    valid = torch.ones(1, k.shape[2], dtype=torch.bool)
+    blocks = [slice(at, at + BLOCK) for at in range(0, k.shape[2], BLOCK)]
+    out = [cache.read(q[:, :, own], k[:, :, own], v[:, :, own], valid[:, own]) for own in blocks]
+    q, k, v = steps
+    return torch.cat(out, 2), torch.cat(
+        [cache.step(*(part[:, :, [i]] for part in steps)) for i in range(q.shape[2])], 2
+    )
+
+
+def read(layer, row, prompt):
+    layer.clear(row)
+    parts = [part.split(BLOCK, 2) for part in prompt]
+    return torch.cat([layer.read(row, *(part.contiguous() for part in block)) for block in zip(*parts)], 2)
+
+
+def step(layer, rows, steps, at):
+    """One token of each sequence, at its own place."""
+    q, k, v = (torch.cat([given[i][:, :, [place]] for given, place in zip(steps, at)]) for i in range(3))
+    return layer.step(torch.tensor(rows), q[:, :, 0].contiguous(), k, v)
+
+
+CASES = {
+    "keydiff": ("keydiff", "auto"),
+    "fastkv": ("fastkv", "auto"),
+    "h2o": ("h2o", "moments"),
+    "momentkv reference": ("momentkv", "auto", 12, "reference"),
+    "adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sequences_do_not_depend_on_each_other(case):
+    config = config_of(*CASES[case])
+    prompts = [tokens(num, num) for num in (29, 5, 16)]
+    steps = [tokens(8, 100 + num) for num in range(3)]
+    expected = [alone(config, prompt, following) for prompt, following in zip(prompts, steps)]
+    layer, rows, done = paged(config), [3, 1, 4], [0, 0, 0]
+    found = [[], [], []]
+    for turn in range(10):  # sequence b arrives in turn 2 b, and all that are there decode
+        there = [b for b in range(3) if turn > 2 * b and done[b] < 8]
+        if turn % 2 == 0 and turn < 6:
+            out = read(layer, rows[turn // 2], prompts[turn // 2])
+            torch.testing.assert_close(out, expected[turn // 2][0], atol=1e-5, rtol=1e-5)
+        if there:
+            out = step(layer, [rows[b] for b in there], [steps[b] for b in there], [done[b] for b in there])
+            for b, own in zip(there, out):
+                found[b].append(own)
+                done[b] += 1
+    for b in range(3):
+        num = len(found[b])
+        torch.testing.assert_close(torch.stack(found[b], 1), expected[b][1][0, :, :num], atol=1e-5, rtol=1e-5)
+    assert done == [8, 7, 5]
+
+
+def test_a_page_that_was_used_is_forgotten():
+    config = config_of("keydiff")
+    layer, prompt, steps = paged(config), tokens(20, 1), tokens(4, 2)
+    read(layer, 2, tokens(33, 3))
+    step(layer, [2], [tokens(1, 4)], [0])
+    expected = alone(config, prompt, steps)
+    torch.testing.assert_close(read(layer, 2, prompt), expected[0], atol=1e-5, rtol=1e-5)
+    out = torch.cat([step(layer, [2], [steps], [i])[:, :, None] for i in range(4)], 2)
+    torch.testing.assert_close(out, expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_budget_that_follows_the_prompt_is_refused():
+    with pytest.raises(FastKVError, match="a page holds the same number of tokens whatever the prompt"):
+        paged(config_of("keydiff", budget=Budget(keep=0.5)))

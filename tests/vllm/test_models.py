@@ -1,0 +1,78 @@
+"""Models of which some layers are left to vLLM, and models that several processes share."""
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+
+from fastkv import FastKVError
+
+from .engine import Alone, Traffic, prompt, start
+
+LENGTHS, NUM = [300, 41, 129, 65], 20
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A tiny Gemma 3 with random weights: every second layer has a sliding window."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=720,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        max_position_embeddings=1024,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    directory = str(tmp_path_factory.mktemp("gemma"))
+    Gemma3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def compare(model, settings, **arguments):
+    """Requests that arrive one after another and are preempted once, against each alone."""
+    traffic, alone = Traffic(start(model, settings, **arguments)), Alone(model, settings)
+    for length in LENGTHS:
+        traffic.ask(str(length), prompt(length), NUM)
+        traffic.turn(3)
+    traffic.preempt()
+    answers = traffic.finish()
+    assert answers == {str(length): alone.answer(prompt(length), NUM) for length in LENGTHS}
+
+
+@pytest.mark.parametrize("block", [None, 64], ids=["whole", "blocks"])
+def test_sliding_windows_stay_with_vllm(gemma, block):
+    compare(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": block})
+
+
+def test_two_processes_that_share_the_heads(model):
+    compare(model, {"policy": "fastkv", "budget": 64, "prefill_block": 64}, tensor_parallel_size=2)
+
+
+def test_latents_are_refused(tmp_path):
+    config = DeepseekV2Config(
+        vocab_size=720,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=1024,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(FastKVError, match=r"does not compress latents \(MLA\) in vLLM"):
+        start(str(tmp_path), {"policy": "keydiff", "budget": 64})
