@@ -7,14 +7,14 @@ from typing import Any
 
 from ..tables import NONE, plot, table, targets
 from .heads import SAME_HEADS, shapes
-from .targets import HEADS, TARGETS, Table, correction_cost, predicted_us
+from .targets import HEADS, LLAMA, PUBLISHED, TARGETS, Table, correction_cost, floor_us, predicted_us
 
 DECODE = """
 ## Decode attention
 
 One layer, bf16, cold L2, medians of graph replays. fastkv appends the token and adds the first-order moments, or what
 its name says; "fastkv default" is the default policy's step, with centroids and sums of attention. Everyone else
-attends to the same retained tokens only, and "copy" moves as many bytes.
+attends to the same retained tokens only, and "copy" moves as many bytes. The floor is the bytes at 4.3 TB/s.
 """
 
 
@@ -49,8 +49,11 @@ def decode(timed: Table, heads: str) -> str:
         share = f"{mine['of_copy']:.1%}" if mine and mine.get("of_copy") else NONE
         peers = [us(timed.find(op, heads, batch, length)) for op in others]
         predicted = f"{predicted_us(heads, batch, length):.1f} (prediction)"
-        rows.append((str(batch), str(length), us(mine, spread=True), share, predicted, *peers))
-    header = ("B", "L", "fastkv (p20-p80)", "of copy bandwidth", "fastkv, predicted", *others)
+        floor = f"{floor_us(heads, batch, length):.1f} (prediction)"
+        published = PUBLISHED.get((batch, length), "") if heads == LLAMA.name else ""
+        rows.append((str(batch), str(length), us(mine, spread=True), share, predicted, floor, published, *peers))
+    header = ("B", "L", "fastkv (p20-p80)", "of copy bandwidth", "fastkv, predicted", "floor", "peers, as published")
+    header += tuple(others)
     return f"\n### {' and '.join(SAME_HEADS[heads])} heads, µs per layer\n\n" + table(header, rows)
 
 

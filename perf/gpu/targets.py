@@ -14,6 +14,9 @@ from ..tables import Answer, Target
 from .heads import GEMMA, LLAMA, decode_bytes, moment_bytes
 
 LAUNCH_US, REACHED_GBPS = 4.5, 4000.0  # predicted cost of one launch, and GB/s: 93 % of a predicted 4.3 TB/s copy
+COPY_GBPS = 4300.0
+# Microseconds that peers report of an H200, at Llama's heads, by batch and tokens: tile-ai/TileOPs #2084, #2136.
+PUBLISHED = {(1, 1024): "TileOPs 6.9, FlashInfer 9.5, FA3 16.2", (32, 4096): "TileOPs 135"}
 PLAIN = "fastkv no correction"
 DEFAULT = "fastkv default"  # with attention sums and centroids
 OWN = (DEFAULT, "fastkv", "fastkv order 0", PLAIN, "copy")
@@ -54,6 +57,11 @@ class Table:
 def predicted_us(heads: str, batch: int, length: int) -> float:
     """Microseconds of one fastkv decode step: a launch, and the bytes at the predicted bandwidth."""
     return LAUNCH_US + decode_bytes(HEADS[heads], batch, length, 1) / REACHED_GBPS / 1e3
+
+
+def floor_us(heads: str, batch: int, length: int) -> float:
+    """Microseconds that the bytes of one decode step take at the predicted bandwidth of a copy, and nothing else."""
+    return decode_bytes(HEADS[heads], batch, length, 1) / COPY_GBPS / 1e3
 
 
 def correction_cost(table: Table, heads: str, batch: int, length: int) -> tuple[float, float] | None:
