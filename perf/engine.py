@@ -73,6 +73,7 @@ class Results:
     planned: Sequence[Job] = ()
     settings: Row = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)  # rows as they stand in the file; a row never changes
 
     @classmethod
     def open(
@@ -136,7 +137,8 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         head = {"environment": self.environment, "settings": self.settings, "complete": self.complete}
         text = json.dumps(plain(head), indent=1)[:-2]
-        for name, lines in (("planned", self.planned_lines), ("rows", map(line, self.rows))):
+        self.written += map(line, self.rows[len(self.written) :])
+        for name, lines in (("planned", self.planned_lines), ("rows", self.written)):
             text += f',\n "{name}": [\n' + ",\n".join(lines) + "\n ]"
         part = self.path.with_suffix(".part")
         try:

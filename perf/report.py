@@ -45,8 +45,8 @@ One token of one sequence, the default policy, one step in 16 evicting. "capture
 "inductor" a compiled one, "combo kernels" inductor with that option. Kernels and bytes are counted (`perf.step_count`);
 milliseconds are a prediction, as is how far above the floor, all weights and the cache read once, steps of so many
 sequences are. Llama is predicted to be within 1.35 of it. Qwen3-4B has more layers over half the bytes: it launches 12
-kernels a layer, 7 of them products with weights, and 1.35 leaves 7.7. Gemma's sliding windows, which stay stock, copy their
-keys and values for every query head before they attend: 50 MB a layer and sequence.
+kernels a layer, 7 of them products with weights, and 1.35 leaves 7.7. Gemma's sliding windows, which stay stock, copy
+their keys and values for every query head before they attend: 50 MB a layer and sequence.
 
 """
 

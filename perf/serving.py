@@ -50,16 +50,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def toy(directory: str) -> None:
-    """A Llama with random weights: 4 layers, 8 heads on 2 KV heads of 64."""
+    """A Llama with random weights: 2 layers, 4 heads on 2 KV heads of 64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=32768,

@@ -1,12 +1,15 @@
 """What README and docs print can be typed: Python is run, command lines are read by the parsers that they go to.
 
-The blocks of a page run one after another in one namespace. A checkpoint is the bundled model, whatever its name.
+The blocks of a page run one after another in one namespace. A checkpoint is the bundled model, whatever its name, and
+vLLM, which is not installed, a stand-in that checks what it is told of fastkv.
 """
 
 import ast
+import json
 import re
 import shlex
 import sys
+import types
 from functools import cache
 
 import pytest
@@ -17,6 +20,7 @@ import fastkv
 from fastkv import demo
 from fastkv.cli import build_parser
 from fastkv.demo.tasks import generate
+from fastkv.integrations.vllm import settings
 
 from .test_docs import OURS, PAGES, ROOT, code
 
@@ -39,6 +43,26 @@ def bundled():
     return demo.load()
 
 
+class LLM:
+    """vLLM's, as far as fastkv is concerned."""
+
+    def __init__(self, model, additional_config):
+        check_settings(additional_config)
+
+    def generate(self, prompts, sampling):
+        return []
+
+
+def check_settings(additional):
+    """What vLLM is told is what `fastkv.patch` takes. Raises FastKVError for what it does not."""
+    (asked,) = additional.values()
+    assert list(additional) == [settings.KEY] and set(asked) <= set(settings.DEFAULTS)
+    hyper = asked["policy"] if isinstance(asked["policy"], dict) else {"name": asked["policy"]}
+    budget = asked["budget"] if isinstance(asked["budget"], dict) else {"tokens": asked["budget"]}
+    policy, block = fastkv.policies.get(**hyper), asked.get("prefill_block")
+    fastkv.patch(demo.load()[0], policy, fastkv.Budget(**budget), prefill_block=block)
+
+
 @pytest.fixture
 def reader(bundled, monkeypatch, tmp_path):
     """The names that pages leave to their reader; checkpoints need no network and steps no compiler."""
@@ -51,7 +75,8 @@ def reader(bundled, monkeypatch, tmp_path):
         return model
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: tokenizer)
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=LLM, SamplingParams=dict))
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     monkeypatch.chdir(tmp_path)
     given = {"model": model, "tokenizer": tokenizer, "long_text": sample.context, "question": sample.questions[0]}
@@ -111,6 +136,16 @@ def test_extras_exist():
     found = {pair for pairs in asked for pair in pairs}
     assert {extra for _, extra in found} <= set(project["optional-dependencies"]) and len(found) > 1
     assert {where for where, _ in found} <= {".", project["name"]}
+    ours = {word for _, line in LINES if " install " in line for word in shlex.split(line) if word.startswith("fastkv")}
+    assert {word.partition("[")[0] for word in ours} == {project["name"]}  # another name is another project
+
+
+def test_settings_of_vllm_can_be_used():
+    text = (ROOT / "docs" / "serving.md").read_text()
+    found = re.findall(r"--additional-config '(\{.*\})'", text) + re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
+    assert len(found) > 1
+    for one in found:
+        check_settings(json.loads(one))
 
 
 def test_what_is_read_of_a_line():

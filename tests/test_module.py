@@ -440,7 +440,7 @@ def test_compiled_decode_with_inductor():
     assert graphs == 2 and worst <= 1e-6
 
 
-COMPILED = ["keydiff", "tova", "random", "knorm", "manifold"]
+COMPILED = ["keydiff", "tova", "random", "knorm", "manifold", "lagkv", "rkv"]
 
 
 @pytest.mark.parametrize("name", [*KINDS, "streaming", *(named(name, slow=True) for name in COMPILED)])

@@ -11,7 +11,7 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-SHOWN = (".md", ".png", ".svg", ".json", ".txt", ".cff", ".py", "LICENSE")
+SHOWN = (".md", ".png", ".svg", ".json", ".txt", ".cff", ".py", ".ipynb", "LICENSE")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

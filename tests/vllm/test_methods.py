@@ -96,3 +96,14 @@ def test_without_settings_nothing_changes(model):
     plain = Alone.__new__(Alone)
     plain.model = fastkv.unpatch(Alone(model, {"policy": "keydiff"}).model)
     assert traffic.finish()["0"] == plain.answer(prompt(300), NUM)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "fastkv"])
+def test_sequences_that_fit(model, policy):
+    """At 16K tokens and 512 kept, 15 times as many as with vLLM's own cache in the same memory."""
+    memory, context = 2**28, 16384
+    llm = start(model, {"policy": policy, "budget": 512, "prefill_block": 64}, kv_cache_memory_bytes=memory)
+    config = llm.llm_engine.vllm_config
+    layers, heads, dim = 4, config.model_config.get_total_num_kv_heads(), config.model_config.get_head_size()
+    stock = memory // (context * layers * heads * 2 * dim * 4)
+    assert stock and config.cache_config.num_gpu_blocks - 1 >= 15 * stock  # page 0 is nobody's
