@@ -67,6 +67,7 @@ EVICT = "properties.py::test_evict_conserves_every_token"
 SHARES = "properties.py::test_layers_share_the_budget_exactly"
 BYTES = "properties.py::test_bytes_are_never_exceeded"
 CACHE = "cache_operations.py"
+PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
 CENTROIDS = "reference_centroids.py"
@@ -1022,6 +1023,41 @@ MUTATIONS = [
         "spread += tl.load(spreads_ptr + gone, mask=comes, other=0.0) + size",
         "spread += size",
         JOINING,
+    ),
+    bug(
+        "a prompt block multiplies with the leading bits of centroids",
+        "kernels/_evicted.py",
+        "_dot_terms(products, q, tl.trans(k), 3, INTERP)",
+        "_dot_terms(products, q, tl.trans(k), 1, INTERP)",
+        f"{PROMPTS}::test_centroids",
+    ),
+    bug(
+        "the kernels forget how far apart the tokens of a centroid are",
+        "kernels/_evicted.py",
+        "logits = (logits + _log_cosh(deviation)) * LOG2E",
+        "logits = logits * LOG2E",
+        f"{PROMPTS}::test_centroids",
+    ),
+    bug(
+        "a prompt block reads the same coordinates of keys again",
+        "kernels/prefill_attention.py",
+        "_tile(keys_ptr + begin, first",
+        "_tile(keys_ptr, first",
+        f"{PROMPTS}::test_odd_sizes",
+    ),
+    bug(
+        "the evicted mass of a prompt block is that of one token more",
+        "kernels/prefill_attention.py",
+        "tl.store(lse_evicted_ptr + place, _lse(top, total), mask=rows)",
+        "tl.store(lse_evicted_ptr + place, _lse(top, total + 1), mask=rows)",
+        f"{PROMPTS}::test_orders_and_softcap",
+    ),
+    bug(
+        "what a policy observes knows nothing of the evicted mass",
+        "cache/layer.py",
+        "self.absorb(q, k, v, valid, mass=mass)",
+        "self.absorb(q, k, v, valid)",
+        "centroid_cache.py::test_the_evicted_mass_of_a_block_reaches_what_is_observed",
     ),
 ]
 

@@ -17,6 +17,12 @@ Launches: one where few tokens leave (an eviction while decoding). For a prompt,
 them, two a round (offers; merges) down to SETTLED centroids, and one for all rounds from there. Programs of the last
 kind own a head; the others own columns, movers or partners of it.
 Bytes per BLOCK tokens and head: 4 BLOCK (Dk + Dv) written and, in a round of u, read u / 64 times from L2.
+
+Of the 129 kernels that a layer of Llama launches for a block of 1024 tokens, eager and with the default policy, 12 are
+these (9 %); what they move is 3 % of the weights that are read for it. Fewer launches cost more time: a BLOCK of 4096
+takes half of them and four times the products, and one program a head, a single launch, leaves all SMs but one a head
+idle for some 0.4 ms (an estimate), which is what 150 launches take.
+
 Does not handle: centroids that are not fp32, head_dim above 256.
 """
 
