@@ -91,8 +91,8 @@ def variant(
     names = [n for n in kernel.arg_names if n not in absent]
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
     used = {n: value for n, value in constants.items() if n in kernel.arg_names}
-    parameters = getattr(kernel, "params", ())  # an interpreted kernel, which is not compiled, has none
-    unknown = {one.name for one in parameters if one.do_not_specialize}  # of which launches say nothing
+    options_of = getattr(kernel, "kwargs", vars(kernel))  # the interpreter's kernel keeps them for later
+    unknown = options_of.get("do_not_specialize") or ()  # numbers of which launches say nothing
     return Variant(
         name, kernel, found, used, tuple(n for n in names if n.startswith(even) and n not in unknown), **options
     )
