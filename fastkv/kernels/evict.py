@@ -70,7 +70,7 @@ def _candidates_kernel(
     scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, rows_ptr,
     page, slots, width, most, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The first `most` of at most R to go among BLOCK_C slots: their keys (LAST_KEY beyond the slots in use) and slots."""
+    """The first `most` <= R to go among BLOCK_C slots: their keys (LAST_KEY beyond the slots in use) and slots."""
     pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
     if rows_ptr is not None:
