@@ -452,7 +452,7 @@ def test_a_block_is_softmax_over_its_past(batch, heads, seed, groups, num, order
     slots, new = rows_of(held, 5, 7.0), rows_of(block, num, 0.0)
     state = make_state(*slots, torch.tensor(lengths).int(), moments=moments)
     spec = make_spec(SCALE, softcap, order, backend="reference")
-    out, lse = ops.prefill_attention(q, *new, torch.tensor(real), state, spec)
+    out, lse, _ = ops.prefill_attention(q, *new, torch.tensor(real), state, spec)
     for b, head, t in ((b, head, t) for b in range(batch) for head in range(heads * groups) for t in range(num)):
         h = head // groups
         past = held[b][h] + [block[b][h][i] for i in range(t + 1) if real[b][i]]
