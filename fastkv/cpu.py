@@ -163,24 +163,34 @@ def decode_step(
 def decode_step_of_rows(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode_step` where the batch lives in chosen rows: they are copied, but what did not change is not put back."""
-    own, rows = state.taken(), state.rows
+    """`decode_step` where the batch lives in chosen rows: in place where they lie side by side, in any order; else they
+    are copied, but what did not change is not put back.
+    """
+    rows = state.rows
+    assert rows is not None
+    order = rows.argsort()
+    first, last = int(rows[order[0]]), int(rows[order[-1]])
+    if first > 0 and last - first == len(rows) - 1:  # no two are equal
+        k, v = (None if part is None else part.index_select(0, order) for part in (k, v))
+        results = decode_step(q.index_select(0, order), k, v, state.stretch(first, last + 1), spec)
+        out, retained, evicted = (part.index_select(0, order.argsort()) for part in results)
+        return out, retained, evicted
+    own = state.taken()
     results = decode_step(q, k, v, own, spec)
     if state.approx is not None or state.exact.starts is not None:
         state.put(own)
         return results
-    assert rows is not None
     changed = {"seen": own.seen, "exact.lengths": own.exact.lengths, "exact.attention": own.exact.attention}
     for name, tensor in state.named_tensors():
         new = changed.get(name)
         if new is not None:
             tensor.index_copy_(0, rows, new)
     if k is not None:
-        last = (own.exact.lengths - 1).long()[..., None]
+        place = (own.exact.lengths - 1).long()[..., None]
         head = torch.arange(state.heads, device="cpu")
         for name, tensor in state.exact.moving().items():
-            token = reference.rows_at(getattr(own.exact, name), last)[:, :, 0]
-            tensor[rows[:, None], head, last[..., 0]] = token
+            token = reference.rows_at(getattr(own.exact, name), place)[:, :, 0]
+            tensor[rows[:, None], head, place[..., 0]] = token
     return results
 
 

@@ -120,6 +120,37 @@ def test_rows_of_pages(name, backend):
     assert_same(placed.at(others).taken(), before.at(others).taken())
 
 
+@pytest.mark.parametrize("name", [name for name in CASES_OF_STATES if name.startswith("decode_step")])
+def test_rows_side_by_side_are_not_copied(name, monkeypatch):
+    """A CPU's steps work where they lie, in any order, and touch no others."""
+    torch.manual_seed(0)
+    arguments = batch_of(name, "cpu")
+    state = state_of(arguments)
+    placed = in_pages(state, [4, 3], PAGES)
+    before = copy.deepcopy(placed)
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerState, "taken", None)
+        found = getattr(ops, name.split()[0])(*(placed if one is state else one for one in arguments))
+    expected = getattr(ops, name.split()[0])(*arguments)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE)
+    theirs = dict(state.named_tensors())
+    for key, mine in placed.taken().named_tensors():
+        torch.testing.assert_close(mine, theirs[key], **CLOSE, msg=f"{key} differs")
+    others = torch.tensor([1, 2, 5, 6])
+    assert_same(placed.at(others).taken(), before.at(others).taken())
+
+
+def test_nobody_s_row_never_fills_up():
+    """However many tokens come to it."""
+    for backend in ("reference", "cpu", "triton"):
+        arguments = batch_of("decode_step", backend)
+        state = state_of(arguments)
+        placed = in_pages(state, ROWS, PAGES).at(torch.zeros(2, dtype=torch.int64))
+        for _ in range(state.exact.limit + 2):
+            ops.decode_step(*(placed if one is state else one for one in arguments))
+
+
 def normal(*shape):
     return torch.randn(*shape)
 

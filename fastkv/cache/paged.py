@@ -98,7 +98,7 @@ class PagedLayer:
 
     def clear(self, row: int) -> None:
         """A new sequence begins in this row."""
-        own = self._alone(row)
+        own = self.state.stretch(row, row + 1)
         self.rule.layout.clear(own)
         self._left(row, own)
 
@@ -107,7 +107,7 @@ class PagedLayer:
 
         Args: q [1, Hq, T, D]; k, v [1, Hkv, T, D].
         """
-        own = self._alone(row)
+        own = self.state.stretch(row, row + 1)
         for slots, (filled, limit) in zip(own.tiers.values(), self.rooms[row]):
             slots.filled, slots.limit = filled, limit
         valid = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
@@ -129,18 +129,13 @@ class PagedLayer:
         steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
         due = torch.where(steps % rule.layout.spare == 0, rows, 0)
         if due.device.type == "cpu":  # which may be looked at without waiting for a device
-            due = due[due > 0]
-            if not len(due):
-                return out
-        evict(self.state.at(due), rule)
+            for row in due[due > 0].tolist():  # one after another, so that nothing is copied: mostly few are
+                own = self.state.stretch(row, row + 1)
+                own.fill()
+                evict(own, rule)
+        else:
+            evict(self.state.at(due), rule)
         return out
-
-    def _alone(self, row: int) -> LayerState:
-        """The state of one sequence by itself: views of its page."""
-        own = self.state.shell()
-        for name, tensor in self.state.named_tensors():
-            own.replace(name, tensor[row : row + 1])
-        return own
 
     def _left(self, row: int, own: LayerState) -> None:
         self.rooms[row] = [(slots.filled, slots.limit) for slots in own.tiers.values()]

@@ -222,6 +222,15 @@ class LayerState:
         for name, tensor in self.named_tensors():
             if name.partition(".")[0] not in but:
                 own.replace(name, tensor.index_select(0, self.rows))
+        for slots in own.tiers.values():
+            slots.lengths.masked_fill_((self.rows == 0)[:, None], 0)  # what comes to nobody's row never fills it up
+        return own
+
+    def stretch(self, first: int, stop: int) -> LayerState:
+        """Rows [first, stop) by themselves: views, so that what happens to them happens here."""
+        own = self.shell()
+        for name, tensor in self.named_tensors():
+            own.replace(name, tensor[first:stop])
         return own
 
     def put(self, own: LayerState) -> None:
