@@ -128,9 +128,8 @@ class PagedLayer:
         assert state.prompted is not None
         steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
         due = torch.where(steps % rule.layout.spare == 0, rows, 0)
-        if due.device.type == "cpu":  # which may be looked at without waiting for a device
-            for row in due[due > 0].tolist():  # one after another, so that nothing is copied: mostly few are
-                own = self.state.stretch(row, row + 1)
+        if due.device.type == "cpu":  # which may be asked without waiting; mostly few are due, and nothing is copied
+            for own in self.state.at(due).each():
                 own.fill()
                 evict(own, rule)
         else:

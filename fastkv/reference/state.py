@@ -233,6 +233,13 @@ class LayerState:
             own.replace(name, tensor[first:stop])
         return own
 
+    def each(self) -> Iterator[LayerState]:
+        """The sequences of a batch one after another, views as `stretch`; nobody's are left out. Waits for the device."""
+        assert self.rows is not None
+        for row in self.rows.tolist():
+            if row > 0:
+                yield self.stretch(row, row + 1)
+
     def put(self, own: LayerState) -> None:
         """Write back what `taken` copied."""
         assert self.rows is not None
