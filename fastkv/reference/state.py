@@ -234,7 +234,7 @@ class LayerState:
         return own
 
     def each(self) -> Iterator[LayerState]:
-        """The sequences of a batch one after another, views as `stretch`; nobody's are left out. Waits for the device."""
+        """The sequences of a batch one after another, as `stretch`; nobody's are left out. Waits for the device."""
         assert self.rows is not None
         for row in self.rows.tolist():
             if row > 0:
