@@ -144,8 +144,10 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
             prompts = prompts & ((count > 1) | (before == 0))
         steps = (~prompts & (count > 0)).nonzero()[:, 0].to(pages.device)
         batch = Batch(pages[steps].long(), starts[:-1].to(pages.device)[steps].long())
-        for i, row in zip(prompts.nonzero()[:, 0].tolist(), pages[prompts.to(pages.device)].tolist()):
-            batch.blocks += self._blocks(row, int(before[i]), int(starts[i]), int(starts[i + 1]))
+        reading = prompts.nonzero()[:, 0]
+        if len(reading):  # else the device is not asked for anything
+            for i, row in zip(reading.tolist(), pages[reading.to(pages.device)].tolist()):
+                batch.blocks += self._blocks(row, int(before[i]), int(starts[i]), int(starts[i + 1]))
         return batch
 
     def _blocks(self, row: int, before: int, start: int, end: int) -> list[Block]:
