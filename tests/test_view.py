@@ -1,7 +1,9 @@
 """`fastkv view`: what the page says is what the cache holds; texts, mistakes, and the page in a browser."""
 
+import base64
 import json
 import re
+import zlib
 
 import pytest
 import tokenizers
@@ -17,7 +19,7 @@ from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.view.command import RECENT, SINKS, pieces_of
-from fastkv.view.page import LEVELS, TEMPLATE, TOP, coded, data_of, packed, unpacked
+from fastkv.view.page import LEVELS, TEMPLATE, TOP, coded, packed
 from fastkv.view.trace import Reading, check, read_full, trace
 
 from .browser import Browser, find
@@ -26,6 +28,20 @@ from .models import build
 CONTEXT, BLOCK, STEPS, BUDGETS = 150, 32, 18, (28, 48)
 POLICIES = ("fastkv", "snapkv")
 TEXT = generate("facts", 150, 3).context
+
+
+def unpacked(text):
+    """The inverse of `packed`, all arrays in one, int32."""
+    raw = bytearray(zlib.decompress(base64.b64decode(text)))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(-1, 2).to(torch.int32) @ torch.tensor(
+        [1, 256], dtype=torch.int32
+    )
+
+
+def data_of(page):
+    """What a page holds."""
+    _, _, rest = page.partition('id="data">')
+    return json.loads(rest.partition("</script>")[0])
 
 
 @pytest.fixture(scope="module")

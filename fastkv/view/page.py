@@ -26,14 +26,6 @@ def packed(arrays: Sequence[Tensor]) -> tuple[str, list[int]]:
     return base64.b64encode(zlib.compress(b"".join(one.tobytes() for one in flat), 9)).decode(), starts
 
 
-def unpacked(text: str) -> Tensor:
-    """The inverse of `packed`, all arrays in one, int32."""
-    raw = bytearray(zlib.decompress(base64.b64decode(text)))
-    return torch.frombuffer(raw, dtype=torch.uint8).view(-1, 2).to(torch.int32) @ torch.tensor(
-        [1, 256], dtype=torch.int32
-    )
-
-
 def coded(error: Tensor) -> Tensor:
     """Relative errors as whole numbers from 0 to `LEVELS`, finer where they are small."""
     return (LEVELS * (error.clamp(0, TOP) / TOP).sqrt()).round()
@@ -43,9 +35,3 @@ def written(data: dict[str, Any], path: Path) -> None:
     """Write the page of that data; no text in it can end the script that it stands in."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     replace_file(path, TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text).encode())
-
-
-def data_of(page: str) -> dict[str, Any]:
-    """What a page holds."""
-    _, _, rest = page.partition('id="data">')
-    return json.loads(rest.partition("</script>")[0])
