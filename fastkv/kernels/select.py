@@ -22,6 +22,7 @@ from ._launch import check_like, on_hip
 WARPS = {2048: 8, 8192: 16}  # by candidates held in registers: few tiles, so that lengths share them
 HIP_WARPS = {2048: 8, 4096: 16}  # with 8192, triton 3.7 spills on gfx942
 LOWEST = tl.constexpr(-(2**31))  # below every key: not in the running
+FIRST = tl.constexpr(2**31 - 1)  # above the key of every score
 
 
 @triton.jit
@@ -104,11 +105,10 @@ def _select_kernel(
         )
         num_valid += tl.sum(valid.to(tl.int32), 0)
         num_guarded += tl.sum(guarded.to(tl.int32), 0)
-    # Only one class is in the running: the protected if they alone exceed the budget, else the unprotected.
+    # If the protected alone exceed the budget, only they are in the running; else they come before every score.
     crowded = num_guarded >= tokens
-    wanted = tl.minimum(tl.where(crowded, tokens, tokens - num_guarded), num_valid)
-    wanted = tl.where(crowded, wanted, tl.minimum(wanted, num_valid - num_guarded))
-    tl.store(counts_ptr + head, tl.minimum(num_valid, tokens).to(tl.int64))
+    wanted = tl.minimum(num_valid, tokens)
+    tl.store(counts_ptr + head, wanted.to(tl.int64))
 
     key = tl.full([BLOCK], LOWEST, tl.int32)
     for start in range(0, N, BLOCK):
@@ -117,8 +117,8 @@ def _select_kernel(
             valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK
         )
         score = tl.load(scores_ptr + row + index, mask=index < N, other=0.0)
-        running = tl.where(crowded, guarded, valid & (guarded == 0))
-        key = tl.where(running, _sortable(score), LOWEST)
+        key = tl.where(tl.where(crowded, guarded, valid), _sortable(score), LOWEST)
+        key = tl.where(guarded & (crowded == 0), FIRST, key)
         if not SINGLE:
             tl.store(key_ptr + index, key)
     if not SINGLE:
@@ -153,14 +153,10 @@ def _select_kernel(
         if not SINGLE:
             key = tl.load(key_ptr + index)
             place = tl.load(key2_ptr + index)
-        _, guarded, _ = _candidates(
-            valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK
-        )
         twin = ((place == latest) & (place != LOWEST)).to(tl.int32)
         nth = taken + tl.cumsum(twin, 0)
         taken += tl.sum(twin, 0)
         kept = (key > least) | (place > latest) | ((twin != 0) & (nth <= left))
-        kept = kept | (guarded & (crowded == 0))
         tl.store(kept_ptr + row + index, kept.to(tl.uint8), mask=index < N)
 
 
