@@ -30,6 +30,7 @@ def patch(
     correction: str | bool | None = "auto",
     backend: str = "auto",
     static: bool | None = None,
+    slots: str = "auto",
     vector: str | Path | VectorMap | None = None,
 ) -> Model:
     """Give a transformers model a key-value cache of fixed size, in place.
@@ -55,6 +56,9 @@ def patch(
             these two and "reference", plain torch, can be asked for.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
             as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
+        slots: how keys and values are stored: "auto" in the model's dtype; "int8" and "fp8" in 8 bits a number, about
+            half the bytes of bfloat16; "int4" in 4 bits, about 0.29 of them. `Budget(bytes=...)` then keeps more
+            tokens.
         vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default
             the model's own directory is searched for vector.safetensors.
 
@@ -62,7 +66,7 @@ def patch(
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
     block: Any = settings.ELSEWHERE if prefill_block == "auto" else prefill_block
-    config = Config.make(policy, budget, block, evict_every, correction, backend, static)
+    config = Config.make(policy, budget, block, evict_every, correction, backend, static, slots)
     modules = engine.check(model, config)
     if prefill_block == "auto":
         weight = next(model.parameters())

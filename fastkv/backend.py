@@ -17,6 +17,7 @@ MODULES = {"reference": ".reference", "cpu": ".cpu", "triton": ".kernels.operati
 BACKENDS = ("auto", *MODULES)
 OLDEST_TRITON = Version("3.6")
 MAX_GROUPS, MAX_HEAD_DIM, MAX_EVICTED = 16, 512, 64  # what the kernels handle
+INT4_GROUP = 32  # numbers of a key or a value that share a step
 # Above, fp32 attention does not fit into registers, and nothing into an AMD GPU's shared memory.
 MAX_COMMON_HEAD_DIM = 256
 
@@ -69,11 +70,12 @@ def why_not(
     evict_every: int = 1,
     value_dim: int | None = None,
     latent: bool = False,
+    slots: str = "auto",
 ) -> str | None:
     """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can.
 
     Args: head_dim: of queries and keys; value_dim: of values, None for the same.  latent: whether values are the first
-        numbers of keys.
+        numbers of keys.  slots: how keys and values are stored.
     """
     if backend == "cpu" and device.type != "cpu":
         return f"the model is on {device.type}"
@@ -89,6 +91,8 @@ def why_not(
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
     if problem is None and latent:
         problem = "they read values from slots of their own, not out of latents (MLA)"
+    if problem is None and slots != "auto":
+        problem = f"they read slots in the model's dtype, not slots={slots!r}"
     if problem is None:
         problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
     if problem is None and groups > MAX_GROUPS:
@@ -119,10 +123,17 @@ def check_backend(
     evict_every: int,
     value_dim: int | None = None,
     latent: bool = False,
+    slots: str = "auto",
 ) -> None:
     """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
+    unfit = [dim for dim in (head_dim, value_dim or head_dim) if dim % INT4_GROUP]
+    if slots == "int4" and unfit:
+        raise FastKVError(
+            f"slots='int4' needs keys and values of a multiple of {INT4_GROUP} numbers, got {unfit[0]}; use "
+            "slots='int8'"
+        )
     chosen = resolve(backend, device)
-    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent)
+    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent, slots)
     if problem is not None:
         what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
         instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"

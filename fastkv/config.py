@@ -19,6 +19,7 @@ from .calibration.vector_map import VectorMap
 from .corrections import Correction
 from .errors import FastKVError
 from .policies import Policy, get
+from .reference import AUTO, SlotFormat, slot_format
 from .rotary import Rotary
 
 
@@ -33,6 +34,7 @@ class Config:
         evict_every: decode steps between evictions; a layer holds at most budget + evict_every tokens.
         correction: what is remembered of evicted tokens and mixed into attention.
         backend: "auto", "reference", "cpu" or "triton".
+        slots: how keys and values are stored.
         static: whether decode steps may be compiled into graphs; None: on CUDA.
         values: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses.
         queries: what each layer's queries are like, for policies that read it.
@@ -47,6 +49,7 @@ class Config:
     correction: Correction = corrections.NONE
     backend: str = "auto"
     static: bool | None = None
+    slots: SlotFormat = AUTO
     values: VectorMap | None = None
     curve: QualityCurve | None = None
     queries: QueryCalibration | None = None
@@ -62,6 +65,7 @@ class Config:
         correction: str | bool | None,
         backend: str,
         static: bool | None,
+        slots: str = "auto",
     ) -> Config:
         """Check the arguments of `fastkv.patch`. Raises FastKVError for each that cannot be used."""
         chosen = get(policy)
@@ -78,7 +82,7 @@ class Config:
         share = Budget.of(budget)
         if chosen.layers is not None and share.layers == "uniform":
             share = replace(share, layers=chosen.layers)
-        config = cls(chosen, share, prefill_block, evict_every, wanted, backend, static)
+        config = cls(chosen, share, prefill_block, evict_every, wanted, backend, static, slot_format(slots))
         config._check_combination()
         return config
 
@@ -92,6 +96,12 @@ class Config:
         if adaptive and self.correction.key_only:
             raise FastKVError(
                 "correction='vector' fixes how many tokens each head keeps, heads='adaptive' does not; use one of them"
+            )
+        if not self.slots.plain and (self.correction.key_only or self.correction.observes):
+            what = "stores keys without their values" if self.correction.key_only else "changes values that are stored"
+            raise FastKVError(
+                f"correction={self.correction.name!r} {what}, which slots={self.slots.name!r} does not provide for; "
+                "use slots='auto' or another correction"
             )
         if self.prefill_block is not None and self.deferred:
             what = f"policy {name!r}" if self.policy.rereads else "Budget(quality=...)"

@@ -23,10 +23,16 @@ FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 
 
-def serves(q: Tensor, values: Tensor | None, softcap: float | None) -> bool:
-    """Whether attention of q [..., D] to values [..., Dv] can run here; the reference does what cannot."""
-    plain = softcap is None and q.dtype in DTYPES and values is not None and q.shape[-1] == values.shape[-1]
+def serves(q: Tensor, value_dim: int | None, softcap: float | None) -> bool:
+    """Whether attention of q [..., D] to values of `value_dim` numbers, None for values inside keys or none, can run
+    here; the reference does what cannot.
+    """
+    plain = softcap is None and q.dtype in DTYPES and q.shape[-1] == value_dim
     return plain and fused_as_expected()
+
+
+def _value_dim(slots: Slots) -> int | None:
+    return None if slots.values is None else slots.value_dim
 
 
 @cache
@@ -126,7 +132,7 @@ def decode_step(
         return decode_step_of_rows(q, k, v, state, spec)
     slots = state.exact
     empty = k is None and not bool(slots.lengths.all())
-    if empty or state.approx is not None or not serves(q, slots.values, spec.softcap):
+    if empty or state.approx is not None or not serves(q, _value_dim(slots), spec.softcap):
         return reference.decode_step(q, k, v, state, spec)
     length = common(slots.lengths) if slots.starts is None else None
     if k is not None and v is not None:
@@ -228,7 +234,7 @@ def window_attention(
 def observed_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
     """`reference.observed_attention`."""
     visible = reference.visible_keys(given["positions"], given["query_positions"], given["valid"])
-    if visible is None or given["query_valid"] is None or not serves(q, keys, softcap):
+    if visible is None or given["query_valid"] is None or not serves(q, keys.shape[-1], softcap):
         return reference.observed_attention(q, keys, scale, softcap, **given)
     scores = window_attention(q, keys, scale, visible, given["query_valid"], given["log_mass"])
     return reference.pool_scores(scores, given["pool"], given["positions"], given["valid"])
@@ -238,7 +244,7 @@ def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.prefill_attention`: the block by itself, causally, merged with what came before it."""
-    if not serves(q, v, spec.softcap):
+    if not serves(q, v.shape[-1], spec.softcap):
         return reference.prefill_attention(q, k, v, valid, state, spec)
     keys, values, lengths = state.exact["keys"], state.exact["values"], state.exact.lengths
     groups = q.shape[1] // lengths.shape[1]
@@ -336,8 +342,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     else:
         leaving = kept.to(torch.uint8).argsort(dim=-1, stable=True)[..., : slots - tokens]
     gone = hiding(used.gather(-1, leaving))
-    left_keys, left_values = (reference.rows_at(exact[name], leaving) for name in ("keys", "values"))
-    moments.copy_(moments.add(left_keys, left_values, gone))
+    moments.copy_(moments.add(*exact.pairs_at(leaving), gone))
     # As many slots beyond `tokens` stay as there are holes before it. The holes come first in `target`, the slots that
     # stay first in `source`; what follows in both are the slots beyond that leave, each onto itself.
     stays = torch.ones_like(used, dtype=torch.uint8).scatter_(-1, leaving, 0)[..., tokens:]

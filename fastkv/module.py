@@ -20,11 +20,13 @@ from .calibration.vector_map import VectorMap
 from .config import Config
 from .errors import FastKVError, check_groups, check_shape
 from .policies import Policy
-from .reference import LayerState, Moments
+from .reference import FORMATS, LayerState, Moments
 from .rotary import Rotary
 
 NAME = "FastKVAttention"
 MODEL_TYPED = ("exact_keys", "exact_values", "approx_keys", "moments_slope")  # change with the module's dtype
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # as numbers of them are saved
 
 
 class FastKVAttention(Module):
@@ -36,8 +38,9 @@ class FastKVAttention(Module):
 
     Args:
         num_heads: of queries, a multiple of num_kv_heads.  num_kv_heads: of keys and values.  head_dim: of all of them.
-        policy, budget, prefill_block, evict_every, correction, backend: as in `fastkv.patch`. `Budget(bytes=...)` is
-            per sequence, for all `num_layers`; `Budget(keep=...)` is the share of the first prompt.
+        policy, budget, prefill_block, evict_every, correction, backend, slots: as in `fastkv.patch`.
+            `Budget(bytes=...)` is per sequence, for all `num_layers`; `Budget(keep=...)` is the share of the first
+            prompt.
         scale: logit multiplier, head_dim ** -0.5 if None.  softcap: bends logits to softcap * tanh(logits / softcap).
         layer: index among the model's layers.  num_layers: how many of them share the budget; 1: it is this layer's.
         rotary: for policies and corrections that need keys as they were before the rotary embedding.
@@ -70,12 +73,13 @@ class FastKVAttention(Module):
         sink_logits: Tensor | None = None,
         vector: VectorMap | None = None,
         queries: QueryCalibration | None = None,
+        slots: str = "auto",
     ) -> None:
         super().__init__()
         _check_sizes(num_heads, num_kv_heads, head_dim, layer, num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
-        config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None)
+        config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None, slots)
         turning = {} if rotary is None else {layer: rotary}
         self.config = replace(config, values=vector, queries=queries, rotations=turning)
         self._check_alone(layer, num_layers, rotary, output)
@@ -170,14 +174,14 @@ class FastKVAttention(Module):
             check_shape(NAME, "mask", mask, (batch, num))
         if self.state is None:
             return
-        keys = self.state.exact.keys
+        keys, dtype = self.state.exact.keys, self.state.exact.dtype
         if len(keys) != batch:
             raise FastKVError(
                 f"{NAME} holds {len(keys)} sequences, got {batch}; allocate({batch}) forgets those it has"
             )
-        if any((one.dtype, one.device) != (keys.dtype, keys.device) for one in (q, k, v)):
+        if any((one.dtype, one.device) != (dtype, keys.device) for one in (q, k, v)):
             raise FastKVError(
-                f"{NAME} has buffers of {keys.dtype} on {keys.device}, got tokens of {q.dtype} on {q.device}; move one "
+                f"{NAME} has buffers of {dtype} on {keys.device}, got tokens of {q.dtype} on {q.device}; move one "
                 "of them with .to(...)"
             )
 
@@ -247,7 +251,8 @@ class FastKVAttention(Module):
             )
         like = torch.empty(batch_size, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         groups = self.num_heads // self.num_kv_heads
-        check_backend(config.backend, like.device, like.dtype, self.head_dim, groups, config.evict_every)
+        sizes = self.head_dim, groups, config.evict_every
+        check_backend(config.backend, like.device, like.dtype, *sizes, slots=config.slots.name)
         self._drop()
         self.cache.allocate(self.num_heads, like, like, prompt or 0)
         self.prompt = prompt or 0 if config.budget.follows_prompt else 0
@@ -309,6 +314,8 @@ class FastKVAttention(Module):
             # Seen as integers, they move to another device but no conversion of floats applies to them.
             self._buffers[name] = fn(tensor.view(torch.int32)).view(torch.float32) if statistic else fn(tensor)
         self.cache.workspace = self.cache.workspace.twin()
+        if self.state is not None and self.state.exact.decodes_to is not None:
+            self.state.exact.decodes_to = fn(torch.empty(0, dtype=self.state.exact.decodes_to)).dtype
         if self.state is not None:
             self._bind()
         return self
@@ -319,7 +326,10 @@ class FastKVAttention(Module):
             return torch.empty(0, dtype=torch.int64)
         host = [self.prompt, self.length, self.cache.workspace.clock.now.steps, *self._sizes()]
         tiers = self.state.tiers.values()
-        return torch.tensor(host + [number for tier in tiers for number in (tier.filled, tier.limit)])
+        host += [number for tier in tiers for number in (tier.filled, tier.limit)]
+        if not self.config.slots.plain:
+            host += [list(FORMATS).index(self.config.slots.name), DTYPES.index(self.state.exact.dtype)]
+        return torch.tensor(host)
 
     def set_extra_state(self, host: Tensor) -> None:
         """Take over what `get_extra_state` returned; the buffers have been loaded."""
@@ -341,11 +351,18 @@ class FastKVAttention(Module):
             return
         keys, batch, prompt = state_dict[prefix + "exact_keys"], len(state_dict[prefix + "seen"]), int(host[0])
         if self.state is None or (len(self.state.seen), self.prompt) != (batch, prompt):
-            place = keys if self.state is None else self.state.exact.keys
-            self.allocate(batch, place.device, place.dtype, prompt=prompt)
+            device = keys.device if self.state is None else self.state.seen.device
+            dtype = _saved_dtype(keys, host) if self.state is None else self.state.exact.dtype
+            self.allocate(batch, device, dtype, prompt=prompt)
         own, saved = self._sizes(), host[3:6].tolist()
         if own != saved:
             raise FastKVError(f"{NAME}: {saved} slots were saved, this module has {own}; give it the same settings")
+        slots = _saved_format(keys, host)
+        if slots != self.config.slots.name:
+            raise FastKVError(
+                f"{NAME}: slots={slots!r} were saved, this module has slots={self.config.slots.name!r}; give it the "
+                "same settings"
+            )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _sizes(self) -> list[int]:
@@ -353,6 +370,16 @@ class FastKVAttention(Module):
         rule = self.cache.rule
         assert rule is not None
         return [sum(rule.layout.tokens), sum(rule.layout.approx), rule.layout.spare]
+
+
+def _saved_format(keys: Tensor, host: Tensor) -> str:
+    """What the saved slots are called; codes are the only keys that are integers, and say it at the end of `host`."""
+    return "auto" if keys.is_floating_point() else list(FORMATS)[int(host[-2])]
+
+
+def _saved_dtype(keys: Tensor, host: Tensor) -> torch.dtype:
+    """Of the model whose keys were saved."""
+    return keys.dtype if keys.is_floating_point() else DTYPES[int(host[-1])]
 
 
 def _check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, layer: int, num_layers: int) -> None:

@@ -189,7 +189,7 @@ def test_the_default_dtype_does_not_matter(policy, dtype, defaults):
     model = fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
     want = generate(model, ids, mask, new=15)
     defaults(dtype, None)
-    assert fastkv.cpu.serves(torch.ones(1, 8, dtype=torch.float32), torch.ones(1, 8, dtype=torch.float32), None)
+    assert fastkv.cpu.serves(torch.ones(1, 8, dtype=torch.float32), 8, None)
     assert torch.equal(generate(model, ids, mask, new=15), want)
 
 

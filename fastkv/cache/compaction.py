@@ -27,23 +27,33 @@ def store(
     if state.approx is not None:
         key_only.store(state, signals, selection, rule, full=full)
     elif exact.starts is None:
-        new = signals.keys.shape[2] - num
-        block = (signals.keys[:, :, new:], signals.values[:, :, new:], signals.positions[:, :, new:])
-        ops.compact(signals.valid, selection, block, state, rule.spec)
+        ops.compact(signals.valid, selection, _newest(signals, num), state, rule.spec)
     else:
-        _store_in_slabs(state, signals, selection, rule, full)
+        _store_in_slabs(state, signals, selection, num, rule, full)
     if state.approx is None:
         exact.filled = exact.limit - layout.spare if full else exact.filled + num
     finish(state, signals)
 
 
-def _store_in_slabs(state: LayerState, signals: Signals, selection: Selection, rule: LayerConfig, full: bool) -> None:
+def _newest(signals: Signals, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and positions of the last `num` candidates."""
+    new = signals.keys.shape[2] - num
+    return signals.keys[:, :, new:], signals.values[:, :, new:], signals.positions[:, :, new:]
+
+
+def _store_in_slabs(
+    state: LayerState, signals: Signals, selection: Selection, num: int, rule: LayerConfig, full: bool
+) -> None:
     """`store` where heads share slots unequally."""
     exact, layout = state.exact, rule.layout
     # Compacted where the candidates lie, because the stretches of the heads are about to move.
-    values = None if exact.values is None else signals.values
-    rows = Slots(signals.keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
-    ops.compact(signals.valid, selection, None, LayerState(rows, state.seen, state.moments), rule.spec)
+    if exact.format.plain:
+        values = None if exact.values is None else signals.values
+        rows = Slots(signals.keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
+        block = None
+    else:  # signals are decoded: what is stored moves as it is
+        rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
+    ops.compact(signals.valid, selection, block, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None
     if full and layout.adaptive:
         counts = rule.parallel.gather(selection.counts)

@@ -15,7 +15,7 @@ from ..corrections import Correction, Shape
 from ..errors import FastKVError
 from ..parallel import Parallel
 from ..policies import QueryStatistics
-from ..reference import LayerState, Moments, Slots, Spec
+from ..reference import AUTO, LayerState, Moments, SlotFormat, Slots, Spec
 from ..rotary import Rotary
 
 SAMPLE = 1024  # tokens per head at which the cost of a layout is measured; even, so that no rounding shows
@@ -37,6 +37,7 @@ class Layout:
         attention: whether to add up the attention that slots receive.
         memory: whether the policy stores a number with each token.
         latent: whether values are the first numbers of keys, which are then stored alone.
+        format: how keys and values of pairs are stored.
     """
 
     tokens: tuple[int, ...]
@@ -50,6 +51,7 @@ class Layout:
     attention: bool = False
     memory: bool = False
     latent: bool = False
+    format: SlotFormat = AUTO
 
     @property
     def ragged(self) -> bool:
@@ -78,7 +80,7 @@ class Layout:
         moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=self.order, spread=spread)
         if self.slope and moments.cross is not None and itemsize == 2:
             moments.slope = torch.zeros(batch, heads, key_dim, value_dim, dtype=like_keys.dtype, device=device)
-        shape = Shape(heads, key_dim, value_dim, itemsize, self.latent)
+        shape = Shape(heads, key_dim, value_dim, itemsize, self.latent, self.format)
         return LayerState(
             exact=self._slots("exact", like_keys, like_values),
             seen=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -98,15 +100,23 @@ class Layout:
             return torch.zeros(*shape, dtype=dtype, device=like_keys.device)
 
         value_dim = 0 if like_values is None else like_values.shape[-1]
+        keys, key_scales = self.format.empty(place, dim, like_keys.dtype, like_keys.device)
+        values = value_scales = None
+        if value_dim and not self.latent:
+            values, value_scales = self.format.empty(place, value_dim, like_keys.dtype, like_keys.device)
         made = Slots(
-            keys=zeros(*place, dim, dtype=like_keys.dtype),
-            values=zeros(*place, value_dim, dtype=like_keys.dtype) if value_dim and not self.latent else None,
+            keys=keys,
+            values=values,
             lengths=zeros(batch, heads, dtype=torch.int32),
             positions=zeros(*place, dtype=torch.int32),
             starts=zeros(batch, heads + 1, dtype=torch.int32) if ragged else None,
             attention=zeros(*place) if self.attention else None,
             memory=zeros(*place) if self.memory else None,
             value_dim=value_dim,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            format=self.format,
+            decodes_to=None if self.format.plain else like_keys.dtype,
         )
         made.deal(capacities)
         return made
@@ -131,7 +141,7 @@ def cost(like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout]
 
     each = (spent(2 * SAMPLE) - spent(SAMPLE)) / SAMPLE
     made, dims = layout(SAMPLE), (like_keys.shape[-1], like_values.shape[-1])
-    shape = Shape(like_keys.shape[1], *dims, like_keys.element_size(), made.latent)
+    shape = Shape(like_keys.shape[1], *dims, like_keys.element_size(), made.latent, made.format)
     pairs = LayerCost(each, spent(SAMPLE) - round(SAMPLE * each))
     return made.correction.cost(shape, pairs)
 
@@ -154,9 +164,14 @@ def layout_of(
         slope: whether kernels want a half-precision copy of the cross moment.
         parallel: processes that share the layer's heads.
         latent: whether values are the first numbers of keys.
-    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change that are parts
-        of keys.
+    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change or to be
+        encoded that are parts of keys.
     """
+    if latent and not config.slots.plain:
+        raise FastKVError(
+            f"slots={config.slots.name!r} stores keys and values apart, layer {layer} keeps latents, which are both "
+            "(MLA); use slots='auto'"
+        )
     if latent and config.correction.observes:
         raise FastKVError(
             f"correction={config.correction.name!r} changes values, which layer {layer} keeps inside its keys "
@@ -188,6 +203,7 @@ def layout_of(
         attention=config.needs("attention"),
         memory=policy.remembers,
         latent=latent,
+        format=config.slots,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..budget import LayerCost
-from ..reference import Evicted, LayerState
+from ..reference import AUTO, Evicted, LayerState, SlotFormat
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Shape:
     """Sizes of one layer's keys and values, per sequence.
 
     Attributes: heads: KV heads of this process.  key_dim, value_dim: numbers of a key and a value.  itemsize: bytes of
-        one of them.  latent: whether values are the first numbers of keys and cost nothing.
+        one of them in the model's dtype.  latent: whether values are the first numbers of keys and cost nothing.
+        format: how they are stored.
     """
 
     heads: int
@@ -25,11 +26,13 @@ class Shape:
     value_dim: int
     itemsize: int
     latent: bool = False
+    format: SlotFormat = AUTO
 
     @property
     def pair(self) -> int:
         """Bytes of a key and its value, as stored."""
-        return (self.key_dim + (0 if self.latent else self.value_dim)) * self.itemsize
+        dims = (self.key_dim,) if self.latent else (self.key_dim, self.value_dim)
+        return sum(self.format.nbytes(dim, self.itemsize) for dim in dims)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import corrections
 from ..backend import follows_rows, implementation
-from ..reference import Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
+from ..reference import FORMATS, Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
+FORMAT = "slots="  # before what names say of how slots are stored, if it is not plainly
 Block = tuple[Tensor, Tensor, Tensor]
 
 PLAIN = {
@@ -66,6 +67,8 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
     if state.rows is not None:
         tensors.append(state.rows)
         names.append("rows")
+    if not state.exact.format.plain:
+        names.append(f"{FORMAT}{state.exact.format.name} {str(state.exact.dtype).removeprefix('torch.')}")
     numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit, tier.value_dim)]
     return tensors + state.scratch, " ".join(names), numbers
 
@@ -73,11 +76,15 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
 def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerState:
     """The inverse of `flat_state`; tensors without a name are scratch."""
     found: dict[str, dict[str, Any]] = {}
+    names, _, form = names.partition(f" {FORMAT}")
     called = names.split()
     for name, tensor in zip(called, tensors):
         owner, _, attribute = name.rpartition(".")
         found.setdefault(owner, {})[attribute] = tensor
     filled, limit, value_dim = numbers[:3]
+    if form:
+        named, dtype = form.split()
+        found["exact"] |= {"format": FORMATS[named], "decodes_to": getattr(torch, dtype)}
     exact = Slots(**{"values": None, **found["exact"]}, filled=filled, limit=limit, value_dim=value_dim)
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:

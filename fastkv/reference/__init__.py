@@ -4,6 +4,7 @@ Read in this order:
 
 - `moments`: what anything that is remembered of evicted tokens can do; their first and second moments (MomentKV).
 - `centroids`: the same with a few weighted pairs instead of a matrix.
+- `slots`: how keys and values are stored: in the model's dtype, or in 8 or 4 bits.
 - `state`: what one layer remembers, and how it attends.
 - `attention`: attention over retained tokens, with or without their value (VECTOR), mixed with one of these estimates;
   that of tokens which are read a second time (KVzip).
@@ -71,4 +72,5 @@ from .selection import (
     select_slots,
     slot_signals,
 )
+from .slots import AUTO, FORMATS, FP8, INT4, INT8, SlotFormat, hadamard, rotated, slot_format, steps
 from .state import LayerState, Recovery, Slots, Spec

@@ -173,7 +173,7 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
         slot = lengths.long()[..., None]
         for name, held in rows.items():
             one = new[name].to(held.dtype)
-            held.scatter_(2, slot if one.ndim == 3 else slot[..., None].expand_as(one), one)
+            held.scatter_(2, slot.view(*slot.shape, *(1,) * (one.ndim - 3)).expand_as(one), one)
         lengths.add_(1)
         return
     slot = starts[:, :-1] + lengths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -164,13 +163,10 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     if slots.starts is None:
         compact(valid, chosen, None, state, spec)
         return
-    rows = {name: unpack(slab, slots.starts, num) for name, slab in slots.moving().items()}
-    equal = replace(
-        slots, starts=None, attention=None, memory=None, limit=num, filled=num, value_dim=slots.value_dim, **rows
-    )
+    equal = slots.equal(num)
     compact(valid, chosen, None, LayerState(equal, state.seen, state.moments), spec)
     for name, slab in slots.moving().items():
-        pack(slab, slots.starts, rows[name])
+        pack(slab, slots.starts, getattr(equal, name))
 
 
 def remember(

@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .gather import unpack
+from .gather import rows_at, unpack
 from .moments import Evicted, Moments
+from .slots import AUTO, SlotFormat
 
 if TYPE_CHECKING:
     from ..corrections import Correction
+
+
+SCALES = {"keys": "key_scales", "values": "value_scales"}  # what belongs to codes
 
 
 @dataclass
@@ -30,8 +34,8 @@ class Slots:
     [starts[h], starts[h + 1]).
 
     Attributes:
-        keys: [..., Dk] post-RoPE and values: [..., Dv], in the model's dtype; values is None for a tier of keys only,
-            and where they are the first numbers of keys (latent attention).
+        keys: [..., Dk] post-RoPE and values: [..., Dv], in the model's dtype or as codes of the format; values is None
+            for a tier of keys only, and where they are the first numbers of keys (latent attention).
         lengths: [B, Hkv] int32.
         positions: int32, index of the token among the true (unpadded) tokens of its sequence; None where nothing asks.
         starts: [B, Hkv + 1] int32, None for equal heads.
@@ -40,6 +44,9 @@ class Slots:
         limit: slots of the head that has most, -1 for all there are.
         filled: upper bound of `lengths` that the host knows without a sync, -1 for `limit`.
         value_dim: Dv, 0 for a tier of keys only.
+        key_scales, value_scales: of the codes, with the shapes of the format; None if it has none.
+        format: how keys and values are stored.
+        decodes_to: dtype of the model's keys and values, where those stored are codes; None where they have it.
     """
 
     keys: Tensor
@@ -52,12 +59,22 @@ class Slots:
     limit: int = -1
     filled: int = -1
     value_dim: int = 0
-    MOVING: ClassVar = ("keys", "values", "positions")  # tensors with a row for every token, which moves with it
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    format: SlotFormat = AUTO
+    decodes_to: torch.dtype | None = None
+    # Tensors with a row for every token, which moves with it.
+    MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions")
 
     def __post_init__(self) -> None:
         self.limit = self.keys.shape[-2] if self.limit < 0 else self.limit
         self.filled = self.limit if self.filled < 0 else self.filled
-        self.value_dim = self.value_dim if self.values is None else self.values.shape[-1]
+        self.value_dim = self.value_dim if self.values is None else self.format.dim(self.values.shape[-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's keys and values."""
+        return self.decodes_to or self.keys.dtype
 
     def moving(self) -> dict[str, Tensor]:
         """The tensors that have a row for every token, by name."""
@@ -65,8 +82,29 @@ class Slots:
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Rows for `moving` of tokens with these keys, values [B, Hkv, N, D] and positions [B, Hkv, N], as stored."""
-        pairs = {"keys": keys} if self.values is None else {"keys": keys, "values": values}
-        return {**pairs, "positions": positions}
+        if self.format.plain:
+            pairs = {"keys": keys} if self.values is None else {"keys": keys, "values": values}
+            return {**pairs, "positions": positions}
+        (key_codes, key_scales), (codes, scales) = self.format.encode(keys), self.format.encode(values)
+        rows = {"keys": key_codes, "values": codes, "key_scales": key_scales, "value_scales": scales}
+        return {**rows, "positions": positions}  # type: ignore[dict-item]
+
+    def pairs_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, decoded, of the slots at index [B, Hkv, m] of heads of equally many."""
+        rows = {name: rows_at(part, index) for name, part in self.moving().items() if name != "positions"}
+        keys = self.format.decode(rows["keys"], rows.get("key_scales"))
+        if self.values is None:
+            return keys, keys[..., : self.value_dim]
+        return keys, self.format.decode(rows["values"], rows.get("value_scales"))
+
+    def equal(self, num: int, room: int = 0) -> Slots:
+        """A copy of the first `num` slots of every head and empty ones for `room` more tokens, equally many for all."""
+        assert self.starts is not None
+        rows = {name: unpack(slab, self.starts, num) for name, slab in self.moving().items()}
+        if room:
+            rows = {name: torch.cat([t, t.new_zeros(*t.shape[:2], room, *t.shape[3:])], 2) for name, t in rows.items()}
+        plain = {"starts": None, "attention": None, "memory": None, "limit": num + room, "filled": num}
+        return replace(self, **plain, **rows)  # type: ignore[arg-type]
 
     def deal(self, capacities: Sequence[int]) -> None:
         """Give each head so many slots, all of them empty."""
@@ -92,7 +130,15 @@ class Slots:
                     setattr(self, name, torch.cat([slab, slab.new_zeros(len(slab), missing, *slab.shape[2:])], 1))
 
     def __getitem__(self, name: str) -> Tensor:
-        """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...], as read by attention."""
+        """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...], as read by attention:
+        keys and values are decoded.
+        """
+        codes = self.stored(name)
+        plain = self.format.plain or name not in SCALES
+        return codes if plain else self.format.decode(codes, self.stored(SCALES[name]))
+
+    def stored(self, name: str) -> Tensor:
+        """The first `filled` slots of every head of the named tensor as they are stored."""
         inside = name == "values" and self.values is None
         rows: Tensor = self.keys[..., : self.value_dim] if inside else getattr(self, name)
         return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)

@@ -167,7 +167,8 @@ class FastKVLayer(CacheLayerMixin):
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
         config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.latent
-        check_backend(config.backend, k.device, k.dtype, k.shape[-1], groups, config.evict_every, v.shape[-1], latent)
+        sizes = k.shape[-1], groups, config.evict_every, v.shape[-1], latent
+        check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)
 
     def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
         """Attention of another layer, after this one's, to the same keys and values: [B, Hq, <= T, Dv].
@@ -194,6 +195,7 @@ class FastKVLayer(CacheLayerMixin):
         state = self.cache.state
         assert state is not None
         self.lazy_initialization(state.exact.keys)
+        self.dtype = state.exact.dtype
         self.seen, self.cache.started = seen, seen > 0
         self._fix()
         if rolls_back:

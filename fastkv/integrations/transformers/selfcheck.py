@@ -20,6 +20,7 @@ from ... import corrections, policies
 from ...budget import Budget
 from ...config import Config
 from ...errors import FastKVError
+from ...reference import AUTO
 from ...rotary import Rotary
 from . import modules
 
@@ -241,7 +242,12 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
     """
     kind = type(model).__name__
     roomy = replace(
-        config, policy=policies.get("streaming"), correction=corrections.NONE, budget=Budget(tokens=ROOM), values=None
+        config,
+        policy=policies.get("streaming"),
+        correction=corrections.NONE,
+        budget=Budget(tokens=ROOM),
+        values=None,
+        slots=AUTO,  # rounded numbers would not agree
     )
 
     def read(how: str, size: int, cache: Any) -> Tensor:

@@ -110,6 +110,8 @@ def described(config: Config) -> dict[str, Any]:
         "evict_every": config.evict_every,
         "vector": None,
     }
+    if not config.slots.plain:  # files from before there was a choice do not name it
+        flat["slots"] = config.slots.name
     flat |= _settings("policy", config.policy) | _settings("budget", config.budget)
     if config.values is not None:
         flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in config.values.weights.items()})
@@ -169,7 +171,7 @@ def read(
         device, groups = sizes.get(index, (torch.device("cpu"), 1))  # a layer without weights keeps nothing
         own = saved
         if isinstance(layer, FastKVLayer):
-            _fill(file, layer, entry, saved, device, groups)
+            _fill(file, layer, entry, saved, device, groups, dtype)
             own = {name.removeprefix(STOCK): each for name, each in saved.items() if name.startswith(STOCK)}
         file.need(stock.fits(layer, own))
         names = [name for name in stock.numbers(layer) if name in entry]
@@ -182,7 +184,13 @@ def read(
 
 
 def _fill(
-    file: _File, layer: FastKVLayer, entry: dict[str, Any], saved: dict[str, Tensor], device: torch.device, groups: int
+    file: _File,
+    layer: FastKVLayer,
+    entry: dict[str, Any],
+    saved: dict[str, Tensor],
+    device: torch.device,
+    groups: int,
+    dtype: torch.dtype,
 ) -> None:
     """Put the saved tensors and numbers of a compressed layer into it."""
     pairs = ("exact.keys",) if layer.cache.latent else ("exact.keys", "exact.values")
@@ -192,11 +200,11 @@ def _fill(
     tokens = file.counts(entry, *(f"tokens.{head}" for head in range(heads)))
     approx = file.counts(entry, *(f"approx.{head}" for head in range(heads))) if "approx.0" in entry else []
     layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
-    dims = [saved[name].shape[-1] for name in pairs]
+    dims = [layout.format.dim(saved[name].shape[-1]) for name in pairs]
     if layer.cache.latent:
         dims += file.counts(entry, "exact.value_dim")
         file.need(dims[1] <= dims[0])
-    dtype = saved["exact.keys"].dtype
+    dtype = saved["exact.keys"].dtype if layout.format.plain else dtype
     keys, values = (torch.empty(batch, heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
     state = layout.allocate(keys, values)
     for name, like in list(state.named_tensors()):

@@ -196,9 +196,9 @@ class FastKVImpl(AttentionImpl[Batch]):
             )
         self.common = common
         config, groups = self.common.config, num_heads // self.num_kv_heads
-        check_backend(
-            config.backend, self.common.device, torch.get_default_dtype(), head_size, groups, config.evict_every
-        )
+        sizes = head_size, groups, config.evict_every
+        device, dtype, slots = self.common.device, torch.get_default_dtype(), config.slots.name
+        check_backend(config.backend, device, dtype, *sizes, slots=slots)
         self.paged: PagedLayer | None = None
 
     def _open(self, layer: Any, kv_cache: Tensor) -> PagedLayer:

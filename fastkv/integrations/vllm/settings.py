@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {  # as in `fastkv.patch`
     "evict_every": 16,
     "correction": "auto",
     "backend": "auto",
+    "slots": "auto",
     "vector": None,
 }
 

@@ -1,0 +1,195 @@
+"""How keys and values are stored: in the model's dtype, or as codes of 8 or 4 bits with a scale.
+
+A format turns rows [..., D] into codes and scales, each row by itself, and back. Rounding is half to even, divisions
+are in fp32 and correctly rounded, so codes are the same bits on every backend for the same fp32 numbers. Rows are
+finite. Decoded rows are fp32 (those of "auto" as they are).
+
+`name`: the stored tensors of a row of D numbers; what a number x is read back as:
+
+- auto: D numbers in the model's dtype; x.
+- int8: D codes int8, s fp32; s c with c = round(x / s), s = max |x| / 127. |error| <= s / 2.
+- fp8: D codes e4m3, s fp32; s c with c = e4m3(x / s), s = max |x| / 448. |error| <= max(|x| / 16, s / 1024).
+- int4: D codes of 4 bits, and for each 32 numbers m and z int8; s (c - z) with c = clamp(round(y / s) + z, 0, 15), y =
+  x H (`rotated`) and s = `steps(m)`; the row then turned back. |error of y| <= s / 2. Rotation before rounding:
+  QuaRot, arXiv:2404.00456, Sec. 4.2; asymmetric groups of each token: KIVI, arXiv:2402.02750, Sec. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..backend import INT4_GROUP as GROUP
+from ..errors import FastKVError
+
+TINY = torch.finfo(torch.float32).tiny  # scales below are 0: devices differ in what they make of subnormal numbers
+Stored = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class SlotFormat:
+    """Rows as they are, in the model's dtype; base of all formats.
+
+    Attributes: name: what `fastkv.patch(..., slots=name)` calls it.
+    """
+
+    name: str = "auto"
+    plain: ClassVar[bool] = True  # whether rows are stored as they are
+
+    def width(self, dim: int) -> int:
+        """Elements of the codes of a row of `dim` numbers."""
+        return dim
+
+    def dim(self, width: int) -> int:
+        """The inverse of `width`."""
+        return width
+
+    def nbytes(self, dim: int, itemsize: int) -> int:
+        """Bytes of a row of `dim` numbers with its scales, in a model whose numbers take `itemsize` bytes."""
+        return dim * itemsize
+
+    def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
+        """Codes and scales for rows [*place, dim] of a model's dtype: all zero, which decodes to zeros."""
+        return torch.zeros(*place, dim, dtype=dtype, device=device), None
+
+    def encode(self, rows: Tensor) -> Stored:
+        """Codes [..., width] and scales of rows [..., D] in any float dtype."""
+        return rows, None
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """The rows [..., D] that codes and scales stand for."""
+        return codes
+
+
+@dataclass(frozen=True)
+class Scaled(SlotFormat):
+    """A code of 8 bits for each number and a scale for each row: codes [..., D], scales fp32 [...].
+
+    Attributes: codes: dtype that numbers are rounded to.  stored: dtype of the tensor, which holds the bits of `codes`:
+        torch moves no rows of float8 on a CPU.  largest: code of the row's largest number.
+    """
+
+    codes: torch.dtype = torch.int8
+    stored: torch.dtype = torch.int8
+    largest: float = 127.0
+    plain: ClassVar[bool] = False
+
+    def nbytes(self, dim: int, itemsize: int) -> int:
+        """A byte for each number and a scale."""
+        return dim + 4
+
+    def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
+        """Zeros."""
+        return torch.zeros(*place, dim, dtype=self.stored, device=device), torch.zeros(*place, device=device)
+
+    def encode(self, rows: Tensor) -> Stored:
+        """c = round(x / s) with s = max |x| / largest; all 0 where s is no normal number."""
+        rows = rows.float()
+        scales = rows.abs().amax(-1) / self.largest
+        scales = torch.where(scales < TINY, 0.0, scales)
+        codes = (rows / torch.where(scales == 0, torch.inf, scales)[..., None]).clamp(-self.largest, self.largest)
+        codes = codes.to(self.codes) if self.codes.is_floating_point else codes.round().to(self.codes)
+        return codes.view(self.stored), scales
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """x ~ s c."""
+        assert scales is not None
+        return codes.view(self.codes).to(scales.dtype) * scales[..., None]
+
+
+@dataclass(frozen=True)
+class Grouped(SlotFormat):
+    """A code of 4 bits for each number of the rotated row, a step and a zero point for each 32 of them.
+
+    Codes uint8 [..., D / 2]: number j in the low, number j + D / 2 in the high four bits of byte j. Scales int8
+    [..., D / 32, 2]: m and z of each group.
+    """
+
+    plain: ClassVar[bool] = False
+
+    def width(self, dim: int) -> int:
+        """Two numbers to a byte."""
+        return dim // 2
+
+    def dim(self, width: int) -> int:
+        """The inverse of `width`."""
+        return 2 * width
+
+    def nbytes(self, dim: int, itemsize: int) -> int:
+        """Half a byte for each number, two for each group."""
+        return dim // 2 + 2 * (dim // GROUP)
+
+    def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
+        """Zeros: codes and zero points of 0."""
+        codes = torch.zeros(*place, dim // 2, dtype=torch.uint8, device=device)
+        return codes, torch.zeros(*place, dim // GROUP, 2, dtype=torch.int8, device=device)
+
+    def encode(self, rows: Tensor) -> Stored:
+        """Of each group y of the rotated row: the smallest step s >= max((max y - min y) / 15, max |y| / 127),
+        z = round(-min y / s) and c = clamp(round(y / s) + z, 0, 15).
+        """
+        groups = rotated(rows.float()).unflatten(-1, (-1, GROUP))
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        need = torch.maximum((high - low) / 15, torch.maximum(high, -low) / 127)
+        exponents = (((need.contiguous().view(torch.int32) + 0xFFFFF) >> 20) - 1016).clamp(-128, 127)
+        step = steps(exponents)
+        zeros = (-low / step).round().clamp(-128, 127)
+        codes = ((groups / step).round() + zeros).clamp(0, 15).to(torch.uint8).flatten(-2)
+        first, second = codes.chunk(2, -1)
+        return first | second << 4, torch.cat([exponents, zeros], -1).to(torch.int8)
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """y ~ s (c - z), turned back."""
+        return rotated(self.unpacked(codes, scales))
+
+    def unpacked(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """The rotated rows [..., D] fp32: where queries are rotated too, keys need not be turned back."""
+        assert scales is not None
+        exponents, zeros = scales.to(torch.int32).unbind(-1)
+        groups = torch.cat([codes & 15, codes >> 4], -1).unflatten(-1, (-1, GROUP))
+        return ((groups - zeros[..., None]) * steps(exponents)[..., None]).flatten(-2)
+
+
+def steps(exponents: Tensor) -> Tensor:
+    """The step of each int32 m from -128 to 127: (1 + (m mod 8) / 8) 2^floor(m / 8), fp32 with three bits after the
+    point, so m is the upper bits of the step.
+    """
+    return (exponents + 1016 << 20).view(torch.float32)
+
+
+def rotated(rows: Tensor) -> Tensor:
+    """rows [..., D] times the normalised Hadamard matrix H = H^T = H^-1, in fp32 (fp64 for fp64 rows).
+
+    H[i, j] = (-1)^popcount(i & j) / sqrt(n) in each block of n numbers, n the largest power of two that divides D.
+    """
+    dim = rows.shape[-1]
+    size = dim & -dim
+    matrix = hadamard(size, rows.device, torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    return (rows.to(matrix.dtype).unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+
+
+@cache
+def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The normalised Hadamard matrix [size, size], size a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / size**0.5).to(device, dtype)
+
+
+AUTO = SlotFormat()
+INT8 = Scaled("int8")
+FP8 = Scaled("fp8", torch.float8_e4m3fn, torch.uint8, 448.0)
+INT4 = Grouped("int4")
+FORMATS: dict[str, SlotFormat] = {one.name: one for one in (AUTO, INT8, FP8, INT4)}
+
+
+def slot_format(name: str) -> SlotFormat:
+    """The format of that name. Raises FastKVError for an unknown one."""
+    if not isinstance(name, str) or name not in FORMATS:
+        raise FastKVError(f"slots must be one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]
