@@ -267,7 +267,7 @@ def mixed_in(q: Tensor, known: Evicted, spec: Spec) -> Estimate:
     of every layer, and for so few numbers an operator costs its call.
     """
     if spec.softcap is None and q.dtype != torch.float64:
-        if isinstance(known, Centroids) and known.keys.dtype == torch.float32:
+        if isinstance(known, Centroids) and known.keys.dtype != torch.float64:
             return centroid_estimate(q, known, spec.scale)
         if isinstance(known, Moments) and known.spread is None:
             assert known.key_mean is not None
@@ -293,7 +293,7 @@ def jensen_estimate(q: Tensor, moments: Moments, scale: float) -> Estimate:
 def centroid_estimate(q: Tensor, centroids: Centroids, scale: float) -> Estimate:
     """`reference.centroid_estimate` with the mass "cosh"; log n + log cosh x = log(n / 2) + log(e^x + e^-x)."""
     batch, num_heads, num, dim = q.shape
-    keys, values = centroids.keys.flatten(0, 1), centroids.values.flatten(0, 1)
+    keys, values = (means.flatten(0, 1).float() for means in (centroids.keys, centroids.values))
     count, spread = (part.reshape(len(keys), 1, -1) for part in (centroids.count, centroids.spread))
     rows = q.float().reshape(len(keys), -1, dim)
     logit = torch.baddbmm((count / 2).log(), rows, keys.transpose(1, 2), alpha=scale)  # -inf for an unused centroid

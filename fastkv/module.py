@@ -308,11 +308,14 @@ class FastKVAttention(Module):
         self._configure()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastKVAttention:
-        """`.to(...)` and its like: keys and values follow the model's dtype, statistics stay in float32."""
+        """`.to(...)` and its like: keys and values follow the model's dtype, statistics stay what they are."""
         for name, tensor in self.named_buffers():
-            statistic = tensor.dtype == torch.float32 and name not in MODEL_TYPED
-            # Seen as integers, they move to another device but no conversion of floats applies to them.
-            self._buffers[name] = fn(tensor.view(torch.int32)).view(torch.float32) if statistic else fn(tensor)
+            if tensor.is_floating_point() and name not in MODEL_TYPED:
+                # Seen as integers, statistics move to another device but no conversion of floats applies to them.
+                whole = torch.int32 if tensor.itemsize == 4 else torch.int16
+                self._buffers[name] = fn(tensor.view(whole)).view(tensor.dtype)
+            else:
+                self._buffers[name] = fn(tensor)
         self.cache.workspace = self.cache.workspace.twin()
         if self.state is not None and self.state.exact.decodes_to is not None:
             self.state.exact.decodes_to = fn(torch.empty(0, dtype=self.state.exact.decodes_to)).dtype

@@ -33,6 +33,7 @@ from fastkv.kernels._launch import pow2
 
 SLOTS = 1040  # of a head: a budget of 1024 and 16 tokens between evictions
 CUDA, HIP = VENDORS = ("80", "90", "100"), ("gfx942",)
+MEANS = "*bf16"  # of centroids
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_TYPED = ("q", "keys", "values", "k", "v", "new_keys", "new_values", "approx_keys", "out", "slope", "sketch")
 TYPES = {  # of pointers that are neither in the model's dtype nor fp32
@@ -145,8 +146,11 @@ def of_decode(
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged + " sinks" * sinks
         + " rows" * rows
     )  # fmt: skip
+    types = dict(matrix_ptr=f"*{matrix}")
+    if order == CENTROIDS.value:
+        types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
     return variant(
-        name, decode_attention._decode_attention_kernel, constants, dtype, dict(matrix_ptr=f"*{matrix}"),
+        name, decode_attention._decode_attention_kernel, constants, dtype, types,
         given=given, even=() if ragged else ("slots", "pool"),
         num_warps=num_warps, num_stages=num_stages, arches=arches,
     )  # fmt: skip
@@ -253,8 +257,11 @@ def of_prefill(
         count_ptr=order in (0, 1), slope_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value,
         sink_ptr=sinks,
     )  # fmt: skip
+    types = {} if slope else dict(slope_ptr="*fp32")
+    if order == CENTROIDS.value:
+        types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
     return variant(
-        name, prefill_attention._prefill_kernel, flags, dtype, {} if slope else dict(slope_ptr="*fp32"),
+        name, prefill_attention._prefill_kernel, flags, dtype, types,
         given=given, even=("slots", "stride_"),
         num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
     )  # fmt: skip
@@ -272,7 +279,7 @@ def of_remember(
         **sizes, **offers, **merges, HEADS=8, R=pow2(most, 16), LANES=lanes, SCAN=remember.SCAN, SLICE=remember.SLICE,
         ROWS=remember.ROWS, HIP=vendor == HIP,
     )  # fmt: skip
-    types = {name: "*fp32" for name in ("keys_ptr", "values_ptr")}
+    types = dict(keys_ptr=MEANS, values_ptr=MEANS)
     types |= dict(index_ptr="*i64", gone_ptr="*i64")
     name = f"{kernel.__name__.strip('_')} {dtype} D{dim}" + f" M{num} +{most}" * few + " rows" * rows
     even = ("rows", "stride_k", "stride_v")

@@ -1025,6 +1025,27 @@ MUTATIONS = [
         JOINING,
     ),
     bug(
+        "centroids round to the nearest number",
+        "reference/centroids.py",
+        "threshold = ((steps + turns) >> 16 & 0xFFFF).int()",
+        "threshold = torch.full_like(steps + turns, 0x8000).int()",
+        f"{CENTROIDS}::test_a_heavy_mean_in_bfloat16_follows_its_tokens",
+    ),
+    bug(
+        "the kernel rounds all centroids alike",
+        "kernels/remember.py",
+        "size.to(tl.int32)[:, None] * PER_TOKEN",
+        "size.to(tl.int32)[:, None] * 0",
+        "kernels_remember.py::test_means_in_bfloat16",
+    ),
+    bug(
+        "centroids of old files count twice",
+        "integrations/transformers/serialization.py",
+        "made = (pad(count, numbers), ",
+        "made = (pad(2 * count, numbers), ",
+        "saved.py::test_centroids_of_fastkv_0_1_become_those_of_today",
+    ),
+    bug(
         "a prompt block multiplies with the leading bits of centroids",
         "kernels/_evicted.py",
         "_dot_terms(products, q, tl.trans(k), 3, INTERP)",

@@ -82,8 +82,9 @@ def bent(logit, softcap):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("block", [None, 32], ids=["whole", "blocks"])
-def test_a_window_with_the_centroids_of_the_rest(block, softcap):
-    """StreamingLLM keeps a set that is known beforehand; the rest joins in the order in which it leaves."""
+def test_a_window_with_the_centroids_of_the_rest(monkeypatch, block, softcap):
+    """StreamingLLM keeps a set that is known beforehand; the rest joins in the order in which it leaves. Unrounded."""
+    monkeypatch.setattr(corrections.centroids, "MEANS", torch.float32)
     budget, every, length = Budget(tokens=64, sinks=2, recent=4), 3, 110
     options = {"correction": "centroids", "evict_every": every, "prefill_block": block, "softcap": softcap}
     module = fresh("streaming", budget, **options)
@@ -208,7 +209,8 @@ def test_the_cosh_mass_of_a_window(block):
 
 @pytest.mark.parametrize("heads", ["uniform", "adaptive", "fixed"])
 @pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-def test_centroids_are_of_what_was_evicted(block, heads, tmp_path):
+def test_centroids_are_of_what_was_evicted(monkeypatch, block, heads, tmp_path):
+    monkeypatch.setattr(corrections.centroids, "MEANS", torch.float32)
     chosen = policy("duoattention", tmp_path) if heads == "fixed" else get("keydiff")
     sharing = "adaptive" if heads == "adaptive" else "uniform"
     ids, mask = prompt()
@@ -412,7 +414,7 @@ def test_a_module_changes_its_dtype_and_not_its_centroids():
     module.to(torch.bfloat16)
     assert module.state.exact.keys.dtype == torch.bfloat16
     for part, old in zip(module.state.parts.tensors(), before):
-        assert part.dtype == torch.float32 and torch.equal(part, old)
+        assert part.dtype == old.dtype and torch.equal(part, old)
     other = fresh("fastkv")
     other.load_state_dict(module.state_dict())
     for part, old in zip(other.state.parts.tensors(), before):

@@ -86,7 +86,9 @@ def test_what_is_remembered_besides_moments(name):
             continue
         assert found.kind == correction.kind == "centroids" and not any(part.any() for part in found.tensors())
         assert found.keys.shape == (B, HKV, found.num, D) and found.values.shape == (B, HKV, found.num, DV)
-        assert all(part.dtype == torch.float32 for part in found.tensors())
+        assert {found.keys.dtype, found.values.dtype} == {torch.bfloat16}
+        assert {found.count.dtype, found.spread.dtype} == {torch.float32}
+        assert found.nbytes() == B * HKV * found.num * (2 * (D + DV) + 8)
         room = B * HKV * tokens * (D + DV) * itemsize / 16
         one = found.nbytes() // found.num
         assert found.nbytes() <= room < found.nbytes() + one or (found.num == 4 and room < 5 * one)

@@ -40,11 +40,12 @@ def double(centroids):
     return Centroids(*(t.double() for t in centroids.tensors()))
 
 
+@pytest.mark.parametrize("means", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_decode_with_centroids(shape, dtype):
+def test_decode_with_centroids(shape, dtype, means):
     *sizes, lengths, evicted, parts = shape
-    check(Case.make(*sizes, dtype, lengths, evicted, parts=parts))
+    check(Case.make(*sizes, dtype, lengths, evicted, parts=parts, means=means))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -201,7 +202,7 @@ def test_wrong_centroids_are_refused():
     case = Case.make(1, 2, 4, 64, 20, torch.float32, (5, 6), (1, 1), parts=3)
     centroids = case.state.parts
     centroids.keys = centroids.keys.half()
-    with pytest.raises(FastKVError, match="centroids in float32"):
+    with pytest.raises(FastKVError, match="means in bfloat16 or float32 and the rest in float32"):
         case.kernel()
     centroids.keys = torch.full((1, 2, 3, 32), NAN, device=DEVICE)
     with pytest.raises(FastKVError, match=r"centroids\.keys must have shape"):

@@ -70,9 +70,10 @@ class Case:
         seed=0,
         cosh=False,
         parts=None,
+        means=torch.float32,
     ):
         """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. cosh: the mass
-        of the moments. parts: how many centroids there are."""
+        of the moments. parts: how many centroids there are, with means of what dtype."""
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape, to=dtype):
@@ -93,7 +94,7 @@ class Case:
         q = normal(batch, heads * groups, dim, to=torch.float32).mul(spread).to(dtype)
         positions = torch.full((batch, heads, slots), -7, dtype=torch.int32, device=DEVICE)
         seen = torch.full((batch,), 1000, device=DEVICE)  # kernels count on, from lengths and moments
-        centroids = None if parts is None else Centroids.empty(batch, heads, parts, dim, dim, DEVICE).add(*old)
+        centroids = None if parts is None else Centroids.empty(batch, heads, parts, dim, dim, DEVICE, means).add(*old)
         k, v = normal(batch, heads, 1, dim), normal(batch, heads, 1, dim)
         return cls(q, k, v, make_state(keys, values, held.int(), positions, seen, moments, parts=centroids))
 

@@ -25,7 +25,8 @@ def poisoned_outputs():
 
 
 def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None, num=9, dtype=torch.float32,
-         evicted=20, size=1.0, padding=True, seed=0, spare=3, parts=None):  # fmt: skip
+         evicted=20, size=1.0, padding=True, seed=0, spare=3, parts=None,
+         means=torch.float32):  # fmt: skip
     """Block in `dtype` (q, k, v, valid) and state. Unused slots and padding rows hold NaN; q, k and v are views, as in
     Hugging Face, and not all slots are looked at. With `parts` the evicted tokens are so many centroids."""
     value_dim = value_dim or dim
@@ -42,7 +43,7 @@ def case(batch=2, heads=1, groups=2, dim=64, value_dim=None, slots=40, held=None
     if padding:
         valid[-1, : num // 2] = False
     past = Moments.empty(batch, heads, dim, value_dim)
-    centroids = None if parts is None else Centroids.empty(batch, heads, parts, dim, value_dim)
+    centroids = None if parts is None else Centroids.empty(batch, heads, parts, dim, value_dim, dtype=means)
     if evicted:
         mask = torch.ones(batch, heads, evicted, dtype=torch.bool)
         mask[0, 0] = False  # one head that evicted nothing
@@ -151,9 +152,10 @@ def test_logits_of_ten_thousand_of_either_sign():
     ],
 )
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["nocap", "cap"])
-def test_centroids(dim, value_dim, groups, parts, dtype, softcap):
+@pytest.mark.parametrize("means", [torch.float32, torch.bfloat16], ids=str)
+def test_centroids(dim, value_dim, groups, parts, dtype, softcap, means):
     """Of heads that evicted more tokens than there are centroids, fewer, and none."""
-    sizes = dict(heads=2, dim=dim, value_dim=value_dim, groups=groups, dtype=dtype, parts=parts)
+    sizes = dict(heads=2, dim=dim, value_dim=value_dim, groups=groups, dtype=dtype, parts=parts, means=means)
     check(*case(batch=1, evicted=40, **sizes), softcap=softcap)
     check(*case(batch=1, evicted=min(parts, 4), held=0, **sizes), softcap=softcap)
 

@@ -45,9 +45,9 @@ def candidates(batch, heads, num, dim, leave, dtype=torch.float32, seed=0):
     return keys, values, positions.view(batch, heads, num).int().to(DEVICE), valid, valid & ~gone
 
 
-def parts_of(batch, heads, num, dim, before, seed=5):
+def parts_of(batch, heads, num, dim, before, seed=5, means=torch.float32):
     """Centroids of `before` tokens."""
-    made = Centroids.empty(batch, heads, num, dim, dim, DEVICE)
+    made = Centroids.empty(batch, heads, num, dim, dim, DEVICE, means)
     return made.add(normal(batch, heads, before, dim, seed=seed) + 1, normal(batch, heads, before, dim, seed=seed + 1))
 
 
@@ -118,6 +118,25 @@ def test_blocks_of_a_prompt(monkeypatch):
     monkeypatch.setattr(reference.centroids, "BLOCK", 64)
     monkeypatch.setattr(module, "SETTLED", 16)
     check(parts_of(1, 3, 9, 32, 4), candidates(1, 3, 170, 32, (150, 65, 0), torch.bfloat16), 150)
+
+
+@pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])
+def test_means_in_bfloat16(monkeypatch, few):
+    """They are those in fp32, rounded by the reference's rule: the same bits where fp32 agrees on the last of them."""
+    monkeypatch.setattr(module, "FEW", few)
+    parts = parts_of(1, 2, 9, 80, 200, means=torch.bfloat16)
+    tokens = candidates(1, 2, 90, 80, (50, 7), torch.bfloat16)
+    wide = Centroids(*(t.float() for t in parts.tensors()))
+    got = joined("triton", parts, tokens, 64)
+    want = joined("triton", wide, tokens, 64).rounded(torch.bfloat16)
+    assert got.keys.dtype == got.values.dtype == torch.bfloat16
+    for mine, theirs in zip(got.tensors(), want.tensors()):
+        assert torch.equal(mine, theirs)
+    plain = joined("reference", parts, tokens, 64)
+    assert torch.equal(got.count, plain.count)
+    for mine, theirs in ((got.keys, plain.keys), (got.values, plain.values)):
+        assert ((mine - theirs).abs() <= 2**-7 * theirs.abs() + 1e-6).all()
+        assert (mine == theirs).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("most", [16, 65], ids=["while decoding", "of a prompt"])

@@ -173,3 +173,53 @@ def test_wrong_arguments_are_refused():
         empty(4).add(keys, values, torch.ones(2, 3, 4, dtype=torch.bool))
     with pytest.raises(FastKVError, match="mass must be one of jensen, cosh, got 'true'"):
         centroid_estimate(queries(), empty(4), 0.3, mass="true")
+
+
+# Means in bf16.
+
+
+@given(seed=st.integers(0, 2**31), num=st.integers(1, 9))
+def test_rounding_to_bfloat16_takes_a_neighbour(seed, num):
+    """The number below or above, every fp32 that is one already as it is, and both equally often on average."""
+    keys, values = pairs(40, seed)
+    wide = Centroids.empty(2, 3, num, 8, 6).add(keys.float(), values.float())
+    narrow = wide.rounded(torch.bfloat16)
+    for exact, found in ((wide.keys, narrow.keys), (wide.values, narrow.values)):
+        assert found.dtype == torch.bfloat16
+        assert ((found.double() - exact.double()).abs() < 2.0**-7 * exact.abs().double()).all()
+    assert torch.equal(wide.count, narrow.count) and torch.equal(wide.spread, narrow.spread)
+    again = Centroids(narrow.count + 1, narrow.keys.float(), narrow.values.float(), narrow.spread)
+    for one, other in zip(again.rounded(torch.bfloat16).tensors()[1:3], narrow.tensors()[1:3]):
+        assert torch.equal(one, other)
+
+
+def test_what_is_rounded_away_is_carried_on():
+    """A mean that lies at 3 / 8 between two numbers takes the upper one at 3 of 8 sizes, of any 1000 that follow."""
+    between = torch.full((1, 1, 1000, 4), 1 + 3 / 8 * 2**-7)
+    counts = torch.arange(70_000.0, 71_000.0).view(1, 1, -1)
+    found = Centroids(counts, between, between, counts).rounded(torch.bfloat16).keys
+    assert set(found.unique().tolist()) == {1.0, 1 + 2**-7}
+    assert ((found > 1).double().mean(2) - 3 / 8).abs().max() < 0.005
+
+
+@pytest.mark.parametrize(
+    "tokens,at_once", [(16_000, 64), *(pytest.param(100_000, few, marks=pytest.mark.slow) for few in (1, 16))]
+)
+def test_a_heavy_mean_in_bfloat16_follows_its_tokens(tokens, at_once):
+    """One centroid, so that the mean is known; after a tenth of the tokens the others lie 1 away.
+
+    Rounded to the nearest number, a mean would stop where the tokens that come move it by less than half of a last bit,
+    some 0.9 away. Here what remains is a walk by last bits that later tokens pull back: with tokens sigma from their
+    centre its standard deviation is (sigma ulp / 2)^(1 / 2), 0.044, however many tokens there are.
+    """
+    generator, total, sigma, ulp = torch.Generator().manual_seed(0), tokens // at_once, 0.25, 2**-6
+    state = Centroids.empty(1, 1, 1, 32, 8, dtype=torch.bfloat16)
+    true = torch.zeros(32, dtype=F64)
+    for step in range(total):
+        centre = 2.5 if step < total // 10 else 3.5
+        keys = (torch.randn(1, 1, at_once, 32, generator=generator) * sigma + centre).bfloat16()
+        state, true = state.add(keys, keys[..., :8]), true + keys[0, 0].double().sum(0)
+    assert state.count.item() == tokens
+    error = state.keys[0, 0, 0].double() - true / tokens
+    assert error.abs().max() < 3 * (sigma * ulp / 2) ** 0.5 and error.mean().abs() < ulp
+    assert torch.equal(state.keys[..., :8], state.values)

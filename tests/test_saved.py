@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fastkv
-from fastkv import FastKVCache, FastKVError
+from fastkv import FastKVCache, FastKVError, corrections
 from fastkv.demo import load
 from fastkv.demo.tasks import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
@@ -597,8 +597,12 @@ def test_many_questions_over_one_saved_prefix(tmp_path):
     [("momentkv", "momentkv", "auto"), ("centroids", "fastkv", "auto"), ("vector", "keydiff", "vector+moments")],
 )
 @torch.no_grad()
-def test_files_of_fastkv_0_1_are_read(name, policy, correction):
-    """The same prompt read now gives the same tensors, and both go on alike; 0.1 called `vector+moments` moments."""
+def test_files_of_fastkv_0_1_are_read(monkeypatch, name, policy, correction):
+    """The same prompt read now gives the same tensors, and both go on alike; 0.1 called `vector+moments` moments.
+
+    Centroids with means in fp32, as they were: what becomes of them is the next test.
+    """
+    monkeypatch.setattr(corrections.centroids, "MEANS", torch.float32)
     model = build(num_hidden_layers=1)
     weights = {0: torch.linspace(-0.1, 0.1, 512).view(2, 16, 16)}
     vector = mapping(model, weights) if name == "vector" else None
@@ -614,3 +618,27 @@ def test_files_of_fastkv_0_1_are_read(name, policy, correction):
     for token in ids[0, :9]:
         after = [model(token.view(1, 1), past_key_values=cache).logits for cache in (old, new)]
         torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_centroids_of_fastkv_0_1_become_those_of_today(monkeypatch, tmp_path):
+    """They were fewer, with means in fp32: these are rounded, others follow, and there is room for more."""
+    model = build(num_hidden_layers=1)
+    fastkv.patch(model, "fastkv", fastkv.Budget(tokens=64, sinks=2, recent=3), evict_every=4)
+    ids, _ = prompt(1, 130, (0,))
+    with monkeypatch.context() as then:
+        then.setattr(corrections.centroids, "MEANS", torch.float32)
+        old = model(ids).past_key_values
+        old.save(tmp_path / "cache")
+    read = FastKVCache.load(tmp_path / "cache", model)
+    before, parts = (cache.layers[0].state.parts for cache in (old, read))
+    assert parts.num > before.num and parts.keys.dtype == torch.bfloat16
+    assert read.nbytes() == model(ids).past_key_values.nbytes()
+    assert torch.equal(parts.count[..., : before.num], before.count) and not parts.count[..., before.num :].any()
+    for mine, theirs in ((parts.keys, before.keys), (parts.values, before.values)):
+        assert ((mine[:, :, : before.num].float() - theirs).abs() <= 2**-7 * theirs.abs()).all()
+        assert not mine[:, :, before.num :].any()
+    for token in ids[0, :9]:
+        model(token.view(1, 1), past_key_values=read)
+    assert (parts.count > 0).sum() > (before.count > 0).sum()
+    assert (parts.count.sum(-1) + read.layers[0].state.stored == 139).all()

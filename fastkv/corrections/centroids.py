@@ -11,6 +11,7 @@ from ..reference import Centroids, Evicted, LayerState
 from .base import Correction, Shape
 
 SHARE = 16  # centroids take one byte where pairs take so many
+MEANS = torch.bfloat16  # of their keys and values, whatever the model computes in
 LEAST = 4  # centroids of a head
 
 
@@ -28,7 +29,7 @@ class CentroidCorrection(Correction):
     def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
         """Unused centroids, equally many for all heads."""
         num = max(tokens * shape.pair // (SHARE * nbytes(shape)), LEAST)
-        return Centroids.empty(batch, shape.heads, num, shape.key_dim, shape.value_dim, device)
+        return Centroids.empty(batch, shape.heads, num, shape.key_dim, shape.value_dim, device, MEANS)
 
     def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
         """With the centroids, which come whole."""
@@ -37,8 +38,8 @@ class CentroidCorrection(Correction):
 
 
 def nbytes(shape: Shape) -> int:
-    """Bytes of a centroid: mean key, mean value, count and spread in float32."""
-    return 4 * (shape.key_dim + shape.value_dim + 2)
+    """Bytes of a centroid: mean key and mean value in bf16, count and spread in fp32."""
+    return MEANS.itemsize * (shape.key_dim + shape.value_dim) + 8
 
 
 CENTROIDS = CentroidCorrection()

@@ -1,6 +1,6 @@
 """The evicted set as a partial of a split softmax (see `_attention`): from its moments, or from centroids.
 
-Moments are one part, (log2 Z_E, 1, f_E). Centroids are slots in fp32 whose logits have a bias, M of them. The second
+Moments are one part, (log2 Z_E, 1, f_E). Centroids are M slots in bf16 or fp32 whose logits have a bias. The second
 order mass adds log cosh(d) to a logit, d = |scale| sqrt(q^T Sigma q), and multiplies the linear term by tanh(d) / d; a
 softcap multiplies d by its slope. Twins: `moment_estimate` and `centroid_estimate` of `fastkv.reference`.
 
@@ -159,7 +159,7 @@ def _centroid_partial(
     M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """`num` centroids of one head: sizes and spread [num], keys [num, D], values [num, DV], all fp32; unused size 0.
+    """`num` centroids of one head: sizes and spread [num] in fp32, keys [num, D], values [num, DV]; unused size 0.
 
     q_ptrs, rows [M]: queries, and which are.
     """
@@ -177,21 +177,23 @@ def _centroid_partial(
             q = q.to(tl.float32)
             place = keys_ptr + index[:, None] * D + dims[None, :]
             k = tl.load(place, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
-            products += _dot32(q, tl.trans(k), INTERP)
+            products += _dot32(q, tl.trans(k.to(tl.float32)), INTERP)
             square += tl.sum(q * q, 1)
         logits = _centroid_logits(products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         spot = values_ptr + index[:, None] * DV + cols[None, :]
         v = tl.load(spot, mask=inside[:, None] & (cols < DV)[None, :], other=0.0)
-        acc += _dot32(weights, v, INTERP)
+        acc += _dot32(weights, v.to(tl.float32), INTERP)
     return top, total, acc
 
 
 @triton.jit
 def _dot_terms(acc, a, b, TERMS: tl.constexpr, INTERP: tl.constexpr):
-    """acc + a @ b for b in fp32, of which so many terms in the dtype of a are taken: 2 of bf16 have 16 bits, 3 all."""
+    """acc + a @ b. Of b in fp32 so many terms in the dtype of a are taken: 2 of bf16 have 16 bits, 3 all of them."""
     if a.dtype == tl.float32:
-        acc += _dot32(a, b, INTERP)
+        acc += _dot32(a, b.to(tl.float32), INTERP)
+    elif b.dtype != tl.float32:
+        acc += _dot(a, b.to(a.dtype), INTERP)
     else:
         for _ in tl.static_range(TERMS):
             term = b.to(a.dtype)

@@ -104,15 +104,17 @@ def check_like(op: str, shape: tuple[int | None, ...], **tensors: Tensor | None)
 
 
 def check_centroids(op: str, centroids: Centroids, shape: tuple[int, ...], dim: int, value_dim: int) -> None:
-    """Raise FastKVError unless all tensors are fp32 and for `shape` [B, Hkv, M] centroids."""
+    """Raise FastKVError unless means are bf16 or fp32, the rest is fp32, and all are of `shape` [B, Hkv, M]."""
     count, keys, values, spread = centroids.tensors()
     check_shape(op, "centroids.count", count, shape)
     check_shape(op, "centroids.spread", spread, shape)
     check_shape(op, "centroids.keys", keys, (*shape, dim))
     check_shape(op, "centroids.values", values, (*shape, value_dim))
-    if {t.dtype for t in centroids.tensors()} != {torch.float32}:
+    exact = {count.dtype, spread.dtype} == {torch.float32}
+    if not exact or keys.dtype != values.dtype or keys.dtype not in (torch.float32, torch.bfloat16):
         raise FastKVError(
-            f"{op} needs centroids in float32, got {', '.join(str(t.dtype) for t in centroids.tensors())}; convert them"
+            f"{op} needs centroids with means in bfloat16 or float32 and the rest in float32, got "
+            f"{', '.join(str(t.dtype) for t in centroids.tensors())}; convert them"
         )
 
 

@@ -10,6 +10,8 @@ all tokens do not change by merging, so each set of tokens that joins at once is
 
     w = n_a / (n_a + n_b);   x_b += w (x_a - x_b);   spread_b += spread_a + n_b w mean((k_a - k_b)^2)
 
+in fp32; when a set has joined, means that are kept in bf16 are rounded as `Centroids.rounded` says.
+
 Rows of a working set stay where they are in scratch; `order` lists those in use by age, and every program that writes a
 row of a partner only reads rows of movers. So nothing is atomic, and the same tokens always give the same bits.
 
@@ -18,12 +20,12 @@ them, two a round (offers; merges) down to SETTLED centroids, and one for all ro
 kind own a head; the others own columns, movers or partners of it.
 Bytes per BLOCK tokens and head: 4 BLOCK (Dk + Dv) written and, in a round of u, read u / 64 times from L2.
 
-Of the 129 kernels that a layer of Llama launches for a block of 1024 tokens, eager and with the default policy, 12 are
-these (9 %); what they move is 3 % of the weights that are read for it. Fewer launches cost more time: a BLOCK of 4096
+Of the 131 kernels that a layer of Llama launches for a block of 1024 tokens, eager and with the default policy, 14 are
+these (11 %); what they move is 3 % of the weights that are read for it. Fewer launches cost more time: a BLOCK of 4096
 takes half of them and four times the products, and one program a head, a single launch, leaves all SMs but one a head
 idle for some 0.4 ms (an estimate), which is what 150 launches take.
 
-Does not handle: centroids that are not fp32, head_dim above 256.
+Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
-from ..reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
+from ..reference.centroids import BLOCK, ROUND_SHARE, STEP, TURN, VALUE_WEIGHT
 from ._attention import _barrier, _dot32, _home, _page
 from ._launch import (
     INTERPRET,
@@ -74,6 +76,7 @@ SHARE = tl.constexpr(ROUND_SHARE)
 WEIGHT = tl.constexpr(VALUE_WEIGHT)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LAST = tl.constexpr(2**31 - 1)
+PER_TOKEN, PER_COLUMN = tl.constexpr(STEP), tl.constexpr(TURN)
 
 
 @triton.jit
@@ -91,9 +94,19 @@ def _room(room_ptr, pair, rows, DK: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def _tile(base_ptr, row, inside, cols, D: tl.constexpr):
-    """Rows of a matrix with D columns; zero where not inside."""
+    """Rows of a matrix with D columns, in fp32; zero where not inside."""
     place = base_ptr + row.to(tl.int64)[:, None] * D + cols[None, :]
-    return tl.load(place, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+    return tl.load(place, mask=inside[:, None] & (cols < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _keep(base_ptr, row, inside, cols, x, size, D: tl.constexpr):
+    """Store means x [R, C] of size [R] tokens as rows of a matrix with D columns; bf16 as in `Centroids.rounded`."""
+    if base_ptr.dtype.element_ty == tl.bfloat16:
+        steps = size.to(tl.int32)[:, None] * PER_TOKEN + cols[None, :] * PER_COLUMN  # wraps around
+        bits = x.to(tl.int32, bitcast=True) + ((steps >> 16) & 0xFFFF)
+        x = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(base_ptr + row[:, None] * D + cols[None, :], x, mask=inside[:, None] & (cols < D)[None, :])
 
 
 @triton.jit
@@ -286,11 +299,11 @@ def _settle(
         place = first + tl.arange(0, RECEIVERS)
         there, kept = place < used, own * num + place
         row = tl.load(order + place, mask=there, other=0.0).to(tl.int32)
-        tl.store(sizes_ptr + kept, tl.load(sizes + row, mask=there, other=0.0), mask=place < num)
+        size = tl.load(sizes + row, mask=there, other=0.0)
+        tl.store(sizes_ptr + kept, size, mask=place < num)
         tl.store(spreads_ptr + kept, tl.load(spreads + row, mask=there, other=0.0), mask=place < num)
-        k, v = _tile(keys, row, there, dk, DK), _tile(values, row, there, dv, DV)
-        tl.store(keys_ptr + kept[:, None] * DK + dk[None, :], k, mask=(place < num)[:, None] & (dk < DK)[None, :])
-        tl.store(values_ptr + kept[:, None] * DV + dv[None, :], v, mask=(place < num)[:, None] & (dv < DV)[None, :])
+        _keep(keys_ptr, kept, place < num, dk, _tile(keys, row, there, dk, DK), size, DK)
+        _keep(values_ptr, kept, place < num, dv, _tile(values, row, there, dv, DV), size, DV)
 
 
 @triton.jit

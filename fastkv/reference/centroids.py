@@ -18,6 +18,17 @@ centroids, every second one in order of age, each choose their cheapest partner 
 these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461). A round
 has static shapes and no data-dependent loop; the halves swap after every round. How many pairs a head joins in a round
 follows from how many centroids it has in use, so that a head does not depend on what others evict, nor on padding.
+
+Means may be stored in bf16: twice as many centroids in the same bytes say more than eight bits more of each. They are
+joined in fp32 and rounded when a block of tokens has joined. A token moves the mean of n by 1 / n of its distance, soon
+less than half of the last bit; rounded to the nearest number a mean would stop there for good, however far its later
+tokens lie. So what is rounded away is carried on in time: bits below the last one round up where they exceed a
+threshold that runs through all of [0, 1) as the part grows (Weyl's sequence, evenly spread after any number of steps),
+
+    t(n, d) = frac(n STEP / 2^32 + d TURN / 2^32)      of the part's n tokens and coordinate d
+
+and a mean that should move by a tenth of the last bit moves by one bit at every tenth step. A number that bf16 has
+already is never changed.
 """
 
 from __future__ import annotations
@@ -36,6 +47,7 @@ from .moments import MASSES, Evicted, compute_dtype
 VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
 BLOCK = 1024
+STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(2) - 1: far from fractions
 ROUND_SHARE = 4  # at most one centroid in so many disappears in a round: more rounds, closer to the exact rule
 
 
@@ -44,9 +56,10 @@ class Centroids(Evicted):
     """At most M weighted pairs per sequence and KV head that stand for a set of tokens, oldest first.
 
     Attributes:
-        count: [B, Hkv, M] floating, tokens in each part; 0 for an unused centroid.
-        keys: [B, Hkv, M, Dk] and values: [B, Hkv, M, Dv], the means; zero where unused.
-        spread: [B, Hkv, M], sum over the tokens of the mean of (k - k_c)^2 over the Dk coordinates.
+        count: [B, Hkv, M] fp32, tokens in each part; 0 for an unused centroid.
+        keys: [B, Hkv, M, Dk] and values: [B, Hkv, M, Dv], the means, fp32 or bf16; zero where unused.
+        spread: [B, Hkv, M] fp32, sum over the tokens of the mean of (k - k_c)^2 over the Dk coordinates.
+    Or all of them in float64.
     """
 
     count: Tensor
@@ -65,14 +78,13 @@ class Centroids(Evicted):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Centroids:
-        """`num` unused centroids. Raises: FastKVError unless num >= 1."""
+        """`num` unused centroids with means in `dtype`. Raises: FastKVError unless num >= 1."""
         if num < 1:
             raise FastKVError(f"Centroids need at least 1 per head, got {num}; use no correction instead of none")
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(batch, num_kv_heads, num, *shape, dtype=dtype, device=device)
-
-        return cls(zeros(), zeros(key_dim), zeros(value_dim), zeros())
+        place, exact = (batch, num_kv_heads, num), torch.promote_types(dtype, torch.float32)
+        count, spread = (torch.zeros(place, dtype=exact, device=device) for _ in range(2))
+        keys, values = (torch.zeros(*place, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim))
+        return cls(count, keys, values, spread)
 
     @property
     def num(self) -> int:
@@ -92,7 +104,7 @@ class Centroids(Evicted):
         """The steps of `add`: every BLOCK pairs line up behind the centroids, and then join them round by round.
 
         Gives, of each step, what there is afterwards; `targets`, None where pairs line up; and `order`. With them it
-        can be followed where a pair goes.
+        can be followed where a pair goes. The last step of a block rounds the means to the dtype in which they came.
         """
         batch, heads, num = self.count.shape
         check_shape("Centroids.add", "keys", keys, (batch, heads, None, self.keys.shape[-1]))
@@ -100,7 +112,7 @@ class Centroids(Evicted):
         if mask is None:
             mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
         check_shape("Centroids.add", "mask", mask, keys.shape[:3])
-        total, dtype = self, self.keys.dtype
+        total, dtype = self, self.count.dtype
         for start in range(0, keys.shape[2], BLOCK):
             part = slice(start, start + BLOCK)
             inside = mask[:, :, part]
@@ -109,7 +121,7 @@ class Centroids(Evicted):
             new_values = torch.where(inside[..., None], values[:, :, part].to(dtype), 0)
             count = inside.to(dtype)
             new = count, new_keys, new_values, torch.zeros_like(count)
-            total = Centroids(*(torch.cat(rows, 2) for rows in zip(total.tensors(), new)))
+            total = Centroids(*(torch.cat((old.to(dtype), rows), 2) for old, rows in zip(total.tensors(), new)))
             order = total.order()
             total = total.at(order)
             yield total, None, order
@@ -122,6 +134,8 @@ class Centroids(Evicted):
                 total = total.joined(target)
                 order = total.order(left)
                 total = total.at(order)
+                if left == num:
+                    total = total.rounded(self.keys.dtype)
                 yield total, target, order
                 used, half = used - joins, 1 - half
 
@@ -148,6 +162,20 @@ class Centroids(Evicted):
         keys, values = added_at(weight * self.keys, target), added_at(weight * self.values, target)
         moved = self.keys - rows_at(keys, target)
         return Centroids(count, keys, values, added_at(self.spread + self.count * moved.square().mean(-1), target))
+
+    def rounded(self, dtype: torch.dtype) -> Centroids:
+        """With means in `dtype`; to bf16 as the equation above says, others to the nearest."""
+        if dtype != torch.bfloat16:
+            return Centroids(self.count, self.keys.to(dtype), self.values.to(dtype), self.spread)
+        steps = self.count.long()[..., None] * STEP
+
+        def up_or_down(means: Tensor) -> Tensor:
+            turns = torch.arange(means.shape[-1], device=means.device) * TURN
+            threshold = ((steps + turns) >> 16 & 0xFFFF).int()
+            # The bits of a bf16 are the first 16 of an fp32, and what is rounded away are the others.
+            return ((means.float().view(torch.int32) + threshold) >> 16).to(torch.int16).view(torch.bfloat16)
+
+        return Centroids(self.count, up_or_down(self.keys), up_or_down(self.values), self.spread)
 
     def order(self, num: int | None = None) -> Tensor:
         """Places of the first `num` of them (default all), used ones before unused ones: [B, Hkv, num]."""

@@ -20,13 +20,14 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...cache.layout import Layout
 from ...calibration.files import describe, fingerprint, replace_file
 from ...config import Config
 from ...errors import FastKVError
 from ...policies import Policy
-from ...reference import LayerState
+from ...reference import Centroids, LayerState
 from . import stock
 from .layer import FastKVLayer
 
@@ -207,6 +208,7 @@ def _fill(
     dtype = saved["exact.keys"].dtype if layout.format.plain else dtype
     keys, values = (torch.empty(batch, heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
     state = layout.allocate(keys, values)
+    saved = _with_current_centroids(saved, state)
     for name, like in list(state.named_tensors()):
         if name == "moments.slope" and name not in saved:
             continue
@@ -224,6 +226,23 @@ def _fill(
     file.need(_sound(state, seen))
     layer.cache.adopt(state, layout, heads * groups)
     layer.adopted(seen, recording > 0)
+
+
+def _with_current_centroids(saved: dict[str, Tensor], state: LayerState) -> dict[str, Tensor]:
+    """The saved tensors; centroids of fastkv 0.1, fewer and with means in fp32, become those of `state`: rounded, and
+    followed by unused ones.
+    """
+    parts = state.parts
+    if not isinstance(parts, Centroids) or any(f"centroids.{one.name}" not in saved for one in fields(parts)):
+        return saved
+    old = Centroids(*(saved[f"centroids.{one.name}"] for one in fields(parts)))
+    if old.keys.dtype != torch.float32 or old.count.ndim != 3 or old.num > parts.num:
+        return saved
+    count, keys, values, spread = old.rounded(parts.keys.dtype).tensors()
+    more = parts.num - old.num
+    rows, numbers = (0, 0, 0, more), (0, more)
+    made = (pad(count, numbers), pad(keys, rows), pad(values, rows), pad(spread, numbers))
+    return saved | {f"centroids.{one.name}": tensor for one, tensor in zip(fields(parts), made)}
 
 
 def _layout(
