@@ -6,8 +6,9 @@ The bundled model finds facts in random words: a few outliers among keys, and no
 prose in its comments and docstrings are what language models read: attention to syntax, names and topics, graded. So
 this model says what a policy does to perplexity and to the next token's distribution, and nothing about retrieval.
 
-Files are held out by a hash of their names, so that no version of Python trains on what another one is judged by.
-Tokens are byte pairs. Context grows from SHORT to LONG tokens in the last part of training.
+Files are held out by a hash of their names, so that no version of Python trains on what another one is judged by. Some
+of their text lies beside the model. Tokens are byte pairs. Context grows from SHORT to LONG tokens in the last part of
+training.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import json
 import math
 import platform
+import random
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -35,6 +37,8 @@ FOLDER = Path(__file__).parent.parent / "perf" / "language_model"
 LEFT_OUT = {"test", "tests", "idle_test", "lib2to3", "__pycache__", "site-packages", "idlelib", "ensurepip"}
 VOCABULARY, SHORT, LONG, BATCH = 2048, 512, 2048, 4096  # tokens: in all, of a row, of a row at last, of a step
 END = "<end>"
+SAMPLE = "held_out.txt"  # the beginnings of some held-out files
+SAMPLE_FILES, SAMPLE_CHARACTERS = 8, 6000
 PEAK, LAST_SHARE, WARMUP, GROWN = 3e-3, 0.05, 0.02, 0.7  # learning rate; shares of it and of the time
 
 
@@ -52,6 +56,7 @@ class Record:
     seconds: float = 0.0
     loss: float = 0.0  # nats a token of held-out text, in rows of LONG tokens
     bits_per_byte: float = 0.0
+    sample_loss: float = 0.0  # nats a token of the text in SAMPLE
 
 
 def corpus() -> tuple[list[str], list[str]]:
@@ -104,6 +109,17 @@ def rows(ids: Tensor, length: int, generator: torch.Generator) -> Iterator[Tenso
         yield torch.stack([ids[start : start + length + 1] for start in starts.tolist()])
 
 
+def stretches(ids: Tensor, number: int, size: int, seed: int) -> Tensor:
+    """[number, size] of ids [N], at places that do not overlap."""
+    places = random.Random(seed).sample(range(len(ids) // size), number)
+    return torch.stack([ids[place * size : (place + 1) * size] for place in places])
+
+
+def held_out_digest() -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the held-out text, which differs between versions of Python."""
+    return hashlib.sha256("".join(corpus()[1]).encode()).hexdigest()[:16]
+
+
 def loss_of(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
     """Cross entropy of the tokens after the first, nats a token."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -150,17 +166,28 @@ def train(model: LlamaForCausalLM, ids: Tensor, record: Record, minutes: float, 
     record.seconds = round(60 * minutes_spent(), 1)
 
 
-@torch.no_grad()
 def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], record: Record) -> None:
-    """Loss and bits per byte of held-out texts, in rows of LONG tokens that do not overlap."""
+    """Loss and bits per byte of held-out texts, and the loss of their sample."""
+    record.loss, tokens = held_out_loss(model, tokenizer, texts)
+    record.bits_per_byte = record.loss / math.log(2) * tokens / sum(len(text.encode()) for text in texts)
+    record.sample_loss, _ = held_out_loss(model, tokenizer, [sample_of(texts)])
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[float, int]:
+    """Nats a token in rows of LONG tokens that do not overlap, and the number of all tokens."""
     ids = encoded(tokenizer, texts)
     whole = ids[: len(ids) // LONG * LONG].view(-1, LONG)
     model.eval()
-    losses = [loss_of(model, part).item() for part in whole.split(4)]
-    sizes = [len(part) for part in whole.split(4)]
-    record.loss = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
-    num_bytes = sum(len(text.encode()) for text in texts) * whole.numel() / len(ids)
-    record.bits_per_byte = record.loss / math.log(2) * whole.numel() / num_bytes
+    losses = [loss_of(model, part).item() * len(part) for part in whole.split(4)]
+    return sum(losses) / len(whole), len(ids)
+
+
+def sample_of(texts: list[str]) -> str:
+    """The beginnings of some long texts."""
+    long = [text for text in texts if len(text) > SAMPLE_CHARACTERS]
+    chosen = long[:: max(1, len(long) // SAMPLE_FILES)][:SAMPLE_FILES]
+    return "".join(text[:SAMPLE_CHARACTERS] for text in chosen)
 
 
 def card_of(model: LlamaForCausalLM, record: Record) -> str:
@@ -175,11 +202,22 @@ Written by `python -m tools.language_model` with seed {record.seed}: {record.tok
 
 Trained on {record.files} files of the standard library of Python {record.python}, source and docstrings;
 {record.held_out_files} others are held out. There it needs {record.loss:.3f} nats a token or
-{record.bits_per_byte:.3f} bits a byte, in rows of {LONG} tokens.
+{record.bits_per_byte:.3f} bits a byte, in rows of {LONG} tokens; {record.sample_loss:.3f} nats a token of
+`{SAMPLE}`, the beginnings of {SAMPLE_FILES} of these files, which are under Python's own license.
+
+    fastkv fidelity --model perf/language_model --text perf/language_model/{SAMPLE}
 
 It measures what a cache does to perplexity and to the distribution of the next token. It was not trained to find facts
-in its context and says nothing about retrieval; the bundled model does.
+in its context and says nothing about retrieval; the bundled model does. `queries.safetensors`, which TriAttention
+needs, is what `fastkv calibrate queries` found in some of the training files; other weights need it again.
 """
+
+
+def write_card(folder: Path, model: LlamaForCausalLM, record: Record, held_out: list[str]) -> None:
+    """What the model is, beside its weights: the record, the card made of it, and some held-out text."""
+    (folder / "training.json").write_text(json.dumps(asdict(record), indent=2) + "\n")
+    (folder / "README.md").write_text(card_of(model, record))
+    (folder / SAMPLE).write_text(sample_of(held_out), encoding="utf-8")
 
 
 def main() -> None:
@@ -207,8 +245,7 @@ def main() -> None:
     measure(model, tokenizer, held_out, record)
     model.bfloat16().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    (args.out / "training.json").write_text(json.dumps(asdict(record), indent=2) + "\n")
-    (args.out / "README.md").write_text(card_of(model, record))
+    write_card(args.out, model, record, held_out)
     console.print(f"{record.loss:.3f} nats a token, {record.bits_per_byte:.3f} bits a byte; written to {args.out}")
 
 
