@@ -890,7 +890,22 @@ MUTATIONS = [
         "added_at(self.spread, target)",
         f"{CENTROIDS}::test_merging_conserves_count_means_and_squares",
     ),
+    # Sequences in pages.
+    bug(
+        "the host lets a sequence in a page evict a step late",
+        "cache/paged.py",
+        "(seen[i] - self.prompted[names[i]]) % self.period == 0",
+        "(seen[i] - self.prompted[names[i]]) % self.period == 1",
+        "paged.py::test_the_host_knows_when_sequences_are_due",
+    ),
     # What commands say.
+    bug(
+        "the demo refuses a share that is too small for a policy only when its turn comes",
+        "evaluation/demo.py",
+        "    check(model, settings, whole)\n",
+        "",
+        "cli.py::test_a_mistake_gives_one_sentence_and_code_2",
+    ),
     bug(
         "the page has a token leave one forward late",
         "view/trace.py",
@@ -906,10 +921,10 @@ MUTATIONS = [
         "view.py::test_centroids_are_those_of_the_cache",
     ),
     bug(
-        "an error of the page is that of the layer below",
+        "an error of the page is that of the layer beside",
         "view/trace.py",
-        "full.attention[index], model, heads)",
-        "full.attention[index - 1], model, heads)",
+        "full.attention[i], heads, groups[i])",
+        "full.attention[i ^ 1], heads, groups[i])",
         "view.py::test_errors_are_those_of_fidelity",
     ),
     bug(

@@ -3,27 +3,31 @@
 import base64
 import json
 import re
+import types
 import zlib
 
 import pytest
 import tokenizers
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from fastkv import Budget, FastKVCache, FastKVError, patched
+from fastkv import Budget, FastKVCache, FastKVError, corrections, patched
+from fastkv.cache.layout import Layout
 from fastkv.cli import main
 from fastkv.demo import load
 from fastkv.demo.tasks import generate
 from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
+from fastkv.integrations.transformers import modules
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.view.command import RECENT, SINKS, pieces_of
 from fastkv.view.page import LEVELS, TEMPLATE, TOP, coded, packed
-from fastkv.view.trace import Reading, check, read_full, trace
+from fastkv.view.trace import Reading, follow, read_full, trace
 
 from .browser import Browser, find
-from .models import build
+from .families import tiny
+from .models import FAMILIES, LATENT, build
 
 CONTEXT, BLOCK, STEPS, BUDGETS = 150, 32, 18, (28, 48)
 POLICIES = ("fastkv", "snapkv")
@@ -186,10 +190,10 @@ def test_pieces_of_letters_that_are_several_tokens():
     assert pieces == ["s", "o", " ", " ", "é", "·", "\n", "🙂", "·", "·", "·", "!"]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3", "deepseek_v3", "gpt2", "gpt_neox"])
 def test_other_models(family):
     """Layers with a sliding window are left out; where the cache lies is where the trace says."""
-    model = build(family)
+    model = build(family) if family in {**FAMILIES, **LATENT} else tiny.build(family, "sdpa")
     ids = torch.randint(5, 60, (1, 90))
     reading = Reading(ids, 32, 20)
     full = read_full(model, reading)
@@ -204,15 +208,18 @@ def test_other_models(family):
         for head in range(slots.lengths.shape[1]):
             held = slots["positions"][0, head][slots.valid[0, head]].sort().values
             assert torch.equal(held.long(), (found.gone[place, head] == 0).nonzero()[:, 0])
-    assert found.error[..., :32].max() == 0 and found.error.isfinite().all()
+    assert found.error[..., :32].max() < 1e-5 < found.error.max() and found.error.isfinite().all()
 
 
-def test_a_model_whose_attention_cannot_be_recorded_is_refused():
-    model = GPTNeoXForCausalLM(
-        GPTNeoXConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    )
-    with pytest.raises(FastKVError, match=r"self_attn\.o_proj, got GPTNeoXForCausalLM"):
-        check(model)
+def test_layers_that_cannot_be_drawn_are_refused():
+    model = build("llama")
+    modules.attentions(model)[1].o_proj = None
+    with pytest.raises(FastKVError, match=r"one named o_proj, out_proj, .*, got none in LlamaAttention"):
+        read_full(model, Reading(torch.zeros(1, 9, dtype=torch.long), None, 2))
+    shapes = [torch.zeros(1, heads, 3, 4) for heads in (2, 4)]
+    layers = [types.SimpleNamespace(state=Layout((3,) * len(k[0]), corrections.NONE, 1).allocate(k, k)) for k in shapes]
+    with pytest.raises(FastKVError, match=r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]"):
+        follow(model, layers, 9)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..errors import FastKVError
+from ..integrations.transformers import modules, stock
 from ..integrations.transformers.cache import FastKVCache
 from .tasks import generate
 
@@ -90,7 +92,7 @@ def measure(
         for word in questions.answers[:, :-1].split(1, dim=1):
             logits.append(model(word, past_key_values=cache).logits[:, -1])
     guesses = torch.stack(logits, 1).argmax(-1)
-    attention = torch.stack([torch.cat(steps, 1) for steps in recorded])
+    attention = torch.stack([torch.cat(steps, 1) for steps in recorded.values()])
     nbytes, kept, speed = cache_bytes(cache) // rows, kept_tokens(cache), None
     if timed:
         word, start = questions.answers[:, -1:], time.perf_counter()
@@ -110,8 +112,7 @@ def cache_bytes(cache: Any) -> int:
     if isinstance(cache, FastKVCache):
         return cache.nbytes()
     assert isinstance(cache, DynamicCache)
-    layers: list[Any] = cache.layers
-    return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+    return sum(stock.nbytes(layer) for layer in cache.layers)
 
 
 def kept_tokens(cache: Any) -> float | None:
@@ -123,15 +124,25 @@ def kept_tokens(cache: Any) -> float | None:
 
 
 @contextmanager
-def record_attention(model: PreTrainedModel) -> Iterator[list[list[Tensor]]]:
-    """Collect what every attention layer hands to its output projection, [N, T, Hq * Dv] for each forward."""
-    layers = model.get_decoder().layers
-    recorded: list[list[Tensor]] = [[] for _ in layers]
+def record_attention(model: PreTrainedModel) -> Iterator[dict[int, list[Tensor]]]:
+    """Collect what every attention module hands to its output projection, [N, T, Hq * Dv] for each forward.
+
+    Yields: by index of the layer; of layers that attend, those with a sliding window included.
+    Raises: FastKVError for an attention module whose output projection is not found.
+    """
+    found = modules.attentions(model)
+    recorded: dict[int, list[Tensor]] = {layer: [] for layer in found}
 
     def keep(steps: list[Tensor], module: Module, args: tuple[Tensor, ...]) -> None:
         steps.append(args[0].detach().clone())
 
     with ExitStack() as hooks:
-        for layer, steps in zip(layers, recorded):
-            hooks.enter_context(layer.self_attn.o_proj.register_forward_pre_hook(partial(keep, steps)))
+        for layer, module in found.items():
+            projection = modules.output(module)
+            if projection is None:
+                raise FastKVError(
+                    "attention is recorded where it enters the output projection, expected one named "
+                    f"{', '.join(modules.OUTPUTS)}, got none in {type(module).__name__}; try another model"
+                )
+            hooks.enter_context(projection.register_forward_pre_hook(partial(keep, recorded[layer])))
         yield recorded

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .. import Budget, FastKVError, patched
 from ..demo import policy_of
-from ..demo.measure import Measured, Questions, measure, relative_error
+from ..demo.measure import Measured, Questions, cache_bytes, measure, relative_error
 from . import common
 from .equal_bytes import EVICT_EVERY, equal_bytes
 
@@ -85,17 +85,43 @@ def cached(
     return patched(model, policy_of(policy), budget, prefill_block=block, evict_every=EVICT_EVERY)
 
 
-def compare(
-    model: PreTrainedModel, asked: list[Questions], settings: argparse.Namespace, console: Console
-) -> Iterator[Row]:
-    """The full cache first, then every policy at every budget in each prefill mode."""
-    caches = [
-        (policy, prefill, budget)
+@torch.no_grad()
+def full_bytes(model: PreTrainedModel, asked: list[Questions]) -> int:
+    """Bytes of the full cache after the longest text, its question and its answer, of which budgets may be shares."""
+    one = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+    return max(part.prompts.shape[1] + part.answers.shape[1] - 1 for part in asked) * cache_bytes(one)
+
+
+def caches_of(settings: argparse.Namespace) -> list[tuple[str, str, int | Fraction]]:
+    """Every policy, prefill mode and size that are compared."""
+    return [
+        (policy, prefill, size)
         for prefill in settings.prefill
         for policy in settings.policies
-        for budget in settings.budgets
+        for size in settings.budgets
         if prefill != "blocks" or not policy_of(policy).rereads
     ]
+
+
+def check(model: PreTrainedModel, settings: argparse.Namespace, whole: int) -> None:
+    """Raise FastKVError now and not after minutes if a cache is refused; a size can be too small for one policy alone.
+
+    whole: as in `budget_of`.
+    """
+    for policy, prefill, wanted in caches_of(settings):
+        budget = budget_of(wanted, settings, model.config, model.dtype, whole)
+        with cached(model, policy, budget, settings.blocks if prefill == "blocks" else None):
+            common.check_first(policy, model, budget)
+
+
+def compare(
+    model: PreTrainedModel, asked: list[Questions], settings: argparse.Namespace, whole: int, console: Console
+) -> Iterator[Row]:
+    """The full cache first, then every policy at every budget in each prefill mode.
+
+    whole: as in `budget_of`.
+    """
+    caches = caches_of(settings)
 
     def answers(later: bool = False) -> list[Measured]:
         return [measure(model, one, timed=one is asked[0], question_later=later) for one in asked]
@@ -103,7 +129,6 @@ def compare(
     with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=1 + len(caches))
         full = answers(later=settings.prefill[0] == "context")
-        whole = max(one.nbytes for one in full)
         yield summarise(("full", "whole", settings.context), asked, full, full)
         progress.advance(bar)
         for policy, prefill, wanted in caches:
@@ -111,7 +136,6 @@ def compare(
             progress.update(bar, description=f"{policy}, {prefill}, {wanted}")
             budget = budget_of(wanted, settings, model.config, model.dtype, whole)
             with cached(model, policy, budget, block):
-                common.check_first(policy, model, budget)
                 measured = answers(later=prefill == "context")
             yield summarise((policy, str(block or prefill), wanted), asked, measured, full)
             progress.advance(bar)

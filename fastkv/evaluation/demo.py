@@ -15,7 +15,7 @@ from ..demo import MODEL_DIR, policy_of
 from ..demo.measure import make_questions
 from ..demo.tasks import TASKS, max_questions
 from . import common, pictures
-from .comparison import Row, compare, explain, size, table_of, tokens_of
+from .comparison import Row, check, compare, explain, full_bytes, size, table_of, tokens_of
 from .story import memories, tell, watch
 
 PREFILLS = ("whole", "context", "blocks")
@@ -110,17 +110,19 @@ def run(options: argparse.Namespace) -> list[Row]:
         raise FastKVError(f"the bundled model is missing, {MODEL_DIR} has no config.json; install fastkv again")
     model, tokenizer = common.load(common.DEMO, device="cpu")
     common.check_length("context", settings.context, model, "the bundled model")
-    common.make_folder(settings.out)
     texts = settings.context, settings.samples, settings.seed, settings.questions
     asked = [make_questions(tokenizer, task, *texts) for task in settings.tasks]
-    caches, held = compare(model, asked, settings, console), []
+    whole = full_bytes(model, asked)
+    check(model, settings, whole)
+    common.make_folder(settings.out)
+    caches, held = compare(model, asked, settings, whole, console), []
     files = [settings.out / "demo.png", settings.out / "demo.json"]
     if options.all:
         rows = list(caches)
         console.print(table_of(rows, settings.tasks, roomy=console.width >= 112))
         console.print(explain(settings))
     else:
-        whole = tell(model, tokenizer, settings, console)
+        tell(model, tokenizer, settings, whole, console)
         rows = list(watch(caches, settings, console))
         held = memories(model, tokenizer, settings, whole)
         files.append(settings.out / "demo-memory.png")

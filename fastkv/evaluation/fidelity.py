@@ -49,13 +49,13 @@ class Full:
     """What the full cache did with the fed tokens.
 
     Attributes:
-        attention: [layers, B, T, Hq * Dv], what every layer hands to its output projection.
+        attention: by index of the layer [B, T, Hq * Dv], what it hands to its output projection.
         log_probs: [B, T, V] float64, of the token after each fed one.
         nll: [B, T - 1] float64, of the fed tokens after the first.
         nbytes: bytes of the cache per sequence.
     """
 
-    attention: Tensor
+    attention: dict[int, Tensor]
     log_probs: Tensor
     nll: Tensor
     nbytes: int
@@ -152,7 +152,8 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
 
     heads = Heads(**{one.name: of(one.name) for one in fields(Heads)})
     layers, num_heads = list(witnesses), heads.mass.shape[-1]
-    outputs = (run[layers].double().unflatten(-1, (num_heads, -1)) for run in (attention, full.attention))
+    runs = (torch.stack([run[layer] for layer in layers]) for run in (attention, full.attention))
+    outputs = (run.double().unflatten(-1, (num_heads, -1)) for run in runs)
     agreement = log_probs.argmax(-1) == full.log_probs.argmax(-1)
     kl = (full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1)
     excess = negative_log_likelihood(log_probs, tokens) - full.nll
@@ -263,11 +264,11 @@ def compare(
     )
 
 
-def feed(model: PreTrainedModel, tokens: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-    """Decode the given tokens [B, T]. Returns attention [layers, B, T, Hq * Dv] and log-probabilities [B, T, V]."""
+def feed(model: PreTrainedModel, tokens: Tensor, cache: Any) -> tuple[dict[int, Tensor], Tensor]:
+    """Decode the given tokens [B, T]. Returns attention of each layer [B, T, Hq * Dv], log-probabilities [B, T, V]."""
     with record_attention(model) as recorded:
         logits = [model(word, past_key_values=cache).logits[:, -1] for word in tokens.split(1, dim=1)]
-    attention = torch.stack([torch.cat(steps, 1).cpu() for steps in recorded])  # layers may be on several devices
+    attention = {layer: torch.cat(steps, 1).cpu() for layer, steps in recorded.items()}  # from several devices
     return attention, torch.stack(logits, 1).double().log_softmax(-1)
 
 

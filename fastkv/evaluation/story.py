@@ -39,13 +39,17 @@ class Memory:
 
 
 def tell(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: argparse.Namespace, console: Console
-) -> int:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: argparse.Namespace,
+    whole: int,
+    console: Console,
+) -> None:
     """Ask for some facts of one text: print where they stand and what the model writes from each cache.
 
-    Returns the bytes of the full cache.
+    whole: as in `budget_of`.
     """
-    asked, whole = middle(settings), 0
+    asked = middle(settings)
     sample = generate("facts", settings.context, settings.seed, min(ASKED, max_questions("facts", settings.context)))
     starts = [question.partition("answer : ")[2] for question in sample.questions]
     facts = [f"{start} {answer}" for start, answer in zip(starts, sample.answers)]
@@ -60,15 +64,14 @@ def tell(
     ids = tokenizer(sample.context, return_tensors="pt").input_ids
     questions = tokenizer(sample.questions, add_special_tokens=False, return_tensors="pt").input_ids
     for policy in (common.FULL, *settings.policies[:ANSWERING]):
-        budget = budget_of(asked, settings, model.config, model.dtype, whole) if whole else None
+        budget = None if policy == common.FULL else budget_of(asked, settings, model.config, model.dtype, whole)
         with console.status(f"{policy} reads"), cached(model, policy, budget):
             written, nbytes = write(model, ids, questions, len(sample.answers[0].split()))
-        whole, said = whole or nbytes, tokenizer.decode(written)
+        said = tokenizer.decode(written)
         marks = ("[green]✓[/green]" if one == answer else "[red]✗[/red]" for one, answer in zip(said, sample.answers))
         answers = "".join(f"{mark} {one:<{WORDS - 2}}" for mark, one in zip(marks, said))
         console.print(f"  {NAMES.get(policy, policy):<12}{nbytes / 2**10:6.0f} KiB  {answers}".rstrip())
     console.print()
-    return whole
 
 
 def middle(settings: argparse.Namespace) -> int | Fraction:

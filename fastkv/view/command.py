@@ -20,7 +20,7 @@ from ..demo.tasks import TASKS, generate
 from ..evaluation import common
 from ..evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from .page import coded, packed, written
-from .trace import Full, Reading, Trace, check, read_full, trace
+from .trace import Full, Reading, Trace, read_full, trace
 
 SINKS, RECENT = 4, 16  # tokens that are never evicted, as in `fastkv demo`
 FED = 32  # last tokens of a text that are fed one at a time
@@ -67,7 +67,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     console = console or common.console_of()
     checked(options)
     model, tokenizer = common.load(options.model)
-    check(model)
     common.check_length("context", options.context, model, options.model)
     text = text_of(tokenizer, options)
     steps = options.steps or text.answer or FED

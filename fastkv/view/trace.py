@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..demo.measure import cache_bytes, kept_tokens, record_attention
 from ..errors import FastKVError
 from ..evaluation.equal_bytes import stored_bytes
 from ..evaluation.fidelity import Witness, stored_tokens
+from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer
 from ..reference import Centroids
@@ -44,12 +45,12 @@ class Full:
     """What the stock model makes of a text.
 
     Attributes:
-        attention: of each layer [N, Hq * Dv].
+        attention: by index of the layer [N, Hq * Dv].
         said: [steps], the tokens that it finds most likely where the last `steps` tokens of the text stand.
         nbytes: of its cache.
     """
 
-    attention: list[Tensor]
+    attention: dict[int, Tensor]
     said: Tensor
     nbytes: int
 
@@ -82,21 +83,10 @@ class Trace:
 @torch.no_grad()
 def read_full(model: Any, reading: Reading) -> Full:
     """Run the stock model over the whole text. Raises FastKVError if its attention cannot be recorded."""
-    check(model)
     with record_attention(model) as recorded:
         out = model(reading.ids, use_cache=True, logits_to_keep=reading.steps + 1)
-    attention = [outputs[0][0] for outputs in recorded]
+    attention = {layer: outputs[0][0] for layer, outputs in recorded.items()}
     return Full(attention, out.logits[0, :-1].argmax(-1), cache_bytes(out.past_key_values))
-
-
-def check(model: Any) -> None:
-    """Raise FastKVError unless every layer has an attention module whose output can be recorded."""
-    layers = getattr(model.get_decoder(), "layers", [])
-    if not all(hasattr(getattr(layer, "self_attn", None), "o_proj") for layer in layers) or not layers:
-        raise FastKVError(
-            f"view needs a model whose layers have self_attn.o_proj, got {type(model).__name__}; try a Llama, Qwen, "
-            "Mistral or Gemma"
-        )
 
 
 @torch.no_grad()
@@ -113,7 +103,7 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
             logits = model(part, past_key_values=cache, logits_to_keep=1).logits
             seen += part.shape[1]
             said.append(logits[0, -1].argmax(-1))
-            following = following or [Following(layer, reading.ids.shape[1]) for layer in layers.values()]
+            following = following or follow(model, layers.values(), reading.ids.shape[1])
             lost = [one.lost() for one in following]
             if any(bool(mask.any()) for mask in lost):
                 events.append(seen)
@@ -123,8 +113,9 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
         witness.leave()
     gone = torch.stack([one.gone.cpu() for one in following])
     centroids = [one.centroid() for one in following]
-    heads = gone.shape[1]
-    errors = [error(torch.cat(recorded[index], 1)[0], full.attention[index], model, heads) for index in layers]
+    attending, heads = modules.attentions(model), gone.shape[1]
+    groups = {index: modules.Sizes.of(attending[index]).groups for index in layers}
+    errors = [error(torch.cat(recorded[i], 1)[0], full.attention[i], heads, groups[i]) for i in layers]
     kept = kept_tokens(cache)
     assert kept is not None
     return Trace(
@@ -139,13 +130,23 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
     )
 
 
-def error(attention: Tensor, full: Tensor, model: Any, heads: int) -> Tensor:
+def error(attention: Tensor, full: Tensor, heads: int, groups: int) -> Tensor:
     """[heads, N], relative distance of attention outputs [N, Hq * Dv], mean over the query heads of a KV head."""
-    num = model.config.get_text_config(decoder=True).num_attention_heads
-    ours, theirs = (one.double().cpu().unflatten(-1, (num, -1)) for one in (attention, full))
+    ours, theirs = (one.double().cpu().unflatten(-1, (heads, groups, -1)) for one in (attention, full))
     length = theirs.norm(dim=-1)
     relative = (ours - theirs).norm(dim=-1) / length.clamp(min=torch.finfo(torch.float32).tiny)
-    return relative.unflatten(-1, (heads, -1)).mean(-1).T
+    return relative.mean(-1).T
+
+
+def follow(model: Any, layers: Iterable[FastKVLayer], num: int) -> list[Following]:
+    """One for each layer of a cache that was filled. Raises FastKVError unless they have equally many heads."""
+    made = [Following(layer, num) for layer in layers]
+    heads = sorted({len(one.gone) for one in made})
+    if len(heads) > 1:
+        raise FastKVError(
+            f"view draws layers with equally many KV heads, got {type(model).__name__} with {heads}; try another model"
+        )
+    return made
 
 
 class Following:

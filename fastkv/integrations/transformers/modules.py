@@ -183,12 +183,17 @@ class Sizes:
         )
 
 
+def output(module: Module) -> Module | None:
+    """The output projection of an attention module; None for one without any that is known by its name."""
+    return next((one for name in OUTPUTS if (one := getattr(module, name, None)) is not None), None)
+
+
 def output_weight(module: Module) -> Tensor:
     """Weight of the output projection, [hidden, Hq * Dv].
 
     Raises: FastKVError for a module without one that is known by its name.
     """
-    found: Any = next((one for name in OUTPUTS if (one := getattr(module, name, None)) is not None), None)
+    found: Any = output(module)
     if found is None:
         raise FastKVError(
             f"this policy reads the output projection of attention, expected one named {', '.join(OUTPUTS)}, got none "
