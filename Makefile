@@ -4,7 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 PARALLEL = -n $(JOBS) --dist worksteal
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test test-all coverage mutations eval-report verdict: export OMP_WAIT_POLICY ?= passive
+demo test test-all coverage mutations eval-report verdict smoke: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 VLLM ?= .venv-vllm
@@ -12,7 +12,7 @@ INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
 .PHONY: help demo test test-all test-vllm check coverage test-matrix models mutations aot bench perf perf-report \
-	eval-report verdict docs dist clean
+	eval-report verdict docs dist smoke clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -78,6 +78,9 @@ dist: $(STAMP)dist ## sdist and wheel in dist/, checked as an index would
 	rm -rf build/lib dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
+
+smoke: dist ## the wheel alone, in an empty environment and an empty directory: doctor, a patched model, the demo
+	PYTHON=$(PYTHON) .ci/smoke
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks build dist *.egg-info

@@ -134,10 +134,18 @@ def test_the_site_has_every_page():
     assert {str(path.relative_to(ROOT)) for path in PAGES} <= set(named)
 
 
-def test_continuous_integration_runs_what_a_developer_runs():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+RUN = {"ci": [".ci/run"], "release": ["make smoke", 'test "dist/fastkv_attn-${GITHUB_REF_NAME#v}-py3-none-any.whl"']}
+ACTIONS = {"checkout@v4", "setup-python@v5", "upload-artifact@v4", "download-artifact@v4"}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_workflows_run_what_a_developer_runs(name):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"} and True in workflow  # YAML's name for "on"
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert [step["run"].partition(" =")[0] for step in steps if "run" in step] == RUN[name]
+    used = {step["uses"] for step in steps if "uses" in step}
+    assert used <= {"pypa/gh-action-pypi-publish@release/v1", *(f"actions/{action}" for action in ACTIONS)}
 
 
 def test_what_is_read_of_a_page():
