@@ -5,7 +5,7 @@ import torch
 
 from fastkv import Budget, FastKVError
 from fastkv.cache.layer import LayerCache
-from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 
@@ -47,15 +47,16 @@ def alone(config, prompt, steps):
 
 
 def read(layer, row, prompt):
+    """In blocks, whose heads lie beside each other in every token, as an engine has them."""
     layer.clear(row)
-    parts = [part.split(BLOCK, 2) for part in prompt]
-    return torch.cat([layer.read(row, *(part.contiguous() for part in block)) for block in zip(*parts)], 2)
+    parts = [part.transpose(1, 2).contiguous().split(BLOCK, 1) for part in prompt]
+    return torch.cat([layer.read(row, *(part.transpose(1, 2) for part in block)) for block in zip(*parts)], 2)
 
 
-def step(layer, rows, steps, at):
+def step(layer, rows, steps, at, due=None):
     """One token of each sequence, at its own place."""
     q, k, v = (torch.cat([given[i][:, :, [place]] for given, place in zip(steps, at)]) for i in range(3))
-    return layer.step(torch.tensor(rows), q[:, :, 0].contiguous(), k, v)
+    return layer.step(torch.tensor(rows), q[:, :, 0].contiguous(), k, v, due)
 
 
 CASES = {
@@ -63,25 +64,32 @@ CASES = {
     "fastkv": ("fastkv", "auto"),
     "h2o": ("h2o", "moments"),
     "momentkv reference": ("momentkv", "auto", 12, "reference"),
+    "triton": ("fastkv", "auto", 12, "triton"),
     "adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
 }
 
 
+@pytest.mark.parametrize("knows", ["host", "device"])
 @pytest.mark.parametrize("case", CASES)
-def test_sequences_do_not_depend_on_each_other(case):
+def test_sequences_do_not_depend_on_each_other(case, knows):
+    """Nor on who knows which are due."""
     config = config_of(*CASES[case])
     prompts = [tokens(num, num) for num in (29, 5, 16)]
     steps = [tokens(8, 100 + num) for num in range(3)]
     expected = [alone(config, prompt, following) for prompt, following in zip(prompts, steps)]
-    layer, rows, done = paged(config), [3, 1, 4], [0, 0, 0]
+    layer, rows, done, clock = paged(config), [3, 1, 4], [0, 0, 0], PagedClock(EVERY)
     found = [[], [], []]
     for turn in range(10):  # sequence b arrives in turn 2 b, and all that are there decode
         there = [b for b in range(3) if turn > 2 * b and done[b] < 8]
         if turn % 2 == 0 and turn < 6:
             out = read(layer, rows[turn // 2], prompts[turn // 2])
+            clock.read(rows[turn // 2], prompts[turn // 2][0].shape[2])
             torch.testing.assert_close(out, expected[turn // 2][0], atol=1e-5, rtol=1e-5)
         if there:
-            out = step(layer, [rows[b] for b in there], [steps[b] for b in there], [done[b] for b in there])
+            own, seen = [rows[b] for b in there], [prompts[b][0].shape[2] + done[b] + 1 for b in there]
+            due = torch.tensor([own[i] for i in clock.due(own, seen)], dtype=torch.int64)
+            told = due if knows == "host" else None
+            out = step(layer, own, [steps[b] for b in there], [done[b] for b in there], told)
             for b, own in zip(there, out):
                 found[b].append(own)
                 done[b] += 1
@@ -100,6 +108,28 @@ def test_a_page_that_was_used_is_forgotten():
     torch.testing.assert_close(read(layer, 2, prompt), expected[0], atol=1e-5, rtol=1e-5)
     out = torch.cat([step(layer, [2], [steps], [i])[:, :, None] for i in range(4)], 2)
     torch.testing.assert_close(out, expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_the_host_knows_when_sequences_are_due():
+    """Every `period` steps after the last block of a prompt, and nothing of sequences it never heard of."""
+    clock = PagedClock(4)
+    for name, blocks in ((7, (8, 13)), (2, (6,))):
+        for seen in blocks:
+            clock.read(name, seen)
+    assert [clock.due([2, 7, 5], [6 + i, 13 + i, 4 * i]) for i in range(1, 6)] == [[], [], [], [0, 1], []]
+    assert clock.due([7, 2], [17, 9]) == [0]
+    clock.read(7, 3)  # somebody else
+    assert clock.due([7], [17]) == [] and clock.due([7], [11]) == [0]
+
+
+def test_a_step_in_which_no_sequence_is_due_evicts_nothing(monkeypatch):
+    layer = paged(config_of("keydiff"))
+    read(layer, 2, tokens(20, 1))
+    monkeypatch.setattr("fastkv.cache.paged.evict", None)
+    for at in range(EVERY):  # the device would find it due in the last one
+        step(layer, [2], [tokens(EVERY, 2)], [at], torch.empty(0, dtype=torch.int64))
+    with pytest.raises(TypeError):
+        step(layer, [2], [tokens(1, 3)], [0], torch.tensor([2]))
 
 
 def test_a_budget_that_follows_the_prompt_is_refused():

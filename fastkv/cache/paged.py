@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,28 @@ class PagedRule:
         return cls(rule, PageFormat.of(template))
 
 
+class PagedClock:
+    """When sequences evict, as far as the host knows without asking the device: every `period` steps after a prompt.
+
+    Attributes: prompted: tokens of the prompts, by what the engine calls a sequence.
+    """
+
+    def __init__(self, period: int) -> None:
+        self.period, self.prompted = period, dict[int, int]()
+
+    def read(self, name: int, seen: int) -> None:
+        """A block of its prompt has made so many tokens of this sequence, which may have a former one's name."""
+        self.prompted[name] = seen
+
+    def due(self, names: Sequence[int], seen: Sequence[int]) -> list[int]:
+        """Which of the sequences in a batch evict after a step that makes so many tokens of each.
+
+        None of those whose prompts were never read: an engine warms up with such.
+        """
+        known = [i for i, name in enumerate(names) if name in self.prompted]
+        return [i for i in known if (seen[i] - self.prompted[names[i]]) % self.period == 0]
+
+
 class PagedLayer:
     """What `LayerCache` is for a batch in lock-step: every sequence has a clock of its own, which starts at the end of
     its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
@@ -116,23 +139,25 @@ class PagedLayer:
         self._left(row, own)
         return out
 
-    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor | None = None) -> Tensor:
         """Attention output for the next token of each of these sequences, [B, Hq, Dv]; those that are due then evict.
 
-        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, 1, D].
+        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, 1, D]; due [E] int64: those of the rows that evict, as
+            `PagedClock` says; None where the host does not know, and every layer asks the device in every step.
         """
         state, rule = self.state.at(rows), self.rule
         state.fill()
         state.scratch = self.shared.scratch_of(self.num_heads, state, rule.spec)
         out, _, _ = ops.decode_step(q, k, v, state, rule.spec)
-        assert state.prompted is not None
-        steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
-        due = torch.where(steps % rule.layout.spare == 0, rows, 0)
+        if due is None:
+            assert state.prompted is not None
+            steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
+            due = torch.where(steps % rule.layout.spare == 0, rows, 0)
         if due.device.type == "cpu":  # which may be asked without waiting; mostly few are due, and nothing is copied
             for own in self.state.at(due).each():
                 own.fill()
                 evict(own, rule)
-        else:
+        elif len(due):
             evict(self.state.at(due), rule)
         return out
 

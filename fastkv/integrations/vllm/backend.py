@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from ...backend import check_backend
-from ...cache.paged import PagedLayer, PagedRule
+from ...cache.paged import PagedClock, PagedLayer, PagedRule
 from ...cache.workspace import CacheWorkspace
 from ...errors import FastKVError
 from ...parallel import Parallel
@@ -114,11 +114,12 @@ class Batch:
     """What the layers are told of a step.
 
     Attributes: rows: [B] int64, of the sequences that decode.  places: [B] int64, of their tokens in the batch.
-        blocks: of prompts.
+        due: [E] int64, those of the rows that evict now; None where only the device knows.  blocks: of prompts.
     """
 
     rows: Tensor
     places: Tensor
+    due: Tensor | None
     blocks: list[Block] = field(default_factory=list)
 
 
@@ -127,7 +128,8 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.size = settings.config_of(vllm_config).prefill_block
+        config = settings.config_of(vllm_config)
+        self.size, self.clock = config.prefill_block, PagedClock(config.evict_every)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -142,13 +144,30 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         if self.vllm_config.use_v2_model_runner:
             # It calls an answer that is computed again a prompt. So a single token that comes later is a step, always.
             prompts = prompts & ((count > 1) | (before == 0))
-        steps = (~prompts & (count > 0)).nonzero()[:, 0].to(pages.device)
-        batch = Batch(pages[steps].long(), starts[:-1].to(pages.device)[steps].long())
-        reading = prompts.nonzero()[:, 0]
+        steps, reading = (~prompts & (count > 0)).nonzero()[:, 0], prompts.nonzero()[:, 0]
+        due = self._due(m, steps, reading, lengths)
+        steps = steps.to(pages.device)
+        batch = Batch(pages[steps].long(), starts[:-1].to(pages.device)[steps].long(), due)
         if len(reading):  # else the device is not asked for anything
             for i, row in zip(reading.tolist(), pages[reading.to(pages.device)].tolist()):
                 batch.blocks += self._blocks(row, int(before[i]), int(starts[i]), int(starts[i + 1]))
         return batch
+
+    def _due(self, m: CommonAttentionMetadata, steps: Tensor, reading: Tensor, lengths: Tensor) -> Tensor | None:
+        """Pages of the sequences that evict in this step; None where the host cannot tell sequences apart.
+
+        It knows them by their places in the table of vLLM's model runner, or by their pages on a CPU; the older runner
+        says neither on a GPU.
+        """
+        pages = m.block_table_tensor[:, 0]
+        if m.req_idx is None and pages.device.type != "cpu":
+            return None
+        names, seen = (pages if m.req_idx is None else m.req_idx).tolist(), lengths.tolist()
+        for i in reading.tolist():
+            self.clock.read(names[i], seen[i])
+        places = steps.tolist()
+        due = self.clock.due([names[i] for i in places], [seen[i] for i in places])
+        return pages[steps[due].to(pages.device)].long()
 
     def _blocks(self, row: int, before: int, start: int, end: int) -> list[Block]:
         size = self.size or end - start
@@ -231,12 +250,12 @@ class FastKVImpl(AttentionImpl[Batch]):
             self.paged = self._open(layer, kv_cache)
         if len(batch.rows):
             q, k, v = (part[batch.places] for part in (query, key, value))
-            output[batch.places] = self.paged.step(batch.rows, q, k[:, :, None], v[:, :, None])
+            output[batch.places] = self.paged.step(batch.rows, q, k[:, :, None], v[:, :, None], batch.due)
         for block in batch.blocks:
             if block.begins:
                 self.paged.clear(block.row)
             own = slice(block.start, block.end)
-            q, k, v = (part[own].transpose(0, 1)[None].contiguous() for part in (query, key, value))
+            q, k, v = (part[own].transpose(0, 1)[None] for part in (query, key, value))
             output[own] = self.paged.read(block.row, q, k, v)[0].transpose(0, 1)
         return output
 
