@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import time
+import types
 from functools import partial
 
 import pytest
@@ -42,7 +44,8 @@ def options_of(*arguments):
 
 @pytest.fixture
 def bench(toy):
-    return Bench(toy, options_of("--contexts=60,100", "--budgets=40", "--batch=2", "--policies=keydiff", "--rounds=2"))
+    options = options_of("--contexts=60,100", "--budgets=40", "--batch=2", "--policies=keydiff", "--rounds=2")
+    return Bench(toy, options, time.monotonic())
 
 
 # One measurement.
@@ -117,10 +120,20 @@ def test_medians_over_rounds(bench):
 
 
 def test_nothing_starts_when_time_is_over(bench):
-    bench.options.minutes = -1.0
+    bench.end = time.monotonic() - 1
     cases = cases_of(bench.options)
     assert bench.run(cases, command.common.console_of()) == "8 of 8 measurements are left"
     assert {row.left_out for row in bench.rows(cases)} == {"no time left"}
+
+
+def test_nothing_starts_that_would_not_be_finished(bench, monkeypatch):
+    """Each of four cases takes 10 s, and the command may take 65: the first round and half of the second."""
+    now = [0.0]
+    monkeypatch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(bench, "take", lambda case: now.__setitem__(0, now[0] + 10))
+    bench.end = 65
+    assert bench.run(cases_of(bench.options), command.common.console_of()) == "2 of 8 measurements are left"
+    assert now == [60]
 
 
 def test_what_does_not_fit_is_left_out(bench, monkeypatch):

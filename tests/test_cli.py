@@ -73,7 +73,7 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
         (["demo", "--budgets", "8"], "sinks"),
         (["demo", "--budgets", "-1"], "-1"),
         (["demo", "--budgets", "1/200"], "sinks"),
-        (["demo", "--budgets", "1/4,1/100"], "leaves 0 tokens"),
+        (["demo", "--budgets", "1/4,1/100"], "tokens per KV head, fewer than"),
         (["demo", "--budgets", "3/2"], "3/2"),
         (["demo", "--budgets", "1/0"], "1/0"),
         (["demo", "--all", "--budgets", "8"], "sinks"),

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=tuple(DTYPES), help="of the weights (default: the checkpoint's; float32 on a CPU)")
     add("--graphs", action="store_true", help="decode steps as CUDA graphs, on both sides")
     option("--rounds", 3, "times that every cache has its turn")
-    option("--minutes", 1.0, "start nothing after so many", "M")
+    option("--minutes", 0.9, "be done after so many, as far as earlier rounds tell", "M")
     option("--out", Path("fastkv-bench"), "where the files go", "DIR")
 
 
@@ -101,7 +101,7 @@ class Row:
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
     """Measure, print the table, and write bench.json and bench.png into `options.out`."""
-    console = console or common.console_of(112)
+    began, console = time.monotonic(), console or common.console_of(112)
     device = torch.device(common.default_device())
     options = checked(options, device)
     with console.status("making the model"):
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     common.make_folder(options.out)
     weights = sum(weight.nbytes for weight in model.parameters())
     console.print(f"{name} on {device_name(device)}: weights {weights / GIB:.2f} GiB, {str(model.dtype)[6:]}")
-    bench = Bench(model, options)
+    bench = Bench(model, options, began)
     left = bench.run(cases, console)
     rows = bench.rows(cases)
     console.print(table_of(rows))
@@ -213,12 +213,14 @@ def check(model: Any, options: argparse.Namespace) -> None:
 class Bench:
     """Measurements as they come in.
 
+    Args: began: by the clock of `time.monotonic`, from which the minutes count.
     Attributes: timed: of each case, one per round.  warm: of each case, seconds before its clock ran.  refused: why a
         case is not measured.
     """
 
-    def __init__(self, model: Any, options: argparse.Namespace) -> None:
+    def __init__(self, model: Any, options: argparse.Namespace, began: float) -> None:
         self.model, self.options, self.settings = model, options, options.settings
+        self.end = began + 60 * options.minutes
         self.timed: dict[Case, list[Timed]] = {}
         self.warm: dict[Case, float] = {}
         self.refused: dict[Case, str] = {}
@@ -229,18 +231,20 @@ class Bench:
 
     def run(self, cases: list[Case], console: Console) -> str:
         """All rounds, as far as there is time. Returns: what is left, in words."""
-        end = time.monotonic() + 60 * self.options.minutes
+        took: dict[Case, float] = {}
         turns = [(turn, case) for turn in range(self.options.rounds) for case in cases]
         with common.progress(console) as progress:
             bar = progress.add_task("warming up", total=len(turns))
             for done, (turn, case) in enumerate(turns):
-                if time.monotonic() > end:
+                start = time.monotonic()
+                if start + took.get(case, 0) > self.end:
                     left = len(turns) - done
                     return f"{left} of {len(turns)} measurements are left"
                 where = f"{case.context} tokens, batch {case.batch}"
                 progress.update(bar, description=f"round {turn + 1}, {where}, {case.policy} {case.budget or ''}")
                 if case not in self.refused:
                     self.take(case)
+                    took[case] = time.monotonic() - start
                 progress.advance(bar)
             progress.update(bar, description="done")
         return ""
