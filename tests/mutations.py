@@ -535,6 +535,28 @@ MUTATIONS = [
         "torch.where(free[:, :, None], full, 0)",
         "ridge.py::test_values_are_those_of_ridge_regression",
     ),
+    bug(
+        "centroids are refitted as if no token stayed",
+        "reference/centroids.py",
+        "logits = torch.cat([rest_lse[..., None], centroid_logits",
+        "logits = torch.cat([rest_lse[..., None] - 99, centroid_logits",
+        "reread.py::test_refitted_values_are_those_of_ridge_regression",
+    ),
+    bug(
+        "samples of a second reading depend on padding",
+        "cache/wrappers.py",
+        "torch.arange(SAMPLES, device=q.device) * fed // SAMPLES",
+        "torch.arange(SAMPLES, device=q.device) * (0 * fed + valid.shape[1]) // SAMPLES",
+        "reread.py::test_a_row_does_not_depend_on_its_padding",
+    ),
+    bug(
+        "a second reading forgets its earlier chunks",
+        "cache/wrappers.py",
+        "self.again.received.maximum(torch.where(self.held[3][:, None], most, 0))",
+        "torch.where(self.held[3][:, None], most, 0)",
+        "reread.py::test_a_row_does_not_depend_on_its_padding",
+        "deferred.py::test_kvzip_keeps_what_a_second_reading_attends_to_most",
+    ),
     # transformers.
     bug(
         "the mask of a later block lacks the past",

@@ -266,7 +266,7 @@ def with_prefetching(model, ids):
 USES = {
     # Before 5.14 the model itself is refused, before its assistant is asked.
     "patched assistant": ({}, with_assistant, "cannot be the assistant" if ROLLS_BACK else "transformers >= 5.14"),
-    "drafts for kvzip": ({"policy": "kvzip"}, with_draft, "which KVzip and Budget.* compress at once"),
+    "drafts for kvzip": ({"policy": "kvzip"}, with_draft, "which a second reading and Budget.* compress at once"),
     **{
         f"{kind} cache": ({}, with_cache(kind), f"cache_implementation='{kind}' conflicts")
         for kind in ("static", "quantized", "offloaded")

@@ -105,15 +105,6 @@ def test_a_block(backend):
     torch.testing.assert_close(lse, everything.masked_fill(~seen, float("-inf")).logsumexp(-1))
 
 
-def test_a_second_reading():
-    q, keys, values = randn(B, HQ, 4, D), randn(B, HKV, 7, D, seed=1), randn(B, HKV, 7, D, seed=2)
-    visible = torch.rand(B, 4, 7, generator=torch.Generator().manual_seed(0)) < 0.7
-    out, most = reference.most_attended(q, keys, values, visible, 0.3, None, SINKS)
-    want, weights = truth(q, keys, values, visible[:, None], SINKS)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(most, weights.unflatten(1, (HKV, -1)).amax((2, 3)))
-
-
 def test_attention_of_chunks():
     q, keys = randn(B, HQ, 7, D), randn(B, HKV, 7, D, seed=1)
     mass = reference.noncausal_attention_mass(q, keys, 0.3, 4, sink_logits=SINKS)

@@ -184,12 +184,12 @@ class LayerCache:
         k: Tensor,
         v: Tensor,
         valid: Tensor,
-        received: Tensor | None = None,
+        again: signals.SecondReading | None = None,
         mass: Tensor | None = None,
     ) -> None:
-        """Make tokens of a prompt part of the state; shapes as in `attend`, received and mass as in `absorb_block`."""
+        """Make tokens of a prompt part of the state; shapes as in `attend`, again and mass as in `absorb_block`."""
         state, rule = self._held()
-        absorb_block(state, q, k, v, valid, rule, received, mass)
+        absorb_block(state, q, k, v, valid, rule, again, mass)
         self.workspace.clock.restart()
         if state.exact.starts is not None:
             self.prepare()  # the longest head may have changed

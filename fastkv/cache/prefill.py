@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import LayerState, Selection, attention_ahead, joined, merge_partials, most_attended
+from ..reference import LayerState, Selection, attention_ahead, merge_partials
 from . import compaction, key_only, refit, selection, signals
 from .layout import LayerConfig
-
-Held = tuple[Tensor, Tensor, Tensor]
+from .signals import SecondReading
 
 
 def attend_block(
@@ -45,14 +44,13 @@ def absorb_block(
     v: Tensor,
     valid: Tensor,
     rule: LayerConfig,
-    received: Tensor | None = None,
+    again: SecondReading | None = None,
     mass: Tensor | None = None,
 ) -> None:
     """Make the block part of the state, evicting down to the layer's budget; what leaves is remembered.
 
     Shapes as in `attend_block`, which comes first: every query sees its whole past before anything is evicted.
-    received [B, Hkv, T]: attention that the block's tokens get, instead of an observation (KVzip). mass: of
-    `attend_block`.
+    again: what is known of the block where it was read twice. mass: of `attend_block`.
     """
     num = k.shape[2]
     # Padding gets the position of the token before it; it is never valid, so this is never read.
@@ -61,40 +59,17 @@ def absorb_block(
     told = signals.candidates(state, (k, v, positions, valid), rule)
     full = state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
-        told, scores = signals.score(signals.of_block(told, q, valid, state, rule, received, mass), rule)
+        told, scores = signals.score(signals.of_block(told, q, valid, state, rule, again, mass), rule)
     kept = Selection(told.valid, told.valid.sum(-1))
     if full:
         kept = selection.keep_best(told, scores, state.seen, rule)
         if rule.config.correction.observes:
             told = refit.refit(told, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, told, kept, num, rule, full=full)
+    if full and again is not None and rule.config.policy.refits:
+        refit.refit_centroids(told, kept.kept, again, state, rule)
     if state.prompted is not None:
         state.prompted.copy_(state.seen)
-
-
-def attend_held(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor,
-    held: Held,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of re-fed tokens over a prompt that is held in full and, causally, themselves. Nothing is stored.
-
-    Args: shapes as in `attend_block`; held: keys and values [B, Hkv, N, D] and valid [B, N] of the prompt;
-        sink_logits [Hq], if there are any.
-    Returns: [B, Hq, T, Dv] and, [B, Hkv, N], the most that any of the tokens gave to each of the prompt.
-    """
-    keys, values, real = held
-    num, size = real.shape[1], valid.shape[1]
-    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() & valid[:, None]
-    visible = torch.cat([real[:, None].expand(-1, size, -1), causal], 2) & valid[..., None]
-    keys, values = joined(keys, without_padding(k, valid)), joined(values, without_padding(v, valid))
-    out, most = most_attended(q, keys, values, visible, scale, softcap, sink_logits)
-    return out, most[..., :num]
 
 
 def without_padding(rows: Tensor, valid: Tensor) -> Tensor:

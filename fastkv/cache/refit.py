@@ -1,4 +1,6 @@
-"""Values of tokens that stay, changed for those that leave, where the correction says so."""
+"""Values refitted to attention: of tokens that stay, where the correction says so, or of centroids, after a second
+reading.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, visible_keys
-from ..reference.attention import grouped_logits, masked_softmax
+from ..reference import Centroids, LayerState, compute_dtype, visible_keys
+from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
 from . import signals
 from .layout import LayerConfig
 from .selection import protected
@@ -55,3 +57,25 @@ def _attention(
         return weights.flatten(2, 3)
 
     return attention(seen), attention(seen & kept[:, :, None, None])
+
+
+def refit_centroids(
+    told: Signals, kept: Tensor, again: signals.SecondReading, state: LayerState, rule: LayerConfig
+) -> None:
+    """Refit the centroids, if the layer has any, to the queries of a second reading; see `Centroids.refitted`.
+
+    Args: kept [B, Hkv, N] bool, of the candidates, all of them from the prompt, those that stayed.
+    """
+    parts, spec = state.parts, rule.spec
+    if not isinstance(parts, Centroids):
+        return
+    values = told.values.to(compute_dtype(told.values))[:, :, None]
+    asked = again.asked[:, None, None, :, None]
+    found: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
+    for q, real in zip(again.queries.split(QUERY_CHUNK, 2), asked.split(QUERY_CHUNK, 3)):
+        logits = grouped_logits(q, told.keys, spec.scale, spec.softcap)
+        for results, visible in zip(found, (told.valid, kept)):
+            weights, lse = masked_softmax(logits, visible[:, :, None, None] & real)
+            results.append((weights @ values, lse))
+    full, rest = ((torch.cat(o, 3).flatten(2, 3), torch.cat(z, 3).flatten(2, 3)) for o, z in (zip(*f) for f in found))
+    parts.copy_(parts.refitted(again.queries, full, rest, spec.scale, spec.softcap))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,21 @@ from .layout import LayerConfig
 Block = tuple[Tensor, Tensor, Tensor, Tensor]
 Tokens = tuple[Tensor, Tensor, Tensor]
 QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
+
+
+@dataclass
+class SecondReading:
+    """What a layer knows of a prompt, T tokens, that was read twice.
+
+    Attributes:
+        received: [B, Hkv, T] fp32, the most attention that re-fed tokens gave to each token.
+        queries: [B, Hq, W, D] post-RoPE, some of the re-fed tokens', and asked: [B, W] bool, false for none; both empty
+            unless the policy refits.
+    """
+
+    received: Tensor
+    queries: Tensor
+    asked: Tensor
 
 
 def candidates(state: LayerState, block: Block, rule: LayerConfig) -> Signals:
@@ -86,17 +101,17 @@ def of_block(
     valid: Tensor,
     state: LayerState,
     rule: LayerConfig,
-    received: Tensor | None,
+    again: SecondReading | None,
     mass: Tensor | None,
 ) -> Signals:
     """Add what the policy asks of a prompt block: the attention that candidates get, and the block's queries.
 
-    Args: q [B, Hq, T, D]; valid [B, T]; received [B, Hkv, T]: what the block's tokens receive, where that is known
-        already (KVzip); mass [B, Hq, T]: log of that of the evicted tokens in the attention of q, None for none.
+    Args: q [B, Hq, T, D]; valid [B, T]; again: of the block, which is then all there is; mass [B, Hq, T]: log of that
+        of the evicted tokens in the attention of q, None for none.
     """
-    if received is not None:
-        signals = replace(signals, attention=received, queried=torch.ones_like(state.seen)[:, None, None])
-    elif rule.config.needs("attention"):
+    if again is not None:
+        signals = replace(signals, received=again.received)
+    if rule.config.needs("attention"):
         signals = observe(signals, q, valid, state, rule, mass)
     return replace(signals, queries=q) if rule.config.needs("queries") else signals
 

@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import ops
 from ..errors import FastKVError
+from ..reference import LayerState, Moments, Slots, Spec, most_attended, rows_at
 from .layer import LayerCache, Stock
 from .layout import LayerConfig
-from .prefill import attend_held, without_padding
+from .prefill import without_padding
+from .signals import SecondReading
+
+SAMPLES = 128  # of the queries of each chunk of a second reading, for a refit
 
 Attends = tuple[float, float | None, Tensor | None, Tensor | None]  # what `LayerCache.configure` takes
 
@@ -19,15 +24,14 @@ Attends = tuple[float, float | None, Tensor | None, Tensor | None]  # what `Laye
 class HeldPrompt:
     """A layer's cache while its first prompt is read: `read`, perhaps `read_again`, then `commit`.
 
-    Attributes: received: [B, Hkv, N] fp32, the most attention that re-fed tokens gave to each token of the prompt; None
-        unless `rereads`, between the two readings.
+    Attributes: again: what a second reading has found so far; None unless it has begun.
     """
 
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
         self.held: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.attends: Attends = (1.0, None, None, None)
-        self.received: Tensor | None = None
+        self.again: SecondReading | None = None
         self.fed: tuple[Tensor, Tensor, Tensor] | None = None  # the last tokens of a second reading
 
     def configure(
@@ -38,35 +42,76 @@ class HeldPrompt:
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
         """Hold the prompt, or attend to it where it is read again; arguments as in `LayerCache.read`."""
-        if self.received is not None:
+        if self.again is not None:
             return self.read_again(q, k, v, valid)
         self.held = (q, without_padding(k, valid), without_padding(v, valid), valid)
         return stock()
 
     def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
         """As `LayerCache.look`; a second reading watches the queries of this layer only."""
-        if self.received is None:
+        if self.again is None:
             return stock()
-        assert self.fed is not None and self.held is not None
+        assert self.fed is not None
         k, v, valid = self.fed
         num = q.shape[2]
         whole = pad(q, (0, 0, k.shape[2] - num, 0))
-        return attend_held(whole, k, v, valid, self.held[1:], scale, softcap)[0][:, :, -num:]
+        return self._attend(whole, k, v, valid, scale, softcap)[0][:, :, -num:]
 
     def expect_again(self) -> None:
-        """From now on the prompt is read a second time."""
+        """From now on the prompt is read a second time. Padding goes behind its tokens, which are then slots in use."""
         assert self.held is not None
-        keys = self.held[1]
-        self.received = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+        q, k, v, valid = self.held
+        order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+        q, k, v = (rows_at(rows, order[:, None].expand(rows.shape[:3])) for rows in (q, k, v))
+        self.held = (q, k, v, valid.gather(1, order))
+        self.again = SecondReading(k.new_zeros(k.shape[:3], dtype=torch.float32), q[:, :, :0], valid[:, :0])
 
     def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
-        """Attention of re-fed tokens over the held prompt and themselves. Nothing is stored."""
-        assert self.held is not None and self.received is not None
+        """Attention of re-fed tokens over the held prompt and, causally, themselves. Nothing is stored."""
+        assert self.held is not None and self.again is not None
+        q, k, v = (without_padding(rows, valid) for rows in (q, k, v))
         self.fed = (k, v, valid)
         scale, softcap, _, sink_logits = self.attends
-        out, most = attend_held(q, k, v, valid, self.held[1:], scale, softcap, sink_logits)
-        self.received = self.received.maximum(most)
+        out, lse = self._attend(q, k, v, valid, scale, softcap, sink_logits)
+        most = most_attended(q, self.held[1], lse.masked_fill(~valid[:, None], float("inf")), scale, softcap)
+        self.again.received = self.again.received.maximum(torch.where(self.held[3][:, None], most, 0))
+        if self.cache.config.policy.refits:
+            self._sample(self.again, q, valid)
         return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention [B, Hq, T, Dv] of re-fed tokens and the log of its mass [B, Hq, T]; see `ops.prefill_attention`."""
+        assert self.held is not None
+        _, keys, values, real = self.held
+        batch, heads, _, dim = keys.shape
+        seen = real.sum(-1)
+        state = LayerState(
+            Slots(keys, values, seen[:, None].repeat(1, heads).to(torch.int32)),
+            seen,
+            Moments.empty(batch, heads, dim, values.shape[-1], keys.device, order=None),
+            sink_logits=sink_logits,
+        )
+        out, lse, _ = ops.prefill_attention(
+            q, k, v, valid, state, Spec(scale, softcap, backend=self.cache.config.backend)
+        )
+        return out, lse
+
+    def _sample(self, again: SecondReading, q: Tensor, valid: Tensor) -> None:
+        """Keep SAMPLES of the queries, evenly spaced in each row: its own, as padding is on the right."""
+        fed = valid.sum(-1, keepdim=True)
+        index = torch.arange(SAMPLES, device=q.device) * fed // SAMPLES
+        some = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        again.queries = torch.cat([again.queries, some], 2)
+        again.asked = torch.cat([again.asked, (fed > 0).expand_as(index)], 1)
 
     def commit(self, keep: float | None) -> None:
         """Compress the held prompt, to the share `keep` of its tokens if the budget left that open."""
@@ -74,7 +119,7 @@ class HeldPrompt:
         q, k, v, valid = self.held
         self.cache.allocate(q.shape[1], k, v, k.shape[2], keep)
         self.cache.configure(*self.attends)
-        self.cache.absorb(q, k, v, valid, self.received)
+        self.cache.absorb(q, k, v, valid, self.again)
         self.cache.started = True
 
 

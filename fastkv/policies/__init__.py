@@ -12,7 +12,7 @@ from .compactor import Compactor, Leverage, NonCausal
 from .criticalkv import CriticalKV
 from .duoattention import DuoAttention
 from .expectedattention import ExpectedAttention
-from .fastkv import FastKV
+from .fastkv import FastKV, FastKVReread
 from .grkv import GRKV
 from .h2o import H2O
 from .keydiff import KeyDiff
@@ -25,7 +25,7 @@ from .snapkv import TOVA, PyramidKV, SnapKV
 from .triattention import TriAttention
 
 ALL: tuple[type[Policy], ...] = (
-    MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV,
+    MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV, FastKVReread,
     SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention,
     LagKV, RKV, ExpectedAttention, TriAttention, GRKV, Streaming, Random,
 )  # fmt: skip

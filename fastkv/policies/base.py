@@ -50,6 +50,8 @@ class Signals:
         queried: [B, 1, 1] or [B, Hkv, N] fp32, the number of queries each mean in `attention` is over; None without it.
         queries: [B, Hq, T, Dk] post-RoPE, of the new tokens of a prompt block; None when decoding and unless needed.
         output: [hidden, Hq, Dv], the layer's output projection; None unless needed.
+        received: [B, Hkv, N] fp32, the largest attention weight that any query of a second reading gave each candidate;
+            None without one.
         memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
             policy `remembers`.
         rotary: how the layer turns its keys, None unless "pre_rope" is needed.
@@ -73,6 +75,7 @@ class Signals:
     queried: Tensor | None = None
     queries: Tensor | None = None
     output: Tensor | None = None
+    received: Tensor | None = None
     memory: Tensor | None = None
     rotary: Rotary | None = None
     query_statistics: QueryStatistics | None = None
@@ -126,6 +129,21 @@ class Policy:
     @property
     def rereads(self) -> bool:
         """Whether the context is read twice and compressed only afterwards (KVzip); excludes blocks."""
+        return False
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are fed again at once, where the context is read twice."""
+        return 2048
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids that are fed before each of these chunks."""
+        return ()
+
+    @property
+    def refits(self) -> bool:
+        """Whether the queries of a second reading are kept, for centroids to be refitted to their attention."""
         return False
 
     @property

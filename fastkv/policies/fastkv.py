@@ -9,9 +9,11 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
-from .base import Signals
+from .base import Signals, known_or_mean
 from .manifold import Manifold
 from .snapkv import SnapKV
+
+POOLED = 4.0  # weight of the window's attention beside the largest of a second reading
 
 
 @dataclass(frozen=True)
@@ -27,23 +29,74 @@ class FastKV(SnapKV):
     Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
     `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
 
+    With `reread` the prompt is fed a second time, and
+
+        score_j = max over its queries of their attention to j + 4 a_j
+
+    instead: what the model looks at while it reads the same again is what it needs to go on. Tokens that were read
+    once, generated ones and those of later prompts, have the mean of the others in place of the maximum. The values of
+    the centroids are then refitted to the attention of some queries of the second reading (`Centroids.refitted`).
+
     Args:
         window: observation window, queries.
         pool: odd width of the average pooling of the attention.
         weight: of the attention, in standard deviations of distance; 0 for ManifoldKV's choice.
+        reread: read the prompt twice, which takes about twice as long and, until it ends, the memory of the whole
+            cache (as KVzip, arXiv:2505.23416, whose chunks and scores these are); `policy="fastkv-reread"`.
     """
 
     name = "fastkv"
     correction = "centroids"
 
     weight: float = 128.0
+    reread: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.weight < math.inf:
             raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 128.0")
 
+    @property
+    def rereads(self) -> bool:
+        """If asked to."""
+        return self.reread
+
+    @property
+    def remembers(self) -> bool:
+        """What a second reading found."""
+        return self.reread
+
+    @property
+    def refits(self) -> bool:
+        """After a second reading."""
+        return self.reread
+
+    def remember(self, signals: Signals) -> Tensor:
+        """What a token received on the second reading, [B, Hkv, N] fp32; 0 for those that were read once."""
+        assert signals.memory is not None
+        return signals.memory if signals.received is None else signals.received
+
     def score(self, signals: Signals) -> Tensor:
         """Both together, [B, Hkv, N]."""
+        if self.reread:
+            return known_or_mean(signals) + POOLED * super().score(signals)
         distance, attention = Manifold().score(signals), super().score(signals)
         return ops.z_scores(distance, signals.valid, attention, self.weight, backend=signals.backend)
+
+
+@dataclass(frozen=True)
+class FastKVReread(FastKV):
+    """`FastKV` with a second reading of the prompt.
+
+    Source: fastkv's own; the second reading is KVzip's (Kim et al. 2025, arXiv:2505.23416).
+
+    Args:
+        window: observation window, queries.
+        pool: odd width of the average pooling of the attention.
+        weight: for `reread=False` only, see `FastKV`.
+        reread: read the prompt twice.
+    """
+
+    name = "fastkv-reread"
+
+    reread: bool = True

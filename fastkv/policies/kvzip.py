@@ -46,7 +46,8 @@ class KVzip(Policy):
     def remember(self, signals: Signals) -> Tensor:
         """The largest weight so far, [B, Hkv, N] fp32; generated tokens get none."""
         assert signals.memory is not None and signals.attention is not None
-        return signals.memory if signals.decoding else torch.maximum(signals.memory, signals.attention)
+        known = signals.attention if signals.received is None else signals.received
+        return signals.memory if signals.decoding else torch.maximum(signals.memory, known)
 
     def score(self, signals: Signals) -> Tensor:
         """What is remembered, or the attention of tokens that were not read twice; [B, Hkv, N] fp32."""

@@ -288,39 +288,22 @@ def attention_ahead(
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def most_attended(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention output and, for each key, the largest weight that any query gives it (KVzip, arXiv:2505.23416, Eq. 2).
+def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """For each key, the largest weight that any query gives it (KVzip, arXiv:2505.23416, Eq. 2): max exp(s - lse).
 
-    Args: q [B, Hq, T, D]; keys [B, Hkv, N, D]; values [B, Hkv, N, Dv]; visible [B, T, N] bool; sink_logits [Hq].
-    Returns: out [B, Hq, T, Dv] in the dtype of q (zeros for a query that sees nothing); most [B, Hkv, N] fp32 (fp64
-        for fp64 inputs), the maximum over queries and over the query heads of a KV head.
+    Args: q [B, Hq, T, D]; keys [B, Hkv, N, D], all of them visible; lse [B, Hq, T]: of all that each query attends to,
+        inf for a query that does not count.
+    Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), the maximum over queries and over the query heads of a KV head.
     """
-    batch, num_heads, num, dim = q.shape
-    heads, length = keys.shape[1:3]
-    check_groups("most_attended", num_heads, heads)
-    check_shape("most_attended", "keys", keys, (batch, heads, length, dim))
-    check_shape("most_attended", "visible", visible, (batch, num, length))
+    num, (batch, heads, length, dim) = q.shape[2], keys.shape
+    check_shape("most_attended", "q", q, (batch, None, num, dim))
+    check_shape("most_attended", "lse", lse, q.shape[:3])
     dtype = compute_dtype(q)
-    keys, values = keys.to(dtype), values.to(dtype)
-    most = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
-    outs = []
-    for start in range(0, num, QUERY_CHUNK):
-        rows = slice(start, start + QUERY_CHUNK)
-        out, lse, probs = _attend(q[:, :, rows], keys, values, visible[:, None, None, rows], scale, softcap)
-        out, _ = with_sink(out, lse, None if sink_logits is None else sink_logits[:, None])
-        sinks = None if sink_logits is None else sink_logits.view(heads, -1, 1)
-        probs, _ = with_sink(probs, lse.view(probs.shape[:-1]), sinks)
-        most = torch.maximum(most, probs.amax((2, 3)))
-        outs.append(out.to(q.dtype))
-    return torch.cat(outs, 2), most
+    most = torch.full((batch, heads, length), float("-inf"), dtype=dtype, device=q.device)
+    for part, total in zip(q.split(QUERY_CHUNK, 2), lse.to(dtype).split(QUERY_CHUNK, 2)):
+        logits = grouped_logits(part, keys, scale, softcap)
+        most = torch.maximum(most, logits.sub_(total.reshape(*logits.shape[:-1], 1)).flatten(2, 3).amax(2))
+    return most.exp()
 
 
 def unrotate(keys: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

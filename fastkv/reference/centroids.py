@@ -48,6 +48,7 @@ VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
 BLOCK = 1024
 STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(2) - 1: far from fractions
+REFIT_RIDGE = 0.1  # of a refit of values, relative to the mean square of their shares
 ROUND_SHARE = 4  # at most one centroid in so many disappears in a round: more rounds, closer to the exact rule
 
 
@@ -189,6 +190,38 @@ class Centroids(Evicted):
         """`centroid_estimate` with the cosh mass."""
         return centroid_estimate(q, self, scale, softcap)
 
+    def refitted(
+        self,
+        q: Tensor,
+        full: tuple[Tensor, Tensor],
+        kept: tuple[Tensor, Tensor],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Centroids:
+        """The same parts with other values, so that attention of q over the kept tokens and these is what it was.
+
+        With Z the mass of all tokens and Z_R that of the kept ones, the parts have the shares P_c = e^b_c / (Z_R +
+        sum_c e^b_c) of a query's attention, and E = f - (1 - sum_c P_c) f_R - sum_c P_c v_c is missing. Ridge
+        regression towards what was there before: V <- V + (P^T P + lambda I)^-1 P^T E, lambda = REFIT_RIDGE times the
+        mean of diag(P^T P), in float64, because queries are nearly alike. A head that evicted nothing stays as it is.
+
+        Args: q [B, Hq, T, Dk]; full: f [B, Hkv, G * T, Dv] and log Z [B, Hkv, G * T] over all tokens, -inf for queries
+            that do not count; kept: f_R and log Z_R, the same over those that were kept.
+        """
+        (out, lse), (rest, rest_lse) = full, kept
+        counts = (lse > float("-inf"))[..., None]
+        logits = torch.cat([rest_lse[..., None], centroid_logits(q, self, scale, softcap)], -1)
+        shares = torch.where(counts, logits, 0).softmax(-1)
+        shares = torch.where(counts, shares, 0).double()
+        base, parts = shares[..., :1], shares[..., 1:]
+        missing = torch.where(counts, out - base * rest - parts @ self.values.double(), 0)
+        gram = parts.transpose(-1, -2) @ parts
+        size = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        gram.diagonal(dim1=-2, dim2=-1).add_((REFIT_RIDGE * size).clamp(min=torch.finfo(size.dtype).tiny))
+        # Waits for no device, unlike solve.
+        change = torch.linalg.solve_ex(gram, parts.transpose(-1, -2) @ missing).result
+        return Centroids(self.count, self.keys, (self.values + change).to(self.values.dtype), self.spread)
+
     def costs(self, half: int) -> Tensor:
         """[B, Hkv, movers, partners], what a merge adds to the weighted sum of squares within parts; inf if unused.
 
@@ -224,7 +257,19 @@ def centroid_estimate(
     """
     if mass not in MASSES:
         raise FastKVError(f"mass must be one of {', '.join(MASSES)}, got {mass!r}; choose one of them")
-    batch, num_heads, num, dim = q.shape
+    batch, num_heads, num, _ = q.shape
+    logit = centroid_logits(q, centroids, scale, softcap, mass)
+    log_mass = logit.logsumexp(-1)
+    top = log_mass.masked_fill(log_mass == float("-inf"), 0.0)[..., None]
+    value = torch.exp(logit - top) @ centroids.values.to(logit.dtype)
+    return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)
+
+
+def centroid_logits(
+    q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None, mass: str = "cosh"
+) -> Tensor:
+    """The b_c of every query of a group, [B, Hkv, G * T, M], -inf for unused centroids; as in `centroid_estimate`."""
+    batch, num_heads, _, dim = q.shape
     heads = centroids.count.shape[1]
     check_groups("centroid_estimate", num_heads, heads)
     dtype = torch.promote_types(compute_dtype(q), centroids.keys.dtype)
@@ -239,8 +284,4 @@ def centroid_estimate(
         sigma = (centroids.spread.to(dtype)[:, :, None] / count.clamp(min=1)).sqrt()
         deviation = scale * slope * grouped.norm(dim=-1, keepdim=True) * sigma
         logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
-    logit = torch.where(count > 0, count.log() + logit, float("-inf"))
-    log_mass = logit.logsumexp(-1)
-    top = log_mass.masked_fill(log_mass == float("-inf"), 0.0)[..., None]
-    value = torch.exp(logit - top) @ centroids.values.to(dtype)
-    return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)
+    return torch.where(count > 0, count.log() + logit, float("-inf"))

@@ -9,7 +9,7 @@ from .engine import FITTED, Alone, Traffic, prompt, start
 
 LENGTHS, NUM = [300, 41, 129], 20
 DONE = {"momentkv", "keydiff", "fastkv", "snapkv", "h2o"}  # by test_tokens
-NOT_SERVED = {"criticalkv", "kvzip"}
+NOT_SERVED = {"criticalkv", "kvzip", "fastkv-reread"}
 FILES = {
     "triattention": {"name": "triattention", "calibration": str(FITTED / "queries.safetensors")},
     "duoattention": {"name": "duoattention", "pattern": str(FITTED / "full_attention_heads.tsv")},
@@ -66,6 +66,7 @@ REFUSALS = {
         "needs the whole context before anything is evicted, vLLM reads it once",
     ),
     "kvzip": ({"policy": "kvzip"}, {}, "policy 'kvzip' needs the whole context"),
+    "reread": ({"policy": "fastkv-reread"}, {}, "policy 'fastkv-reread' needs the whole context"),
     "criticalkv": ({"policy": "criticalkv"}, {}, "output projections, which vLLM hands to no attention"),
     "block": ({"prefill_block": 0}, {}, "prefill_block must be a whole number of at least 1 tokens, got 0"),
     "fp8": ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' does not work"),

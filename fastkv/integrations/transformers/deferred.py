@@ -1,4 +1,4 @@
-"""Prompts that are compressed only after all layers have read them: KVzip reads twice, quality budgets grade."""
+"""Prompts that are compressed only after all layers have read them: some policies read twice, quality budgets grade."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Any], prompt: P
     config, layers = cache.config, cache.compressed
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if ids is None:
-        raise FastKVError("KVzip and Budget(quality=...) read the prompt's tokens; pass input_ids, not inputs_embeds")
+        raise FastKVError(
+            "second readings and Budget(quality=...) need the prompt's tokens; pass input_ids, not inputs_embeds"
+        )
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        raise FastKVError("KVzip and Budget(quality=...) need a 2-D padding mask, got a prepared one; pass the 2-D one")
+        raise FastKVError(
+            "second readings and Budget(quality=...) need a 2-D padding mask, got a prepared one; pass the 2-D one"
+        )
     held = [layer.hold() for layer in layers]
     out = base._fastkv_base_forward(**given)
     if config.policy.rereads:
@@ -49,7 +53,7 @@ def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Te
     """
     first = cache.prompt
     assert first is not None
-    policy: Any = getattr(cache.config.policy, "scorer", cache.config.policy)
+    policy = cache.config.policy
     batch, num = mask.shape
     length = mask.sum(-1, keepdim=True)
     # Chunks count real tokens, so that a row does not depend on how far it is padded.

@@ -216,7 +216,7 @@ class FastKVLayer(CacheLayerMixin):
     @property
     def rereading(self) -> bool:
         """Whether a held prompt is being read again."""
-        return isinstance(self.reader, HeldPrompt) and self.reader.received is not None
+        return isinstance(self.reader, HeldPrompt) and self.reader.again is not None
 
     def commit(self, keep: float | None) -> None:
         """Compress the held prompt, see `HeldPrompt.commit`."""

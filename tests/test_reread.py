@@ -1,0 +1,162 @@
+"""A second reading of the prompt by fastkv: what stays, and centroids that are refitted to it."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import fastkv
+from fastkv import Budget, FastKVError
+from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes
+from fastkv.policies import FastKV, FastKVReread, KVzip, get
+from fastkv.reference import Centroids, centroid_estimate, merge_partials, pool_scores
+
+from .models import build, generate, prompt
+from .test_deferred import most_attention
+from .test_policy_matrix import EVERY, TOKENS, check, small
+
+B, HKV, GROUP, D, SCALE = 2, 2, 3, 8, 0.4
+F64 = torch.float64
+
+
+@dataclass(frozen=True)
+class Short(FastKVReread):
+    """In several chunks."""
+
+    chunk: int = 16
+
+
+class Plain(Short):
+    """Whose centroids stay as they are."""
+
+    refits = False
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_it_keeps_what_both_readings_attend_to(name):
+    model, (ids, _), layer = build(name, "eager"), prompt(1, 40, (0,)), 1
+    most = most_attention(model, ids, layer)
+    window = model(ids, output_attentions=True).attentions[layer][0, :, -32:].unflatten(0, (2, -1)).mean((1, 2))
+    scores = most + 4 * pool_scores(window[None], 7)[0]
+    fastkv.patch(model, "fastkv-reread", small(), evict_every=EVERY)
+    exact = model(ids).past_key_values.layers[layer].state.exact
+    for head in range(2):
+        ranked = sorted(range(40), key=lambda t: (t not in {0, 1, 36, 37, 38, 39}, -float(scores[head, t]), t))
+        assert set(exact.positions[0, head, :TOKENS].tolist()) == set(ranked[:TOKENS])
+        stored = most[head, exact.positions[0, head, :TOKENS].long()]
+        torch.testing.assert_close(exact.memory[0, head, :TOKENS], stored, atol=1e-4, rtol=1e-4)
+
+
+def setting(num=40, kept=12, queries=30, softcap=None):
+    """Centroids of all but `kept` of `num` tokens, queries, and their attention over all and over the kept tokens."""
+    draw = torch.Generator().manual_seed(3)
+    keys, values = torch.randn(2, B, HKV, num, D, dtype=F64, generator=draw)
+    q = torch.randn(B, HKV * GROUP, queries, D, dtype=F64, generator=draw)
+    parts = Centroids.empty(B, HKV, 4, D, D, dtype=F64).add(keys[:, :, kept:], values[:, :, kept:])
+    logits = SCALE * q.view(B, HKV, -1, D) @ keys.mT
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    full, rest = ((some.softmax(-1) @ of, some.logsumexp(-1)) for some, of in (
+        (logits, values), (logits[..., :kept], values[:, :, :kept])
+    ))  # fmt: skip
+    return parts, q, full, rest
+
+
+def error(parts, q, full, rest, softcap=None):
+    """What is missing from the attention of q over kept tokens and centroids, [B, Hkv, G * T, D]."""
+    value, mass = centroid_estimate(q, parts, SCALE, softcap)
+    return full[0] - merge_partials(*rest, value.view_as(full[0]), mass.view_as(full[1]))[0]
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_refitted_values_are_those_of_ridge_regression(softcap):
+    parts, q, full, rest = setting(softcap=softcap)
+    after = parts.refitted(q, full, rest, SCALE, softcap)
+    for name in ("count", "keys", "spread"):
+        assert torch.equal(getattr(after, name), getattr(parts, name))
+    missing = error(parts, q, full, rest, softcap)
+    # Shares by definition: how attention changes with the value of each centroid.
+    shares = torch.stack(
+        [
+            (missing - error(replace(parts, values=parts.values + one), q, full, rest, softcap))[..., 0]
+            for one in torch.eye(4, dtype=F64)[:, None, None, :, None].expand(-1, B, HKV, -1, D)
+        ],
+        -1,
+    )
+    ridge = (0.1 * shares.square().sum(2).mean(-1)).sqrt()[..., None, None] * torch.eye(4, dtype=F64)
+    zeros = torch.zeros(B, HKV, 4, D, dtype=F64)
+    want = torch.linalg.lstsq(torch.cat([shares, ridge], 2), torch.cat([missing, zeros], 2)).solution
+    torch.testing.assert_close(after.values - parts.values, want)
+    left = error(after, q, full, rest, softcap).square().sum((2, 3))
+    assert (left < 0.9 * missing.square().sum((2, 3))).all()
+
+
+def test_queries_that_do_not_count_and_heads_that_evicted_nothing():
+    parts, q, full, rest = setting()
+    q[:, :, 20:] = float("nan")
+    for out, lse in (full, rest):
+        lse.unflatten(2, (GROUP, -1))[..., 20:] = float("-inf")
+        out.unflatten(2, (GROUP, -1))[..., 20:, :] = float("nan")
+    some = parts.refitted(q, full, rest, SCALE)
+    fewer = [part.unflatten(2, (GROUP, -1))[:, :, :, :20].flatten(2, 3) for part in (*full, *rest)]
+    torch.testing.assert_close(some.values, parts.refitted(q[:, :, :20], fewer[:2], fewer[2:], SCALE).values)
+    empty = Centroids.empty(B, HKV, 4, D, D, dtype=F64)
+    assert torch.equal(empty.refitted(q[:, :, :20], fewer[:2], fewer[:2], SCALE).values, empty.values)
+
+
+def test_a_row_does_not_depend_on_its_padding():
+    model, (ids, mask) = build(), prompt(2, 60, (0, 19))
+    fastkv.patch(model, Short(), small(), evict_every=EVERY)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    together = model(ids, attention_mask=mask, position_ids=positions).past_key_values
+    alone = model(ids[1:, 19:]).past_key_values
+    for mine, theirs in zip(together.layers, alone.layers):
+        assert torch.equal(mine.state.exact["positions"][1], theirs.state.exact["positions"][0])
+        torch.testing.assert_close(mine.state.parts.values[1], theirs.state.parts.values[0], rtol=1e-3, atol=1e-4)
+
+
+def test_the_refit_reaches_the_state_and_changes_values_alone():
+    model, (ids, _) = build(), prompt(1, 60, (0,))
+    fastkv.patch(model, Short(), small(), evict_every=EVERY)
+    after = model(ids).past_key_values.layers[1].state
+    fastkv.patch(model, Plain(), small(), evict_every=EVERY)
+    before = model(ids).past_key_values.layers[1].state
+    assert torch.equal(before.exact["positions"], after.exact["positions"])
+    assert torch.equal(before.parts.count, after.parts.count) and torch.equal(before.parts.keys, after.parts.keys)
+    assert not torch.allclose(before.parts.values, after.parts.values, atol=1e-3)
+
+
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+def test_turns_conserve_tokens(heads):
+    model, (ids, mask) = build(), prompt()
+    fastkv.patch(model, Short(), small(heads=heads), evict_every=EVERY)
+    cache = fastkv.FastKVCache(model)
+    generate(model, ids, mask, new=20, past_key_values=cache)
+    if heads == "uniform":
+        check(cache, mask.sum(-1) + 19)
+    assert all(torch.isfinite(layer.state.parts.values).all() for layer in cache.layers)
+
+
+def test_equal_bytes():
+    model, (ids, _) = build(), prompt(1, 60, (0,))
+    budget, caches = equal_bytes(model.config, 30, model.dtype, sinks=2, recent=4), {}
+    for name in ("fastkv", "fastkv-reread", "kvzip"):
+        with fastkv.patched(model, name, budget):
+            caches[name] = model(ids).past_key_values
+    assert_equal_bytes(caches, budget.bytes)
+
+
+def test_by_name_and_by_option():
+    assert get("fastkv", reread=True).rereads and not FastKV().rereads
+    assert (FastKVReread().reread, FastKVReread().correction, FastKVReread().chunk) == (True, "centroids", 2048)
+    assert (KVzip().chunk, KVzip(chunk=5, prompt=[1]).prompt) == (2048, (1,)) and not KVzip().refits
+
+
+@pytest.mark.parametrize("policy", ["fastkv-reread", FastKV(reread=True)], ids=["name", "option"])
+def test_refusals(policy):
+    with pytest.raises(FastKVError, match="needs the whole context before anything is evicted"):
+        fastkv.patch(build(), policy, small(), prefill_block=16)
+    with pytest.raises(FastKVError, match="reads the prompt with the whole model"):
+        fastkv.FastKVAttention(4, 2, 8, policy=policy, budget=Budget(tokens=40))
+    model = fastkv.patch(build(), policy, small())
+    with pytest.raises(FastKVError, match=r"second readings and .* pass input_ids"):
+        model(inputs_embeds=torch.randn(1, 30, 48))
