@@ -45,8 +45,8 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     if assisted:
         if cache.config.deferred:
             raise FastKVError(
-                "assisted decoding may take back part of the prompt, which a second reading and Budget(quality=...) compress "
-                "at once; use another policy and budget or decode without an assistant"
+                "assisted decoding may take back part of the prompt, which a second reading and Budget(quality=...) "
+                "compress at once; use another policy and budget or decode without an assistant"
             )
         if not hasattr(Cache, "activate_past_recording"):
             raise FastKVError("assisted decoding needs transformers >= 5.14, which announces roll-backs; update it")
