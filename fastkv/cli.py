@@ -46,7 +46,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".evaluation.demo",
         help="ask the bundled model questions over long generated texts, with the full cache and with smaller ones of "
-        "several policies, in about a minute; prints answers and writes demo.json, demo.png and demo-memory.png",
+        "several policies; prints answers and writes demo.json, demo.png and demo-memory.png",
         epilog="--budgets 1/8,1/4 --policies fastkv,snapkv,tova --out results",
     ),
     "calibrate": dict(

@@ -68,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="a table of every policy instead, in minutes: 6 texts of 1024 tokens for each task, one question each, "
-        "budgets of 128 and 256 tokens, prompts read whole and in blocks",
+        help="a table of every policy instead, which takes longer: 6 texts of 1024 tokens for each task, one question "
+        "each, budgets of 128 and 256 tokens, prompts read whole and in blocks",
     )
-    parser.add_argument("--quick", action="store_true", help="a few seconds: two policies, two budgets, short texts")
+    parser.add_argument("--quick", action="store_true", help="a shorter run: two policies, two budgets, short texts")
 
 
 def settings_of(options: argparse.Namespace) -> argparse.Namespace:
