@@ -167,9 +167,9 @@ MUTATIONS = [
     ),
     bug(
         "the second reading of a prompt has no sinks",
-        "reference/attention.py",
-        "probs, _ = with_sink(probs, lse.view(probs.shape[:-1]), sinks)",
-        "_ = with_sink(probs, lse.view(probs.shape[:-1]), sinks)",
+        "cache/wrappers.py",
+        "self._attend(q, k, v, valid, scale, softcap, sink_logits)",
+        "self._attend(q, k, v, valid, scale, softcap)",
         "sinks.py::test_a_second_reading",
     ),
     bug(

@@ -10,6 +10,7 @@ import fastkv
 from fastkv import Budget, FastKVError, ops, reference
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.workspace import CacheWorkspace
+from fastkv.cache.wrappers import HeldPrompt
 from fastkv.config import Config
 from fastkv.reference import Moments
 
@@ -103,6 +104,31 @@ def test_a_block(backend):
     )
     seen = torch.cat([visible.repeat_interleave(3, 1), torch.ones(B, HQ, num, 1, dtype=torch.bool)], -1)
     torch.testing.assert_close(lse, everything.masked_fill(~seen, float("-inf")).logsumexp(-1))
+
+
+def test_a_second_reading():
+    """Two chunks over a padded prompt: attention, and the most that each of its tokens received."""
+    q, keys, values = randn(B, HQ, 8, D), randn(B, HKV, 8, D, seed=1), randn(B, HKV, 8, D, seed=2)
+    valid = torch.tensor([[True] * 8, [False] * 3 + [True] * 5])
+    held = HeldPrompt(
+        LayerCache(Config.make("kvzip", SMALL, None, 5, "auto", "auto", None), 0, 0, 1, CacheWorkspace(5))
+    )
+    held.configure(0.3, None, None, SINKS)
+    held.read(q, keys, values, valid, stock=lambda: q)
+    held.expect_again()
+    received = []
+    for seed in (3, 6):
+        fed = randn(B, HQ, 4, D, seed=seed), *(randn(B, HKV, 4, D, seed=seed + part) for part in (1, 2))
+        out = held.read(*fed, torch.ones(B, 4, dtype=torch.bool), stock=lambda: q)
+        causal = torch.ones(B, 4, 4, dtype=torch.bool).tril()
+        visible = torch.cat([valid[:, None].expand(-1, 4, -1), causal], -1)[:, None]
+        every = [torch.cat(parts, 2) for parts in zip((keys, values), fed[1:])]
+        want, weights = truth(fed[0], *every, visible, SINKS)
+        torch.testing.assert_close(out, want)
+        received.append(weights.unflatten(1, (HKV, -1))[..., :8].amax((2, 3)))
+    most = torch.maximum(*received)
+    torch.testing.assert_close(held.again.received[0], most[0], check_dtype=False)
+    torch.testing.assert_close(held.again.received[1], most[1].roll(-3, -1), check_dtype=False)
 
 
 def test_attention_of_chunks():
