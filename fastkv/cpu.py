@@ -19,6 +19,7 @@ from .reference import Centroids, Evicted, LayerState, Moments, Slots, Spec, mer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
+CACHED = 1 << 17  # numbers in fp32 that a core's cache holds beside what they are multiplied with
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 
@@ -96,6 +97,45 @@ def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
     return out.view(*shape[:3], -1), lse.view(shape[:3]), weights.view(*shape[:3], slots)
 
 
+def observed_codes(q: Tensor, slots: Slots, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`observed` for slots that hold codes: steps and zero points of keys change logits, those of values weights.
+
+    Codes become numbers some heads at a time, which stay in the processor's cache.
+    """
+    (batch, heads, num, dim), form, width = q.shape, slots.format, slots.filled
+    keys, values = (slots.stored(name).flatten(0, 1) for name in ("keys", "values"))
+    (key_steps, key_zeros), (steps, zeros) = (
+        form.steps(slots.stored(name).flatten(0, 1)) for name in ("key_scales", "value_scales")
+    )
+    rows = form.turned(q.float()).view(-1, num, dim)
+    total, parts = len(rows), key_steps.shape[-1]
+    some = max(CACHED // (width * dim), 1)
+    room = rows.new_empty(min(some, total), width, dim)
+    stretches = [slice(start, start + some) for start in range(0, total, some)]
+    # A query of its own for each part of a row, zero elsewhere: products of whole rows are faster than of parts.
+    each = rows.unflatten(-1, (parts, -1))
+    split = (each[:, None] * torch.eye(parts, device="cpu")[:, None, :, None]).reshape(total, parts * num, dim)
+    products = rows.new_empty(total, parts * num, width)
+    for stretch in stretches:
+        numbers = form.numbers(keys[stretch], room[: len(keys[stretch])])
+        torch.bmm(split[stretch], numbers.transpose(1, 2), out=products[stretch])
+    logits = products.view(total, parts, num, width).mul_(key_steps.transpose(1, 2)[:, :, None]).sum(1)
+    if key_zeros is not None:
+        logits.baddbmm_(each.sum(-1), (key_steps * key_zeros).transpose(1, 2), alpha=-1)
+    weights = logits.mul_(scale).add_(mask.view(-1, 1, width)).softmax(-1)
+    lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
+    shares = (weights[:, None] * steps.transpose(1, 2)[:, :, None]).flatten(1, 2)
+    sums = torch.empty_like(split)
+    for stretch in stretches:
+        numbers = form.numbers(values[stretch], room[: len(values[stretch])])
+        torch.bmm(shares[stretch], numbers, out=sums[stretch])
+    out = sums.view(total, parts, num, parts, -1).diagonal(dim1=1, dim2=3).transpose(2, 3)  # [..., parts, dim / parts]
+    if zeros is not None:
+        out = out - torch.bmm(weights, steps * zeros)[..., None]
+    shape = batch, heads, num
+    return form.turned(out.reshape(*shape, dim)), lse.view(shape), weights.view(*shape, width)
+
+
 def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tensor:
     """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]; [1, 1, 1, slots] if all have one
     `length` in common.
@@ -139,18 +179,20 @@ def decode_step(
         append(slots, k, v, state.seen, length)
         state.seen.add_(1)
         length = None if length is None else length + 1
-    keys, values, heads = slots["keys"], slots["values"], state.heads
-    (batch, num_heads, dim), num = q.shape, keys.shape[2]
-    groups, weights = num_heads // heads, None
+    (batch, num_heads, dim), heads, num = q.shape, state.heads, slots.filled
+    groups, weights, coded = num_heads // heads, None, not slots.format.plain
     # The kernel uses the processor's bfloat16 instructions for several rows only.
     native = groups > 1 and q.dtype == torch.bfloat16 and multiplies_bfloat16()
-    apart = slots.attention is None and groups <= FEW and not native
+    apart = slots.attention is None and groups <= FEW and not native and not coded
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
     mask = unused(slots.lengths, num, groups if apart else 1, length)
-    if slots.attention is None:
-        out, lse = attend(rows, keys, values, spec.scale, mask, dtype=q.dtype if native else torch.float32)
+    if coded:
+        out, lse, weights = observed_codes(rows, slots, spec.scale, mask)
+    elif slots.attention is None:
+        pairs, dtype = (slots["keys"], slots["values"]), q.dtype if native else torch.float32
+        out, lse = attend(rows, *pairs, spec.scale, mask, dtype=dtype)
     else:
-        out, lse, weights = observed(rows, keys, values, spec.scale, mask)
+        out, lse, weights = observed(rows, slots["keys"], slots["values"], spec.scale, mask)
     known, total = spec.evicted(state), lse
     if known is None:
         evicted = torch.full_like(lse, float("-inf"))
@@ -160,7 +202,7 @@ def decode_step(
         out, total = merge_partials(out, lse, value, evicted)
     if state.sink_logits is not None:
         out, total = with_sink(out, total, state.sink_logits.view(lse.shape[1:]))
-    if weights is not None:
+    if weights is not None and slots.attention is not None:
         share = torch.exp(lse - total) / groups
         reference.collect(slots, (share[:, :, None] @ weights)[:, :, 0])
     return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, num_heads), evicted.reshape(batch, num_heads)

@@ -72,5 +72,5 @@ from .selection import (
     select_slots,
     slot_signals,
 )
-from .slots import AUTO, FORMATS, FP8, INT4, INT8, SlotFormat, hadamard, rotated, slot_format, steps
+from .slots import AUTO, FORMATS, FP8, INT4, INT8, SlotFormat, hadamard, rotated, slot_format, step_of
 from .state import LayerState, Recovery, Slots, Spec

@@ -10,7 +10,7 @@ finite. Decoded rows are fp32 (those of "auto" as they are).
 - int8: D codes int8, s fp32; s c with c = round(x / s), s = max |x| / 127. |error| <= s / 2.
 - fp8: D codes e4m3, s fp32; s c with c = e4m3(x / s), s = max |x| / 448. |error| <= max(|x| / 16, s / 1024).
 - int4: D codes of 4 bits, and for each 32 numbers m and z int8; s (c - z) with c = clamp(round(y / s) + z, 0, 15), y =
-  x H (`rotated`) and s = `steps(m)`; the row then turned back. |error of y| <= s / 2. Rotation before rounding:
+  x H (`rotated`) and s = `step_of(m)`; the row then turned back. |error of y| <= s / 2. Rotation before rounding:
   QuaRot, arXiv:2404.00456, Sec. 4.2; asymmetric groups of each token: KIVI, arXiv:2402.02750, Sec. 3.
 """
 
@@ -64,6 +64,20 @@ class SlotFormat:
         """The rows [..., D] that codes and scales stand for."""
         return codes
 
+    # The parts of `decode` where there are scales, for attention that does without decoded rows.
+
+    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
+        """The codes as numbers [..., D], written into `out`, which is fp32 or wider."""
+        return out.copy_(codes)
+
+    def steps(self, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+        """s and z [..., P], z None for 0: numbers c of each P-th part of a row stand for s (c - z), in `turned`."""
+        raise NotImplementedError
+
+    def turned(self, rows: Tensor) -> Tensor:
+        """rows [..., D] in the space that codes are made in, or back: it is orthogonal and its own inverse."""
+        return rows
+
 
 @dataclass(frozen=True)
 class Scaled(SlotFormat):
@@ -98,7 +112,19 @@ class Scaled(SlotFormat):
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """x ~ s c."""
         assert scales is not None
-        return codes.view(self.codes).to(scales.dtype) * scales[..., None]
+        return self.numbers(codes, scales.new_empty(codes.shape)).mul_(self.steps(scales)[0])
+
+    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
+        """c; of e4m3, c / 256."""
+        if not self.codes.is_floating_point:
+            return out.copy_(codes)
+        # Sign, exponent and fraction of fp16, whose bias is 8 more. A CPU converts float8 one number after another.
+        halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        return out.copy_(halves.view(torch.float16))
+
+    def steps(self, scales: Tensor) -> tuple[Tensor, None]:
+        """s, one part; of e4m3, 256 s."""
+        return (256 * scales if self.codes.is_floating_point else scales)[..., None], None
 
 
 @dataclass(frozen=True)
@@ -136,7 +162,7 @@ class Grouped(SlotFormat):
         low, high = groups.aminmax(dim=-1, keepdim=True)
         need = torch.maximum((high - low) / 15, torch.maximum(high, -low) / 127)
         exponents = (((need.contiguous().view(torch.int32) + 0xFFFFF) >> 20) - 1016).clamp(-128, 127)
-        step = steps(exponents)
+        step = step_of(exponents)
         zeros = (-low / step).round().clamp(-128, 127)
         codes = ((groups / step).round() + zeros).clamp(0, 15).to(torch.uint8).flatten(-2)
         first, second = codes.chunk(2, -1)
@@ -144,17 +170,30 @@ class Grouped(SlotFormat):
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """y ~ s (c - z), turned back."""
-        return rotated(self.unpacked(codes, scales))
-
-    def unpacked(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """The rotated rows [..., D] fp32: where queries are rotated too, keys need not be turned back."""
         assert scales is not None
+        numbers = self.numbers(codes, torch.empty(*codes.shape[:-1], self.dim(codes.shape[-1]), device=codes.device))
+        step, zeros = self.steps(scales)
+        numbers.unflatten(-1, (-1, GROUP)).sub_(zeros[..., None]).mul_(step[..., None])
+        return rotated(numbers)
+
+    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
+        """c from 0 to 15."""
+        half = codes.shape[-1]
+        out[..., :half] = codes & 15
+        out[..., half:] = codes >> 4
+        return out
+
+    def steps(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """s and z of each group."""
         exponents, zeros = scales.to(torch.int32).unbind(-1)
-        groups = torch.cat([codes & 15, codes >> 4], -1).unflatten(-1, (-1, GROUP))
-        return ((groups - zeros[..., None]) * steps(exponents)[..., None]).flatten(-2)
+        return step_of(exponents), zeros.float()
+
+    def turned(self, rows: Tensor) -> Tensor:
+        """`rotated`."""
+        return rotated(rows)
 
 
-def steps(exponents: Tensor) -> Tensor:
+def step_of(exponents: Tensor) -> Tensor:
     """The step of each int32 m from -128 to 127: (1 + (m mod 8) / 8) 2^floor(m / 8), fp32 with three bits after the
     point, so m is the upper bits of the step.
     """
