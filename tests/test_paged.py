@@ -9,13 +9,13 @@ from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 
-HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 16, 8, 3
+HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
 SCALE, PAGES = 0.3, 5
 
 
-def config_of(policy, correction="auto", budget=12, backend="auto"):
+def config_of(policy, correction="auto", budget=12, backend="auto", slots="auto"):
     budget = Budget(tokens=budget, sinks=2, recent=2) if isinstance(budget, int) else budget
-    return Config.make(policy, budget, BLOCK, EVERY, correction, backend, None)
+    return Config.make(policy, budget, BLOCK, EVERY, correction, backend, None, slots)
 
 
 def tokens(num, seed):
@@ -66,6 +66,10 @@ CASES = {
     "momentkv reference": ("momentkv", "auto", 12, "reference"),
     "triton": ("fastkv", "auto", 12, "triton"),
     "adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
+    "int8": ("fastkv", "auto", 12, "auto", "int8"),
+    "fp8": ("momentkv", "auto", 12, "reference", "fp8"),
+    "int4": ("keydiff", "auto", 12, "auto", "int4"),
+    "int4 and adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive"), "auto", "int4"),
 }
 
 

@@ -65,6 +65,8 @@ def test_two_processes_equal_one(name, tmp_path):
         ("keydiff", {}, small, vector),
         ("fastkv", {}, small, {"prefill_block": 16}),
         ("fastkv", {}, adaptive, {}),
+        ("fastkv", {}, small, {"prefill_block": 16, "slots": "int8"}),
+        ("snapkv", {}, adaptive, {"slots": "fp8"}),
         ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {"correction": "centroids"}),
         ("expected-attention", {}, adaptive, {}),
         ("triattention", {"calibration": str(tmp_path / "queries.safetensors")}, adaptive, {}),

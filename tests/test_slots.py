@@ -1,6 +1,9 @@
 """How keys and values are stored: in the model's dtype, or in 8 or 4 bits."""
 
 import copy
+import inspect
+import itertools
+import typing
 
 import pytest
 import torch
@@ -8,10 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVError, reference
+from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, ops, reference
+from fastkv.demo import load
+from fastkv.demo.measure import make_questions
+from fastkv.evaluation.equal_bytes import layer_token_bytes
+from fastkv.ops.operator import flat, flat_state, state_of
 from fastkv.reference import AUTO, FORMATS, FP8, INT4, INT8, rotated, step_of
 
+from .models import build, generate, policy, prompt
+from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, small, two_turns
+from .test_saved import assert_same, contents, go_on, read_prompt
+
 B, HQ, HKV, D = 2, 4, 2, 64
+WIDE = {"head_dim": 32}  # what groups of four bits need
 CODED = ["int8", "fp8", "int4"]
 each_format = pytest.mark.parametrize("slots", CODED)
 
@@ -198,3 +210,176 @@ def test_plain_is_the_default():
     assert layer.state.exact.format is AUTO and layer.state.exact.key_scales is None
     assert not any("scales" in name for name, _ in layer.state.named_tensors())
     assert reference.slot_format("auto") is AUTO and fastkv.FastKVAttention is FastKVAttention
+
+
+# Whole layers and models.
+
+
+@pytest.mark.parametrize("name,slots", list(zip([name for name in NAMES if name != "grkv"], itertools.cycle(CODED))))
+def test_every_policy_conserves(name, slots, tmp_path):
+    model = build(**WIDE)
+    for block in (None, 16) if name in IN_BLOCKS else (None,):
+        cache = two_turns(model, policy(name, tmp_path, model), small(), block, slots=slots)
+        assert {layer.state.exact.format.name for layer in cache.layers} == {slots}
+
+
+@each_format
+def test_unequal_heads_conserve(slots):
+    two_turns(build(**WIDE), "snapkv", small(heads="adaptive"), 16, slots=slots)
+
+
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@each_format
+def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
+    model = build(**WIDE)
+    fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY, slots=slots)
+    cache, tokens, mask = read_prompt(model)
+    cache.save(tmp_path / "cache")
+    loaded = FastKVCache.load(tmp_path / "cache", model)
+    assert_same(contents(loaded), contents(cache))
+    twin, expected = cache.clone(), go_on(model, cache, tokens, mask)
+    assert torch.equal(go_on(model, loaded, tokens, mask), expected)
+    assert torch.equal(go_on(model, twin, tokens, mask), expected)
+    fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY)
+    with pytest.raises(FastKVError, match=f"was saved with slots={slots}, got slots=None"):
+        FastKVCache.load(tmp_path / "cache", model)
+
+
+@each_format
+def test_beams_choose_rows(slots):
+    model = build(**WIDE)
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, slots=slots)
+    ids, mask = prompt()
+    cache, _, _ = read_prompt(model)
+    before = contents(cache)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    for name, tensor in contents(cache).items():
+        assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, before[name][[2, 0]])
+    assert generate(model, ids, mask, new=12, num_beams=3).shape == (3, 62)
+
+
+@each_format
+def test_assisted_decoding_takes_tokens_back(slots):
+    model = build(**WIDE)
+    ids, mask = prompt(1, 50, (0,))
+    fastkv.patch(model, "keydiff", small(), evict_every=EVERY, slots=slots)
+    assistant = build(**WIDE, num_hidden_layers=2)
+    out = generate(model, ids, new=20, assistant_model=assistant, return_dict_in_generate=True)
+    cache = out.past_key_values
+    cache.crop(0)  # accepts the last tokens
+    assert out.sequences.shape == (1, 70)
+    for layer in range(4):
+        assert torch.equal(cache.stored(layer) + cache.moments(layer).count, torch.full((1, 2), cache.get_seq_length()))
+
+
+@each_format
+def test_module_is_saved_loaded_and_moved(slots, tmp_path):
+    layer, twin = module(slots), module(slots)
+    run(layer)
+    twin.load_state_dict(copy.deepcopy(layer.state_dict()))
+    assert twin.state.exact.dtype == torch.float32
+    assert torch.equal(run(twin, seed=1), run(layer, seed=1))
+    codes = layer.state.exact.keys.clone()
+    layer.to(torch.bfloat16)
+    assert layer.state.exact.dtype == torch.bfloat16 and torch.equal(layer.state.exact.keys, codes)
+    assert layer.state.exact.key_scales.dtype == twin.state.exact.key_scales.dtype
+    run(layer, dtype=torch.bfloat16)
+    fresh = module(slots)
+    fresh.load_state_dict(layer.state_dict())
+    assert fresh.state.exact.dtype == torch.bfloat16
+    other = module("int8" if slots != "int8" else "fp8")
+    with pytest.raises(FastKVError, match=f"slots='{slots}' were saved, this module has slots="):
+        other.load_state_dict(layer.state_dict())
+
+
+def test_old_and_new_modules_refuse_each_other():
+    plain, coded = module(), module("int8")
+    run(plain)
+    with pytest.raises(FastKVError, match="slots='auto' were saved, this module has slots='int8'"):
+        coded.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("correction", ["none", "centroids"])
+@pytest.mark.parametrize(("slots", "more"), [("int8", 1.88), ("fp8", 1.88), ("int4", 3.4)])
+def test_a_budget_of_bytes_keeps_more_tokens(slots, more, correction):
+    kept = {}
+    for name in ("auto", slots):
+        budget = Budget(bytes=1 << 20, sinks=2, recent=4)
+        layer = FastKVAttention(4, 2, 128, "keydiff", budget, evict_every=1, slots=name, correction=correction)
+        layer.allocate(1, dtype=torch.bfloat16)
+        assert layer.cache.nbytes() <= 1 << 20
+        each = layer_token_bytes(layer.cache)
+        assert layer.cache.nbytes() > (1 << 20) - each
+        kept[name] = layer.cache.rule.layout.total
+    assert kept[slots] > more * kept["auto"]
+
+
+@pytest.mark.parametrize("name", ["decode_step", "prefill_attention", "compact", "evict"])
+@each_format
+def test_operators_pass_opcheck(name, slots):
+    layer = module(slots, policy="snapkv", prefill_block=16, correction="moments")
+    run(layer, 40, 6)
+    state, spec, (q, k, v) = layer.state, layer.cache.rule.spec, made(3, seed=5)
+    state.fill()
+    valid = state.exact.valid
+    given_arguments = {
+        "decode_step": (q[:, :, 0], k[:, :, :1], v[:, :, :1], state, spec),
+        "prefill_attention": (q, k, v, torch.ones(B, 3, dtype=torch.bool), state, spec),
+        "compact": (valid, reference.Selection(valid, valid.sum(-1)), None, state, spec),
+        "evict": (torch.rand(B, HKV, valid.shape[-1]), None, state, spec),
+    }[name]
+    kinds = typing.get_type_hints(getattr(ops, name))
+    names = inspect.signature(getattr(ops, name)).parameters
+    pieces = [piece for one, arg in zip(names, given_arguments) for piece in flat(kinds[one], arg)]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(getattr(torch.ops.fastkv, name).default, tuple(pieces), test_utils=checks)
+
+
+def test_a_state_travels_with_its_format():
+    layer = module("int4")
+    run(layer)
+    back = state_of(*flat_state(layer.state))
+    assert back.exact.format is INT4 and back.exact.dtype == torch.float32
+    assert torch.equal(back.exact["keys"], layer.state.exact["keys"])
+
+
+@each_format
+def test_compiled_steps_are_eager_steps(slots):
+    one, other = module(slots, policy="fastkv"), module(slots, policy="fastkv")
+    torch._dynamo.reset()
+    q, k, v = made(40)
+    for layer in (one, other):
+        layer(q[:, :, :28], k[:, :, :28], v[:, :, :28])
+    compiled = torch.compile(other, backend="aot_eager")
+    for at in range(28, 40):
+        token = [part[:, :, at : at + 1] for part in (q, k, v)]
+        assert torch.allclose(compiled(*token), one(*token), atol=1e-5)
+
+
+@pytest.mark.parametrize("read", ["whole", "later"])
+def test_eight_bits_cost_the_bundled_model_nothing(read):
+    """int8 with the same tokens: KL within 2 % of bf16's, or 1e-4 nats."""
+    model, tokenizer = load(dtype=torch.bfloat16)
+    questions = make_questions(tokenizer, "facts", 512, 4, 31)
+    full, found = feed_answers(model, questions, read), {}
+    for slots in ("auto", "int8"):
+        with fastkv.patched(model, "fastkv", Budget(tokens=96, sinks=4, recent=16), slots=slots):
+            kept = feed_answers(model, questions, read)
+        found[slots] = (full.exp() * (full - kept)).sum(-1).mean().item()
+    assert found["int8"] <= max(1.02 * found["auto"], found["auto"] + 1e-4)
+
+
+@torch.no_grad()
+def feed_answers(model, questions, read):
+    """Log-probabilities of next tokens, [N, A, V] float64, while the reference answers are fed."""
+    parts = [questions.prompts]
+    if read == "later":
+        parts = list(questions.prompts.tensor_split([questions.prompts.shape[1] - questions.question], 1))
+    cache = None
+    for part in parts:
+        out = model(part, past_key_values=cache, logits_to_keep=1, use_cache=True)
+        cache = out.past_key_values
+    logits = [out.logits[:, -1]]
+    for word in questions.answers[:, :-1].split(1, 1):
+        logits.append(model(word, past_key_values=cache).logits[:, -1])
+    return torch.stack(logits, 1).double().log_softmax(-1)

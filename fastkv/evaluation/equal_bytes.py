@@ -88,9 +88,10 @@ def layer_token_bytes(layer: LayerCache) -> float:
     assert state is not None and rule is not None
     keys, values, heads, layout = state.exact["keys"], state.exact["values"], state.heads, rule.layout
     like_keys, like_values = (
-        torch.empty(1, heads, 1, rows.shape[-1], dtype=rows.dtype, device="meta") for rows in (keys, values)
+        torch.empty(1, heads, 1, rows.shape[-1], dtype=state.exact.dtype, device="meta") for rows in (keys, values)
     )
-    shape = Shape(heads, keys.shape[-1], values.shape[-1], keys.element_size(), layout.latent)
+    itemsize = state.exact.dtype.itemsize
+    shape = Shape(heads, keys.shape[-1], values.shape[-1], itemsize, layout.latent, layout.format)
     meta = torch.device("meta")
     parts = [layout.correction.empty(1, shape, tokens, meta) for tokens in (layout.mean, layout.mean + 1)]
     fewer, more = (0 if part is None else part.nbytes() for part in parts)

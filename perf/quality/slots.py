@@ -1,0 +1,286 @@
+"""What more tokens in fewer bits are worth: slots of 16, 8 and 4 bits in the same bytes.
+
+    python -m perf.quality.slots                       # the bundled model, about 10 minutes of one core
+    python -m perf.quality.slots --parts language      # held-out text and the model in --language
+    python -m perf.quality.slots --report              # only tables and picture, from perf/results/slots/slots.json
+
+Models compute in bf16, and the bytes of a budget are those that a cache in bf16 spends on so many tokens per KV head,
+without moments and scores. "same" has the tokens of bf16 instead, so that it shows rounding alone. The file is
+rewritten after every case. Exit code: 0 complete, 1 something failed, 2 refused, 3 cases are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from fastkv import Budget, FastKVError, patched
+from fastkv.demo import MODEL_DIR, load
+from fastkv.demo.measure import make_questions
+from fastkv.demo.tasks import TASKS
+from fastkv.evaluation import fidelity
+from fastkv.evaluation.common import COLOURS, MARKERS
+from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes
+from fastkv.reference import FORMATS
+from tools.language_model import corpus, encoded
+
+from .. import engine
+from ..engine import COMPLETE, REFUSED, Deadline, Job, OtherSettings, Results, Row
+from ..environment import environment, source
+from .__main__ import models
+from .plots import tidy
+from .results import Mean
+from .verdict.cases import LATER, RECENT, SINKS
+from .verdict.trained import answered, divergence
+
+OUT = engine.RESULTS / "slots"
+BUNDLED, LANGUAGE = "bundled", "language"
+TOKENS = (48, 96, 160, 256)  # per KV head, of a cache in bf16
+POLICIES = ("fastkv", "momentkv", "snapkv")
+PLAIN, SAME = "auto", "int8"  # what others are compared with, and what is measured with its tokens, too
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cache of one model. tokens: whose bytes it has; same: whether it keeps just as many."""
+
+    model: str
+    policy: str
+    tokens: int
+    slots: str
+    same: bool = False
+
+    @property
+    def id(self) -> str:
+        """The name of its row."""
+        return f"{self.model}-{self.policy}-{self.tokens}-{self.slots}{'-same' if self.same else ''}"
+
+
+def cases() -> list[Case]:
+    """All of them, in the order of the tables."""
+    found = []
+    for model in (BUNDLED, LANGUAGE):
+        for policy in POLICIES:
+            for tokens in TOKENS:
+                found += [Case(model, policy, tokens, slots) for slots in FORMATS]
+                found.append(Case(model, policy, tokens, SAME, same=True))
+    return found
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all results share.
+
+    Attributes:
+        seeds: groups of texts, the unit of the standard errors.  texts: of each task in a group, or stretches of text.
+        first: seed of the first text.  context: tokens of a prompt.  continued: of a stretch, after its prompt.
+    """
+
+    seeds: int = 4
+    texts: int = 2
+    first: int = 900_000
+    context: int = 1024
+    continued: int = 64
+
+
+class Bench:
+    """A model in bf16 and what its full cache makes of texts: questions, or stretches of text it was not trained on."""
+
+    def __init__(self, directory: Path, settings: Settings, asks: bool) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        self.model, tokenizer = load(dtype=torch.bfloat16, directory=directory)
+        self.settings, self.number = settings, settings.seeds * settings.texts
+        if asks:
+            drawn = (self.number, settings.first)
+            self.asked = [make_questions(tokenizer, task, settings.context, *drawn) for task in TASKS]
+            self.answers = [answered(self.model, questions, LATER) for questions in self.asked]
+            self.first = self.asked[0].prompts[:1, :1]
+        else:
+            from tools.language_model import stretches
+
+            size = settings.context + settings.continued
+            self.texts = stretches(encoded(tokenizer, corpus()[1]), self.number, size, settings.first)
+            self.full = fidelity.read_full(self.model, self.texts, settings.continued)
+            self.first = self.texts[:1, :1]
+        self.asks = asks
+
+    def run(self, case: Case) -> Row:
+        """KL of next tokens from the full cache, nats; error of attention outputs; right answers, where asked.
+
+        Raises: FastKVError if the cache does not hold the bytes that it was given.
+        """
+        shares: dict[str, Any] = {"sinks": SINKS, "recent": RECENT}
+        bound = equal_bytes(self.model.config, case.tokens, self.model.dtype, **shares)
+        budget = Budget(tokens=self.kept(Case(case.model, case.policy, case.tokens, PLAIN)), **shares)
+        with patched(self.model, case.policy, budget if case.same else bound, slots=case.slots), torch.no_grad():
+            cache = self.model(self.first, use_cache=True).past_key_values
+            if not case.same:
+                assert bound.bytes is not None
+                assert_equal_bytes({case.id: cache}, bound.bytes)
+            facts = {"kept": cache.layers[0].cache.rule.layout.total, "bytes": stored_bytes(cache)}
+            return facts | (self.questions() if self.asks else self.prose())
+
+    @torch.no_grad()
+    def kept(self, plain: Case) -> int:
+        """Tokens that a case keeps per KV head."""
+        bound = equal_bytes(self.model.config, plain.tokens, self.model.dtype, sinks=SINKS, recent=RECENT)
+        with patched(self.model, plain.policy, bound, slots=plain.slots):
+            layout = self.model(self.first, use_cache=True).past_key_values.layers[0].cache.rule.layout
+        return int(layout.total)
+
+    def questions(self) -> Row:
+        """The text is compressed before the question is known, as for a user who asks later."""
+        found = [answered(self.model, questions, LATER) for questions in self.asked]
+        right = [(one.log_probs.argmax(-1) == asked.answers).all(-1) for asked, one in zip(self.asked, found)]
+        error = [distance(one.attention, full.attention) for one, full in zip(found, self.answers)]
+        kl = [divergence(one, full) for one, full in zip(found, self.answers)]
+        every = {"kl": kl, "error": error, "right": right}
+        return {name: self.by_seed(torch.stack(values).double().mean(0)) for name, values in every.items()}
+
+    def prose(self) -> Row:
+        """The last tokens of a stretch are fed one at a time."""
+        prompt, rest = self.texts.split([self.settings.context, self.settings.continued], 1)
+        cache = self.model(prompt, logits_to_keep=1, use_cache=True).past_key_values
+        attention, log_probs = fidelity.feed(self.model, rest, cache)
+        kl = (self.full.log_probs.exp() * (self.full.log_probs - log_probs)).sum(-1).mean(-1)
+        return {"kl": self.by_seed(kl), "error": self.by_seed(distance(attention, self.full.attention))}
+
+    def by_seed(self, numbers: Tensor) -> list[float]:
+        """Means over the texts of a seed; numbers [N]."""
+        return numbers.double().unflatten(0, (self.settings.seeds, -1)).mean(-1).tolist()
+
+
+def distance(found: Tensor, full: Tensor) -> Tensor:
+    """[N], mean of |o - full| / |full| of attention outputs [layers, N, T, Hq * Dv] over layers and tokens."""
+    found, full = found.float(), full.float()
+    return ((found - full).norm(dim=-1) / full.norm(dim=-1)).mean((0, 2))
+
+
+def write_report(path: Path) -> None:
+    """README.md with a table for each model and policy, and slots.png, beside the results."""
+    results = json.loads(path.read_text())
+    rows = {row["id"]: row for row in results["rows"] if "kl" in row}
+    lines = ["# Slots of 16, 8 and 4 bits in the same bytes", "", "Written by `python -m perf.quality.slots`.", ""]
+    facts = results["environment"]
+    lines += [f"{facts['cpu']}, torch {facts['torch']}, transformers {facts['transformers']}. {explained(results)}", ""]
+    for model in (BUNDLED, LANGUAGE):
+        for policy in POLICIES:
+            lines += table(rows, model, policy)
+    (path.parent / "README.md").write_text("\n".join([*lines, "![KL over bytes](slots.png)", ""]))
+    plot(rows, path.parent / "slots.png")
+
+
+def explained(results: Row) -> str:
+    """What the numbers are."""
+    found = Settings(**results["settings"])
+    return (
+        f"Means and standard errors over {found.seeds} groups of {found.texts} texts for each task, prompts of "
+        f"{found.context} tokens. KL: of next tokens from the full cache, nats. Error: of attention outputs, relative. "
+        "Right: answers, of those asked after the text was compressed. Same: with the tokens of bf16."
+    )
+
+
+def table(rows: dict[str, Row], model: str, policy: str) -> list[str]:
+    """The lines of one table; none without results."""
+    found = [case for case in cases() if (case.model, case.policy) == (model, policy) and case.id in rows]
+    if not found:
+        return []
+    lines = [f"## {model}: {policy}", "", "| bytes of | slots | kept | KL | of bf16's | error | right |"]
+    lines.append("|--:|---|--:|--:|--:|--:|--:|")
+    for case in found:
+        row, plain = rows[case.id], rows.get(Case(model, policy, case.tokens, PLAIN).id)
+        share = f"{mean(row['kl']) / mean(plain['kl']):.3f}" if plain and case.slots != PLAIN else ""
+        name = {"auto": "bf16"}.get(case.slots, case.slots) + (" same" if case.same else "")
+        right = f"{100 * mean(row['right']):.0f} %" if "right" in row else ""
+        kl = Mean.of(row["kl"])
+        lines.append(
+            f"| {case.tokens} | {name} | {row['kept']} | {kl.value:.4f} ± {kl.error or 0:.4f} | {share} | "
+            f"{mean(row['error']):.3f} | {right} |"
+        )
+    return [*lines, ""]
+
+
+def mean(numbers: list[float]) -> float:
+    """Of a number of each seed."""
+    return sum(numbers) / len(numbers)
+
+
+def plot(rows: dict[str, Row], path: Path) -> None:
+    """KL over the tokens whose bytes are spent, a panel for each model and policy that has results."""
+    panels = [
+        (one, each) for one in (BUNDLED, LANGUAGE) for each in POLICIES if f"{one}-{each}-{TOKENS[0]}-auto" in rows
+    ]
+    if not panels:
+        return
+    height = -(-len(panels) // len(POLICIES))
+    figure = Figure(figsize=(3.6 * len(POLICIES), 3.2 * height + 0.5), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(height, len(POLICIES), squeeze=False).ravel()
+    for axis, (model, policy) in zip(axes, panels):
+        for index, slots in enumerate(FORMATS):
+            measured = [(one, rows[name]) for one in TOKENS if (name := Case(model, policy, one, slots).id) in rows]
+            look = {"color": COLOURS[index], "marker": MARKERS[index], "label": "bf16" if slots == PLAIN else slots}
+            axis.plot([one for one, _ in measured], [mean(row["kl"]) for _, row in measured], ms=4, **look)
+        axis.set_title(f"{model}: {policy}", fontsize=9)
+        axis.set_xlabel("bytes, as tokens in bf16", fontsize=9)
+        axis.set_ylabel("KL, nats", fontsize=9)
+        axis.set_yscale("log")
+        tidy(axis)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
+    parser = engine.command("perf.quality.slots", __doc__, (BUNDLED, LANGUAGE), minutes=float("inf"), out=OUT)
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--language", type=Path, default=engine.ROOT / "build" / "language_model", help="%(default)s")
+    options = parser.parse_args(words)
+    parts = options.parts or (BUNDLED, LANGUAGE)
+    if options.list:
+        return engine.listed({part: [one.id for one in cases() if one.model == part] for part in parts})
+    path, code = engine.folder(options, OUT) / "slots.json", COMPLETE
+    try:
+        if not options.report:
+            code = measure(path, Settings(), options, parts)
+        write_report(path)
+    except (FastKVError, OtherSettings) as error:
+        print(f"perf.quality.slots: {error}", file=sys.stderr)
+        return REFUSED
+    return code
+
+
+def measure(path: Path, settings: Settings, options: argparse.Namespace, parts: tuple[str, ...]) -> int:
+    """Measure the cases without a result. Returns: the exit code."""
+
+    @lru_cache(maxsize=1)
+    def bench(model: str) -> Bench:
+        return Bench(MODEL_DIR if model == BUNDLED else options.language, settings, asks=model == BUNDLED)
+
+    def job(case: Case) -> Job:
+        code = source("perf.quality.slots", policy=case.policy)
+        return Job(case.id, asdict(case), lambda: bench(case.model).run(case), code)
+
+    planned = {one.id: one for one in cases()}
+    jobs = [job(one) for one in planned.values()]
+    facts = environment(options.commit) | models(MODEL_DIR)
+    results = Results.open(path, facts, jobs, asdict(settings), fresh=options.fresh, retry=options.retry_skipped)
+    chosen = [one for one in jobs if planned[one.name].model in parts and options.only in one.name]
+    return engine.measure(chosen, results, Deadline(options.minutes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
