@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint, of which only the config is read")
     parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
     parser.add_argument("--budget", type=int, default=1024, metavar="N", help="tokens kept per KV head (1024)")
+    parser.add_argument(
+        "--slots", default="auto", help="auto, int8, fp8 or int4: how keys and values are stored (auto)"
+    )
     parser.add_argument("--policy", default="momentkv", help=f"one of {', '.join(policies.names())} (momentkv)")
 
 
@@ -85,7 +88,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
     """What would become of a checkpoint. Raises FastKVError if there is none that transformers knows."""
     if options.context < 1:
         raise FastKVError(f"--context must be a whole number of at least 1 token, got {options.context}")
-    config = Config.make(options.policy, options.budget, None, 16, "auto", "auto", None)
+    config = Config.make(options.policy, options.budget, None, 16, "auto", "auto", None, options.slots)
     made = without_weights(options.model, None)
     known: Any = made.config
     text = known.get_text_config(decoder=True)

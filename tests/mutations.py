@@ -67,6 +67,7 @@ EVICT = "properties.py::test_evict_conserves_every_token"
 SHARES = "properties.py::test_layers_share_the_budget_exactly"
 BYTES = "properties.py::test_bytes_are_never_exceeded"
 CACHE = "cache_operations.py"
+SLOTS = "slots.py"
 PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
@@ -340,6 +341,39 @@ MUTATIONS = [
         'attention = joined(*(slots["attention"] for slots in tiers)) / queried',
         'attention = joined(*(slots["attention"] for slots in tiers))',
         f"{CACHE}::test_attention_while_decoding_is_a_mean_over_the_queries_that_saw_the_token",
+    ),
+    # Slots of fewer bits.
+    bug(
+        "the zero point is left out of the codes",
+        "reference/slots.py",
+        "codes = ((groups / step).round() + zeros).clamp(0, 15)",
+        "codes = (groups / step).round().clamp(0, 15)",
+        f"{SLOTS}::test_four_bits_round_by_half_a_step_of_the_rotated_row",
+    ),
+    bug(
+        "scales stay where a token was",
+        "reference/state.py",
+        'MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions")',
+        'MOVING: ClassVar = ("keys", "values", "positions")',
+        f"{SLOTS}::test_moving_never_rounds",
+    ),
+    bug(
+        "a block is remembered as it is stored",
+        "cache/compaction.py",
+        "        ops.compact(signals.valid, selection, _newest(signals, num), state, rule.spec)\n",
+        "        rows = state.exact.encoded(*_newest(signals, num))\n"
+        "        coded = not state.exact.format.plain\n"
+        '        k = state.exact.format.decode(rows["keys"], rows.get("key_scales"))\n'
+        "        block = (k, *_newest(signals, num)[1:]) if coded else _newest(signals, num)\n"
+        "        ops.compact(signals.valid, selection, block, state, rule.spec)\n",
+        f"{SLOTS}::test_what_leaves_the_prompt_is_remembered_before_it_is_rounded",
+    ),
+    bug(
+        "a zero point counts once for all parts of a row",
+        "cpu.py",
+        "logits.baddbmm_(each.sum(-1), (key_steps * key_zeros).transpose(1, 2), alpha=-1)",
+        "logits.baddbmm_(each.sum(-1), key_zeros.transpose(1, 2), alpha=-1)",
+        f"{SLOTS}::test_the_cpu_agrees_with_the_reference",
     ),
     # Budgets and plans.
     bug(

@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-block", default="auto", metavar="N", help=blocks)
     add("--dtype", choices=tuple(DTYPES), help="of the weights (default: the checkpoint's; float32 on a CPU)")
     add("--graphs", action="store_true", help="decode steps as CUDA graphs, on both sides")
+    common.add_slots(parser)
     option("--rounds", 3, "times that every cache has its turn")
     option("--minutes", 0.9, "be done after so many, as far as earlier rounds tell", "M")
     option("--out", Path("fastkv-bench"), "where the files go", "DIR")
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     console.print(explain(options))
     if left:
         console.print(f"Time was over after {options.minutes:g} min: {left}; --minutes gives more.")
-    chosen = ("contexts", "budgets", "batch", "policies", "prefill_block", "rounds", "minutes", "graphs")
+    chosen = ("contexts", "budgets", "batch", "policies", "prefill_block", "slots", "rounds", "minutes", "graphs")
     record = {"versions": common.versions(), "model": name, "device": device_name(device), "dtype": str(model.dtype)}
     record |= {"weights": weights, "settings": {one: getattr(options, one) for one in chosen}}
     common.write_json(options.out / "bench.json", {**record, "rows": [asdict(row) for row in rows]})
@@ -151,7 +152,7 @@ def checked(options: argparse.Namespace, device: torch.device) -> argparse.Names
         Budget(tokens=tokens)
     if options.graphs and device.type != "cuda":
         raise FastKVError("--graphs needs a CUDA device, got none; leave it out")
-    options.settings = Settings(block_of(options.prefill_block), graphs=options.graphs)
+    options.settings = Settings(block_of(options.prefill_block), graphs=options.graphs, slots=options.slots)
     return options
 
 

@@ -35,13 +35,14 @@ class Settings:
     Attributes:
         block: a compressed cache reads its prompt in blocks of that many tokens; "auto", or None for all at once.
         samples: of decode steps in one measurement.  period: steps of a sample, and between evictions.
-        graphs: whether decode steps are CUDA graphs, on both sides.
+        graphs: whether decode steps are CUDA graphs, on both sides.  slots: how compressed caches store pairs.
     """
 
     block: int | str | None = "auto"
     samples: int = 4
     period: int = 16
     graphs: bool = False
+    slots: str = "auto"
 
     @property
     def room(self) -> int:
@@ -137,7 +138,8 @@ def contender(model: Any, policy: str | Policy, budget: int, settings: Settings)
         yield FullCache(model, settings)
         return
     static = True if settings.graphs else None
-    with patched(model, policy, budget, prefill_block=settings.block, evict_every=settings.period, static=static):
+    how = {"prefill_block": settings.block, "evict_every": settings.period, "slots": settings.slots}
+    with patched(model, policy, budget, static=static, **how):
         yield CompressedCache(model, settings)
 
 

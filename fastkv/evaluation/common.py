@@ -26,6 +26,7 @@ from ..budget import Budget
 from ..calibration.files import replace_file
 from ..demo.tasks import generate
 from ..errors import FastKVError
+from ..reference import FORMATS
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes, is_full
 
 DEMO = "demo"  # the bundled model, or texts in its language, on a command line
@@ -236,9 +237,16 @@ def add_caches(parser: argparse.ArgumentParser) -> None:
     add("--prefill-block", type=int, metavar="N", help="tokens of a block (default: prompts are read whole)")
     option(parser, "--evict-every", EVICT_EVERY, "decode steps between evictions")
     option(parser, "--correction", "auto", "as in fastkv.patch", "NAME")
+    add_slots(parser)
 
 
-CACHE = ("equal", "sinks", "recent", "layers", "heads", "prefill_block", "evict_every", "correction")
+CACHE = ("equal", "sinks", "recent", "layers", "heads", "prefill_block", "evict_every", "correction", "slots")
+
+
+def add_slots(parser: argparse.ArgumentParser) -> None:
+    """The option that says how compressed caches store keys and values."""
+    what = "how keys and values are stored; auto is the model's dtype (the default)"
+    parser.add_argument("--slots", choices=tuple(FORMATS), default="auto", help=what)
 
 
 def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
@@ -331,7 +339,7 @@ def arguments(cache: Planned, options: argparse.Namespace, model: Any) -> dict[s
     if cache.policy == FULL:
         return {"policy": FULL, "budget": None}
     policy = demo.policy_of(cache.policy) if options.model == DEMO else cache.policy
-    settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction")}
+    settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction", "slots")}
     return {"policy": policy, "budget": given(cache.budget, options, model), **settings}
 
 

@@ -389,6 +389,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     auto = "of all policies; auto is what the policy's paper does (the default); vector... keeps some keys only"
     add("--correction", choices=("auto", *corrections.names()), help=auto)
     beside = "what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)"
+    common.add_slots(parser)
     add("--vector", type=Path, metavar="FILE", help=beside)
     option("--seeds", 5, "texts, or stretches of the text", "K")
     figure = (
@@ -414,7 +415,19 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     rows = list(compared(model, texts, options, console))
     console.print(table_of(rows))
     console.print(explain(rows, options.steps))
-    chosen = ("model", "text", "context", "steps", "policies", "budgets", "correction", "vector", "seeds", "figure")
+    chosen = (
+        "model",
+        "text",
+        "context",
+        "steps",
+        "policies",
+        "budgets",
+        "correction",
+        "slots",
+        "vector",
+        "seeds",
+        "figure",
+    )
     record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
     common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
     picture = options.out / ("fidelity.png" if options.figure is None else f"figure{options.figure}.png")
@@ -476,7 +489,8 @@ def compared(model: Any, texts: list[Tensor], options: argparse.Namespace, conso
     """Every policy at every budget, for every context."""
     budgets = {tokens: equal_bytes(model.config, tokens, model.dtype, **SHARES) for tokens in options.budgets}
     caches = [(policy, tokens) for tokens in options.budgets for policy in options.policies]
-    settings = {"evict_every": EVICT_EVERY, "correction": options.correction, "vector": options.vector}
+    settings = {name: getattr(options, name) for name in ("correction", "slots", "vector")}
+    settings["evict_every"] = EVICT_EVERY
     for policy, tokens in caches:
         with patched(model, policy_of(policy), budgets[tokens], **settings):
             common.check_first(policy, model, budgets[tokens])  # refused now and not after minutes

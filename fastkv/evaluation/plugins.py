@@ -54,7 +54,7 @@ from .common import FOREIGN, FULL, loading, to_budget, unknown_share
 from .haystack import Sample, Tokenizer
 
 MODES = ("auto", "stream", "prefix")
-SETTINGS = ("prefill_block", "evict_every", "correction", "mode", "vector")  # of `set_cache`
+SETTINGS = ("prefill_block", "evict_every", "correction", "slots", "mode", "vector")  # of `set_cache`
 PREFIX = "fastkv_ruler_"
 LENGTHS, SAMPLES = 4096, 100
 
@@ -69,7 +69,8 @@ class FastKVLM(HFLM):
 
     Args:
         pretrained: folder, name, or a transformers model, as in the harness.
-        policy, prefill_block, evict_every, correction, vector: as in `fastkv.patch`; policy "full" is the stock cache.
+        policy, prefill_block, evict_every, correction, slots, vector: as in `fastkv.patch`; policy "full" is the
+            stock cache.
         budget: tokens per KV head, "keep=0.25", "bytes=2000000", "quality=0.95", or a `Budget`.
         mode: how log-likelihoods are measured, see above; "auto" is stream with a prefill_block and prefix without.
         sinks, recent, layers, heads: as in `Budget`.

@@ -207,17 +207,20 @@ def rotated(rows: Tensor) -> Tensor:
     """
     dim = rows.shape[-1]
     size = dim & -dim
-    matrix = hadamard(size, rows.device, torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    # A compiled step makes the matrix anew, on the device: it looks into no cache.
+    made = hadamard.__wrapped__ if torch.compiler.is_compiling() else hadamard
+    matrix = made(size, rows.device, torch.float64 if rows.dtype == torch.float64 else torch.float32)
     return (rows.to(matrix.dtype).unflatten(-1, (-1, size)) @ matrix).flatten(-2)
 
 
 @cache
 def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The normalised Hadamard matrix [size, size], size a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device, dtype)
+    index = torch.arange(size, device=device)
+    parity = index[:, None] & index
+    for shift in (16, 8, 4, 2, 1):
+        parity = parity ^ (parity >> shift)
+    return (1 - 2 * (parity & 1)).to(dtype) / size**0.5
 
 
 AUTO = SlotFormat()

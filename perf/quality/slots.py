@@ -2,20 +2,20 @@
 
     python -m perf.quality.slots                       # the bundled model, about 10 minutes of one core
     python -m perf.quality.slots --parts language      # held-out text and the model in --language
-    python -m perf.quality.slots --report              # only tables and picture, from perf/results/slots/slots.json
+    python -m perf.quality.slots --report              # only tables and picture, from perf/results/slots/*.json
 
 Models compute in bf16, and the bytes of a budget are those that a cache in bf16 spends on so many tokens per KV head,
-without moments and scores. "same" has the tokens of bf16 instead, so that it shows rounding alone. The file is
+without moments and scores. "same" has the tokens of bf16 instead, so that it shows rounding alone. A model's file is
 rewritten after every case. Exit code: 0 complete, 1 something failed, 2 refused, 3 cases are left.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,11 @@ class Settings:
         first: seed of the first text.  context: tokens of a prompt.  continued: of a stretch, after its prompt.
     """
 
-    seeds: int = 4
-    texts: int = 2
+    seeds: int = 3
+    texts: int = 1
     first: int = 900_000
     context: int = 1024
-    continued: int = 64
+    continued: int = 32
 
 
 class Bench:
@@ -167,18 +167,21 @@ def distance(found: Tensor, full: Tensor) -> Tensor:
     return ((found - full).norm(dim=-1) / full.norm(dim=-1)).mean((0, 2))
 
 
-def write_report(path: Path) -> None:
+def write_report(folder: Path) -> None:
     """README.md with a table for each model and policy, and slots.png, beside the results."""
-    results = json.loads(path.read_text())
-    rows = {row["id"]: row for row in results["rows"] if "kl" in row}
+    rows: dict[str, Row] = {}
     lines = ["# Slots of 16, 8 and 4 bits in the same bytes", "", "Written by `python -m perf.quality.slots`.", ""]
-    facts = results["environment"]
-    lines += [f"{facts['cpu']}, torch {facts['torch']}, transformers {facts['transformers']}. {explained(results)}", ""]
     for model in (BUNDLED, LANGUAGE):
-        for policy in POLICIES:
-            lines += table(rows, model, policy)
-    (path.parent / "README.md").write_text("\n".join([*lines, "![KL over bytes](slots.png)", ""]))
-    plot(rows, path.parent / "slots.png")
+        path = folder / f"{model}.json"
+        if path.exists():
+            results = json.loads(path.read_text())
+            facts = results["environment"]
+            rows |= {row["id"]: row for row in results["rows"] if "kl" in row}
+            lines += [f"# The {model} model", "", f"{facts['cpu']}, torch {facts['torch']}. {explained(results)}", ""]
+            for policy in POLICIES:
+                lines += table(rows, model, policy)
+    (folder / "README.md").write_text("\n".join([*lines, "![KL over bytes](slots.png)", ""]))
+    plot(rows, folder / "slots.png")
 
 
 def explained(results: Row) -> str:
@@ -252,33 +255,33 @@ def main(words: list[str] | None = None) -> int:
     parts = options.parts or (BUNDLED, LANGUAGE)
     if options.list:
         return engine.listed({part: [one.id for one in cases() if one.model == part] for part in parts})
-    path, code = engine.folder(options, OUT) / "slots.json", COMPLETE
+    folder, code = engine.folder(options, OUT), COMPLETE
     try:
         if not options.report:
-            code = measure(path, Settings(), options, parts)
-        write_report(path)
+            code = engine.worst(measure(folder, Settings(), options, part) for part in parts)
+        write_report(folder)
     except (FastKVError, OtherSettings) as error:
         print(f"perf.quality.slots: {error}", file=sys.stderr)
         return REFUSED
     return code
 
 
-def measure(path: Path, settings: Settings, options: argparse.Namespace, parts: tuple[str, ...]) -> int:
-    """Measure the cases without a result. Returns: the exit code."""
+def measure(folder: Path, settings: Settings, options: argparse.Namespace, model: str) -> int:
+    """Measure the cases of a model without a result. Returns: the exit code."""
+    directory = MODEL_DIR if model == BUNDLED else options.language
 
-    @lru_cache(maxsize=1)
-    def bench(model: str) -> Bench:
-        return Bench(MODEL_DIR if model == BUNDLED else options.language, settings, asks=model == BUNDLED)
+    @functools.cache
+    def bench() -> Bench:
+        return Bench(directory, settings, asks=model == BUNDLED)
 
     def job(case: Case) -> Job:
         code = source("perf.quality.slots", policy=case.policy)
-        return Job(case.id, asdict(case), lambda: bench(case.model).run(case), code)
+        return Job(case.id, asdict(case), lambda: bench().run(case), code)
 
-    planned = {one.id: one for one in cases()}
-    jobs = [job(one) for one in planned.values()]
-    facts = environment(options.commit) | models(MODEL_DIR)
-    results = Results.open(path, facts, jobs, asdict(settings), fresh=options.fresh, retry=options.retry_skipped)
-    chosen = [one for one in jobs if planned[one.name].model in parts and options.only in one.name]
+    jobs = [job(one) for one in cases() if one.model == model]
+    facts, again = environment(options.commit) | models(directory), (options.fresh, options.retry_skipped)
+    results = Results.open(folder / f"{model}.json", facts, jobs, asdict(settings), *again)
+    chosen = [one for one in jobs if options.only in one.name]
     return engine.measure(chosen, results, Deadline(options.minutes))
 
 
