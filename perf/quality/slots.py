@@ -33,10 +33,10 @@ from fastkv.evaluation import fidelity
 from fastkv.evaluation.common import COLOURS, MARKERS
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes
 from fastkv.reference import FORMATS
-from tools.language_model import corpus, encoded
+from tools.language_model import corpus, encoded, stretches
 
 from .. import engine
-from ..engine import COMPLETE, REFUSED, Deadline, Job, OtherSettings, Results, Row
+from ..engine import COMPLETE, REFUSED, Deadline, Job, OtherSettings, Results, Row, Unmeasured
 from ..environment import environment, source
 from .__main__ import models
 from .plots import tidy
@@ -45,6 +45,7 @@ from .verdict.cases import LATER, RECENT, SINKS
 from .verdict.trained import answered, divergence
 
 OUT = engine.RESULTS / "slots"
+LANGUAGE_MODEL = engine.ROOT / "perf" / "language_model"
 BUNDLED, LANGUAGE = "bundled", "language"
 TOKENS = (48, 96, 160, 256)  # per KV head, of a cache in bf16
 POLICIES = ("fastkv", "momentkv", "snapkv")
@@ -107,8 +108,6 @@ class Bench:
             self.answers = [answered(self.model, questions, LATER) for questions in self.asked]
             self.first = self.asked[0].prompts[:1, :1]
         else:
-            from tools.language_model import stretches
-
             size = settings.context + settings.continued
             self.texts = stretches(encoded(tokenizer, corpus()[1]), self.number, size, settings.first)
             self.full = fidelity.read_full(self.model, self.texts, settings.continued)
@@ -118,11 +117,15 @@ class Bench:
     def run(self, case: Case) -> Row:
         """KL of next tokens from the full cache, nats; error of attention outputs; right answers, where asked.
 
-        Raises: FastKVError if the cache does not hold the bytes that it was given.
+        Raises: FastKVError if the cache does not hold the bytes that it was given; Unmeasured if they are too few for
+            the policy in bf16, with which others would be compared.
         """
         shares: dict[str, Any] = {"sinks": SINKS, "recent": RECENT}
         bound = equal_bytes(self.model.config, case.tokens, self.model.dtype, **shares)
-        budget = Budget(tokens=self.kept(Case(case.model, case.policy, case.tokens, PLAIN)), **shares)
+        try:
+            budget = Budget(tokens=self.kept(Case(case.model, case.policy, case.tokens, PLAIN)), **shares)
+        except FastKVError as error:
+            raise Unmeasured(str(error)) from error
         with patched(self.model, case.policy, budget if case.same else bound, slots=case.slots), torch.no_grad():
             cache = self.model(self.first, use_cache=True).past_key_values
             if not case.same:
@@ -250,7 +253,7 @@ def main(words: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     parser = engine.command("perf.quality.slots", __doc__, (BUNDLED, LANGUAGE), minutes=float("inf"), out=OUT)
     parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--language", type=Path, default=engine.ROOT / "build" / "language_model", help="%(default)s")
+    parser.add_argument("--language", type=Path, default=LANGUAGE_MODEL, help="folder of its model")
     options = parser.parse_args(words)
     parts = options.parts or (BUNDLED, LANGUAGE)
     if options.list:
