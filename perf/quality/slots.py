@@ -180,7 +180,7 @@ def write_report(folder: Path) -> None:
             results = json.loads(path.read_text())
             facts = results["environment"]
             rows |= {row["id"]: row for row in results["rows"] if "kl" in row}
-            lines += [f"# The {model} model", "", f"{facts['cpu']}, torch {facts['torch']}. {explained(results)}", ""]
+            lines += [f"## The {model} model", "", f"{facts['cpu']}, torch {facts['torch']}. {explained(results)}", ""]
             for policy in POLICIES:
                 lines += table(rows, model, policy)
     (folder / "README.md").write_text("\n".join([*lines, "![KL over bytes](slots.png)", ""]))
@@ -191,9 +191,10 @@ def explained(results: Row) -> str:
     """What the numbers are."""
     found = Settings(**results["settings"])
     return (
-        f"Means and standard errors over {found.seeds} groups of {found.texts} texts for each task, prompts of "
-        f"{found.context} tokens. KL: of next tokens from the full cache, nats. Error: of attention outputs, relative. "
-        "Right: answers, of those asked after the text was compressed. Same: with the tokens of bf16."
+        f"Means and standard errors over {found.seeds} groups, {found.texts} to a group of each task or of held-out "
+        f"text, prompts of {found.context} tokens. KL: of next tokens from the full cache, nats. Error: of attention "
+        "outputs, relative. Right: answers, of those asked after the text was compressed. Same: with the tokens of "
+        "bf16, and as many centroids as their bytes pay for, so fewer."
     )
 
 
@@ -202,7 +203,7 @@ def table(rows: dict[str, Row], model: str, policy: str) -> list[str]:
     found = [case for case in cases() if (case.model, case.policy) == (model, policy) and case.id in rows]
     if not found:
         return []
-    lines = [f"## {model}: {policy}", "", "| bytes of | slots | kept | KL | of bf16's | error | right |"]
+    lines = [f"### {policy}", "", "| bytes of | slots | kept | KL | of bf16's | error | right |"]
     lines.append("|--:|---|--:|--:|--:|--:|--:|")
     for case in found:
         row, plain = rows[case.id], rows.get(Case(model, policy, case.tokens, PLAIN).id)
