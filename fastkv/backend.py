@@ -91,8 +91,8 @@ def why_not(
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
     if problem is None and latent:
         problem = "they read values from slots of their own, not out of latents (MLA)"
-    if problem is None and slots != "auto":
-        problem = f"they read slots in the model's dtype, not slots={slots!r}"
+    if problem is None and slots == "int4":
+        problem = "they read slots of 8 bits and of the model's dtype, not slots='int4'"
     if problem is None:
         problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
     if problem is None and groups > MAX_GROUPS:

@@ -44,6 +44,8 @@ TYPES = {  # of pointers that are neither in the model's dtype nor fp32
     "*i64": ("count", "seen", "rows", "tally", "candidate_keys", "order", "query_places"),
     "*u8": ("kept", "valid", "new_valid", "mask", "protected", "query_valid"),
 }
+SCALES = ("key_scales_ptr", "value_scales_ptr")  # where slots hold codes
+CODES = {"int8": "*i8", "fp8": "*u8"}  # their codes
 ROWS = ("rows_ptr", "page")  # where the batch lives in chosen rows of pages
 USUAL = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names} | {"scale": "fp32", "softcap": "fp32"}
 
@@ -87,7 +89,7 @@ def variant(
         even: how the names of numbers that are multiples of 16 begin.
     """
     usual = USUAL | {f"{one}_ptr": f"*{dtype}" for one in MODEL_TYPED} | dict(types or {})
-    given = dict.fromkeys(ROWS, False) | dict(given or {})
+    given = dict.fromkeys(ROWS + SCALES, False) | dict(given or {})
     absent = {"INTERP", *constants, *(n for n, there in given.items() if not there)}
     names = [n for n in kernel.arg_names if n not in absent]
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
@@ -99,9 +101,19 @@ def variant(
     )
 
 
+def coded(
+    name: str, types: Mapping[str, str], given: Mapping[str, Any], slots: str
+) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """Name, types and given tensors of a variant whose slots are stored so: "auto", "int8" or "fp8"."""
+    if slots == "auto":
+        return name, dict(types), dict(given)
+    codes = dict.fromkeys(("keys_ptr", "values_ptr"), CODES[slots])
+    return f"{name} {slots}", dict(types) | codes, dict(given) | dict.fromkeys(SCALES, True)
+
+
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
-    even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, **launch: Any,
+    even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, slots: str = "auto", **launch: Any,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
     tile, columns, _ = compact.MERGE[pow2(dim, 64)]
@@ -111,22 +123,26 @@ def of_compact(
         BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
     given = dict(spread_ptr=spread, part_spread_ptr=spread) | dict.fromkeys(ROWS, rows)
-    return variant(name + " rows" * rows, kernel, constants, given=given, even=even, **launch)
+    name, types, given = coded(name + " rows" * rows, {}, given, slots)
+    return variant(name, kernel, constants, types=types, given=given, even=even, **launch)
 
 
 def of_merge(
-    kernel: Any, dim: int, splits: int, spread: bool = False, arches: tuple[str, ...] = (), rows: bool = False
-) -> Variant:
+    kernel: Any, dim: int, splits: int, spread: bool = False, arches: tuple[str, ...] = (), rows: bool = False,
+    slots: str = "auto",
+) -> Variant:  # fmt: skip
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
     launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=dim > 256)
-    return of_compact(name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, **launch)
+    return of_compact(
+        name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, slots=slots, **launch
+    )
 
 
 def of_decode(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: bool = False, sinks: bool = False, rows: bool = False,
+    ragged: bool = False, spread: bool = False, sinks: bool = False, rows: bool = False, slots: str = "auto",
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
@@ -149,18 +165,18 @@ def of_decode(
     types = dict(matrix_ptr=f"*{matrix}")
     if order == CENTROIDS.value:
         types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
+    name, types, given = coded(name, types, given, slots)
     return variant(
-        name, decode_attention._decode_attention_kernel, constants, dtype, types,
-        given=given, even=() if ragged else ("slots", "pool"),
-        num_warps=num_warps, num_stages=num_stages, arches=arches,
+        name, decode_attention._decode_attention_kernel, constants, dtype, types, given=given,
+        even=() if ragged else ("slots", "pool"), num_warps=num_warps, num_stages=num_stages, arches=arches,
     )  # fmt: skip
 
 
 def of_evict(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False, rows: bool = False,
+    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False, rows: bool = False, codes: str = "auto",
 ) -> Variant:  # fmt: skip
-    """Of `fastkv.kernels.evict`."""
+    """Of `fastkv.kernels.evict`; codes: how slots are stored."""
     drop = slots - tokens
     constants, chunks, num_warps = evict._constants(8, slots, drop, head_dim, spread, arches == HIP)
     given = dict(
@@ -170,9 +186,10 @@ def of_evict(
     )  # fmt: skip
     name = f"evict {dtype} D{head_dim} slots {slots} drop {drop} order {order}" + " slope" * slope
     even = () if ragged else ("slots", "width")
+    name, types, given = coded(name + " ragged" * ragged + " spread 1" * spread + " rows" * rows, {}, given, codes)
     return variant(
-        name + " ragged" * ragged + " spread 1" * spread + " rows" * rows, evict._evict_kernel, constants, dtype,
-        given=given, even=even, num_warps=num_warps, narrow=head_dim > 256, arches=arches,
+        name, evict._evict_kernel, constants, dtype, types, given=given, even=even, num_warps=num_warps,
+        narrow=head_dim > 256, arches=arches,
     )  # fmt: skip
 
 
@@ -238,7 +255,7 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
 
 def of_prefill(
     chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
-    spread: bool = False, sinks: bool = False,
+    spread: bool = False, sinks: bool = False, slots: str = "auto",
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
     vendor = "hip" if chip in HIP else chip
@@ -260,9 +277,9 @@ def of_prefill(
     types = {} if slope else dict(slope_ptr="*fp32")
     if order == CENTROIDS.value:
         types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
+    name, types, given = coded(name, types, given, slots)
     return variant(
-        name, prefill_attention._prefill_kernel, flags, dtype, types,
-        given=given, even=("slots", "stride_"),
+        name, prefill_attention._prefill_kernel, flags, dtype, types, given=given, even=("slots", "stride_"),
         num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
     )  # fmt: skip
 
@@ -399,6 +416,10 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         *(of(d, s, 1, rows=True) for d in (64, 128, 256) for s in (1, 16)),
         *(of(128, s, CENTROIDS.value, spread=True, attention=True, rows=True) for s in (1, 16)),
         of(128, 16, 1, attention=True, ragged=True, rows=True),
+        *(of(d, s, 1, slots=form) for form in CODES for d, s in ((80, 16), *SPLIT)),
+        *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
+        *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
+        *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
     ]
 
 
@@ -414,6 +435,9 @@ def of_prefills(chip: str) -> list[Variant]:
         *(of(dim, order=CENTROIDS.value, spread=True) for dim in (64, 80, 128, 256)),
         of(128, "fp16", order=CENTROIDS.value, spread=True, groups=7),
         *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
+        *(of(dim, slots=form) for form in CODES for dim in (64, 80, 128, 256)),
+        *(of(128, order=CENTROIDS.value, spread=True, slots=form) for form in CODES),
+        *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
     ]
 
 
@@ -432,6 +456,13 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         of_compact("compact move D512", compact._move_kernel, 512, arches=CUDA),
         *(of_merge(compact._moments_kernel, 512, splits, arches=CUDA) for splits in (1, 4)),
         of_merge(compact._merge_kernel, 512, 4, arches=CUDA),
+        *(
+            of_compact(f"compact move D{d}", compact._move_kernel, d, slots=f)
+            for f in CODES
+            for d in (64, 80, 128, 256)
+        ),
+        *(of_merge(compact._moments_kernel, d, s, slots=f) for f in CODES for d, s in ((64, 1), (128, 4), (256, 1))),
+        *(of_merge(compact._moments_kernel, 128, 1, True, rows=True, slots=f) for f in CODES),
     ],
     "decode_attention": [
         *(one for vendor in VENDORS for one in of_decodes(vendor)),
@@ -457,6 +488,9 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS),
         *(of_evict(512, c, t, arches=CUDA) for c, t in ((1040, 1024), (2048, 1984))),
         *(of_evict(512, 1040, 1024, arches=CUDA, ragged=r, spread=not r) for r in (True, False)),
+        *(of_evict(d, 1040, 1024, codes=form) for form in CODES for d in (64, 80, 128)),
+        *(of_evict(256, 1040, 1024, arches=a, spread=True, codes=form) for form in CODES for a in VENDORS),
+        *(of_evict(128, 1040, 1024, ragged=True, rows=True, codes=form) for form in CODES),
     ],
     "key_scores": [
         *(of_key_scores(key_scores._sum_kernel, dim, "unit", "mask") for dim in (64, 80, 128, 256)),

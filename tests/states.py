@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fastkv import corrections
 from fastkv.cache.pages import PageFormat
 from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
-from fastkv.reference import LayerState, Moments, Slots, Spec
+from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec, pack
 
 Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +58,28 @@ def copied(state, dtype=None):
     for name, tensor in list(twin.named_tensors()):
         if dtype is not None and tensor.is_floating_point():
             twin.replace(name, tensor.to(dtype))
+    return twin
+
+
+def encoded(state, slots):
+    """A copy whose pairs are stored in that format; slots that hold nothing are NaN, or the largest codes."""
+    twin, exact = copied(state), state.exact
+    form, dtype = FORMATS[slots], exact.keys.dtype
+    if form.plain:
+        return twin
+    (keys, key_scales), (values, value_scales) = form.encode(exact.keys), form.encode(exact.values)
+    owned = torch.arange(exact.limit, device=DEVICE) < exact.lengths[..., None]
+    used = torch.zeros_like(keys[..., 0], dtype=torch.bool)
+    if exact.starts is None:
+        used |= owned
+    else:
+        pack(used, exact.starts, owned)
+    for codes, scales in ((keys, key_scales), (values, value_scales)):
+        codes[~used], scales[~used] = 127, float("nan") if scales.is_floating_point() else 99
+    twin.exact = replace(
+        twin.exact, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, format=form,
+        decodes_to=dtype,
+    )  # fmt: skip
     return twin
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._codes import _exact, _factors, _numbers, _store_encoded
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -94,25 +96,33 @@ def _load_query(q_ptr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_
 
 @triton.jit
 def _attend_slots(
-    top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, stop, pool, scale, softcap,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    top, total, acc, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start, stop, pool, scale,
+    softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Add slots [start, stop) to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there."""
+    """Add slots [start, stop) to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there.
+
+    With scales, slots hold codes.
+    """
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         inside = slot < stop
         mask = _rows_mask(inside, cols, D, BLOCK_D)
         offset = slot[:, None] * D + cols[None, :]
-        k = tl.load(keys_ptr + offset, mask=mask, other=0.0)
-        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        k = _numbers(tl.load(keys_ptr + offset, mask=mask, other=0.0), q.dtype)
+        products = _dot(q, tl.trans(k), INTERP)
+        if key_scales_ptr is not None:
+            products *= _factors(key_scales_ptr, slot, inside)[None, :]
+        logits = _logits2(products, scale, softcap, HAS_CAP)
         if logits_ptr is not None:
             place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
             tl.store(logits_ptr + place, logits, mask=(rows < G)[:, None] & inside[None, :])
         logits = tl.where(inside[None, :], logits, -float("inf"))
-        v = tl.load(values_ptr + offset, mask=mask, other=0.0)
+        v = _numbers(tl.load(values_ptr + offset, mask=mask, other=0.0), q.dtype)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
+        if value_scales_ptr is not None:
+            weights *= _factors(value_scales_ptr, slot, inside)[None, :]
         acc += _dot(weights.to(v.dtype), v, INTERP)
     return top, total, acc
 
@@ -137,16 +147,26 @@ def _load_token(pointer, wanted, dtype: tl.constexpr, D: tl.constexpr, M: tl.con
 
 @triton.jit
 def _append_token(
-    top, total, acc, q, k, v, keys_ptr, values_ptr, positions_ptr, logits_ptr, length, position, capacity, pool, scale,
-    softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr,
+    top, total, acc, q, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, positions_ptr, logits_ptr, length,
+    position, capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length`, if there is one."""
+    """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length`, if there is one.
+
+    With scales it is stored as codes, and attended to as they will be read.
+    """
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     free = length < capacity
     place = length * D + cols[None, :] + tl.zeros([M, 1], tl.int32)
     once = (cols < D)[None, :] & (rows == 0)[:, None] & free
-    tl.store(keys_ptr + place, k, mask=once)
-    tl.store(values_ptr + place, v, mask=once)
+    if key_scales_ptr is None:
+        tl.store(keys_ptr + place, k, mask=once)
+        tl.store(values_ptr + place, v, mask=once)
+    else:
+        k, v = tl.where((cols < D)[None, :], k, 0.0), tl.where((cols < D)[None, :], v, 0.0)
+        spot, first = length + tl.zeros([M], tl.int32), (rows == 0) & free
+        k = _store_encoded(keys_ptr, key_scales_ptr, k, place, once, spot, first)
+        v = _store_encoded(values_ptr, value_scales_ptr, v, place, once, spot, first)
     tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
     top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)
     if logits_ptr is not None:
@@ -366,8 +386,15 @@ def _some(vector, first, R: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _load_rows(base_ptr, slots, live, cols, D: tl.constexpr):
+    """Rows of slots as they are stored; 0 where not live."""
     mask = live[:, None] & (cols < D)[None, :]
     return tl.load(base_ptr + slots[:, None] * D + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _exact_rows(base_ptr, scales_ptr, slots, live, cols, D: tl.constexpr):
+    """Rows of slots in fp32, decoded if they have scales; 0 where not live."""
+    return _exact(_load_rows(base_ptr, slots, live, cols, D), scales_ptr, slots, live)
 
 
 @triton.jit
@@ -386,14 +413,15 @@ def _holes(victims, drop, length, tokens, R: tl.constexpr):
 
 @triton.jit
 def _add_spread(
-    spread_ptr, keys_ptr, victims, drop, mean, step, weight, cols,
+    spread_ptr, keys_ptr, key_scales_ptr, victims, drop, mean, step, weight, cols,
     D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """spread += sum over the victims of (k - mean)^2 + weight step^2, averaged over the head."""
     squares = weight * step * step
     for first in range(0, drop, TILE):
         live = first + tl.arange(0, TILE) < drop
-        away = _load_rows(keys_ptr, _some(victims, first, R, TILE), live, cols, D).to(tl.float32) - mean[None, :]
+        k = _exact_rows(keys_ptr, key_scales_ptr, _some(victims, first, R, TILE), live, cols, D)
+        away = k - mean[None, :]
         squares += tl.sum(tl.where(live[:, None], away * away, 0.0), 0)
     _store_spread(spread_ptr, squares, D)
 

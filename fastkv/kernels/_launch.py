@@ -18,6 +18,7 @@ INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is fo
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 ATTENTION_TILE = 8192  # logits at once when attention is added up
 PER_SM = 2  # programs of any decode kernel that an SM holds at once (perf.aot): they are to run in one wave
+CODES = (torch.int8, torch.uint8)  # of 8 bits: integers, bits of e4m3
 SMS = 132  # where there are none, in the interpreter: those of an H200
 
 
@@ -131,23 +132,39 @@ def check_head_dim(op: str, head_dim: int, dtype: torch.dtype | None = None) -> 
 
 def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Tensor, *same_dtype: Tensor) -> int:
     """Query heads per KV head, or FastKVError unless q [B, Hq, D] and the state's keys, values [B, Hkv, C, D], as
-    `addressed`, suit the kernel."""
+    `addressed`, suit the kernel. Codes have the scales of their format."""
     batch, num_heads, dim = q.shape
+    exact = state.exact
     heads, slots = keys.shape[1:3]
     groups = check_groups(op, num_heads, heads)
     check_head_dim(op, dim, q.dtype)
+    check_scales(op, exact)
     if state.rows is not None:
         check_shape(op, "rows", state.rows, (batch,))
     stored = batch if state.rows is None else len(keys)
     check_shape(op, "keys", keys, (stored, heads, slots, dim))
     check_shape(op, "values", values, (stored, heads, slots, dim))
-    dtypes = {t.dtype for t in (q, keys, values, *same_dtype)}
+    held = {keys.dtype, values.dtype} if exact.format.plain else {exact.dtype}
+    dtypes = {q.dtype, *held, *(t.dtype for t in same_dtype)}
     if groups > MIN_ROWS or len(dtypes) > 1 or q.dtype == torch.float64:
         raise FastKVError(
             f"{op} needs one dtype below float64 and at most {MIN_ROWS} query heads per KV head, got "
             f"{', '.join(sorted(map(str, dtypes)))} and {groups}; use backend='reference'"
         )
     return groups
+
+
+def check_scales(op: str, slots: Slots) -> None:
+    """Raise FastKVError unless keys and values are plain, or codes of 8 bits with a scale for each row."""
+    if slots.format.plain:
+        return
+    if slots.key_scales is None or slots.value_scales is None or slots.keys.dtype not in CODES:
+        raise FastKVError(
+            f"{op} reads codes of 8 bits, got slots={slots.format.name!r} with codes of {slots.keys.dtype}; use "
+            "slots='int8' or backend='reference'"
+        )
+    check_shape(op, "key_scales", slots.key_scales, slots.keys.shape[:-1])
+    check_shape(op, "value_scales", slots.value_scales, slots.keys.shape[:-1])
 
 
 def decode_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

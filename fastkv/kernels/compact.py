@@ -27,7 +27,8 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
 from ._attention import _dot32, _home, _page, _store_spread
-from ._launch import INTERPRET, check_contiguous, check_head_dim, check_rows, pow2
+from ._codes import _encoded, _exact
+from ._launch import INTERPRET, check_contiguous, check_head_dim, check_rows, check_scales, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # that a program moves at once
@@ -37,6 +38,7 @@ MAX_SPLITS = 16
 # rows and 32 columns to nothing for sm_100.
 MERGE = {64: (32, 32, 4), 128: (32, 32, 4), 256: (32, 32, 8), 512: (16, 16, 8)}
 MAX_MOVERS = 32
+Pairs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 FOLLOWING = ["page", "N", "slots", "used", "splits"]  # the length of a prompt: one compilation for all of them
 
 
@@ -98,7 +100,7 @@ def _plan_kernel(
 
 
 @triton.jit
-def _rows(slots_ptr, new_ptr, index, inside, used, column, stride_t, D: tl.constexpr):
+def _rows(slots_ptr, scales_ptr, new_ptr, index, inside, used, column, stride_t, D: tl.constexpr):
     """Rows `index` of the candidates, fp32: of the slots below `used`, else of the block; 0 where not inside."""
     width = column[None, :] < D
     old = (inside & (index < used))[:, None] & width
@@ -106,7 +108,16 @@ def _rows(slots_ptr, new_ptr, index, inside, used, column, stride_t, D: tl.const
     far = index.to(tl.int64)[:, None]
     a = tl.load(slots_ptr + far * D + column[None, :], mask=old, other=0.0)
     b = tl.load(new_ptr + (far - used) * stride_t + column[None, :], mask=fresh, other=0.0)
-    return tl.where(old, a.to(tl.float32), b.to(tl.float32))
+    return tl.where(old, _exact(a, scales_ptr, index, inside & (index < used)), b.to(tl.float32))
+
+
+@triton.jit
+def _scales(scales_ptr, home, page, first):
+    """The scales from slot `first` on of a row of the state; None without scales."""
+    if scales_ptr is None:
+        return scales_ptr
+    else:
+        return _page(scales_ptr, home, page) + first
 
 
 @triton.jit
@@ -154,9 +165,10 @@ def _store_state(
 
 @triton.jit(do_not_specialize=FOLLOWING)
 def _moments_kernel(
-    keys_ptr, values_ptr, new_keys_ptr, new_values_ptr, listed_ptr, tally_ptr, means_ptr, part_cross_ptr,
-    part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, spread_ptr, rows_ptr, page,
-    N, slots, used, splits, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_keys_ptr, new_values_ptr, listed_ptr, tally_ptr,
+    means_ptr, part_cross_ptr, part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr,
+    spread_ptr, rows_ptr, page, N, slots, used, splits,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SINGLE: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
     SPREAD: tl.constexpr, INTERP: tl.constexpr,
@@ -171,6 +183,8 @@ def _moments_kernel(
             return
     keys = _page(keys_ptr, home, page) + own * slots * DK
     values = _page(values_ptr, home, page) + own * slots * DV
+    key_scales = _scales(key_scales_ptr, home, page, own * slots)
+    value_scales = _scales(value_scales_ptr, home, page, own * slots)
     count_ptr, spread_ptr = _page(count_ptr, home, page), _page(spread_ptr, home, page)
     key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, home, page), _page(value_mean_ptr, home, page)
     cross_ptr, slope_ptr = _page(cross_ptr, home, page), _page(slope_ptr, home, page)
@@ -183,8 +197,8 @@ def _moments_kernel(
     for start in range(low, high, ROWS):
         inside = start + lane < high
         index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-        key_mean += tl.sum(_rows(keys, new_keys, index, inside, used, dk, stride_kt, DK), 0)
-        value_mean += tl.sum(_rows(values, new_values, index, inside, used, dv, stride_vt, DV), 0)
+        key_mean += tl.sum(_rows(keys, key_scales, new_keys, index, inside, used, dk, stride_kt, DK), 0)
+        value_mean += tl.sum(_rows(values, value_scales, new_values, index, inside, used, dv, stride_vt, DV), 0)
     inverse = 1.0 / tl.maximum(high - low, 1).to(tl.float32)
     key_mean, value_mean = key_mean * inverse, value_mean * inverse
     cross = tl.zeros([BK, COLUMNS], tl.float32)
@@ -192,8 +206,8 @@ def _moments_kernel(
         for start in range(low, high, ROWS):
             inside = start + lane < high
             index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-            k = _rows(keys, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
-            v = _rows(values, new_values, index, inside, used, dv, stride_vt, DV) - value_mean[None, :]
+            k = _rows(keys, key_scales, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
+            v = _rows(values, value_scales, new_values, index, inside, used, dv, stride_vt, DV) - value_mean[None, :]
             cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0), INTERP)
     squares = tl.zeros([BK], tl.float32)
     if SPREAD:
@@ -201,7 +215,7 @@ def _moments_kernel(
             for start in range(low, high, ROWS):
                 inside = start + lane < high
                 index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-                k = _rows(keys, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
+                k = _rows(keys, key_scales, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
                 squares += tl.sum(tl.where(inside[:, None], k * k, 0.0), 0)
     state = means_ptr + head * (splits + 1) * (DK + DV)  # the state before, then one row per split
     spot = dk[:, None] * DV + dv[None, :]
@@ -292,23 +306,31 @@ def _merge_kernel(
 
 
 @triton.jit
-def _move_row_tile(to_ptr, new_ptr, source, hole, inside, used, stride_t, D: tl.constexpr, BLOCK: tl.constexpr):
-    """to[hole] = (slots, then block)[source] for a tile of rows."""
+def _move_row_tile(
+    to_ptr, scales_ptr, new_ptr, source, hole, inside, used, stride_t, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """to[hole] = (slots, then block)[source] for a tile of rows; with scales, those of the block are encoded."""
     column = tl.arange(0, BLOCK)[None, :]
     old = (inside & (source < used))[:, None] & (column < D)
     fresh = (inside & (source >= used))[:, None] & (column < D)
     far = source.to(tl.int64)[:, None]
     a = tl.load(to_ptr + far * D + column, mask=old, other=0.0)
     b = tl.load(new_ptr + (far - used) * stride_t + column, mask=fresh, other=0.0)
-    row = tl.where(old, a.to(tl.float32), b.to(tl.float32))
+    if scales_ptr is None:
+        row = tl.where(old, a.to(tl.float32), b.to(tl.float32))
+    else:
+        codes, scales = _encoded(b.to(tl.float32), to_ptr.dtype.element_ty)
+        row = tl.where(old, a, codes)
+        known = tl.load(scales_ptr + source, mask=inside & (source < used), other=0.0)
+        tl.store(scales_ptr + hole, tl.where(source < used, known, scales), mask=inside)
     spot = to_ptr + hole.to(tl.int64)[:, None] * D + column
     tl.store(spot, row.to(to_ptr.dtype.element_ty), mask=inside[:, None] & (column < D))
 
 
 @triton.jit(do_not_specialize=FOLLOWING[:-1])
 def _move_kernel(
-    keys_ptr, values_ptr, positions_ptr, new_keys_ptr, new_values_ptr, new_positions_ptr, lists_ptr, tally_ptr,
-    rows_ptr, page, N, slots, used,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, positions_ptr, new_keys_ptr, new_values_ptr,
+    new_positions_ptr, lists_ptr, tally_ptr, rows_ptr, page, N, slots, used,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph, stride_pt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -321,6 +343,8 @@ def _move_kernel(
     places = _page(positions_ptr, home, page) + own * slots
     keys = _page(keys_ptr, home, page) + own * slots * DK
     values = _page(values_ptr, home, page) + own * slots * DV
+    key_scales = _scales(key_scales_ptr, home, page, own * slots)
+    value_scales = _scales(value_scales_ptr, home, page, own * slots)
     new_places = new_positions_ptr + batch * stride_pb + kv * stride_ph
     new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
     new_values = new_values_ptr + batch * stride_vb + kv * stride_vh
@@ -329,8 +353,8 @@ def _move_kernel(
         inside = start + lane < moves
         source = tl.load(sources_ptr + start + lane, mask=inside, other=0)
         hole = tl.load(holes_ptr + start + lane, mask=inside, other=0)
-        _move_row_tile(keys, new_keys, source, hole, inside, used, stride_kt, DK, BK)
-        _move_row_tile(values, new_values, source, hole, inside, used, stride_vt, DV, BV)
+        _move_row_tile(keys, key_scales, new_keys, source, hole, inside, used, stride_kt, DK, BK)
+        _move_row_tile(values, value_scales, new_values, source, hole, inside, used, stride_vt, DV, BV)
         old = tl.load(places + source, mask=inside & (source < used), other=0)
         far = (source - used).to(tl.int64) * stride_pt
         new = tl.load(new_places + far, mask=inside & (source >= used), other=0).to(tl.int32)
@@ -343,15 +367,17 @@ def row_splits(candidates: int) -> int:
 
 
 def _merge(
-    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
+    held: Pairs, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
     used: int, moments: Moments, where: tuple[Tensor | None, int | None],
 ) -> None:  # fmt: skip
     """Add the listed candidates to the moments, in place.
 
-    Args: listed [B, Hkv, N] int32, rows to merge; tally [B, Hkv, 3] int64: how many, (moves), count before; means
-        [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means before; where: rows and page.
+    Args: held: keys, values and their scales in the slots; listed [B, Hkv, N] int32, rows to merge; tally [B, Hkv, 3]
+        int64: how many, (moves), count before; means [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means
+        before; where: rows and page.
     """
     slope = moments.slope
+    keys, values, *_ = held
     batch, (_, heads, slots, dk) = len(listed), keys.shape
     dv = values.shape[-1]
     splits = means.shape[2] - 1
@@ -366,7 +392,7 @@ def _merge(
     shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread is not None}
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, columns), splits)](
-        keys, values, new_keys, new_values, listed, tally, means, part, part_spread, *state, *where,
+        *held, new_keys, new_values, listed, tally, means, part, part_spread, *state, *where,
         listed.shape[-1], slots, used, splits, *strides, SINGLE=splits == 1, INTERP=INTERPRET, num_warps=warps,
         num_stages=2, **shape,
     )  # fmt: skip
@@ -389,21 +415,23 @@ def compact(
     batch, (_, heads, capacity, dk) = state.batch, keys.shape
     num, dv = valid.shape[-1], values.shape[-1]
     nothing = (
-        keys.new_empty(batch, heads, 0, dk),
-        values.new_empty(batch, heads, 0, dv),
+        keys.new_empty(batch, heads, 0, dk, dtype=slots.dtype),
+        values.new_empty(batch, heads, 0, dv, dtype=slots.dtype),
         positions.new_empty(batch, heads, 0),
     )
     k, v, new_positions = nothing if block is None else block
     used = num - k.shape[2]
+    held = (keys, values, slots.key_scales, slots.value_scales)
+    check_scales(op, slots)
     check_shape(op, "kept", kept, (batch, heads, num))
     check_shape(op, "k", k, (batch, heads, None, dk))
     check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
     check_head_dim(op, max(dk, dv))
     check_contiguous(op, valid=valid, kept=kept)
     page = check_rows(
-        op, state, keys=keys, values=values, positions=positions, lengths=lengths, count=moments.count,
-        key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross, slope=moments.slope,
-        spread=moments.spread,
+        op, state, keys=keys, values=values, key_scales=held[2], value_scales=held[3], positions=positions,
+        lengths=lengths, count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean,
+        cross=moments.cross, slope=moments.slope, spread=moments.spread,
     )  # fmt: skip
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:
@@ -421,10 +449,10 @@ def compact(
         means, *where, num, used, splits, HEADS=heads, **shape, HAS_MEANS=has_means, BLOCK=PLAN,
     )  # fmt: skip
     if has_means:
-        _merge(keys, values, k, v, lists[0], tally, means, used, moments, where)
+        _merge(held, k, v, lists[0], tally, means, used, moments, where)
     strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
     movers = min(triton.cdiv(min(num, capacity), ROWS), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
-        keys, values, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,
+        *held, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,
         HEADS=heads, **shape, ROWS=ROWS,
     )  # fmt: skip

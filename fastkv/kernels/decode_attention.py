@@ -9,7 +9,8 @@ partial, so mixing is free. Program (pair, s) reads a share of the slots, progra
 centroids, and the last of a pair to arrive merges; with many pairs one program does it all. Twins:
 `fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
 
-Bytes per pair: 4 L D for keys and values in half precision, 2 D^2 for the matrix (4 D^2 in fp32), 4 D a centroid.
+Bytes per pair: 4 L D for keys and values in half precision, 2 L (D + 4) in 8 bits; 2 D^2 for the matrix (4 D^2 in
+fp32), 4 D a centroid.
 Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 512 (256 in float32 and on AMD),
 float64, windows, padding. In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
 """
@@ -74,7 +75,7 @@ MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shap
 @triton.jit(do_not_specialize=["page"])
 def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr,
-    sizes_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr,
+    sizes_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr, key_scales_ptr, value_scales_ptr,
     out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr, starts_ptr,
     sink_ptr, rows_ptr, page, slots, pool, centroids, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -83,7 +84,8 @@ def _decode_attention_kernel(
     SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
-    # sink_ptr, rows_ptr. A pair of the batch is pair `own` of its page or state; scratch and results follow the batch.
+    # sink_ptr, rows_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair `own` of its page or state;
+    # scratch and results follow the batch.
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
     if rows_ptr is not None:
@@ -92,6 +94,7 @@ def _decode_attention_kernel(
                 _store_nothing(out_ptr, lse_retained_ptr, lse_evicted_ptr, pair, G, M, D, BLOCK_D)
             return
     keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    key_scales_ptr, value_scales_ptr = _page(key_scales_ptr, row, page), _page(value_scales_ptr, row, page)
     lengths_ptr, positions_ptr = _page(lengths_ptr, row, page), _page(positions_ptr, row, page)
     starts_ptr, attention_ptr = _page(starts_ptr, row, page), _page(attention_ptr, row, page)
     seen_ptr, count_ptr = _page(seen_ptr, row, page), _page(count_ptr, row, page)
@@ -108,6 +111,9 @@ def _decode_attention_kernel(
     q_ptr += pair * G * D
     keys_ptr += base * D
     values_ptr += base * D
+    if key_scales_ptr is not None:
+        key_scales_ptr += base
+        value_scales_ptr += base
     out_ptr += pair * G * D
     if ORDER == 0 or ORDER == 1:
         key_mean_ptr += own * D
@@ -127,19 +133,20 @@ def _decode_attention_kernel(
         q = _load_query(q_ptr, G, M, D, BLOCK_D)
         last = split == SPLITS - 1  # whose share is the smallest
         if k_ptr is not None:  # loaded before anything has to be waited for
-            k = _load_token(k_ptr + pair * D, last, keys_ptr.dtype.element_ty, D, M, BLOCK_D)
-            v = _load_token(v_ptr + pair * D, last, values_ptr.dtype.element_ty, D, M, BLOCK_D)
+            k = _load_token(k_ptr + pair * D, last, q_ptr.dtype.element_ty, D, M, BLOCK_D)
+            v = _load_token(v_ptr + pair * D, last, q_ptr.dtype.element_ty, D, M, BLOCK_D)
         share = tl.cdiv(length, SPLITS)
         start = split * share
         top, total, acc = _attend_slots(
-            top, total, acc, q, keys_ptr, values_ptr, logits_ptr, start, tl.minimum(start + share, length), pool,
-            scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
+            top, total, acc, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start,
+            tl.minimum(start + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, k, v, keys_ptr, values_ptr, positions_ptr + base, logits_ptr, length,
-                    length + count, capacity, pool, scale, softcap, G, M, D, BLOCK_D, HAS_CAP,
+                    top, total, acc, q, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+                    positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap, G, M, D,
+                    BLOCK_D, HAS_CAP,
                 )  # fmt: skip
 
     if PARTS == 1:
@@ -242,8 +249,8 @@ def decode_step(
     """One launch: everything contiguous, or rows of it in pages, nothing copied, no host sync; shapes as in
     `reference.decode_step`. Of row 0 results are zero and -inf.
 
-    Keys and values have the dtype of q, statistics are fp32, the matrix of the moments cross in fp32 or cross / count
-    in half precision; `state.scratch` is a `Workspace`, made if it is empty.
+    Keys and values have the dtype of q, or are codes with scales (see `_codes`), statistics are fp32, the matrix of the
+    moments cross in fp32 or cross / count in half precision; `state.scratch` is a `Workspace`, made if it is empty.
 
     Returns: out [B, Hq, D] in the dtype of q, lse_retained and lse_evicted [B, Hq] fp32, natural log (-inf if empty).
     Raises: FastKVError for shapes, strides or dtypes that are not as above.
@@ -257,7 +264,8 @@ def decode_step(
     check_like(op, (heads * groups,), sink_logits=state.sink_logits)
     check_contiguous(op, q=q, k=k, v=v)
     page = check_rows(
-        op, state, keys=keys, values=values, lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
+        op, state, keys=keys, values=values, key_scales=slots.key_scales, value_scales=slots.value_scales,
+        lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
         value_mean=known.value_mean, matrix=known.matrix, spread=known.spread, sizes=known.sizes, attention=attention,
         positions=slots.positions, seen=state.seen, starts=starts,
     )  # fmt: skip
@@ -276,7 +284,8 @@ def decode_step(
     positions, seen = (slots.positions, state.seen) if k is not None else (None, None)
     _decode_attention_kernel[pairs, constants["PARTS"]](
         q, keys, values, slots.lengths, moments.count, known.key_mean, known.value_mean, known.matrix, known.spread,
-        known.sizes, k, v, positions, seen, attention, out, lse_retained, lse_evicted,
+        known.sizes, k, v, positions, seen, attention, slots.key_scales, slots.value_scales, out, lse_retained,
+        lse_evicted,
         parts and parts.accs, parts and parts.tops, parts and parts.totals,
         room.logits if room is not None and collects else None, parts and parts.tickets,
         starts, state.sink_logits, state.rows, page, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,

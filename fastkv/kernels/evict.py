@@ -10,7 +10,8 @@ Survivors in slots [tokens, length) then move into the holes. Program (pair, par
 of S; all parts need all evicted keys, so keys, positions and sizes are changed by the last part to finish. With more
 than MAX_SCAN slots a first launch finds candidates. Twins: `select` and `compact`, up to the order of slots.
 
-Bytes per pair: 8 C for scores and positions, 8 D^2 for S read and written, 2 D^2 for its copy, 8 R D for the rows.
+Bytes per pair: 8 C for scores and positions, 8 D^2 for S read and written, 2 D^2 for its copy, 8 R D for the rows (half
+of it for codes of 8 bits, which move as they are, with their scales).
 Does not handle: more than 64 tokens at once, Dv != Dk, head_dim above 512, float64.
 """
 
@@ -23,8 +24,18 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ._attention import _add_spread, _barrier, _dot32, _holes, _home, _load_rows, _move_rows, _page, _some, _stretch
-from ._launch import INTERPRET, Workspace, addressed, check_contiguous, check_head_dim, check_rows, on_hip, pow2
+from ._attention import _add_spread, _barrier, _dot32, _exact_rows, _holes, _home, _move_rows, _page, _some, _stretch
+from ._launch import (
+    INTERPRET,
+    Workspace,
+    addressed,
+    check_contiguous,
+    check_head_dim,
+    check_rows,
+    check_scales,
+    on_hip,
+    pow2,
+)
 
 MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
@@ -94,10 +105,10 @@ def _candidates_kernel(
 @triton.jit(do_not_specialize=["page", "most", "sinks", "recent", "chunks"])
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, spread_ptr, scores_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, tickets_ptr, rows_ptr, page,
-    slots, width, most, sinks, recent, chunks, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
-    HIP: tl.constexpr, INTERP: tl.constexpr,
+    slope_ptr, spread_ptr, key_scales_ptr, value_scales_ptr, scores_ptr, starts_ptr, candidate_keys_ptr,
+    candidate_slots_ptr, tickets_ptr, rows_ptr, page, slots, width, most, sinks, recent, chunks, HEADS: tl.constexpr,
+    R: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr, SPREAD: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -106,6 +117,7 @@ def _evict_kernel(
         if row == 0:
             return
     keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    key_scales_ptr, value_scales_ptr = _page(key_scales_ptr, row, page), _page(value_scales_ptr, row, page)
     positions_ptr, lengths_ptr = _page(positions_ptr, row, page), _page(lengths_ptr, row, page)
     seen_ptr, starts_ptr = _page(seen_ptr, row, page), _page(starts_ptr, row, page)
     count_ptr, spread_ptr = _page(count_ptr, row, page), _page(spread_ptr, row, page)
@@ -138,6 +150,9 @@ def _evict_kernel(
     keys_ptr += base * D
     values_ptr += base * D
     positions_ptr += base
+    if key_scales_ptr is not None:
+        key_scales_ptr += base
+        value_scales_ptr += base
     cols, mine = tl.arange(0, BLOCK_D), part * BLOCK_V + tl.arange(0, BLOCK_V)
     before = tl.load(count_ptr + own)
     size, share = drop.to(tl.float32), drop.to(tl.float32) / (before + drop).to(tl.float32)
@@ -146,15 +161,18 @@ def _evict_kernel(
         value_mean = tl.zeros([BLOCK_V], tl.float32)
         for first in range(0, drop, TILE):
             gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
-            key_mean += tl.sum(_load_rows(keys_ptr, gone, live, cols, D).to(tl.float32), 0) / size
-            value_mean += tl.sum(_load_rows(values_ptr, gone, live, mine, D).to(tl.float32), 0) / size
+            key_mean += tl.sum(_exact_rows(keys_ptr, key_scales_ptr, gone, live, cols, D), 0) / size
+            value_mean += tl.sum(_exact_rows(values_ptr, value_scales_ptr, gone, live, mine, D), 0) / size
         key_before = tl.load(key_mean_ptr + own * D + cols, mask=cols < D, other=0.0)
         value_before = tl.load(value_mean_ptr + own * D + mine, mask=mine < D, other=0.0)
         key_step, value_step = key_mean - key_before, value_mean - value_before
         if SPREAD:
             if part == 0:  # no other part reads it
                 weight = before.to(tl.float32) * share
-                _add_spread(spread_ptr + own, keys_ptr, victims, drop, key_mean, key_step, weight, cols, D, R, TILE)
+                _add_spread(
+                    spread_ptr + own, keys_ptr, key_scales_ptr, victims, drop, key_mean, key_step, weight, cols, D, R,
+                    TILE,
+                )  # fmt: skip
         if cross_ptr is not None:
             place = own * D * D + cols[:, None] * D + mine[None, :]
             mask = (cols < D)[:, None] & (mine < D)[None, :]
@@ -162,8 +180,8 @@ def _evict_kernel(
             cross += (key_step * (before.to(tl.float32) * share))[:, None] * value_step[None, :]
             for first in range(0, drop, TILE):
                 gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
-                k = _load_rows(keys_ptr, gone, live, cols, D).to(tl.float32) - key_mean[None, :]
-                v = _load_rows(values_ptr, gone, live, mine, D).to(tl.float32) - value_mean[None, :]
+                k = _exact_rows(keys_ptr, key_scales_ptr, gone, live, cols, D) - key_mean[None, :]
+                v = _exact_rows(values_ptr, value_scales_ptr, gone, live, mine, D) - value_mean[None, :]
                 k, v = tl.where(live[:, None], k, 0.0), tl.where(live[:, None], v, 0.0)
                 cross += _dot32(tl.trans(k), v, INTERP)
             tl.store(cross_ptr + place, cross, mask=mask)
@@ -179,6 +197,11 @@ def _evict_kernel(
     parts = tl.num_programs(1)
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
         _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
+        if key_scales_ptr is not None:  # which every part has read
+            scales = tl.load(key_scales_ptr + source, mask=hole, other=0.0)
+            tl.store(key_scales_ptr + victims, scales, mask=hole)
+            scales = tl.load(value_scales_ptr + source, mask=hole, other=0.0)
+            tl.store(value_scales_ptr + victims, scales, mask=hole)
         moved = tl.load(positions_ptr + source, mask=hole, other=0)
         tl.store(positions_ptr + victims, moved, mask=hole)
         if key_mean_ptr is not None:
@@ -215,6 +238,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     _, heads, slots, dim = addressed(op, keys, starts).shape
     check_head_dim(op, dim)
     check_shape(op, "values", values, keys.shape)
+    check_scales(op, exact)
     check_shape(op, "scores", scores, (state.batch, heads, slots if starts is None else None))
     width, drop = scores.shape[-1], slots - spec.tokens if starts is None else spec.spare
     if not 0 <= drop <= MAX_DROP:
@@ -222,9 +246,10 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     scores = scores if kept is None else kept.view(torch.uint8)
     check_contiguous(op, scores=scores)
     page = check_rows(
-        op, state, keys=keys, values=values, positions=exact.positions, lengths=exact.lengths, seen=state.seen,
-        count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross,
-        slope=moments.slope, spread=moments.spread, starts=starts,
+        op, state, keys=keys, values=values, key_scales=exact.key_scales, value_scales=exact.value_scales,
+        positions=exact.positions, lengths=exact.lengths, seen=state.seen, count=moments.count,
+        key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross, slope=moments.slope,
+        spread=moments.spread, starts=starts,
     )  # fmt: skip
     pairs = state.batch * heads
     constants, chunks, num_warps = _constants(heads, width, drop, dim, moments.spread is not None, on_hip())
@@ -241,7 +266,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
     _evict_kernel[pairs, triton.cdiv(dim, constants["BLOCK_V"])](
         keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
-        moments.cross, moments.slope, moments.spread, scores, starts, found, found_slots, tickets, state.rows,
-        page, slots, width, drop, spec.sinks, spec.recent, chunks,
+        moments.cross, moments.slope, moments.spread, exact.key_scales, exact.value_scales, scores, starts, found,
+        found_slots, tickets, state.rows, page, slots, width, drop, spec.sinks, spec.recent, chunks,
         **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip

@@ -6,7 +6,8 @@ is mixed afterwards: the moments are one more partial, (m, l, acc) = (log Z_E, 1
 Eqs. 9-12), centroids are slots with a bias. Learned sinks are one more partial, (sink, 1, 0), and come last. Rows of a
 program are the queries of one KV head, (token, head of the group) in that order: keys are read once per group.
 
-Bytes: keys, values and what is remembered once per BLOCK_M rows; q twice, out once.
+Bytes: keys, values (2 D a pair and their scales in 8 bits) and what is remembered once per BLOCK_M rows; q twice, out
+once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
 with head_dim above 256.
 """
@@ -23,8 +24,9 @@ from torch import Tensor
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
 from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_update
+from ._codes import _factors, _numbers
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
-from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, chip_of, pow2, stages
+from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, check_scales, chip_of, pow2, stages
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,14 @@ def _products(
 ):  # fmt: skip
     """q k^T of BLOCK_N keys from `first` on, SLICE coordinates at a time; all at once if they are BD."""
     if SLICE == BD:
-        return _dot(q, tl.trans(_tile(keys_ptr, first, inside, stride, D, BD, BLOCK_N)), INTERP)
+        return _dot(q, tl.trans(_numbers(_tile(keys_ptr, first, inside, stride, D, BD, BLOCK_N), q.dtype)), INTERP)
     else:
         products = tl.zeros([q_ptrs.shape[0], BLOCK_N], tl.float32)
         for begin in range(0, D, SLICE):
             column = begin + tl.arange(0, SLICE)[None, :]
             a = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
             k = _tile(keys_ptr + begin, first, inside, stride, D - begin, SLICE, BLOCK_N)
-            products += _dot(a, tl.trans(k), INTERP)
+            products += _dot(a, tl.trans(_numbers(k, a.dtype)), INTERP)
         return products
 
 
@@ -100,7 +102,7 @@ def _lse(top, total):
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
     count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, sizes_ptr, sink_ptr, out_ptr, lse_ptr,
-    lse_evicted_ptr,
+    lse_evicted_ptr, key_scales_ptr, value_scales_ptr,
     scale, softcap, T, slots, num,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
@@ -141,10 +143,14 @@ def _prefill_kernel(
     for first in range(0, length, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
         products = _products(q, q_ptrs, rows, keys, first, index < length, D, D, BD, BLOCK_N, SLICE, INTERP)
+        if key_scales_ptr is not None:
+            products *= _factors(key_scales_ptr + head * slots, index, index < length)[None, :]
         logits = _logits2(products, scale, softcap, HAS_CAP)
         logits = tl.where((index < length)[None, :], logits, -float("inf"))
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        v = _tile(values, first, index < length, DV, DV, BV, BLOCK_N)
+        v = _numbers(_tile(values, first, index < length, DV, DV, BV, BLOCK_N), q_ptr.dtype.element_ty)
+        if value_scales_ptr is not None:
+            weights *= _factors(value_scales_ptr + head * slots, index, index < length)[None, :]
         acc += _dot(weights.to(v.dtype), v, INTERP)
 
     new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
@@ -187,7 +193,10 @@ def prefill_attention(
     q, k, v have any strides, with unit stride along D.
     """
     op = "prefill_attention"
-    keys, values, lengths, softcap = state.exact["keys"], state.exact["values"], state.exact.lengths, spec.softcap
+    exact, softcap = state.exact, spec.softcap
+    keys, values, lengths = exact.stored("keys"), exact.stored("values"), exact.lengths
+    scales = (None, None) if exact.format.plain else (exact.stored("key_scales"), exact.stored("value_scales"))
+    check_scales(op, exact)
     batch, num_heads, num, dim = q.shape
     heads, num_slots, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
     groups = check_groups(op, num_heads, heads)
@@ -221,7 +230,7 @@ def prefill_attention(
             has_slope = True
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         q, keys, values, lengths, k, v, valid.view(torch.uint8), count, known.key_mean, known.value_mean, matrix,
-        known.spread, known.sizes, state.sink_logits, out, lse, lse_evicted,
+        known.spread, known.sizes, state.sink_logits, out, lse, lse_evicted, *scales,
         spec.scale, softcap or 1.0, num, slots, known.num, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_C=BLOCK_C, SEED=min(tile.seed, width), SLICE=min(tile.slice or width, width),

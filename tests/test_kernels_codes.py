@@ -1,0 +1,242 @@
+"""Kernels on slots of 8 bits: codes are those of the reference bit for bit, attention and moments are those of the
+numbers that codes stand for, computed in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkv import Budget, FastKVAttention, FastKVError, reference
+from fastkv.kernels import _codes, operations
+from fastkv.reference import FORMATS
+
+from . import test_kernels_decode as decode
+from . import test_kernels_evict as evict
+from . import test_kernels_prefill as prefill
+from .conftest import examples
+from .pairwise import covering
+from .states import DEVICE, assert_same, copied, encoded, in_pages, make_spec, make_state, splits, uninitialised_is_nan
+
+SLOTS = ["int8", "fp8"]
+SPEC = make_spec(order=1)
+each_format = pytest.mark.parametrize("slots", SLOTS)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Everything the kernels must write starts as NaN."""
+    with uninitialised_is_nan():
+        yield
+
+
+@triton.jit
+def _round_trip_kernel(rows_ptr, codes_ptr, scales_ptr, decoded_ptr, N: tl.constexpr, D: tl.constexpr):
+    row, cols = tl.arange(0, N), tl.arange(0, D)
+    place = row[:, None] * D + cols[None, :]
+    everything = (row[:, None] >= 0) & (cols[None, :] >= 0)
+    rows = tl.load(rows_ptr + place)
+    decoded = _codes._store_encoded(codes_ptr, scales_ptr, rows, place, everything, row, row >= 0)
+    tl.store(decoded_ptr + place, decoded)
+
+
+def every_size(slots):
+    """Rows [16, 4096] fp32: every code's neighbourhood, ties between codes, and rows of zeros and of subnormals."""
+    top = 127.0 if slots == "int8" else 448.0
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(torch.int8).float() if slots == "int8" else codes.view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite() & (numbers.abs() <= top)].sort().values
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    row = torch.cat([numbers, ties, ties.nextafter(torch.tensor(1e9)), ties.nextafter(torch.tensor(-1e9))])
+    row = torch.nn.functional.pad(row, (0, 1024 - len(row)), value=top)
+    rows = [row, row / 3, row * 1e-3, row * 7e4, torch.randn(1024), torch.randn(1024) * 1e-6]
+    rows += [torch.zeros(1024), torch.full((1024,), 1e-38), torch.full((1024,), -2.5)]
+    rows += [torch.randn(1024) * 10.0**size for size in range(7)]
+    return torch.stack(rows).to(DEVICE)
+
+
+@each_format
+def test_codes_are_those_of_the_reference(slots):
+    rows, form = every_size(slots), FORMATS[slots]
+    want, scales = form.encode(rows)
+    codes, mine, decoded = torch.empty_like(want), torch.empty_like(scales), torch.empty_like(rows)
+    _round_trip_kernel[(1,)](rows, codes, mine, decoded, N=16, D=1024)
+    assert torch.equal(mine, scales) and torch.equal(codes, want)
+    assert torch.equal(decoded, form.decode(want, scales))
+
+
+def coded(case, slots):
+    """A case of `test_kernels_decode` with slots of that format."""
+    case.state = encoded(case.state, slots)
+    return case
+
+
+@pytest.mark.parametrize(
+    "name, slots, dtype", covering(decode.SHAPES, SLOTS, [torch.float32, torch.float16, torch.bfloat16])
+)
+def test_decode_shapes(name, slots, dtype):
+    batch, heads, groups, dim, room, lengths, gone = decode.SHAPES[name]
+    decode.check(coded(decode.Case.make(batch, heads, groups, dim, room, dtype, lengths, gone), slots))
+
+
+@pytest.mark.parametrize(
+    "slots, order, softcap, attention, append, number",
+    covering(SLOTS, [None, 0, 1], [None, 3.0], [True, False], [True, False], [1, 4]),
+)
+def test_decode_variants(slots, order, softcap, attention, append, number):
+    with splits(number):
+        case = coded(decode.Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70)), slots)
+        decode.check(decode.sunk(case), softcap, order, append, attention)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    slots=st.sampled_from(SLOTS),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    groups=st.integers(1, 16),
+    dim=st.sampled_from([64, 80, 128, 256]),
+    lengths=st.lists(st.integers(0, 39), min_size=1, max_size=4),
+    gone=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    softcap=st.sampled_from([None, 4.0]),
+    append=st.booleans(),
+    attention=st.booleans(),
+    parts=st.sampled_from([None, 5]),
+    seed=st.integers(0, 1000),
+)
+def test_decode_property(slots, dtype, groups, dim, lengths, gone, softcap, append, attention, parts, seed):
+    case = decode.Case.make(1, 2, groups, dim, 40, dtype, lengths, gone, seed=seed, parts=parts, cosh=parts is not None)
+    decode.check(coded(case, slots), softcap, 1, append, attention)
+
+
+@pytest.mark.parametrize(
+    "slots, dtype, dim, softcap",
+    covering(SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0]),
+)
+def test_prefill(slots, dtype, dim, softcap):
+    if dim == 512 and dtype == torch.float32:
+        dim = 256
+    block, state = prefill.case(heads=2, dim=dim, dtype=dtype)
+    prefill.check(block, encoded(state, slots), softcap=softcap)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    slots=st.sampled_from(SLOTS),
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    gone=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    dim=st.sampled_from([64, 80, 128, 256]),
+    drop=st.integers(0, 20),
+    seed=st.integers(0, 1000),
+)
+def test_evict(slots, lengths, gone, dim, drop, seed):
+    case = evict.Case.make(2, 2, dim, 90, torch.bfloat16, lengths, gone, seed=seed)
+    case.state = encoded(case.state, slots)
+    evict.check(case, 90 - drop, sinks=2, recent=3)
+
+
+def sorted_rows(state):
+    """Every tensor with a row for each token, in order of position, of the tokens in use."""
+    exact = state.exact
+    index = torch.where(exact.valid, exact.positions, 2**30).argsort(-1)
+    live = exact.valid.gather(2, index)
+    return {name: reference.rows_at(rows, index)[live] for name, rows in exact.moving().items()}
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    slots=st.sampled_from(SLOTS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dim=st.sampled_from([64, 80, 128, 256]),
+    used=st.integers(0, 30),
+    num=st.integers(0, 40),
+    keep=st.floats(0, 1),
+    paged=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_compact(slots, dtype, dim, used, num, keep, paged, seed):
+    """What stays of the slots moves as it is, what stays of the block is encoded; moments see the block as it was."""
+    source = torch.Generator().manual_seed(seed)
+    room, shape = 40, (2, 2)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=source).to(DEVICE, dtype)
+
+    lengths = torch.randint(0, used + 1, shape, generator=source).int()
+    positions = torch.arange(room).expand(*shape, room).int().contiguous()
+    moments = reference.Moments.empty(*shape, dim, dim, DEVICE)
+    seen = torch.full((2,), used + num)
+    state = make_state(normal(*shape, room, dim), normal(*shape, room, dim), lengths, positions, seen, moments)
+    state = encoded(state, slots)
+    block = normal(*shape, num, dim), normal(*shape, num, dim), (100 + torch.arange(num)).expand(*shape, num).int()
+    valid = torch.cat([torch.arange(used) < lengths[..., None], torch.rand(*shape, num, generator=source) < 0.8], -1)
+    kept = valid & (torch.rand(*shape, used + num, generator=source) < keep)
+    kept &= kept.cumsum(-1) <= room
+    selection = reference.Selection(kept, kept.sum(-1))
+    truth, usual = copied(state, torch.float64), copied(state)
+    reference.compact(valid, selection, tuple(t.double() if t.is_floating_point() else t for t in block), truth, SPEC)
+    reference.compact(valid, selection, block, usual, SPEC)
+    placed = in_pages(state, [2, 1], 3) if paged else state
+    operations.compact(valid, selection, block, placed, SPEC)
+    state = placed.taken() if paged else state
+    assert torch.equal(state.exact.lengths, usual.exact.lengths)
+    for (name, mine), (_, theirs) in zip(sorted_rows(state).items(), sorted_rows(usual).items(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert torch.equal(state.moments.count, usual.moments.count)
+    for name in ("key_mean", "value_mean", "cross"):
+        mine, same, want = (getattr(one.moments, name).double() for one in (state, usual, truth))
+        limit = 2 * (same - want).abs().max() + 2e-6 * (1 + want.abs().max())
+        assert (mine - want).abs().max() <= limit, name
+
+
+def run(backend, slots, policy="momentkv", heads="uniform", **options):
+    """Attention of a layer that keeps 24 tokens over blocks of a prompt and 12 tokens, and the layer."""
+    source = torch.Generator().manual_seed(0)
+    budget = Budget(tokens=24, sinks=2, recent=4, heads=heads)
+    layer = FastKVAttention(
+        4, 2, 64, policy, budget, evict_every=5, slots=slots, backend=backend, prefill_block=16, **options
+    )
+    q, k, v = (torch.randn(2, h, 52, 64, generator=source).to(DEVICE) for h in (4, 2, 2))
+    outs = [layer(q[:, :, :40], k[:, :, :40], v[:, :, :40])]
+    for at in range(40, 52):
+        outs.append(layer(*(part[:, :, at : at + 1] for part in (q, k, v))))
+    return torch.cat(outs, 2), layer
+
+
+@pytest.mark.parametrize(
+    "slots, heads, policy, correction",
+    covering(SLOTS, ["uniform", "adaptive"], ["momentkv", "keydiff", "snapkv"], ["moments", "centroids"]),
+)
+def test_a_layer_does_what_the_reference_does(slots, heads, policy, correction):
+    (mine, layer), (want, other) = (
+        run(one, slots, policy, heads, correction=correction) for one in ("triton", "reference")
+    )
+    torch.testing.assert_close(mine, want, atol=2e-5, rtol=1e-4)
+    for name in ("seen", "exact.lengths"):
+        assert torch.equal(dict(layer.state.named_tensors())[name], dict(other.state.named_tensors())[name])
+
+
+@each_format
+def test_rows_in_pages_decode_as_rows_of_their_own(slots):
+    case = coded(decode.Case.make(2, 2, 4, 64, 24, torch.float16, (23, 0, 1, 14), (0, 0, 7, 70)), slots)
+    placed, spec = in_pages(case.state, [2, 1], 3), case.spec(None, 1)
+    own = operations.decode_step(case.q, case.k, case.v, case.state, spec)
+    paged = operations.decode_step(case.q, case.k, case.v, placed, spec)
+    for mine, theirs in zip(paged, own, strict=True):
+        assert torch.equal(mine, theirs)
+    assert_same(placed.taken(), case.state)
+
+
+def test_refusals():
+    case = decode.Case.make(1, 2, 2, 64, 24, torch.float32, (23,), (7,))
+    state = encoded(case.state, "int4")
+    with pytest.raises(FastKVError, match=r"reads codes of 8 bits, got slots='int4'.*; use slots='int8'"):
+        operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))
+    state = encoded(case.state, "int8")
+    state.exact.key_scales = state.exact.key_scales[..., :3]
+    with pytest.raises(FastKVError, match="key_scales"):
+        operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))
+    with pytest.raises(FastKVError, match="not slots='int4'"):
+        run("triton", "int4")
