@@ -740,6 +740,35 @@ MUTATIONS = [
         "None",
         "cpu.py::test_an_eviction",
     ),
+    # Kernels on slots of 8 bits.
+    bug(
+        "the scale of a value is left out of its weight",
+        "kernels/_attention.py",
+        "            weights *= _factors(value_scales_ptr, slot, inside)[None, :]\n",
+        "            pass\n",
+        "kernels_codes.py::test_decode_variants",
+    ),
+    bug(
+        "codes round half up",
+        "kernels/_codes.py",
+        "normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960",
+        "normal = ((size + 0x80000) >> 20) - 960",
+        "kernels_codes.py::test_codes_are_those_of_the_reference",
+    ),
+    bug(
+        "the scales of keys stay behind in an eviction",
+        "kernels/evict.py",
+        "            tl.store(key_scales_ptr + victims, scales, mask=hole)\n",
+        "",
+        "kernels_codes.py::test_evict",
+    ),
+    bug(
+        "a token of a block is stored with the scale of a slot",
+        "kernels/compact.py",
+        "tl.where(source < used, known, scales)",
+        "known",
+        "kernels_codes.py::test_compact",
+    ),
     # Kernels, whose programs run in any order.
     bug(
         "a partial is stored after its ticket",

@@ -232,7 +232,9 @@ def test_rows_in_pages_decode_as_rows_of_their_own(slots):
 def test_refusals():
     case = decode.Case.make(1, 2, 2, 64, 24, torch.float32, (23,), (7,))
     state = encoded(case.state, "int4")
-    with pytest.raises(FastKVError, match=r"reads codes of 8 bits, got slots='int4'.*; use slots='int8'"):
+    with pytest.raises(
+        FastKVError, match=r"reads codes of 8 bits with their scales, got slots='int4'; use slots='int8'"
+    ):
         operations.decode_step(case.q, case.k, case.v, state, case.spec(None, 1))
     state = encoded(case.state, "int8")
     state.exact.key_scales = state.exact.key_scales[..., :3]

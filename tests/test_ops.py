@@ -16,7 +16,7 @@ from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
 from .conftest import examples
 from .models import build, generate, prompt
 from .pairwise import named
-from .states import BACKENDS, assert_same, copied, make_spec
+from .states import BACKENDS, assert_same, copied, encoded, make_spec
 
 B, HKV, G, C, T, D = 1, 2, 2, 10, 3, 16
 
@@ -133,6 +133,11 @@ CASES = {  # the name of the operator, and what is special about the case
     "decode_step with sinks": lambda b: step(sunk(layer()), b, order=1),
     "decode_step of unequal heads with sinks": lambda b: step(sunk(layer(True, parts=4)), b, correction="centroids"),
     "decode_step without values with sinks": lambda b: step(sunk(vector()), b, correction="vector+moments"),
+    "decode_step of int8 slots": lambda b: step(encoded(layer(), "int8"), b, order=1),
+    "decode_step of fp8 slots": lambda b: step(encoded(layer(True, parts=4), "fp8"), b, correction="centroids"),
+    "prefill_attention of fp8 slots": lambda b: attend(encoded(layer(), "fp8"), b, order=1),
+    "compact to int8 slots": lambda b: case(*compaction(T), block(), encoded(layer(), "int8"), make_spec(backend=b)),
+    "evict from fp8 slots": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
     "prefill_attention with the cosh mass": lambda b: attend(layer(spread=True), b, correction="cosh", softcap=4.0),

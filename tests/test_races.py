@@ -25,7 +25,7 @@ from fastkv.kernels._launch import INTERPRET
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Selection, Slots
 
 from .simulator import Race, poison, simulated
-from .states import Workspace, copied, in_pages, make_spec, make_state, splits, uninitialised_is_nan
+from .states import Workspace, copied, encoded, in_pages, make_spec, make_state, splits, uninitialised_is_nan
 from .test_ops import CASES as OPERATORS
 from .test_ragged_ops import deal, slab_of
 
@@ -64,7 +64,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=None) -> LayerState:
+def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=None, slots="auto") -> LayerState:
     """Slots of unequal heads, some of them empty or full, with moments of up to six evicted tokens."""
     width = max(map(max, OWNED))
     keys, values = normal(2, BATCH, HEADS, width, dim, dtype=dtype)
@@ -76,13 +76,15 @@ def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=No
     known = None if parts is None else Centroids.empty(BATCH, HEADS, parts, dim, dim).add(*old, gone)
     seen = torch.tensor([20, 30])
     if not ragged:
-        return make_state(keys, values, LENGTHS.clone(), positions, seen, moments, attention=attention, parts=known)
+        rest = {"attention": attention, "parts": known}
+        return encoded(make_state(keys, values, LENGTHS.clone(), positions, seen, moments, **rest), slots)
     starts, size = deal(OWNED)
     keys, values, positions, attention = (slab_of(rows, starts, size) for rows in (keys, values, positions, attention))
-    return make_state(
+    state = make_state(
         keys, values, LENGTHS.clone(), positions, seen, moments, starts=starts, attention=attention, limit=width,
         parts=known,
     )  # fmt: skip
+    return encoded(state, slots)
 
 
 def somewhere(state: LayerState, batch: list[int] | None) -> LayerState:
@@ -103,7 +105,7 @@ def decoding(
     if vector:
         state = with_keys_only(state, dim)
     state = somewhere(state, rows)
-    dtype = state.exact.keys.dtype
+    dtype = state.exact.dtype
     q, k, v = (normal(state.batch, heads, dim, dtype=dtype) for heads in (HEADS * G, HEADS, HEADS))
     spec = make_spec(SCALE, 2.0, correction=correction)
 
@@ -146,12 +148,14 @@ def evicting(dim: int, ragged: bool, scan: int = 2048, rows: list[int] | None = 
     return Problem(state, call, Workspace.allocate(state.batch, HEADS, G, width, dim))
 
 
-def compacting(dim: int, **made):
+def compacting(dim: int, slots: str = "auto", **made):
     """Nine slots and a block of forty tokens, most of which go: a list in two splits."""
-    used, num, slots = 9, 49, 12
+    used, num, room = 9, 49, 12
     state = layer(dim, False, **made)
-    state.exact.keys, state.exact.values = normal(2, BATCH, HEADS, slots, dim)
-    state.exact.positions = torch.rand(BATCH, HEADS, slots).argsort(-1).int()
+    state.exact.keys, state.exact.values = normal(2, BATCH, HEADS, room, dim)
+    state.exact.positions = torch.rand(BATCH, HEADS, room).argsort(-1).int()
+    state.exact.limit = room
+    state = encoded(state, slots)
     state.moments.slope = torch.zeros(BATCH, HEADS, dim, dim, dtype=torch.float16)
     block = normal(BATCH, HEADS, num - used, dim), normal(BATCH, HEADS, num - used, dim)
     places = torch.arange(num - used, dtype=torch.int32).expand(BATCH, HEADS, -1)
@@ -166,7 +170,7 @@ def compacting(dim: int, **made):
             operations.compact(valid, Selection(kept, kept.sum(-1)), (*block, places), state, make_spec())
         return ()
 
-    return Problem(state, call, Workspace.allocate(BATCH, HEADS, G, slots, dim))
+    return Problem(state, call, Workspace.allocate(BATCH, HEADS, G, room, dim))
 
 
 CASES = {
@@ -180,6 +184,10 @@ CASES = {
     "evict-candidates": lambda: evicting(48, False, scan=4, dtype=torch.float16, spread=True),
     "evict-rows": lambda: evicting(16, True, rows=[0, 1, 3, 0], spread=True),
     "compact": lambda: compacting(48, spread=True),
+    "decode-int8": lambda: decoding(2, slots="int8", rows=[0, 1, 3, 0]),
+    "decode-fp8-alone": lambda: decoding(1, ragged=False, slots="fp8", dtype=torch.float16),
+    "evict-int8": lambda: evicting(80, True, slots="int8", spread=True),
+    "compact-fp8": lambda: compacting(48, spread=True, slots="fp8"),
 }
 
 

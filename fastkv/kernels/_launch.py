@@ -13,12 +13,12 @@ from torch import Tensor
 from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids, LayerState, Slots
+from ..reference.slots import Scaled
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 ATTENTION_TILE = 8192  # logits at once when attention is added up
 PER_SM = 2  # programs of any decode kernel that an SM holds at once (perf.aot): they are to run in one wave
-CODES = (torch.int8, torch.uint8)  # of 8 bits: integers, bits of e4m3
 SMS = 132  # where there are none, in the interpreter: those of an H200
 
 
@@ -158,10 +158,10 @@ def check_scales(op: str, slots: Slots) -> None:
     """Raise FastKVError unless keys and values are plain, or codes of 8 bits with a scale for each row."""
     if slots.format.plain:
         return
-    if slots.key_scales is None or slots.value_scales is None or slots.keys.dtype not in CODES:
+    if slots.key_scales is None or slots.value_scales is None or not isinstance(slots.format, Scaled):
         raise FastKVError(
-            f"{op} reads codes of 8 bits, got slots={slots.format.name!r} with codes of {slots.keys.dtype}; use "
-            "slots='int8' or backend='reference'"
+            f"{op} reads codes of 8 bits with their scales, got slots={slots.format.name!r}; use slots='int8' or "
+            "backend='reference'"
         )
     check_shape(op, "key_scales", slots.key_scales, slots.keys.shape[:-1])
     check_shape(op, "value_scales", slots.value_scales, slots.keys.shape[:-1])
