@@ -14,7 +14,7 @@ from fastkv import corrections
 from fastkv.cache.pages import PageFormat
 from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
-from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec, pack
+from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec
 
 Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,23 +62,14 @@ def copied(state, dtype=None):
 
 
 def encoded(state, slots):
-    """A copy whose pairs are stored in that format; slots that hold nothing are NaN, or the largest codes."""
-    twin, exact = copied(state), state.exact
-    form, dtype = FORMATS[slots], exact.keys.dtype
+    """A copy whose pairs are stored in that format; rows of NaN have scales of NaN."""
+    twin, form = copied(state), FORMATS[slots]
     if form.plain:
         return twin
-    (keys, key_scales), (values, value_scales) = form.encode(exact.keys), form.encode(exact.values)
-    owned = torch.arange(exact.limit, device=DEVICE) < exact.lengths[..., None]
-    used = torch.zeros_like(keys[..., 0], dtype=torch.bool)
-    if exact.starts is None:
-        used |= owned
-    else:
-        pack(used, exact.starts, owned)
-    for codes, scales in ((keys, key_scales), (values, value_scales)):
-        codes[~used], scales[~used] = 127, float("nan") if scales.is_floating_point() else 99
+    (keys, key_scales), (values, value_scales) = form.encode(twin.exact.keys), form.encode(twin.exact.values)
     twin.exact = replace(
         twin.exact, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, format=form,
-        decodes_to=dtype,
+        decodes_to=twin.exact.dtype,
     )  # fmt: skip
     return twin
 

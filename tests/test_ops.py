@@ -269,8 +269,8 @@ def sorted_slots(state):
     """Tokens in order of position, and zeros where nothing is stored."""
     state, slots = copied(state), state.exact
     order = torch.where(slots.valid, slots["positions"], C + T + 1).argsort(-1)
-    for name in ("keys", "values", "positions"):
-        rows = slots[name]
+    for name in slots.moving():
+        rows = slots.stored(name)
         rows = rows.flatten(3) if rows.dim() > 3 else rows[..., None]
         rows = rows.gather(2, order[..., None].expand_as(rows)).masked_fill(~slots.valid[..., None], 0)
         setattr(state.exact, name, rows)
