@@ -189,7 +189,7 @@ def of_evict(
     name, types, given = coded(name + " ragged" * ragged + " spread 1" * spread + " rows" * rows, {}, given, codes)
     return variant(
         name, evict._evict_kernel, constants, dtype, types, given=given, even=even, num_warps=num_warps,
-        narrow=head_dim > 256, arches=arches,
+        narrow=head_dim > 256 or (codes != "auto" and head_dim == 256), arches=arches,
     )  # fmt: skip
 
 
@@ -418,7 +418,7 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         of(128, 16, 1, attention=True, ragged=True, rows=True),
         *(of(d, s, 1, slots=form) for form in CODES for d, s in ((80, 16), *SPLIT)),
         *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
-        *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
+        *(of(128, 16, 1, "fp16", "fp16", slots=form) for form in CODES),
         *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
     ]
 

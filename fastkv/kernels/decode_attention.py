@@ -12,7 +12,8 @@ centroids, and the last of a pair to arrive merges; with many pairs one program 
 Bytes per pair: 4 L D for keys and values in half precision, 2 L (D + 4) in 8 bits; 2 D^2 for the matrix (4 D^2 in
 fp32), 4 D a centroid.
 Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 512 (256 in float32 and on AMD),
-float64, windows, padding. In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
+float64, windows, padding. In float32 with head_dim 256 it spills registers (250 bytes on sm_90), with
+codes and head_dim 128 20 bytes.
 """
 
 from __future__ import annotations
