@@ -275,12 +275,14 @@ def of_prefill(
         sink_ptr=sinks,
     )  # fmt: skip
     types = {} if slope else dict(slope_ptr="*fp32")
+    means = flags["BLOCK_C"] * flags["SEED"]  # of a tile
     if order == CENTROIDS.value:
         types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
     name, types, given = coded(name, types, given, slots)
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, types, given=given, even=("slots", "stride_"),
         num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
+        narrow=order == CENTROIDS.value and means <= tile.warps * (64 if chip in HIP else 32),
     )  # fmt: skip
 
 
