@@ -8,6 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastkv.cli import main
+from perf.quality.cases import LANGUAGE, Case
+from perf.quality.measure import LanguageBench, Settings
 from tools import language_model
 from tools.language_model import FOLDER, LONG, SAMPLE, Record, card_of, held_out_loss, measure, sample_of, untrained
 
@@ -55,6 +57,14 @@ def test_fidelity_works_on_the_folder(tmp_path, capsys):
     rows = json.loads((tmp_path / "fidelity.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["snapkv", "fastkv"]
     assert all(0 < row["kl"] < 2 and row["nbytes"] < row["full_nbytes"] for row in rows)
+
+
+def test_the_evaluation_report_measures_it():
+    bench = LanguageBench(Settings(seeds=2, context=160, steps=6), FOLDER)
+    small, large = (bench.run(LANGUAGE, Case("snapkv", "snapkv", tokens, "whole")) for tokens in (48, 200))
+    assert len(small["by_seed"]["kl"]) == 2 and min(small["by_seed"]["kl"]) > 0
+    assert max(large["by_seed"]["kl"]) < 1e-5, "all is kept"
+    assert small["bytes"]["stored"] <= small["bytes"]["bound"] < large["bytes"]["bound"]
 
 
 def test_measuring_an_untrained_model_says_that_it_knows_nothing(tokenizer):

@@ -22,12 +22,13 @@ from pathlib import Path
 import fastkv
 from fastkv import FastKVError
 from fastkv.demo import MODEL_DIR
+from tools import language_model
 
 from .. import engine
 from ..engine import COMPLETE, REFUSED, Deadline, Job, OtherSettings, Results, Row
 from ..environment import environment, source
-from .cases import FULL, Case
-from .measure import Bench, Settings
+from .cases import FULL, LANGUAGE, Case
+from .measure import Bench, LanguageBench, Settings
 from .page import PAGE, write_page
 from .parts import parts
 from .report import write_report
@@ -71,13 +72,17 @@ def measure_parts(chosen: dict[str, list[Case]], settings: Settings, options: ar
 
     Raises: OtherSettings if a file holds results of other settings.
     """
-    bench = cache(lambda: Bench(settings))
-    facts, deadline = environment(options.commit) | models(MODEL_DIR), Deadline(options.minutes)
+    benches = cache(lambda: Bench(settings)), cache(lambda: LanguageBench(settings, language_model.FOLDER))
+    facts, deadline = environment(options.commit), Deadline(options.minutes)
     again = {"fresh": options.fresh, "retry": options.retry_skipped}
     files = {}
     for part, cases in chosen.items():
-        planned = [job(part, case, bench) for case in cases]
-        files[part] = Results.open(options.out / f"{part}.json", facts, planned, asdict(settings), **again)
+        planned = [job(part, case, benches[part == LANGUAGE]) for case in cases]
+        known = facts | models(MODEL_DIR)
+        if part == LANGUAGE:
+            known = facts | models(MODEL_DIR, language=language_model.FOLDER)
+            known["held-out text"] = language_model.held_out_digest()
+        files[part] = Results.open(options.out / f"{part}.json", known, planned, asdict(settings), **again)
     only = {part: [one for one in file.planned if options.only in one.name] for part, file in files.items()}
     return engine.worst([engine.measure(only[part], file, deadline) for part, file in files.items()])
 
@@ -88,10 +93,15 @@ def job(part: str, case: Case, bench: Callable[[], Bench]) -> Job:
     return Job(case.id, case.record(), lambda: bench().run(part, case), code)
 
 
-def models(bundled: Path, second: Path | None = None) -> Row:
+def models(bundled: Path, second: Path | None = None, language: Path | None = None) -> Row:
     """The library's version, and the weights that all numbers depend on."""
-    digests = [hashlib.sha256((one / "model.safetensors").read_bytes()).hexdigest() for one in (bundled, second) if one]
-    return {"fastkv": fastkv.__version__, "model": digests[0][:16]} | dict(zip(["second model"], digests[1:]))
+    folders = {"model": bundled, "second model": second, "language model": language}
+    return {"fastkv": fastkv.__version__} | {name: weights_of(one) for name, one in folders.items() if one}
+
+
+def weights_of(folder: Path) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of a model's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

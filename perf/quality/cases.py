@@ -14,7 +14,7 @@ READS = {
     "whole": "whole prompt, question included, read at once",
     BLOCK: f"prompt read in blocks of {BLOCK} tokens, question last",
 }
-FULL, FIDELITY = "full", "fidelity"  # parts of their own
+FULL, FIDELITY, LANGUAGE = "full", "fidelity", "language"  # parts of their own
 
 
 @dataclass(frozen=True)

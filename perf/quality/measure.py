@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,10 @@ from fastkv.demo.tasks import TASKS, generate
 from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
 from fastkv.evaluation.fidelity import summarise
+from tools import language_model
+from tools.language_model import stretches
 
-from .cases import CONTEXT, FIDELITY, FULL, Case
+from .cases import CONTEXT, FIDELITY, FULL, LANGUAGE, Case
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Bench:
         number = settings.seeds * settings.texts
         self.asked = [make_questions(self.tokenizer, task, settings.context, number, 0) for task in TASKS]
         self.full = [measure(self.model, questions) for questions in self.asked]
+        self.first = self.asked[0].prompts[:1, :1]
         self.whole: tuple[Tensor, fidelity.Full] | None = None
 
     def run(self, part: str, case: Case) -> dict[str, Any]:
@@ -64,7 +68,7 @@ class Bench:
             try:
                 with self.cache(case, budget):
                     held = self.held(case.id, budget)
-                    row |= self.closeness(case) if part == FIDELITY else self.tasks(case)
+                    row |= self.closeness(case) if part in (FIDELITY, LANGUAGE) else self.tasks(case)
             except FastKVError as error:
                 if "equal bytes" in str(error):
                     raise
@@ -89,7 +93,7 @@ class Bench:
     def held(self, name: str, budget: Budget) -> dict[str, int]:
         """Bytes per sequence from `nbytes()`, once they are known to be what all caches of this budget hold."""
         with torch.no_grad():
-            cache = self.model(self.asked[0].prompts[:1, :1], use_cache=True).past_key_values
+            cache = self.model(self.first, use_cache=True).past_key_values
         assert budget.bytes is not None
         assert_equal_bytes({name: cache}, budget.bytes)
         return {"stored": stored_bytes(cache), "bound": budget.bytes, "token": token_bytes(cache)}
@@ -139,6 +143,18 @@ class Bench:
             unpatched, _ = load()
             self.whole = tokens, fidelity.read_full(unpatched, tokens, steps)
         return self.whole
+
+
+class LanguageBench(Bench):
+    """The language model, held-out texts [seeds, context], and what the full cache makes of them."""
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        self.model, self.tokenizer = load(directory=directory)
+        self.settings = settings
+        ids = language_model.encoded(self.tokenizer, language_model.corpus()[1])
+        text = stretches(ids, settings.seeds, settings.context, seed=0)
+        self.first, self.whole = text[:1, :1], (text, fidelity.read_full(self.model, text, settings.steps))
 
 
 @contextlib.contextmanager

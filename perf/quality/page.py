@@ -11,7 +11,7 @@ from fastkv import FastKVError
 from ..engine import ROOT
 from ..tables import table
 from .ablations import against_best, share
-from .cases import BLOCK, BUDGETS, READS
+from .cases import BLOCK, BUDGETS, LANGUAGE, READS
 from .report import disagreement_table, separation_table, twins
 from .results import STUDENT, Mean, Results, Row, difference, leaders, load, on_par, ranking
 
@@ -134,6 +134,19 @@ def question(results: Results) -> str:
     return table(("policy", f"question seen, {share(tokens)}", "question later", "lost"), lines)
 
 
+def language(results: Results) -> str:
+    """Smallest divergence of next tokens on held-out text, for each budget."""
+    lines = []
+    for tokens in BUDGETS:
+        rows = results.of(LANGUAGE, tokens=tokens)
+        if results.complete(LANGUAGE, tokens):
+            best = ranking(rows, "kl", smallest=True)[:5]
+            names = ", ".join(f"`{row.name}` ({Mean.of(row.fidelity['kl']).show('{:.3f}')})" for row in best)
+            par = ", ".join(f"`{row.name}`" for row in leaders(rows, "kl", smallest=True)[1:])
+            lines.append((share(tokens), names, par or "none"))
+    return table(("budget", "smallest KL, nats", "on par with the first"), lines)
+
+
 def correction(results: Results) -> str:
     """What the estimate of the evicted tokens does to one policy's attention error and to its answers."""
     lines = []
@@ -170,6 +183,7 @@ SECTIONS: dict[str, Callable[[Results], str]] = {
     "choices": choices,
     "budgets": budgets,
     "question": question,
+    "language": language,
     "disagreement": disagreement_table,
     "correction": correction,
     "ablations": against_best,

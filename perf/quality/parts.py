@@ -6,7 +6,7 @@ from typing import Any
 
 from fastkv import policies
 
-from .cases import BLOCK, BUDGETS, CONTEXT, FIDELITY, FULL, TIGHT, Case
+from .cases import BLOCK, BUDGETS, CONTEXT, FIDELITY, FULL, LANGUAGE, TIGHT, Case
 
 
 def grid(rows: dict[str, dict[str, Any]], reads: tuple[str, ...], budgets: tuple[int, ...] = TIGHT) -> list[Case]:
@@ -104,6 +104,7 @@ def parts() -> dict[str, list[Case]]:
         "tasks_context": every_policy("context"),
         "tasks_whole": every_policy("whole"),
         FIDELITY: every_policy("whole"),
+        LANGUAGE: [case for case in every_policy("whole") if case.policy != "duoattention"],  # no pattern of its heads
         "momentkv": grid(MOMENTKV, ("whole", "context")),
         "manifold": grid(MANIFOLD, ("context",)),
         "compactor": grid(COMPACTOR, ("context",)),

@@ -9,7 +9,7 @@ from fastkv.demo.tasks import TASKS
 
 from ..tables import table
 from .ablations import chapter, share
-from .cases import BUDGETS, FIDELITY, READS
+from .cases import BUDGETS, FIDELITY, LANGUAGE, READS
 from .plots import plot_fidelity, plot_tasks
 from .results import STUDENT, Mean, Results, Row, correlation, leaders, load, on_par, ranking
 
@@ -32,6 +32,12 @@ question and its answer. `error`: of attention outputs against the run of the fu
 the layer itself was given; `KL` (nats) and `top-1`: of next-token distributions; `ppl`: perplexity relative to the full
 cache.
 Command: `python -m perf.quality --parts fidelity`
+"""
+LANGUAGE_TEXT = """## The language model
+
+{seeds} stretches of {context} tokens of source code that the model was not trained on, their last {steps} fed one
+at a time; columns as above. It says nothing about retrieval, and the bundled model nothing about prose.
+Command: `python -m perf.quality --parts language`
 """
 DISAGREE = """## Attention error and next tokens
 
@@ -64,7 +70,7 @@ def report(results: Results) -> str:
         + "; ".join(", ".join(f"{name} {value}" for name, value in one.items()) for one in results.versions)
         + ".\n"
     )
-    parts = [HEADER, setup, COLUMNS, unfinished(results), tasks(results), fidelity(results)]
+    parts = [HEADER, setup, COLUMNS, unfinished(results), tasks(results), fidelity(results), language(results)]
     parts += [disagreement(results), too_small(results)]
     ablations = chapter(results)
     if ablations:
@@ -121,19 +127,31 @@ def task_line(row: Row) -> tuple[str, ...]:
     )
 
 
+def language(results: Results) -> str:
+    """Tables of the language part."""
+    tables = fidelity_tables(results, LANGUAGE)
+    return "\n".join((LANGUAGE_TEXT.format(**results.settings), *tables)) if tables else ""
+
+
 def fidelity(results: Results) -> str:
     """Tables of the fidelity part."""
-    tables = []
-    for tokens in BUDGETS:
-        rows = results.of(FIDELITY, tokens=tokens)
-        if rows:
-            lines = [fidelity_line(row) for row in ranking(rows, "kl", smallest=True)]
-            header = ("policy", "kept", "KiB", "error", "own", "KL", "top-1, %", "ppl")
-            tables.append(f"### {share(tokens)} of the tokens\n\n{table(header, lines)}")
+    tables = fidelity_tables(results, FIDELITY)
     if not tables:
         return ""
     picture = "![Attention error against divergence of next tokens](fidelity.png)\n"
     return "\n".join((FIDELITY_TEXT.format(**results.settings), picture, *tables))
+
+
+def fidelity_tables(results: Results, part: str) -> list[str]:
+    """A table for each budget of a part that was measured against the full cache, smallest KL first."""
+    tables = []
+    for tokens in BUDGETS:
+        rows = results.of(part, tokens=tokens)
+        if rows:
+            lines = [fidelity_line(row) for row in ranking(rows, "kl", smallest=True)]
+            header = ("policy", "kept", "KiB", "error", "own", "KL", "top-1, %", "ppl")
+            tables.append(f"### {share(tokens)} of the tokens\n\n{table(header, lines)}")
+    return tables
 
 
 def fidelity_line(row: Row) -> tuple[str, ...]:

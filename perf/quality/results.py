@@ -11,6 +11,7 @@ from typing import Any
 
 from fastkv import FastKVError
 
+from ..engine import MODELS
 from .cases import FULL
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; the last one serves for more.
@@ -163,7 +164,7 @@ def to_row(row: dict[str, Any]) -> Row:
     )
 
 
-VERSIONS = ("fastkv", "torch", "transformers", "model", "second model")
+VERSIONS = ("fastkv", "commit", "python", "torch", "transformers", *MODELS)
 EXTRA = ("cosine", "mass", "estimated_mass", "gap", "perplexity_ratio")
 
 

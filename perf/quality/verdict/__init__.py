@@ -1,1 +1,1 @@
-"""What to remember of evicted tokens: fidelity and answers at equal bytes on six geometries of keys."""
+"""Which cache to choose: answers, next tokens and fidelity at equal bytes on seven geometries of keys."""

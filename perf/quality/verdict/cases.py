@@ -13,39 +13,35 @@ SINKS, RECENT = 4, 16
 
 @dataclass(frozen=True)
 class Contestant:
-    """One cache: name in tables, and policy and correction as `fastkv.patch` is told.
-
-    share: the pairs' bytes for each byte of centroids, where it is not the library's.
-    """
+    """One cache: name in tables, and policy and correction as `fastkv.patch` is told."""
 
     name: str
     policy: str
     correction: str = "auto"
-    share: int | None = None
 
 
-SNAPKV_ALONE, MANIFOLD_ALONE, MOMENTKV, FASTKV = "SnapKV alone", "ManifoldKV alone", "MomentKV", "fastkv"
+SNAPKV_ALONE, MANIFOLD_ALONE, MOMENTKV, KEYDIFF = "SnapKV alone", "ManifoldKV alone", "MomentKV", "KeyDiff alone"
+FASTKV = "fastkv"
 ALONE = (SNAPKV_ALONE, MANIFOLD_ALONE)  # more tokens and nothing else
+RIVALS = (*ALONE, MOMENTKV, KEYDIFF)  # those that the default must not fall behind
 CONTESTANTS = (
+    Contestant(FASTKV, "fastkv"),
     Contestant(SNAPKV_ALONE, "snapkv", "none"),
     Contestant(MANIFOLD_ALONE, "manifold", "none"),
     Contestant(MOMENTKV, "momentkv"),
-    Contestant("MomentKV, cosh", "momentkv", "cosh"),
+    Contestant(KEYDIFF, "keydiff", "none"),
     Contestant("SnapKV + centroids", "snapkv", "centroids"),
-    Contestant("ManifoldKV + cosh", "manifold", "cosh"),
-    Contestant("ManifoldKV + centroids", "manifold", "centroids"),
-    Contestant(FASTKV, "fastkv"),
 )
-SHARES = (
-    Contestant("ManifoldKV + centroids, 1/8", "manifold", "centroids", 8),
-    Contestant("ManifoldKV + centroids, 1/4", "manifold", "centroids", 4),
-)
+# Beside the default and not against it: it reads a prompt a second time.
+TWICE = (Contestant("fastkv, read twice", "fastkv-reread"),)
 
-BUNDLED, SECOND = "bundled model", "second model"
+BUNDLED, SECOND, LANGUAGE = "bundled model", "second model", "language model"
 TRAINED = {
     BUNDLED: "trained Llama, head_dim 64",
     SECOND: "trained Qwen3, queries and keys normed, head_dim 32",
+    LANGUAGE: "Llama trained on the source of Python's standard library, head_dim 64",
 }
+ANSWERING = (BUNDLED, SECOND)  # the language model has no answers, but text that goes on
 SYNTHETIC = {
     "isotropic": "normal keys, values and queries",
     "massive channels": "clusters, and two channels with large means and a first token larger still",
@@ -54,10 +50,11 @@ SYNTHETIC = {
 }
 GEOMETRIES = TRAINED | SYNTHETIC
 
-WHOLE, LATER, STEPS = "whole", "later", "steps"
+WHOLE, LATER, PROSE, STEPS = "whole", "later", "prose", "steps"
 READS = {
     WHOLE: "prompt and question read at once",
     LATER: "text compressed before the question",
+    PROSE: "held-out text, its end fed token by token",
     STEPS: "decode steps after a prompt",
 }
 
@@ -71,7 +68,6 @@ class Case:
     name: str
     policy: str
     correction: str
-    share: int | None
 
     @property
     def id(self) -> str:
@@ -83,13 +79,22 @@ class Case:
         return asdict(self)
 
 
+def lengths(geometry: str) -> tuple[int, ...]:
+    """Tokens that MomentKV keeps of 1024: from a 32nd to a quarter, on the language model to a half."""
+    return (*LENGTHS, 512) if geometry == LANGUAGE else LENGTHS
+
+
+def contestants(geometry: str) -> tuple[Contestant, ...]:
+    """All of them; a second reading needs the prompt's tokens, which synthetic keys have not."""
+    return CONTESTANTS + (TWICE if geometry in TRAINED else ())
+
+
 def cases() -> list[Case]:
-    """All of them, in the order in which they are measured: other shares of centroids last."""
-    full = [Case(geometry, 0, "full cache", FULL, "none", None) for geometry in TRAINED]
-    order = [(one, CONTESTANTS) for one in GEOMETRIES] + [(one, SHARES) for one in GEOMETRIES]
+    """All of them, in the order in which they are measured."""
+    full = [Case(geometry, 0, "full cache", FULL, "none") for geometry in ANSWERING]
     return full + [
         Case(geometry, tokens, **asdict(contestant))
-        for geometry, contestants in order
-        for tokens in LENGTHS
-        for contestant in contestants
+        for geometry in GEOMETRIES
+        for tokens in lengths(geometry)
+        for contestant in contestants(geometry)
     ]

@@ -12,23 +12,11 @@ from typing import Any
 from fastkv import FastKVError
 
 from ..results import Mean, check_bytes, difference, versions_of
-from .cases import (
-    ALONE,
-    BUNDLED,
-    CONTESTANTS,
-    FASTKV,
-    GEOMETRIES,
-    LATER,
-    LENGTHS,
-    MOMENTKV,
-    READS,
-    SHARES,
-    TRAINED,
-    WHOLE,
-)
+from .cases import ALONE, FASTKV, GEOMETRIES, LANGUAGE, MOMENTKV, PROSE, READS, RIVALS, TRAINED, lengths
 
-LOWER, SLACK, WANTED = 0.08, 0.02, 2  # so much below MomentKV for so many budgets, never so much above more tokens
-SELECTIONS = {"snapkv": ALONE[0], "manifold": ALONE[1], "fastkv": ALONE[1]}  # the same choice, and nothing else
+NEAR, SLACK = 0.05, 0.02  # so much above the best rival's KL, and above the error of more tokens
+BEYOND = 2  # standard errors of a paired difference
+HALF, WANTED, LONGER = 0.5, 2, 2.6  # of a second reading: KL for so many budgets, and its time over that of one
 
 
 @dataclass(frozen=True)
@@ -61,14 +49,14 @@ class Results:
         return list(dict.fromkeys(name for _, tokens, name in self.rows if tokens))
 
     def seeds(self, measure: str, place: Place, name: str) -> list[float] | None:
-        """A number of each seed: "error", "kl" or "right"; None if it was not measured."""
+        """A number of each seed: "right", "kl", "excess" or "error"; None if it was not measured."""
         row = self.rows.get((place.geometry, place.tokens, name), {})
         found: list[float] | None = row.get(measure, {}).get(place.read)
         return found
 
     def places(self, measure: str = "error") -> list[Place]:
         """Where MomentKV was measured."""
-        every = [Place(one, read, tokens) for one in GEOMETRIES for read in READS for tokens in LENGTHS]
+        every = [Place(one, read, tokens) for one in GEOMETRIES for read in READS for tokens in lengths(one)]
         return [place for place in every if self.seeds(measure, place, MOMENTKV)]
 
 
@@ -131,34 +119,43 @@ def compare(results: Results, measure: str, name: str, rivals: Sequence[str]) ->
 
 
 def at_most(sentence: str, cells: list[Comparison], slack: float) -> Judgement:
-    """Whether errors are nowhere more than `slack` above the rival's."""
+    """Whether numbers are nowhere more than `slack` above the rival's."""
     missed = sorted((one for one in cells if one.above > slack), key=lambda one: -one.above)
     if not cells:
         return Judgement(sentence, [], 0, False, "not measured")
     worst = max(cells, key=lambda one: one.above)
     note = f"largest: {100 * worst.above:+.1f} % against {worst.rival} ({worst.place})"
+    if missed:
+        sure = sum(one.apart.value > BEYOND * (one.apart.error or 0) for one in missed)
+        note += f"; {sure} of the {len(missed)} missed cells are above the rival by more than {BEYOND} standard errors"
     return Judgement(sentence, missed, len(cells), not missed, note)
 
 
-def well_below(sentence: str, cells: list[Comparison], share: float, wanted: int) -> Judgement:
-    """Whether errors are at least `share` below the rival's for `wanted` budgets on the bundled model, however read."""
-    mine = [one for one in cells if one.place.geometry == BUNDLED]
-    notes, met = [], bool(mine)
-    for read in (WHOLE, LATER):
-        line = [one for one in mine if one.place.read == read]
-        low = sum(one.above <= -share for one in line)
-        met &= low >= wanted
-        each = ", ".join(f"{100 * one.above:+.0f} %" for one in line)
-        notes.append(f"{READS[read]}: {low} of {len(line)} budgets ({each})")
-    missed = sorted((one for one in mine if one.above > -share), key=lambda one: -one.above)
-    return Judgement(sentence, missed, len(mine), met, "; ".join(notes))
+def halved(sentence: str, cells: list[Comparison]) -> Judgement:
+    """Whether numbers are at most half of the rival's for as many budgets as wanted, however the text is read."""
+    missed = sorted((one for one in cells if one.above > HALF - 1), key=lambda one: -one.above)
+    if not cells:
+        return Judgement(sentence, [], 0, False, "not measured")
+    each = ", ".join(f"{1 + one.above:.2f} x at L = {one.place.tokens}" for one in cells)
+    return Judgement(sentence, missed, len(cells), len(cells) - len(missed) >= WANTED, each)
+
+
+def not_longer(sentence: str, results: Results, name: str) -> Judgement:
+    """Whether a second reading takes at most `LONGER` times the default's CPU time, all budgets together."""
+    both = [[results.rows.get((LANGUAGE, tokens, one)) for one in (name, FASTKV)] for tokens in lengths(LANGUAGE)]
+    seconds = [[row["prompt_seconds"] for row in pair if row] for pair in both if all(pair)]
+    if not seconds:
+        return Judgement(sentence, [], 0, False, "not measured")
+    twice, once = map(sum, zip(*seconds))
+    longer = twice / once
+    return Judgement(sentence, [], 1, longer <= LONGER, f"{longer:.2f} x")
 
 
 def not_lower(sentence: str, cells: list[Comparison]) -> Judgement:
-    """Whether answers are nowhere lower by more than the standard error of the paired difference."""
+    """Whether answers are nowhere lower by more than `BEYOND` standard errors of the paired difference."""
 
     def lacks(one: Comparison) -> float:
-        return -one.apart.value - (one.apart.error or 0)
+        return -one.apart.value - BEYOND * (one.apart.error or 0)
 
     missed = sorted((one for one in cells if lacks(one) > 1e-9), key=lambda one: -lacks(one))
     if not cells:
@@ -169,35 +166,30 @@ def not_lower(sentence: str, cells: list[Comparison]) -> Judgement:
 
 
 def judged(results: Results, name: str = FASTKV) -> list[Judgement]:
-    """All sentences for a contestant."""
-    policy = next((one.policy for one in (*CONTESTANTS, *SHARES) if one.name == name), "")
-    same = SELECTIONS.get(policy) if name not in ALONE else None
+    """What the default, or another contestant, must hold: first what users see, then what layers do."""
 
     def cells(measure: str, *rivals: str) -> list[Comparison]:
         return compare(results, measure, name, rivals)
 
-    found = [
-        at_most("error at most MomentKV's, every geometry and L", cells("error", MOMENTKV), 0.0),
-        well_below(
-            f"error at least {LOWER:.0%} below MomentKV's for {WANTED} budgets on the bundled model",
-            cells("error", MOMENTKV),
-            LOWER,
-            WANTED,
-        ),
-    ]
-    if same:
-        sentence = f"error never more than {SLACK:.0%} above more tokens of the same selection"
-        found.append(at_most(sentence, cells("error", same), SLACK))
+    best = "the best of SnapKV, ManifoldKV, MomentKV and KeyDiff"
     return [
-        *found,
+        not_lower(f"answers never below {best} beyond {BEYOND} standard errors", cells("right", *RIVALS)),
+        at_most(f"KL at most {1 + NEAR:.2f} x that of {best}", cells("kl", *RIVALS), NEAR),
+        at_most("error at most MomentKV's", cells("error", MOMENTKV), 0.0),
         at_most(
             f"error never more than {SLACK:.0%} above more tokens of the better selection",
             cells("error", *ALONE),
             SLACK,
         ),
-        not_lower("answers not below MomentKV's beyond the standard error", cells("right", MOMENTKV)),
-        *([not_lower("answers not below more tokens of the same selection", cells("right", same))] if same else []),
-        not_lower("answers not below more tokens of the better selection", cells("right", *ALONE)),
+    ]
+
+
+def judged_twice(results: Results, name: str) -> list[Judgement]:
+    """What a second reading of the prompt must hold against the default, on the language model."""
+    kl = [one for one in compare(results, "kl", name, [FASTKV]) if one.place.read == PROSE]
+    return [
+        halved(f"{name}: KL at most half of the default's for {WANTED} budgets", kl),
+        not_longer(f"{name}: CPU time of prompts at most {LONGER} x the default's", results, name),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Error over L, a panel for each geometry and way of reading."""
+"""KL over L where there are next tokens, else attention error: a panel for each geometry and way of reading."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from fastkv.evaluation.common import COLOURS, MARKERS
 
 from ..plots import longest_legend, tidy
 from ..results import Mean
-from .cases import CONTESTANTS, FASTKV, LENGTHS, READS, TRAINED
+from .cases import FASTKV, READS, RIVALS, STEPS, TRAINED, TWICE, lengths
 from .judge import Place, Results
 
-COLUMNS = 4
+COLUMNS = 3
+NAMES = (FASTKV, *RIVALS, *(one.name for one in TWICE))
 
 
-def plot_errors(results: Results, path: Path) -> None:
-    """Means with standard errors; nothing without results."""
+def plot_verdict(results: Results, path: Path) -> None:
+    """Means with standard errors of the default, its rivals and a second reading; nothing without results."""
     panels = list(dict.fromkeys((place.geometry, place.read) for place in results.places()))
     if not panels:
         return
-    names = [one.name for one in CONTESTANTS]
     height = -(-len(panels) // COLUMNS)
-    figure = Figure(figsize=(3.6 * COLUMNS, 3.4 * height + 0.7), layout="constrained", dpi=110)
+    figure = Figure(figsize=(4.2 * COLUMNS, 3.2 * height + 0.6), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     axes = figure.subplots(height, COLUMNS, squeeze=False).ravel()
     for axis, (geometry, read) in zip(axes, panels):
-        for index, name in enumerate(names):
+        measure = "error" if read == STEPS else "kl"
+        for index, name in enumerate(NAMES):
             points = [
                 (tokens, Mean.of(seeds))
-                for tokens in LENGTHS
-                if (seeds := results.seeds("error", Place(geometry, read, tokens), name))
+                for tokens in lengths(geometry)
+                if (seeds := results.seeds(measure, Place(geometry, read, tokens), name))
             ]
             look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "label": name}
             wide = 2.4 if name == FASTKV else 1.2
@@ -42,15 +43,14 @@ def plot_errors(results: Results, path: Path) -> None:
             axis.errorbar(xs, [mean.value for mean in means], spread, lw=wide, ms=4, capsize=2, **look)
         axis.set_title(f"{geometry}\n{READS[read]}" if geometry in TRAINED else geometry, fontsize=9)
         axis.set_xscale("log")
-        axis.set_xticks(LENGTHS, [str(tokens) for tokens in LENGTHS])
+        axis.set_xticks(lengths(geometry), [str(tokens) for tokens in lengths(geometry)])
         axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_ylabel("error of attention outputs" if measure == "error" else "KL of next tokens, nats", fontsize=9)
         axis.set_ylim(0, None)
         tidy(axis)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    for axis in axes[-COLUMNS:]:
+    for axis in axes[len(panels) - COLUMNS : len(panels)]:
         axis.set_xlabel("L, tokens that MomentKV keeps", fontsize=9)
-    for axis in axes[::COLUMNS]:
-        axis.set_ylabel("error of attention outputs")
-    figure.legend(*longest_legend(figure), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(*longest_legend(figure), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.savefig(path)

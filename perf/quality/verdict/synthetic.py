@@ -1,4 +1,4 @@
-"""Families of keys that no training made: what massive channels and the rotary embedding do, each on its own."""
+"""Families of keys that no training made, in bf16: what massive channels and the rotary embedding do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastkv import Budget, FastKVAttention
 from fastkv.evaluation.equal_bytes import layer_token_bytes
 
 from .cases import RECENT, SINKS, STEPS, Case
-from .trained import check_held, sketch_share
+from .trained import check_held
 
 HEADS, KV_HEADS, DIM, PROMPT, FED = 8, 4, 64, 960, 48
 CLUSTERS = 40
@@ -80,7 +80,9 @@ class SyntheticBench:
     """
 
     def __init__(self, name: str, seeds: list[int]) -> None:
-        self.q, self.k, self.v = (torch.stack(parts) for parts in zip(*(family(name, seed) for seed in seeds)))
+        self.q, self.k, self.v = (
+            torch.stack(parts).bfloat16() for parts in zip(*(family(name, seed) for seed in seeds))
+        )
         self.full = full_attention(self.q, self.k, self.v)
 
     def run(self, case: Case) -> dict[str, Any]:
@@ -89,16 +91,15 @@ class SyntheticBench:
         Raises: FastKVError if the layer does not hold the bytes of MomentKV.
         """
         bound = held(module("momentkv", "auto", Budget(tokens=case.tokens, sinks=SINKS, recent=RECENT)))
-        with sketch_share(case.share):
-            layer = module(case.policy, case.correction, Budget(bytes=bound, sinks=SINKS, recent=RECENT))
-            stored = held(layer)
-            layer.allocate(len(self.q))
-            outs = []
-            for part in (slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, PROMPT + FED))):
-                outs.append(layer(self.q[:, :, part], self.k[:, :, part], self.v[:, :, part]))
-            rule = layer.cache.rule
-            assert rule is not None
-            nbytes = {"stored": stored, "bound": bound, "token": round(layer_token_bytes(layer.cache))}
+        layer = module(case.policy, case.correction, Budget(bytes=bound, sinks=SINKS, recent=RECENT))
+        stored = held(layer)
+        layer.allocate(len(self.q), dtype=torch.bfloat16)
+        outs = []
+        for part in (slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, PROMPT + FED))):
+            outs.append(layer(self.q[:, :, part], self.k[:, :, part], self.v[:, :, part]))
+        rule = layer.cache.rule
+        assert rule is not None
+        nbytes = {"stored": stored, "bound": bound, "token": round(layer_token_bytes(layer.cache))}
         out = torch.cat(outs[1:], 2).double()
         error = ((out - self.full).norm(dim=-1) / self.full.norm(dim=-1)).mean((1, 2))
         check_held(case, nbytes)
@@ -121,5 +122,5 @@ def module(policy: str, correction: str, budget: Budget) -> FastKVAttention:
 
 def held(layer: FastKVAttention) -> int:
     """Bytes of one sequence."""
-    layer.allocate(1)
+    layer.allocate(1, dtype=torch.bfloat16)
     return layer.nbytes()

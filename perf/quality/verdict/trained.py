@@ -1,29 +1,23 @@
-"""One case of the verdict on a trained model: attention errors, next tokens, right answers, and the evicted mass."""
+"""One case of the verdict on a trained model: right answers, next tokens and attention errors."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor
 
 from fastkv import Budget, FastKVError, patched
-from fastkv.corrections import centroids
 from fastkv.demo import load
 from fastkv.demo.measure import Questions, make_questions
-from fastkv.demo.tasks import TASKS, generate
+from fastkv.demo.tasks import TASKS
 from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, stored_bytes, token_bytes
 
 from .cases import FULL, LATER, RECENT, SINKS, WHOLE, Case
-
-ROUNDING = 1e-4  # nats by which an estimate in float32 may exceed the true mass without meaning it
 
 
 @dataclass(frozen=True)
@@ -34,24 +28,25 @@ class Settings:
         seeds: groups of texts, or synthetic keys, the unit of the standard errors.  first: seed of the first text; no
             other measurement of the project has used the seeds from here on.
         texts: of each task in a group, one question each.  context: tokens of a prompt with its answer.
-        fed: last tokens of a text that are fed one at a time where masses are compared.
+        stretches: of held-out text in a group, whose last `continued` tokens come after a prompt of `context`.
     """
 
     seeds: int = 6
-    first: int = 700_000
-    texts: int = 4
+    first: int = 800_000
+    texts: int = 1
     context: int = 1024
-    fed: int = 48
+    stretches: int = 2
+    continued: int = 64
 
 
 @dataclass(frozen=True)
 class Answered:
     """What a cache did while the reference answers were fed to the N questions of a task.
 
-    attention: [layers, N, A - 1, Hq * Dv]; log_probs: [N, A, V] float64, of the words of the answer.
+    attention: of each layer [N, A - 1, Hq * Dv]; log_probs: [N, A, V] float64, of the words of the answer.
     """
 
-    attention: Tensor
+    attention: dict[int, Tensor]
     log_probs: Tensor
 
 
@@ -64,14 +59,10 @@ class TrainedBench:
     def __init__(self, directory: Path, settings: Settings) -> None:
         transformers.utils.logging.disable_progress_bar()
         self.settings = settings
-        self.model, tokenizer = load(directory=directory)
+        self.model, tokenizer = load_bf16(directory)
         number = settings.seeds * settings.texts
         self.asked = [make_questions(tokenizer, task, settings.context, number, settings.first) for task in TASKS]
         self.full = [answered(self.model, questions, LATER) for questions in self.asked]
-        drawn = [generate("facts", settings.context, settings.first + seed) for seed in range(settings.seeds)]
-        texts = [f"{one.context} {one.questions[0]} {one.answers[0]}" for one in drawn]
-        self.texts = torch.tensor(tokenizer(texts).input_ids)
-        self.fed = fidelity.read_full(self.model, self.texts, settings.fed)
 
     def run(self, case: Case) -> dict[str, Any]:
         """Measure one case.
@@ -79,42 +70,50 @@ class TrainedBench:
         Raises: FastKVError if the cache does not hold the bytes of MomentKV.
         """
         if case.policy == FULL:
-            return {"right": {LATER: self.by_seed([self.right(*both) for both in zip(self.asked, self.full)])}}
+            return {"right": {LATER: self.by_seed([right(*both) for both in zip(self.asked, self.full)])}}
         first = self.asked[0].prompts[:1, :1]
-        with patched(self.model, "momentkv", Budget(tokens=case.tokens, sinks=SINKS, recent=RECENT)), torch.no_grad():
-            bound = stored_bytes(self.model(first, use_cache=True).past_key_values)
-        budget = Budget(bytes=bound, sinks=SINKS, recent=RECENT)
-        row: dict[str, Any] = {"error": {}, "kl": {}, "right": {}}
-        with sketch_share(case.share), patched(self.model, case.policy, budget, correction=case.correction):
-            with torch.no_grad():
-                cache = self.model(first, use_cache=True).past_key_values
-            assert_equal_bytes({case.id: cache}, bound)
-            row["bytes"] = {"stored": stored_bytes(cache), "bound": bound, "token": token_bytes(cache)}
-            row["kept"] = cache.layers[0].cache.rule.layout.total
+        budget = budget_of(self.model, case, first)
+        row: dict[str, Any] = {"right": {}, "kl": {}, "error": {}}
+        with patched(self.model, case.policy, budget, correction=case.correction):
+            row |= held(self.model, case, budget, first)
             for read in (WHOLE, LATER):
                 found = [answered(self.model, questions, read) for questions in self.asked]
-                row["error"][read] = self.by_seed([distance(*both) for both in zip(found, self.full)])
+                row["right"][read] = self.by_seed([right(*both) for both in zip(self.asked, found)])
                 row["kl"][read] = self.by_seed([divergence(*both) for both in zip(found, self.full)])
-                row["right"][read] = self.by_seed([self.right(*both) for both in zip(self.asked, found)])
-            return row | self.masses()
-
-    def masses(self) -> dict[str, Any]:
-        """What eviction costs in a layer itself, and how the estimated mass of the evicted tokens lies to the true."""
-        measured = fidelity.measure(self.model, self.texts, self.settings.fed, self.fed)
-        heads = measured.heads
-        own = heads.own_error.mean((0, 2, 3)).tolist()
-        gap = heads.gap[heads.log_evicted.isfinite() & heads.log_estimate.isfinite()]
-        if not gap.numel():
-            return {"own": own}
-        return {"own": own, "gap": gap.mean().item(), "exceeds": (gap < -ROUNDING).double().mean().item()}
-
-    def right(self, questions: Questions, found: Answered) -> Tensor:
-        """[N] float64, 1 where greedy decoding gives the reference answer."""
-        return (found.log_probs.argmax(-1) == questions.answers).all(-1).double()
+                row["error"][read] = self.by_seed(
+                    [mean_distance(one.attention, full.attention) for one, full in zip(found, self.full)]
+                )
+        return row
 
     def by_seed(self, tasks: list[Tensor]) -> list[float]:
         """Means over the texts of a seed and over the tasks; tasks: a number of every text [N] each."""
         return torch.stack(tasks).unflatten(1, (self.settings.seeds, -1)).mean((0, 2)).tolist()
+
+
+def load_bf16(directory: Path) -> tuple[Any, Any]:
+    """The model in bf16, so that its caches are, and its tokenizer."""
+    return load(dtype=torch.bfloat16, directory=directory)
+
+
+@torch.no_grad()
+def budget_of(model: Any, case: Case, first: Tensor) -> Budget:
+    """The bytes that MomentKV holds with the tokens of the case; first [1, T]: tokens of a prompt."""
+    with patched(model, "momentkv", Budget(tokens=case.tokens, sinks=SINKS, recent=RECENT)):
+        bound = stored_bytes(model(first, use_cache=True).past_key_values)
+    return Budget(bytes=bound, sinks=SINKS, recent=RECENT)
+
+
+@torch.no_grad()
+def held(model: Any, case: Case, budget: Budget, first: Tensor) -> dict[str, Any]:
+    """Tokens per KV head and bytes of a sequence in the patched model.
+
+    Raises: FastKVError if the bytes are more than the budget's, or less by a token per head.
+    """
+    cache = model(first, use_cache=True).past_key_values
+    assert budget.bytes is not None
+    assert_equal_bytes({case.id: cache}, budget.bytes)
+    nbytes = {"stored": stored_bytes(cache), "bound": budget.bytes, "token": token_bytes(cache)}
+    return {"kept": cache.layers[0].cache.rule.layout.total, "bytes": nbytes}
 
 
 @torch.no_grad()
@@ -132,10 +131,15 @@ def answered(model: Any, questions: Questions, read: str) -> Answered:
     return Answered(torch.stack([*attention.values()]), torch.cat([first, log_probs], 1))
 
 
-def distance(found: Answered, full: Answered) -> Tensor:
-    """[N], mean of |o - full| / |full| of attention outputs over layers and words."""
-    error = (found.attention - full.attention).norm(dim=-1) / full.attention.norm(dim=-1)
-    return error.mean((0, 2)).double()
+def right(questions: Questions, found: Answered) -> Tensor:
+    """[N] float64, 1 where greedy decoding gives the reference answer."""
+    return (found.log_probs.argmax(-1) == questions.answers).all(-1).double()
+
+
+def mean_distance(attention: dict[int, Tensor], full: dict[int, Tensor]) -> Tensor:
+    """[N], mean of |o - full| / |full| over layers and tokens of attention outputs, [N, T, Hq * Dv] of each layer."""
+    o, whole = (torch.stack([*layers.values()]).double() for layers in (attention, full))
+    return ((o - whole).norm(dim=-1) / whole.norm(dim=-1)).mean((0, 2))
 
 
 def divergence(found: Answered, full: Answered) -> Tensor:
@@ -150,13 +154,3 @@ def check_held(case: Case, nbytes: dict[str, int]) -> None:
             f"{case.id} must hold more than {nbytes['bound'] - nbytes['token']} and at most {nbytes['bound']} bytes, "
             f"got {nbytes['stored']}; all contestants must have the same Budget(bytes=...)"
         )
-
-
-@contextlib.contextmanager
-def sketch_share(share: int | None) -> Iterator[None]:
-    """Centroids in a byte for every `share` bytes of pairs; None: as the library has it.
-
-    The share follows from the policy and is no option of `patch`, so other shares are put in its place.
-    """
-    with mock.patch.object(centroids, "SHARE", share or centroids.SHARE):
-        yield
