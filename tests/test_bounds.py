@@ -97,7 +97,11 @@ def test_moments_hold_exactly_what_was_evicted():
         torch.testing.assert_close(moments.cross[0, head].double(), cross, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", each(fastkv.policies.names(), often=("expected-attention", "grkv")))
+# Equal tokens have keys of equal length in the first layer, so rounding decides which of them `knorm` keeps.
+DECIDED = [name for name in fastkv.policies.names() if name != "knorm"]
+
+
+@pytest.mark.parametrize("name", each(DECIDED, often=("expected-attention", "grkv")))
 def test_a_padded_row_is_the_row_alone(name, tmp_path):
     model = build()
     fastkv.patch(model, policy(name, tmp_path), small(), evict_every=EVERY)

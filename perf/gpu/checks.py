@@ -322,7 +322,7 @@ def check_layer(place: Place, heads: Heads, dtype: torch.dtype) -> list[Finding]
         equal("tokens", mine["tokens"].round(), torch.full_like(squares, prompt + steps)),
         _close_sum("sum of keys", mine["keys"], k),
         _close_sum("sum of values", mine["values"], v),
-        Finding("sum of squared keys", float(((mine["squares"] - squares) / squares).abs().max()), 1e-4),
+        Finding("sum of squared keys", float(((mine["squares"] - squares) / squares).abs().max()), 1e-3),
     ]
     spread, wanted = (float(one["within"].sum()) for one in (mine, other))
     findings.append(Finding("squares within centroids, above the reference's", spread / max(wanted, 1e-9) - 1, 0.05))
@@ -350,9 +350,11 @@ def conserved(state: LayerState) -> dict[str, Tensor]:
 
 
 def _close_sum(name: str, got: Tensor, tokens: Tensor) -> Finding:
-    """A sum over the tokens against that of all that came, as a share of the sum of their sizes; means are float32."""
+    """A sum over the tokens against that of all that came, as a share of the sum of their sizes: of a mean in bfloat16
+    the last bit is uncertain.
+    """
     error = (got - tokens.double().sum(2)).abs() / tokens.double().abs().sum(2)
-    return Finding(name, float(error.max()), 1e-5)
+    return Finding(name, float(error.max()), 2**-7)
 
 
 CHECKS: dict[str, Check] = {  # the default policy first

@@ -128,7 +128,7 @@ def answered(model: Any, questions: Questions, read: str) -> Answered:
         cache = out.past_key_values
     attention, log_probs = fidelity.feed(model, questions.answers[:, :-1], cache)
     first = out.logits[:, -1:].double().log_softmax(-1)
-    return Answered(torch.stack([*attention.values()]), torch.cat([first, log_probs], 1))
+    return Answered(attention, torch.cat([first, log_probs], 1))
 
 
 def right(questions: Questions, found: Answered) -> Tensor:
