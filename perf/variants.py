@@ -146,8 +146,9 @@ def of_decode(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
-        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP
-    )
+        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP,
+        slots != "auto",
+    )  # fmt: skip
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
@@ -259,7 +260,7 @@ def of_prefill(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
     vendor = "hip" if chip in HIP else chip
-    tile = prefill_attention._tile_of(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order)
+    tile = prefill_attention._tile_of(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, slots != "auto")
     flags = dict(
         HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_C=prefill_attention.BLOCK_C, SEED=min(tile.seed, pow2(dim)),
@@ -420,7 +421,7 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         of(128, 16, 1, attention=True, ragged=True, rows=True),
         *(of(d, s, 1, slots=form) for form in CODES for d, s in ((80, 16), *SPLIT)),
         *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
-        *(of(128, 16, 1, "fp16", "fp16", slots=form) for form in CODES),
+        *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
         *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
     ]
 

@@ -12,8 +12,7 @@ centroids, and the last of a pair to arrive merges; with many pairs one program 
 Bytes per pair: 4 L D for keys and values in half precision, 2 L (D + 4) in 8 bits; 2 D^2 for the matrix (4 D^2 in
 fp32), 4 D a centroid.
 Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 512 (256 in float32 and on AMD),
-float64, windows, padding. In float32 with head_dim 256 it spills registers (250 bytes on sm_90), with
-codes and head_dim 128 20 bytes.
+float64, windows, padding. In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
 """
 
 from __future__ import annotations
@@ -214,12 +213,12 @@ def _decode_attention_kernel(
 
 def _constants(
     dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, slots: int, programs: int,
-    order: int | None, spread: bool, capped: bool, hip: bool,
+    order: int | None, spread: bool, capped: bool, hip: bool, coded: bool,
 ) -> tuple[dict, int, int]:  # fmt: skip
     """Constexpr arguments, warps and pipeline stages.
 
     matrix: dtype of the moment matrix; slots: of a head; programs: see `num_programs`; order: of the moments, CENTROIDS
-    or None; spread: see `_evicted`.
+    or None; spread: see `_evicted`; coded: whether slots hold codes.
     """
     padded = pow2(head_dim, 64)
     splits, parts = programs, programs
@@ -229,6 +228,8 @@ def _constants(
     block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
     if block_n < triton.cdiv(slots, splits) <= 2 * block_n and dtype != torch.float32 and not hip:
         block_n, num_stages = 2 * block_n, 2  # a share in one tile, in the same memory
+    if coded and dtype == torch.float32:
+        block_n = MIN_ROWS  # codes and the numbers that they become, in registers at once
     if capped or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
     if matrix == torch.float32 or order == CENTROIDS.value:
@@ -279,7 +280,7 @@ def decode_step(
     out, lse_retained, lse_evicted = decode_outputs(q)
     constants, num_warps, num_stages = _constants(
         q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, slots.limit, programs,
-        known.order, known.spread is not None, spec.softcap is not None, on_hip(),
+        known.order, known.spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain,
     )  # fmt: skip
     parts = room if programs > 1 else None
     positions, seen = (slots.positions, state.seen) if k is not None else (None, None)

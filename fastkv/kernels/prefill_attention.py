@@ -61,6 +61,9 @@ SINGLE = {  # float32, whose products take three terms of each operand
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 32, 4, 1, 32, 16)},
     "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16)) | {256: Tile(16, 64, 8, 1, 16, 16)},
 }
+# And what slots in 8 bits need, whose codes and numbers are in registers at once.
+HALF_CODES = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}}
+SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
@@ -175,10 +178,15 @@ def _prefill_kernel(
     tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
-def _tile_of(width: int, dtype: torch.dtype, chip: str, capped: bool, order: int | None) -> Tile:
-    """For heads padded to `width`; chip: see `chip_of`; capped: whether logits are; order: of `Terms`."""
-    tiles = SINGLE if dtype == torch.float32 else HALF
-    sizes = tiles.get(chip, tiles[""])
+def _tile_of(width: int, dtype: torch.dtype, chip: str, capped: bool, order: int | None, coded: bool) -> Tile:
+    """For heads padded to `width`; chip: see `chip_of`; capped: whether logits are; order: of `Terms`; coded: whether
+    slots hold codes.
+    """
+    tiles, codes = (SINGLE, SINGLE_CODES) if dtype == torch.float32 else (HALF, HALF_CODES)
+    known = chip if chip in tiles else ""
+    sizes = tiles[known]
+    if coded:
+        sizes = sizes | codes.get(known, {})
     if order == CENTROIDS.value and tiles is HALF:
         sizes = sizes | HALF_CENTROIDS.get(chip, {})
     tile = sizes[width]
@@ -195,7 +203,8 @@ def prefill_attention(
     op = "prefill_attention"
     exact, softcap = state.exact, spec.softcap
     keys, values, lengths = exact.stored("keys"), exact.stored("values"), exact.lengths
-    scales = (None, None) if exact.format.plain else (exact.stored("key_scales"), exact.stored("value_scales"))
+    coded = not exact.format.plain
+    scales = (exact.stored("key_scales"), exact.stored("value_scales")) if coded else (None, None)
     check_scales(op, exact)
     batch, num_heads, num, dim = q.shape
     heads, num_slots, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
@@ -220,7 +229,7 @@ def prefill_attention(
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     lse_evicted = torch.empty_like(lse)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
-    tile = _tile_of(max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order)
+    tile = _tile_of(max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, coded)
     count, matrix, has_slope = None, known.matrix, False
     if isinstance(evicted, Moments):
         count, has_slope = evicted.count, evicted.slope is not None
