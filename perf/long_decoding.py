@@ -330,7 +330,7 @@ def report(files: dict[str, dict[str, Any]]) -> str:
         machine = f"{facts['cpu']}, {facts['threads']} thread, torch {facts['torch']}, commit {facts['commit']}.\n"
         left = ", ".join(name for name in cases()[part] if name not in rows)
         what += f"Not measured yet: {left}.\n" if left else ""
-        header = (part, *(f"to {end}" for end in ends), "KiB at the end", "minutes")
+        header = (part, *(f"to {end}" for end in ends), "KiB at the end")
         parts += [f"## {title}\n", what, machine, table(header, lines)]
     parts += [f"The part {part} has not been measured yet.\n" for part in cases() if part not in files]
     return "\n".join(part.strip("\n") + "\n" for part in [*parts, SHOWS])
@@ -339,7 +339,7 @@ def report(files: dict[str, dict[str, Any]]) -> str:
 def line(row: Row, measure: str, form: str, times: float) -> tuple[str, ...]:
     """A line of a table."""
     means = (Mean.of(numbers).show(form, times) for numbers in row[measure])
-    return row["id"], *means, f"{row['nbytes'][-1] / 2**10:.0f}", f"{row['seconds'] / 60:.1f}"
+    return row["id"], *means, f"{row['nbytes'][-1] / 2**10:.0f}"
 
 
 def plot(files: dict[str, dict[str, Any]], path: Path) -> None:
