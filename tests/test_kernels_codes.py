@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVAttention, FastKVError, reference
@@ -131,6 +131,7 @@ def test_prefill(slots, dtype, dim, softcap):
     drop=st.integers(0, 20),
     seed=st.integers(0, 1000),
 )
+@example(slots="int8", lengths=[90], gone=[3], dim=64, drop=16, seed=0)
 def test_evict(slots, lengths, gone, dim, drop, seed):
     case = evict.Case.make(2, 2, dim, 90, torch.bfloat16, lengths, gone, seed=seed)
     case.state = encoded(case.state, slots)
