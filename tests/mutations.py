@@ -1022,8 +1022,8 @@ MUTATIONS = [
     bug(
         "bench measures a cache that evicts once in all samples",
         "bench/measure.py",
-        "evict_every=settings.period, static=static",
-        "evict_every=settings.period * 8, static=static",
+        '"evict_every": settings.period',
+        '"evict_every": settings.period * 8',
         "bench.py::test_what_is_measured",
     ),
     bug(
