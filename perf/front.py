@@ -1,11 +1,12 @@
-"""What the README shows of the results: two tables and a picture, from perf/results; no number is typed.
+"""What the README shows of the results: two tables, a picture and the times of commands; no number is typed.
 
-`python -m perf.report --readme` writes them. The full cache and the policies of `NAMED` have labels at their lines in
-the picture, everything else that was measured is grey.
+`python -m perf.report --readme` writes them, and the times into the page on getting started as well. The full cache and
+the policies of `NAMED` have labels at their lines in the picture, everything else that was measured is grey.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,16 @@ from .tables import read, table
 
 BEGIN = "<!-- what you get: written by `python -m perf.report --readme` from perf/results, do not edit -->"
 END = "<!-- what you get: end -->"
+TIMES_BEGIN = "<!-- times: written by `python -m perf.report --readme` from perf/results/commands.json, do not edit -->"
+TIMES_END = "<!-- times: end -->"
 PICTURE = "front.png"
+STARTED = "docs/getting-started.md"
 NAMED = {"fastkv": "#d1495b", "manifold": "#00798c", "snapkv": "#5f4b8b", "momentkv": "#b8860b", "streaming": "#2f4858"}
 GREY, BLACK = "#c9ced6", "#222222"
 QUESTION = {"context": "question later", "whole": "question in view"}
 SMALLEST_GAP = 0.06  # of the height, between two labels
+COMMAND = re.compile(r"^((?:pip|fastkv|make) .*?)(  +# )(?:[\d.]+ (?:s|min): )?(.*)$", re.M)  # with a comment in a page
+MINUTES = 100  # seconds from which times are minutes
 
 
 def section(files: dict[str, Row], results: Results) -> str:
@@ -84,6 +90,26 @@ def speeds(files: dict[str, Row]) -> str:
         header = ("cache", "tokens kept", "first token, s", "ms per step", "cache, MiB", "peak above the model, MiB")
         text += table(header, lines)
     return text
+
+
+def timed(page: str, commands: Row) -> str:
+    """A page with the measured times before what it says of its commands, and on what they were measured."""
+    seconds = {row["command"]: row["seconds"] for row in commands["rows"]}
+
+    def line(found: re.Match[str]) -> str:
+        command, gap, text = found.groups()
+        return f"{command}{gap}{duration(seconds[command])}: {text}" if command in seconds else f"{command}{gap}{text}"
+
+    where = (
+        f"{TIMES_BEGIN}\n\nTimes: first calls in a new clone and environment; "
+        f"{machine(commands)} (`python -m perf.commands`).\n\n{TIMES_END}"
+    )
+    return COMMAND.sub(line, page.replace(current(page, TIMES_BEGIN, TIMES_END), where))
+
+
+def duration(seconds: float) -> str:
+    """In words."""
+    return f"{seconds:.0f} s" if seconds < MINUTES else f"{seconds / 60:.1f} min"
 
 
 def draw(files: dict[str, Row], results: Results, path: Path) -> None:
@@ -184,4 +210,6 @@ def write(readme: Path = ROOT / "README.md", folder: Path = RESULTS) -> None:
     files, results = read(folder), load(folder / "evaluation")
     text = readme.read_text()
     readme.write_text(text.replace(current(text, BEGIN, END), section(files, results)))
+    for page in (readme, readme.parent / STARTED):
+        page.write_text(timed(page.read_text(), files["commands"]))
     draw(files, results, folder / PICTURE)

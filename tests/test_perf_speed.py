@@ -1,6 +1,7 @@
 """Benchmarks of whole models as code: cases, the worker on toy models, runs that stop and go on, their report."""
 
 import json
+import subprocess
 import sys
 import types
 import zlib
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from perf import engine, front, paired_steps, report
+from perf import commands, engine, front, paired_steps, report
 from perf.engine import RESULTS, ROOT, Unmeasured
 from perf.quality import results as quality
 from perf.speed import __main__ as command
@@ -588,6 +589,30 @@ def test_pages_say_what_was_measured():
     assert speed_report.current(speed_report.PAGE.read_text()) == speed_report.section(files)
     readme = (ROOT / "README.md").read_text()
     assert speed_report.current(readme, front.BEGIN, front.END) == front.section(files, results)
+    pages = {readme, (ROOT / front.STARTED).read_text()}
+    assert {front.timed(page, files["commands"]) for page in pages} == pages
+    printed = {found[1] for page in pages for found in front.COMMAND.finditer(page)}
+    assert printed == set(commands.COMMANDS)
+
+
+def test_times_of_commands():
+    """Those that were measured, in place of what stood there before."""
+    page = f"pip install x    # all\nmake it  # 9.5 min: now\nfastkv a # b\n{front.TIMES_BEGIN}old{front.TIMES_END}\n"
+    rows = [{"command": "pip install x", "seconds": 99.4}, {"command": "make it", "seconds": 150.0}]
+    said = front.timed(page, {"environment": FACTS, "rows": rows})
+    assert said.startswith("pip install x    # 99 s: all\nmake it  # 2.5 min: now\nfastkv a # b\n<!-- times")
+    assert "old" not in said and "`python -m perf.commands`" in said
+    assert front.timed(said, {"environment": FACTS, "rows": rows}) == said
+
+
+def test_a_newcomer_types(tmp_path, monkeypatch):
+    """With the environment's programs first and without settings of threads; what fails has no time."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    newcomer = commands.Newcomer(tmp_path)
+    newcomer.typed(f'test -z "$OMP_NUM_THREADS" && test "${{PATH%%:*}}" = {tmp_path}/env/bin && touch there', tmp_path)
+    assert (tmp_path / "there").exists()
+    with pytest.raises(subprocess.CalledProcessError):
+        newcomer.typed("false", tmp_path)
 
 
 def test_labels_of_the_picture_do_not_touch():
