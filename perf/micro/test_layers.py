@@ -15,7 +15,8 @@ from perf.speed import models
 PROMPT, KEPT, PERIOD = 1024, 512, 16
 # Than a layer by itself is given.
 NEEDS_MORE = (
-    "compactor", "leverage", "criticalkv", "kvzip", "fastkv-reread", "duoattention", "expected-attention", "triattention",
+    "compactor", "leverage", "criticalkv", "kvzip", "fastkv-reread", "duoattention", "expected-attention",
+    "triattention",
 )  # fmt: skip
 POLICIES = [name for name in policies.names() if name not in NEEDS_MORE]
 CORRECTIONS = [one.name for one in corrections.ALL if not one.key_only]  # those need a map from keys to values
