@@ -55,7 +55,7 @@ class HeldPrompt:
         k, v, valid = self.fed
         num = q.shape[2]
         whole = pad(q, (0, 0, k.shape[2] - num, 0))
-        return self._attend(whole, k, v, valid, scale, softcap)[0][:, :, -num:]
+        return self._attend(whole, k, v, valid, self._spec(scale, softcap))[0][:, :, -num:]
 
     def expect_again(self) -> None:
         """From now on the prompt is read a second time. Padding goes behind its tokens, which are then slots in use."""
@@ -72,22 +72,18 @@ class HeldPrompt:
         q, k, v = (without_padding(rows, valid) for rows in (q, k, v))
         self.fed = (k, v, valid)
         scale, softcap, _, sink_logits = self.attends
-        out, lse = self._attend(q, k, v, valid, scale, softcap, sink_logits)
+        out, lse = self._attend(q, k, v, valid, self._spec(scale, softcap), sink_logits)
         most = most_attended(q, self.held[1], lse.masked_fill(~valid[:, None], float("inf")), scale, softcap)
         self.again.received = self.again.received.maximum(torch.where(self.held[3][:, None], most, 0))
         if self.cache.config.policy.refits:
             self._sample(self.again, q, valid)
         return out
 
+    def _spec(self, scale: float, softcap: float | None) -> Spec:
+        return Spec(scale, softcap, backend=self.cache.config.backend)
+
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        valid: Tensor,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, spec: Spec, sink_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attention [B, Hq, T, Dv] of re-fed tokens and the log of its mass [B, Hq, T]; see `ops.prefill_attention`."""
         assert self.held is not None
@@ -100,9 +96,7 @@ class HeldPrompt:
             Moments.empty(batch, heads, dim, values.shape[-1], keys.device, order=None),
             sink_logits=sink_logits,
         )
-        out, lse, _ = ops.prefill_attention(
-            q, k, v, valid, state, Spec(scale, softcap, backend=self.cache.config.backend)
-        )
+        out, lse, _ = ops.prefill_attention(q, k, v, valid, state, spec)
         return out, lse
 
     def _sample(self, again: SecondReading, q: Tensor, valid: Tensor) -> None:
