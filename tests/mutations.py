@@ -169,8 +169,8 @@ MUTATIONS = [
     bug(
         "the second reading of a prompt has no sinks",
         "cache/wrappers.py",
-        "self._attend(q, k, v, valid, scale, softcap, sink_logits)",
-        "self._attend(q, k, v, valid, scale, softcap)",
+        "self._attend(q, k, v, valid, self._spec(scale, softcap), sink_logits)",
+        "self._attend(q, k, v, valid, self._spec(scale, softcap))",
         "sinks.py::test_a_second_reading",
     ),
     bug(
