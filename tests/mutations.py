@@ -921,8 +921,8 @@ MUTATIONS = [
     bug(
         "what is evicted is counted in another row's page",
         "kernels/evict.py",
-        "count_ptr, spread_ptr = _page(count_ptr, row, page), ",
-        "count_ptr, spread_ptr = count_ptr, ",
+        "    count_ptr = _page(count_ptr, row, page)\n",
+        "",
         f"{IN_PAGES}_do_what_the_reference_does_to_rows",
     ),
     # Operators, and what is remembered of what was evicted.

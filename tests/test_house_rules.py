@@ -184,6 +184,20 @@ def test_no_host_sync_on_the_hot_path(path):
     assert not SYNCS & {call.attr for call in calls if isinstance(call, ast.Attribute)}
 
 
+def test_absent_tensors_of_a_kernel_stand_alone():
+    """Triton 3.6 has no None in a tuple, nor can a function return an argument that is None by its name."""
+    nodes = [n for path in sorted((PACKAGE / "kernels").glob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    returns = {f.name: [n.value for n in ast.walk(f) if isinstance(n, ast.Return)] for f in functions}
+    maybe = {name for name, values in returns.items() if None in values and any(values)}  # a bare return and others
+    assert {"_page", "_scales"} <= maybe
+    inside = [n for node in nodes if isinstance(node, ast.Tuple) for n in node.elts if isinstance(n, ast.Call)]
+    assert not maybe & {ast.unparse(call.func) for call in inside}
+    for branch in (node for node in nodes if isinstance(node, ast.If)):
+        kept = {ast.unparse(n.value) for n in branch.body if isinstance(n, ast.Return) and n.value}
+        assert not {f"{name} is None" for name in kept} & set(ast.unparse(branch.test).split(" or ")), kept
+
+
 @pytest.mark.parametrize("policy", ALL, ids=lambda p: p.name)
 def test_every_policy_names_its_source(policy):
     doc = inspect.getdoc(policy)

@@ -337,7 +337,9 @@ def _page(pointer, row, page):
 
     page: units of 16 bytes from one page to the next, None without pages; so the compiler sees that parts are aligned.
     """
-    if pointer is None or page is None:
+    if pointer is None:
+        return  # an absent tensor may not be returned by its name: triton 3.6 would make a number of it
+    elif page is None:
         return pointer
     else:
         return pointer + row * page * (128 // pointer.dtype.element_ty.primitive_bitwidth)

@@ -55,8 +55,10 @@ def _plan_kernel(
             tl.store(tally_ptr + head * 3, 0)  # nothing to merge or to move
             tl.store(tally_ptr + head * 3 + 1, 0)
             return
-    lengths_ptr, count_ptr = _page(lengths_ptr, home, page), _page(count_ptr, home, page)
-    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, home, page), _page(value_mean_ptr, home, page)
+    lengths_ptr = _page(lengths_ptr, home, page)
+    count_ptr = _page(count_ptr, home, page)
+    key_mean_ptr = _page(key_mean_ptr, home, page)
+    value_mean_ptr = _page(value_mean_ptr, home, page)
     row = head * N
     listed_ptr = lists_ptr + row
     holes_ptr = listed_ptr + tl.num_programs(0).to(tl.int64) * N
@@ -115,7 +117,7 @@ def _rows(slots_ptr, scales_ptr, new_ptr, index, inside, used, column, stride_t,
 def _scales(scales_ptr, home, page, first):
     """The scales from slot `first` on of a row of the state; None without scales."""
     if scales_ptr is None:
-        return scales_ptr
+        return  # as in `_page`
     else:
         return _page(scales_ptr, home, page) + first
 
@@ -185,9 +187,12 @@ def _moments_kernel(
     values = _page(values_ptr, home, page) + own * slots * DV
     key_scales = _scales(key_scales_ptr, home, page, own * slots)
     value_scales = _scales(value_scales_ptr, home, page, own * slots)
-    count_ptr, spread_ptr = _page(count_ptr, home, page), _page(spread_ptr, home, page)
-    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, home, page), _page(value_mean_ptr, home, page)
-    cross_ptr, slope_ptr = _page(cross_ptr, home, page), _page(slope_ptr, home, page)
+    count_ptr = _page(count_ptr, home, page)
+    spread_ptr = _page(spread_ptr, home, page)
+    key_mean_ptr = _page(key_mean_ptr, home, page)
+    value_mean_ptr = _page(value_mean_ptr, home, page)
+    cross_ptr = _page(cross_ptr, home, page)
+    slope_ptr = _page(slope_ptr, home, page)
     new_keys = new_keys_ptr + (head // HEADS) * stride_kb + (head % HEADS) * stride_kh
     new_values = new_values_ptr + (head // HEADS) * stride_vb + (head % HEADS) * stride_vh
     gone = tl.load(tally_ptr + head * 3).to(tl.int32)
@@ -263,9 +268,12 @@ def _merge_kernel(
     if rows_ptr is not None:
         if home == 0:
             return
-    count_ptr, spread_ptr = _page(count_ptr, home, page), _page(spread_ptr, home, page)
-    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, home, page), _page(value_mean_ptr, home, page)
-    cross_ptr, slope_ptr = _page(cross_ptr, home, page), _page(slope_ptr, home, page)
+    count_ptr = _page(count_ptr, home, page)
+    spread_ptr = _page(spread_ptr, home, page)
+    key_mean_ptr = _page(key_mean_ptr, home, page)
+    value_mean_ptr = _page(value_mean_ptr, home, page)
+    cross_ptr = _page(cross_ptr, home, page)
+    slope_ptr = _page(slope_ptr, home, page)
     dk = tl.arange(0, BK)
     dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     spot = dk[:, None] * DV + dv[None, :]

@@ -87,8 +87,10 @@ def _candidates_kernel(
     if rows_ptr is not None:
         if row == 0:
             return
-    positions_ptr, lengths_ptr = _page(positions_ptr, row, page), _page(lengths_ptr, row, page)
-    seen_ptr, starts_ptr = _page(seen_ptr, row, page), _page(starts_ptr, row, page)
+    positions_ptr = _page(positions_ptr, row, page)
+    lengths_ptr = _page(lengths_ptr, row, page)
+    seen_ptr = _page(seen_ptr, row, page)
+    starts_ptr = _page(starts_ptr, row, page)
     slot = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     keys = _rank_slots(
         scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, own, slot, slots, width, sinks, recent,
@@ -116,13 +118,20 @@ def _evict_kernel(
     if rows_ptr is not None:
         if row == 0:
             return
-    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
-    key_scales_ptr, value_scales_ptr = _page(key_scales_ptr, row, page), _page(value_scales_ptr, row, page)
-    positions_ptr, lengths_ptr = _page(positions_ptr, row, page), _page(lengths_ptr, row, page)
-    seen_ptr, starts_ptr = _page(seen_ptr, row, page), _page(starts_ptr, row, page)
-    count_ptr, spread_ptr = _page(count_ptr, row, page), _page(spread_ptr, row, page)
-    key_mean_ptr, value_mean_ptr = _page(key_mean_ptr, row, page), _page(value_mean_ptr, row, page)
-    cross_ptr, slope_ptr = _page(cross_ptr, row, page), _page(slope_ptr, row, page)
+    keys_ptr = _page(keys_ptr, row, page)
+    values_ptr = _page(values_ptr, row, page)
+    key_scales_ptr = _page(key_scales_ptr, row, page)
+    value_scales_ptr = _page(value_scales_ptr, row, page)
+    positions_ptr = _page(positions_ptr, row, page)
+    lengths_ptr = _page(lengths_ptr, row, page)
+    seen_ptr = _page(seen_ptr, row, page)
+    starts_ptr = _page(starts_ptr, row, page)
+    count_ptr = _page(count_ptr, row, page)
+    spread_ptr = _page(spread_ptr, row, page)
+    key_mean_ptr = _page(key_mean_ptr, row, page)
+    value_mean_ptr = _page(value_mean_ptr, row, page)
+    cross_ptr = _page(cross_ptr, row, page)
+    slope_ptr = _page(slope_ptr, row, page)
     base, capacity = _stretch(starts_ptr, own, slots, HEADS)
     length, tokens = tl.load(lengths_ptr + own), tl.maximum(capacity - most, 0)
     drop = length - tokens

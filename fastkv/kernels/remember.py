@@ -375,8 +375,10 @@ def _few_kernel(
     if rows_ptr is not None:
         if row == 0:
             return
-    sizes_ptr, spreads_ptr = _page(sizes_ptr, row, page), _page(spreads_ptr, row, page)
-    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    sizes_ptr = _page(sizes_ptr, row, page)
+    spreads_ptr = _page(spreads_ptr, row, page)
+    keys_ptr = _page(keys_ptr, row, page)
+    values_ptr = _page(values_ptr, row, page)
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
     spreads, order, listed = sizes + rows, sizes + 2 * rows, sizes + 4 * rows
     gone = _list_leaving(valid_ptr, kept_ptr, listed, pair * N, N, R, SCAN)
@@ -452,8 +454,10 @@ def _gather_kernel(
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv = pair // HEADS, pair % HEADS
     row, own = _home(rows_ptr, page, pair, HEADS)
-    sizes_ptr, spreads_ptr = _page(sizes_ptr, row, page), _page(spreads_ptr, row, page)
-    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    sizes_ptr = _page(sizes_ptr, row, page)
+    spreads_ptr = _page(spreads_ptr, row, page)
+    keys_ptr = _page(keys_ptr, row, page)
+    values_ptr = _page(values_ptr, row, page)
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
     spreads, order, squares = sizes + rows, sizes + 2 * rows, sizes + 6 * rows
     gone = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
@@ -562,8 +566,10 @@ def _settle_kernel(
     if rows_ptr is not None:
         if row == 0:
             return
-    sizes_ptr, spreads_ptr = _page(sizes_ptr, row, page), _page(spreads_ptr, row, page)
-    keys_ptr, values_ptr = _page(keys_ptr, row, page), _page(values_ptr, row, page)
+    sizes_ptr = _page(sizes_ptr, row, page)
+    spreads_ptr = _page(spreads_ptr, row, page)
+    keys_ptr = _page(keys_ptr, row, page)
+    values_ptr = _page(values_ptr, row, page)
     _, _, _, sizes = _room(room_ptr, pair, rows, DK, DV)
     used = tl.load(sizes + 8 * rows + half).to(tl.int32)
     tokens = tl.load(sizes + 8 * rows + 2)

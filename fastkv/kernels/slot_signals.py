@@ -30,7 +30,8 @@ def _slot_kernel(
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, place = slot < slots, pair * slots + slot
     row, own = _home(rows_ptr, page, pair, HEADS)
-    lengths_ptr, seen_ptr = _page(lengths_ptr, row, page), _page(seen_ptr, row, page)
+    lengths_ptr = _page(lengths_ptr, row, page)
+    seen_ptr = _page(seen_ptr, row, page)
     received_ptr = _page(received_ptr, row, page)
     tl.store(valid_ptr + place, (slot < tl.load(lengths_ptr + own)).to(tl.uint8), mask=inside)
     seen = tl.load(seen_ptr + own // HEADS)
