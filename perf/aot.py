@@ -3,18 +3,24 @@
     python -m perf.aot --arch 90            one line per variant: registers, spills, shared memory, CTAs per SM, loads
     python -m perf.aot --arch all --kernel decode_attention
     python -m perf.aot --sample             one variant of every kernel function
+    python -m perf.aot --arch all --table perf/results/aot_triton-3.7.1.txt
+                                            bring a table up to date: compile what has changed since it was written
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
 expected, needs more shared memory than the chip has, takes a ticket before all threads' stores are done (on AMD a
 barrier alone does not wait for them) or none where it should, computes a product in several warps where one should, or
 has so few instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are in
 `perf.variants`.
+
+`ir` in a line is a digest of what the compiler is given: Triton's IR without places in the source, the chip, warps and
+stages. While it is the same, with the same triton, so is the line.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
 import os
 import re
 import subprocess
@@ -22,10 +28,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # read when triton is imported: a kernel that moves is the same kernel
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.compiler.errors import CompilationError
 
 from fastkv.kernels._launch import INTERPRET, stages
@@ -56,8 +68,9 @@ WIDE = {"cuda": ("LDGSTS.E.BYPASS.128", "LDGSTS.E.128", "LDG.E.128"), "hip": ("l
 NARROW = {"cuda": ("LDG.E.U16", "LDG.E.S16"), "hip": ("load_ushort", "load_u16", "load_short")}
 
 
-def compile_variant(variant: Variant, chip: Chip) -> triton.compiler.CompiledKernel:
-    """Compile with every pointer, and the integers in `div16`, known to be multiples of 16."""
+def source_of(variant: Variant, chip: Chip) -> tuple[ASTSource, dict[str, int]]:
+    """What is compiled, and with how many warps and stages. Every pointer, and the integers in `div16`, are known to be
+    multiples of 16."""
     names = variant.kernel.arg_names
     constants = {name: variant.constants.get(name) for name in names if name not in variant.types}
     target = {"INTERP": False, "HIP": chip.target.backend == "hip"}
@@ -67,7 +80,26 @@ def compile_variant(variant: Variant, chip: Chip) -> triton.compiler.CompiledKer
     hints = {(i,): [["tt.divisibility", 16]] for i in hinted}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=hints)
     depth = stages(variant.num_stages, hip=chip.target.backend == "hip")
-    return triton.compile(source, target=chip.target, options=dict(num_warps=variant.num_warps, num_stages=depth))
+    return source, dict(num_warps=variant.num_warps, num_stages=depth)
+
+
+def compile_variant(variant: Variant, chip: Chip) -> triton.compiler.CompiledKernel:
+    """The compiled kernel, with all stages on the way to it."""
+    source, options = source_of(variant, chip)
+    return triton.compile(source, target=chip.target, options=options)
+
+
+def digest(variant: Variant, chip: Chip) -> str:
+    """Twelve hexadecimal digits of what the compiler is given; a tenth of the time of compiling it."""
+    source, chosen = source_of(variant, chip)
+    backend: Any = make_backend(chip.target)
+    options = backend.parse_options(chosen | source.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    code, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(chip.target, options, code, modules, context)
+    return hashlib.sha256(f"{chip.target} {sorted(chosen.items())} {module}".encode()).hexdigest()[:12]
 
 
 def spilled_bytes(ptx: str, arch: int) -> int:
@@ -154,15 +186,20 @@ def faults(
     return [text for bad, text in limits if bad]
 
 
-def check(variant: Variant, arch: str) -> bool:
-    """Compile one variant for one chip, print its line and say whether it is within limits."""
+def title(variant: Variant, arch: str) -> str:
+    """How the line of a variant begins."""
+    return f"{variant.name:58s} {arch:>6s}"
+
+
+def check(variant: Variant, arch: str, of: str) -> str:
+    """Compile one variant for one chip. Returns: its line, which ends with "ok" if it is within limits; `of`: its
+    digest."""
     chip = CHIPS[arch]
     backend = chip.target.backend
     try:
         compiled = compile_variant(variant, chip)
     except CompilationError as error:
-        print(f"{variant.name:58s} {arch:>6s}  FAIL: does not compile: {str(error).splitlines()[-1][:150]}", flush=True)
-        return False
+        return f"{title(variant, arch)}  ir {of}  FAIL: does not compile: {str(error).splitlines()[-1][:150]}"
     shared = compiled.metadata.shared
     if backend == "hip":
         text = compiled.asm["amdgcn"]
@@ -181,13 +218,42 @@ def check(variant: Variant, arch: str) -> bool:
     lost = "tickets_ptr" in variant.types and not taken
     repeats = repeated(compiled.asm["ttgir"], variant.once) if variant.once else 0
     found_faults = faults(variant.wide, chip, spill, names, None if lost else races, shared, repeats, variant.narrow)
-    print(
-        f"{variant.name:58s} {arch:>6s}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  CTAs/SM {ctas:2d}  "
-        f"16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "
-        + ("FAIL: " + ", ".join(found_faults) if found_faults else "ok"),
-        flush=True,
+    return (
+        f"{title(variant, arch)}  ir {of}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  "
+        f"CTAs/SM {ctas:2d}  16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "
+        + ("FAIL: " + ", ".join(found_faults) if found_faults else "ok")
     )
-    return not found_faults
+
+
+class Table:
+    """A file of lines, sorted, that keeps what is still true and is written as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: SystemExit if the file was written with another triton."""
+        self.path, self.first = path, f"triton {triton.__version__}"
+        written = path.read_text().splitlines() if path.exists() else [self.first]
+        if written[0] != self.first:
+            raise SystemExit(f"{path} is of {written[0]}, not of {self.first}; name another file")
+        self.lines = {line.split("  ir ")[0]: line for line in written[1:] if "  ir " in line}
+
+    def known(self, variant: Variant, arch: str, of: str) -> str | None:
+        """The line of a variant, if what is compiled has not changed since."""
+        line = self.lines.get(title(variant, arch), "")
+        return line if f"  ir {of}  " in line else None
+
+    def keep(self, titles: set[str]) -> None:
+        """Drop the lines of variants that there are no longer."""
+        self.lines = {title: line for title, line in self.lines.items() if title in titles}
+        self.write()
+
+    def add(self, variant: Variant, arch: str, line: str) -> None:
+        """Note a line, and write the file."""
+        self.lines[title(variant, arch)] = line
+        self.write()
+
+    def write(self) -> None:
+        """The first line, and the others in order."""
+        self.path.write_text("\n".join([self.first, *(self.lines[title] for title in sorted(self.lines))]) + "\n")
 
 
 def variants(kernel: str | None) -> list[Variant]:
@@ -195,6 +261,11 @@ def variants(kernel: str | None) -> list[Variant]:
     if kernel is not None and kernel not in AOT:
         raise SystemExit(f"no kernel module named {kernel!r}; there are {', '.join(AOT)}")
     return [v for name in AOT if kernel in (None, name) for v in AOT[name]]
+
+
+def pairs(found: list[Variant], archs: list[str]) -> list[tuple[Variant, str]]:
+    """Variants with the chips they are used on."""
+    return [(variant, arch) for arch in archs for variant in found if not variant.arches or arch in variant.arches]
 
 
 def sample(found: list[Variant]) -> list[Variant]:
@@ -213,17 +284,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernel", help="only this module of fastkv.kernels")
     parser.add_argument("--match", nargs="+", default=[""], help="only variants whose name contains one of these")
     parser.add_argument("--sample", action="store_true", help="only one variant of every kernel function")
+    parser.add_argument("--table", type=Path, help="file of lines: compile only what has changed, write it anew")
     options = parser.parse_args(arguments)
     if INTERPRET:
         raise SystemExit("unset TRITON_INTERPRET: ahead-of-time compilation needs the compiler, not the interpreter")
     print("triton", triton.__version__)
-    results = []
+    table = Table(options.table) if options.table else None
+    if table:
+        table.keep({title(v, arch) for v, arch in pairs(variants(None), list(CHIPS))})
+    lines, compiled = [], 0
     for arch in CHIPS if options.arch == "all" else [options.arch]:
         matching = [v for v in variants(options.kernel) if any(part in v.name for part in options.match)]
-        found = [v for v in matching if not v.arches or arch in v.arches]
-        results += [check(variant, arch) for variant in (sample(found) if options.sample else found)]
-    print(f"{results.count(True)} within limits, {results.count(False)} not")
-    return 0 if all(results) and results else 1
+        found = [v for v, _ in pairs(matching, [arch])]
+        for variant in sample(found) if options.sample else found:
+            of = digest(variant, CHIPS[arch])
+            line = table.known(variant, arch, of) if table else None
+            if line is None:
+                line, compiled = check(variant, arch, of), compiled + 1
+                if table:
+                    table.add(variant, arch, line)
+                print(line, flush=True)
+            lines.append(line)
+    fine = sum(line.endswith("  ok") for line in lines)
+    print(f"{fine} within limits, {len(lines) - fine} not, {compiled} compiled")
+    return 0 if lines and fine == len(lines) else 1
 
 
 if __name__ == "__main__":

@@ -139,3 +139,23 @@ def test_an_unknown_kernel_is_an_error(monkeypatch):
     monkeypatch.setattr(aot, "INTERPRET", False)
     with pytest.raises(SystemExit, match="no kernel module named 'nothing'"):
         aot.main(["--kernel", "nothing"])
+
+
+def test_a_table_compiles_only_what_has_changed(monkeypatch, tmp_path, capsys):
+    few, file = variants("slot_signals")[:2], tmp_path / "table.txt"
+    monkeypatch.setattr(aot, "INTERPRET", False)
+    monkeypatch.setattr(aot, "AOT", {"slot_signals": few})
+    monkeypatch.setattr(aot, "digest", lambda variant, chip: f"{len(variant.name):012x}")
+    monkeypatch.setattr(aot, "check", lambda variant, arch, of: f"{aot.title(variant, arch)}  ir {of}  regs 1  ok")
+    first = f"triton {aot.triton.__version__}"
+    gone = f"{'no kernel of now':58s} {'90':>6s}  ir {0:012x}  regs 1  ok"
+    file.write_text("\n".join([first, gone, aot.check(few[0], "90", f"{0:012x}")]) + "\n")
+    for compiled in (2, 0):  # one line is of another digest, one is missing
+        assert aot.main(["--table", str(file)]) == 0
+        assert capsys.readouterr().out.endswith(f"2 within limits, 0 not, {compiled} compiled\n")
+        lines = file.read_text().splitlines()
+        assert lines[0] == first and sorted(lines[1:]) == lines[1:] and len(lines) == 3
+        assert all(any(line.startswith(aot.title(v, "90")) for line in lines) for v in few)
+    file.write_text("triton 0.0\n")
+    with pytest.raises(SystemExit, match=r"is of triton 0\.0"):
+        aot.main(["--table", str(file)])
