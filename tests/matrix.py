@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -48,7 +48,10 @@ INTEGRATION = (
     "multimodal",
 )
 INTERPRETED = ("ops", "kernels_decode", "kernels_evict", "kernels_select")
-COMPILED = ("decode_attention", "evict", "select")  # modules of fastkv.kernels
+COMPILED = ("90",)  # for which chips a variant of every kernel is compiled; all variants: perf/results/aot_*.txt
+
+
+Job = Callable[["Target", Path, str], tuple[int, int, list[str]]]  # passed, failed, and why
 
 
 @dataclass(frozen=True)
@@ -56,25 +59,30 @@ class Target:
     """One version of one package, and what runs on it.
 
     Attributes:
-        requirement: for pip; "newest" is whatever it finds.  tests: files tests/test_*.py.  kernels: modules of
-            fastkv.kernels that are compiled ahead of time for sm_90.
+        requirement: for pip; "newest" is whatever it finds.  tests: files tests/test_*.py.  chips: for which one
+            variant of every kernel is compiled ahead of time.
     """
 
     name: str
     requirement: str
     tests: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
+    chips: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
         return self.name.split("-")[0]
+
+    def jobs(self) -> list[tuple[Job, str, str]]:
+        """What does a job, what it is told, and the name of its outcome."""
+        tests: list[tuple[Job, str, str]] = [(test, file, file) for file in self.tests]
+        return tests + [(compile_ahead, chip, f"compile for {chip}") for chip in self.chips]
 
 
 TARGETS = (
     Target("transformers-5.10.0", "transformers==5.10.0", INTEGRATION),
     Target("transformers-5.17.0", "transformers==5.17.0", INTEGRATION),
     Target("transformers-newest", "transformers", INTEGRATION),
-    Target("triton-3.6.0", "triton==3.6.0", kernels=COMPILED),
+    Target("triton-3.6.0", "triton==3.6.0", chips=COMPILED),
     Target("triton-3.7.1", "triton==3.7.1", INTERPRETED, COMPILED),
     Target("triton-3.9.0", "triton==3.9.0", INTERPRETED, COMPILED),
 )
@@ -146,30 +154,28 @@ def test(target: Target, place: Path, file: str) -> tuple[int, int, list[str]]:
     return len(cases) - len(failures), len(failures), failures
 
 
-def compile_ahead(target: Target, place: Path, kernel: str) -> tuple[int, int, list[str]]:
-    """Variants within limits, beyond them, and which, of one module of kernels."""
-    command = [sys.executable, "-m", "perf.aot", "--arch", "90", "--kernel", kernel]
+def compile_ahead(target: Target, place: Path, chip: str) -> tuple[int, int, list[str]]:
+    """Variants within limits, beyond them, and which: one variant of every kernel, for one chip."""
+    command = [sys.executable, "-m", "perf.aot", "--sample", "--arch", chip]
     done = subprocess.run(command, cwd=ROOT, env=environment(place, False), capture_output=True, text=True)
     lines = done.stdout.splitlines()
     bad = [" ".join(line.split())[:300] for line in lines if "FAIL" in line]
     good = sum(line.endswith(" ok") for line in lines)
     if done.returncode and not bad:
-        bad = [f"{kernel}: {(done.stderr or done.stdout)[-300:]}"]
+        bad = [f"{chip}: {(done.stderr or done.stdout)[-300:]}"]
     return good, len(bad), bad
 
 
 def outcomes(target: Target, place: Path, only: tuple[str, ...]) -> Iterator[Outcome]:
     """Everything that the target asks for, one after the other."""
     source = digest(closure("fastkv"))
-    jobs = [(test, file) for file in target.tests] + [(compile_ahead, kernel) for kernel in target.kernels]
     there = installed(place, target.package)
-    for job, what in jobs:
+    for job, what, name in target.jobs():
         if only and what not in only:
             continue
         start = time.monotonic()
         passed, failed, failures = job(target, place, what)
         seconds = round(time.monotonic() - start, 1)
-        name = what if job is test else f"compile {what}"
         print(f"{target.name:22s} {name:26s} {passed:4d} passed {failed:3d} failed {seconds:6.1f} s", flush=True)
         for line in failures:
             print(f"    {line}", flush=True)
@@ -196,8 +202,8 @@ def record(new: list[Outcome]) -> None:
     path = RESULTS / "versions.json"
     old = [Outcome(**one) for one in json.loads(path.read_text())] if path.is_file() else []
     both = {(one.target, one.what): one for one in [*old, *new]}
-    order = [target.name for target in TARGETS]
-    kept = sorted(both.values(), key=lambda one: order.index(one.target))
+    order = [(target.name, what) for target in TARGETS for _, _, what in target.jobs()]
+    kept = [both[key] for key in order if key in both]
     path.write_text(json.dumps([asdict(one) for one in kept], indent=1) + "\n")
     (RESULTS / "versions.txt").write_text(table(kept))
 
@@ -208,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=names, default=[], help="this version; can be repeated")
     parser.add_argument("--with", action="append", default=[], dest="given", metavar="VERSION=DIR", help="use DIR")
-    parser.add_argument("--files", default="", help="only these test files or kernel modules, with commas between")
+    parser.add_argument("--files", default="", help="only these test files or chips, with commas between")
     options = parser.parse_args()
     given = {name: Path(place).resolve() for name, place in (one.split("=", 1) for one in options.given)}
     if set(given) - set(names):
