@@ -145,6 +145,11 @@ def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tens
     return showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
 
 
+def adding(mask: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
+    """A mask that broadcasts to [B, Hkv * groups, 1, slots] with addends [B, Hkv, slots] of each slot's logits."""
+    return mask if bias is None else mask + bias.repeat_interleave(groups, 1)[:, :, None]
+
+
 def showing(visible: Tensor) -> Tensor:
     """The mask that hides what is not visible, 0 or -inf, fp32."""
     return torch.full_like(visible, float("-inf"), dtype=torch.float32).masked_fill_(visible, 0.0)
@@ -185,7 +190,8 @@ def decode_step(
     native = groups > 1 and q.dtype == torch.bfloat16 and multiplies_bfloat16()
     apart = slots.attention is None and groups <= FEW and not native and not coded
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
-    mask = unused(slots.lengths, num, groups if apart else 1, length)
+    each = groups if apart else 1
+    mask = adding(unused(slots.lengths, num, each, length), slots.biases(num), each)
     if coded:
         out, lse, weights = observed_codes(rows, slots, spec.scale, mask)
     elif slots.attention is None:
@@ -254,13 +260,21 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | N
 
 
 def window_attention(
-    q: Tensor, keys: Tensor, scale: float, visible: Tensor, query_valid: Tensor, log_mass: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    visible: Tensor,
+    query_valid: Tensor,
+    log_mass: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`reference.window_attention` without softcap, where every valid query sees something."""
     (batch, num_heads, num, dim), (heads, slots) = q.shape, keys.shape[1:3]
     groups = num_heads // heads
     rows = q.float().reshape(batch * heads, groups * num, dim)
     logits = torch.bmm(rows * scale, keys.float().reshape(batch * heads, slots, dim).transpose(1, 2))
+    if bias is not None:
+        logits += bias.reshape(batch * heads, 1, slots)
     # A number, not -inf, so that queries of padding, which may see nothing, get weights that can be left out.
     hidden = torch.finfo(logits.dtype).min
     logits.view(batch, heads, groups, num, slots).masked_fill_(~visible[:, :, None], hidden)
@@ -278,7 +292,7 @@ def observed_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | N
     visible = reference.visible_keys(given["positions"], given["query_positions"], given["valid"])
     if visible is None or given["query_valid"] is None or not serves(q, keys.shape[-1], softcap):
         return reference.observed_attention(q, keys, scale, softcap, **given)
-    scores = window_attention(q, keys, scale, visible, given["query_valid"], given["log_mass"])
+    scores = window_attention(q, keys, scale, visible, given["query_valid"], given["log_mass"], given["bias"])
     return reference.pool_scores(scores, given["pool"], given["positions"], given["valid"])
 
 
@@ -293,7 +307,8 @@ def prefill_attention(
     out, lse = attend(q, k, v, spec.scale, showing(valid)[:, None, None], causal=True)
     lse = lse.masked_fill((valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:
-        past, past_lse = attend(q, keys, values, spec.scale, unused(lengths, keys.shape[2], groups, common(lengths)))
+        mask = unused(lengths, keys.shape[2], groups, common(lengths))
+        past, past_lse = attend(q, keys, values, spec.scale, adding(mask, state.exact.biases(keys.shape[2]), groups))
         empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
         out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
     known, mass = spec.evicted(state), torch.full_like(lse, float("-inf"))

@@ -47,11 +47,11 @@ def _store_in_slabs(
     """`store` where heads share slots unequally."""
     exact, layout = state.exact, rule.layout
     # Compacted where the candidates lie, because the stretches of the heads are about to move.
-    if exact.format.plain:
+    if exact.format.plain and exact.bias is None:
         values = None if exact.values is None else signals.values
         rows = Slots(signals.keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
         block = None
-    else:  # signals are decoded: what is stored moves as it is
+    else:  # signals are decoded, and know no bias: what is stored moves as it is
         rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
     ops.compact(signals.valid, selection, block, LayerState(rows, state.seen, state.moments), rule.spec)
     assert exact.starts is not None

@@ -112,6 +112,7 @@ class Layout:
             starts=zeros(batch, heads + 1, dtype=torch.int32) if ragged else None,
             attention=zeros(*place) if self.attention else None,
             memory=zeros(*place) if self.memory else None,
+            bias=zeros(*place) if self.correction.biases else None,
             value_dim=value_dim,
             key_scales=key_scales,
             value_scales=value_scales,

@@ -148,7 +148,7 @@ def observe(
         q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
         mass = None if mass is None else mass.gather(2, last[:, None].expand(-1, q.shape[1], -1))
         valid, num = valid.gather(1, last), observed
-    mass = mass_beside(q, mass, state)
+    mass, bias = mass_beside(q, mass, state), state.exact.biases(signals.keys.shape[2])
     received = queried = signals.keys.new_zeros((), dtype=torch.float32)
     for start in range(0, num, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, num)
@@ -165,6 +165,7 @@ def observe(
             valid=signals.valid,
             query_valid=query_valid,
             log_mass=None if mass is None else mass[:, :, start:stop].contiguous(),
+            bias=bias,
             backend=spec.backend,
         )
         asked = query_valid.sum(-1)[:, None, None].to(mean.dtype)

@@ -86,6 +86,11 @@ class Correction:
         """
         raise NotImplementedError
 
+    @property
+    def biases(self) -> bool:
+        """Whether slots have a bias, an addend of their logits."""
+        return False
+
     # Corrections that let some tokens keep their key only (VECTOR).
 
     @property

@@ -154,8 +154,17 @@ def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Te
     return groups
 
 
+def check_no_bias(op: str, bias: Tensor | None) -> None:
+    """Raise FastKVError for slots whose logits have addends."""
+    if bias is not None:
+        raise FastKVError(
+            f"{op} adds no bias to the logits of slots, got one {list(bias.shape)}; use backend='reference'"
+        )
+
+
 def check_scales(op: str, slots: Slots) -> None:
-    """Raise FastKVError unless keys and values are plain, or codes of 8 bits with a scale for each row."""
+    """Raise FastKVError unless keys and values are plain or codes of 8 bits with a scale a row, and no bias."""
+    check_no_bias(op, slots.bias)
     if slots.format.plain:
         return
     if slots.key_scales is None or slots.value_scales is None or not isinstance(slots.format, Scaled):

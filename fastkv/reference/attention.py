@@ -44,6 +44,11 @@ def grouped_logits(q: Tensor, keys: Tensor, scale: float, softcap: float | None 
     return softcapped(logits, softcap).view(batch, heads, groups, num, -1)
 
 
+def biased(logits: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits [B, Hkv, G, T, N] with the addends [B, Hkv, N] of their keys, None for none."""
+    return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
+
+
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets, from the attention over each.
 
@@ -69,13 +74,19 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Te
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, Hq, T, D] over keys [B, Hkv, N, D]; visible broadcasts to [B, Hkv, 1, T, N].
+    """q [B, Hq, T, D] over keys [B, Hkv, N, D]; visible broadcasts to [B, Hkv, 1, T, N]; bias [B, Hkv, N] or None.
 
     Returns: out [B, Hq, T, Dv], lse [B, Hq, T], probabilities [B, Hkv, G, T, N].
     """
-    probs, lse = masked_softmax(grouped_logits(q, keys, scale, softcap), visible)
+    probs, lse = masked_softmax(biased(grouped_logits(q, keys, scale, softcap), bias), visible)
     out = probs.flatten(2, 3) @ values
     return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3]), probs
 
@@ -132,7 +143,7 @@ def decode_attention(
     check_shape("decode_attention", "lengths", lengths, (batch, heads))
     held = torch.arange(slots, device=q.device) < lengths[..., None]
     evicted = moments.upto(order) if isinstance(moments, Moments) else moments
-    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, evicted, sink_logits, scale, softcap)
+    out, lse, lse_evicted, received = attend_rows(q, keys, values, held, None, evicted, sink_logits, scale, softcap)
     if attention is not None:
         attention.add_(received)
     return out, lse, lse_evicted
@@ -143,6 +154,7 @@ def attend_rows(
     keys: Tensor,
     values: Tensor,
     held: Tensor,
+    bias: Tensor | None,
     evicted: Evicted | None,
     sink_logits: Tensor | None,
     scale: float,
@@ -150,10 +162,12 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`decode_attention` over the rows that are `held` [B, Hkv, C]; those that are not may hold anything.
 
+    Args: bias [B, Hkv, C]: see `Slots`, None for none.
+
     Returns: out, lse_retained and lse_evicted as there, and what each row receives: [B, Hkv, C], mean over the group.
     """
     query, values = q[:, :, None], torch.where(held[..., None], values.to(compute_dtype(q)), 0)
-    out, lse, probs = _attend(query, keys, values, held[:, :, None, None], scale, softcap)
+    out, lse, probs = _attend(query, keys, values, held[:, :, None, None], scale, softcap, bias)
     out, lse_evicted, lse_all = _mix(out, lse, query, evicted, sink_logits, scale, softcap)
     share = torch.exp(lse - lse_all).nan_to_num(0.0).reshape(*keys.shape[:2], -1, 1)
     received = (probs[:, :, :, 0] * share).mean(2)
@@ -215,8 +229,9 @@ def decode_step(
         more, recovered = recovered_values(state, compute_dtype(q))
         keys, values = torch.cat([keys.to(more.dtype), more], 2), torch.cat([values.to(more.dtype), recovered], 2)
         held = torch.cat([held, approx.valid], 2)
+    bias = exact.biases(held.shape[2])
     out, lse, lse_evicted, received = attend_rows(
-        q, keys, values, held, spec.evicted(state), state.sink_logits, spec.scale, spec.softcap
+        q, keys, values, held, bias, spec.evicted(state), state.sink_logits, spec.scale, spec.softcap
     )
     collect(exact, received[..., : exact.filled])
     if approx is not None:
@@ -245,6 +260,7 @@ def prefill_attention(
     usable = torch.cat([held, valid[:, None].expand(batch, heads, num)], 2)
     all_keys = torch.cat([keys, k], 2).to(dtype)
     all_values = torch.where(usable[..., None], torch.cat([values, v], 2).to(dtype), 0)
+    bias = state.exact.biases(slots + num)
     index = torch.arange(slots + num, device=q.device)
     outs, lses, masses = [], [], []
     for start in range(0, num, QUERY_CHUNK):
@@ -253,7 +269,8 @@ def prefill_attention(
         end = slots + start + part.shape[2]  # later keys are in the future of every query of this chunk
         causal = index[:end] <= index[slots + start : end, None]
         visible = (usable[:, :, None, :end] & causal)[:, :, None]
-        out, lse, _ = _attend(part, all_keys[:, :, :end], all_values[:, :, :end], visible, spec.scale, spec.softcap)
+        pairs, own = (all_keys[:, :, :end], all_values[:, :, :end]), None if bias is None else bias[..., :end]
+        out, lse, _ = _attend(part, *pairs, visible, spec.scale, spec.softcap, own)
         out, mass, lse = _mix(out, lse, part, evicted, state.sink_logits, spec.scale, spec.softcap)
         outs.append(out.to(q.dtype))
         lses.append(lse)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import FastKVError, check_groups, check_shape
-from .attention import grouped_logits, masked_softmax
+from .attention import biased, grouped_logits, masked_softmax
 from .moments import compute_dtype
 from .selection import in_order
 
@@ -83,6 +83,7 @@ def window_attention(
     visible: Tensor | None = None,
     query_valid: Tensor | None = None,
     log_mass: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Mean attention weight that W queries give each key: the common signal of SnapKV and MomentKV.
 
@@ -90,6 +91,7 @@ def window_attention(
         q: [B, Hq, W, D].  keys: [B, Hkv, N, D].  visible: [B, Hkv, W, N] bool, which key each query may see.
         query_valid: [B, W] bool; the mean runs over valid queries only (zeros if there is none).
         log_mass: [B, Hq, W], log of the mass that also enters the denominator (the evicted tokens').
+        bias: [B, Hkv, N], addends of the logits.
     Returns: [B, Hkv, N], mean over the queries of a group and over valid queries.
     """
     batch, num_heads, num, dim = q.shape
@@ -99,7 +101,7 @@ def window_attention(
     dtype = compute_dtype(q)
     if visible is None:
         visible = torch.ones(1, 1, num, length, dtype=torch.bool, device=q.device)
-    probs, lse = masked_softmax(grouped_logits(q, keys, scale, softcap), visible[:, :, None])
+    probs, lse = masked_softmax(biased(grouped_logits(q, keys, scale, softcap), bias), visible[:, :, None])
     if log_mass is not None:
         mass = log_mass.reshape(batch, heads, groups, num).to(dtype)
         probs = probs * torch.sigmoid(lse - mass).nan_to_num(0.0)[..., None]
@@ -132,13 +134,14 @@ def observed_attention(
     query_valid: Tensor | None = None,
     log_mass: Tensor | None = None,
     pool: int = 1,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`window_attention` where a query sees the valid keys up to its own position, then `pool_scores`.
 
-    Args: positions, valid [B, Hkv, N]; query_positions, query_valid [B, W]; log_mass [B, Hq, W]; all may be None.
+    Args: positions, valid, bias [B, Hkv, N]; query_positions, query_valid [B, W]; log_mass [B, Hq, W]; all may be None.
     """
-    visible = visible_keys(positions, query_positions, valid)
-    scores = window_attention(q, keys, scale, softcap, visible=visible, query_valid=query_valid, log_mass=log_mass)
+    given = {"query_valid": query_valid, "log_mass": log_mass, "bias": bias}
+    scores = window_attention(q, keys, scale, softcap, visible=visible_keys(positions, query_positions, valid), **given)
     return pool_scores(scores, pool, positions, valid)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .gather import rows_at, unpack
 from .moments import Evicted, Moments
@@ -41,6 +42,8 @@ class Slots:
         starts: [B, Hkv + 1] int32, None for equal heads.
         attention: fp32, attention received since it was last zero; None if no policy asks for it.
         memory: fp32, what the policy stored with each token; None if it stores nothing.
+        bias: fp32, addend of each slot's logit, after the softcap: the slot counts e^bias times. 0 for new tokens; None
+            unless the correction fits it.
         limit: slots of the head that has most, -1 for all there are.
         filled: upper bound of `lengths` that the host knows without a sync, -1 for `limit`.
         value_dim: Dv, 0 for a tier of keys only.
@@ -56,6 +59,7 @@ class Slots:
     starts: Tensor | None = None
     attention: Tensor | None = None
     memory: Tensor | None = None
+    bias: Tensor | None = None
     limit: int = -1
     filled: int = -1
     value_dim: int = 0
@@ -64,7 +68,8 @@ class Slots:
     format: SlotFormat = AUTO
     decodes_to: torch.dtype | None = None
     # Tensors with a row for every token, which moves with it.
-    MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions")
+    MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions", "bias")
+    PAIRS: ClassVar = MOVING[:4]  # what they are of
 
     def __post_init__(self) -> None:
         self.limit = self.keys.shape[-2] if self.limit < 0 else self.limit
@@ -81,17 +86,20 @@ class Slots:
         return {name: rows for name in self.MOVING if (rows := getattr(self, name)) is not None}
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Rows for `moving` of tokens with these keys, values [B, Hkv, N, D] and positions [B, Hkv, N], as stored."""
+        """Rows for `moving` of new tokens: keys, values [B, Hkv, N, D] and positions [B, Hkv, N], as stored."""
+        rest = {"positions": positions}
+        if self.bias is not None:
+            rest["bias"] = torch.zeros_like(positions, dtype=self.bias.dtype)
         if self.format.plain:
             pairs = {"keys": keys} if self.values is None else {"keys": keys, "values": values}
-            return {**pairs, "positions": positions}
+            return {**pairs, **rest}
         (key_codes, key_scales), (codes, scales) = self.format.encode(keys), self.format.encode(values)
         rows = {"keys": key_codes, "values": codes, "key_scales": key_scales, "value_scales": scales}
-        return {**rows, "positions": positions}  # type: ignore[dict-item]
+        return {**rows, **rest}  # type: ignore[dict-item]
 
     def pairs_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, decoded, of the slots at index [B, Hkv, m] of heads of equally many."""
-        rows = {name: rows_at(part, index) for name, part in self.moving().items() if name != "positions"}
+        rows = {name: rows_at(part, index) for name, part in self.moving().items() if name in self.PAIRS}
         keys = self.format.decode(rows["keys"], rows.get("key_scales"))
         if self.values is None:
             return keys, keys[..., : self.value_dim]
@@ -142,6 +150,12 @@ class Slots:
         inside = name == "values" and self.values is None
         rows: Tensor = self.keys[..., : self.value_dim] if inside else getattr(self, name)
         return rows[:, :, : self.filled] if self.starts is None else unpack(rows, self.starts, self.filled)
+
+    def biases(self, num: int) -> Tensor | None:
+        """Addends [B, Hkv, num] of the logits of the first `filled` slots, then 0 for what follows; None for none."""
+        if self.bias is None:
+            return None
+        return pad(self.stored("bias"), (0, num - self.filled))
 
     @property
     def valid(self) -> Tensor:

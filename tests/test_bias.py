@@ -1,0 +1,198 @@
+"""Slots with a bias, an addend of their logits: e^bias = n counts as n copies of the slot, and moves with it."""
+
+import copy
+
+import pytest
+import torch
+
+from fastkv import FastKVError, ops
+from fastkv.ops.operator import flat_state, state_of
+from fastkv.reference import FORMATS, Selection, pack
+
+from .states import assert_same, encoded, in_pages, make_spec, make_state
+
+B, HKV, G, D, C = 2, 2, 3, 32, 9
+HQ = HKV * G
+LENGTHS = torch.tensor([[9, 4], [1, 7]], dtype=torch.int32)
+COPIES = torch.tensor([1, 3, 2, 5, 1, 4, 2, 1, 6])  # of slot i in the plain cache that it stands for
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def held(dtype=torch.float32, slots="auto", attention=False, spare=0):
+    """Heads that hold LENGTHS tokens with biases log(COPIES), and room for `spare` more."""
+    keys, values = (random(B, HKV, C + spare, D, seed=seed, dtype=dtype) for seed in (1, 2))
+    positions = torch.arange(C + spare, dtype=torch.int32).repeat(B, HKV, 1)
+    seen = LENGTHS.amax(-1).long()
+    made = make_state(keys, values, LENGTHS.clone(), positions, seen)
+    made.exact.bias = COPIES.double().log().to(torch.promote_types(dtype, torch.float32)).repeat(B, HKV, 1)
+    made.exact.bias = torch.nn.functional.pad(made.exact.bias, (0, spare), value=7.0)
+    made.exact.attention = torch.zeros(B, HKV, C + spare) if attention else None
+    return encoded(made, slots)
+
+
+def in_slab(state, rooms):
+    """The same tokens in heads that own `rooms` slots each."""
+    starts = torch.tensor([[0, *torch.tensor(rooms).cumsum(0)]] * B, dtype=torch.int32)
+    made = copy.deepcopy(state)
+    for name, rows in state.exact.moving().items():
+        slab = rows.new_zeros(B, sum(rooms), *rows.shape[3:])
+        pack(slab, starts, rows)
+        setattr(made.exact, name, slab)
+    made.exact.starts, made.exact.limit, made.exact.filled = starts, max(rooms), max(rooms)
+    return made
+
+
+def expected(q, state, more=None, softcap=None):
+    """Attention of q [B, HQ, D] in float64 over every pair as often as it counts, then over `more` pairs; its lse."""
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
+    for b in range(B):
+        for head in range(HQ):
+            own = head // G
+            num = int(LENGTHS[b, own])
+            keys, values = (state.exact[name][b, own, :num].double() for name in ("keys", "values"))
+            keys, values = (part.repeat_interleave(COPIES[:num], 0) for part in (keys, values))
+            if more is not None:
+                keys, values = (torch.cat([part, new[b, own].double()]) for part, new in zip((keys, values), more))
+            logits = D**-0.5 * keys @ q[b, head].double()
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            out[b, head], lse[b, head] = logits.softmax(0) @ values, logits.logsumexp(0)
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    "backend,slots,softcap,slab",
+    [("reference", "auto", 2.0, False), ("reference", "int4", None, True), ("cpu", "auto", None, False),
+     ("cpu", "auto", None, True), ("cpu", "int8", None, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_step_counts_a_slot_as_often_as_its_bias_says(backend, slots, softcap, slab, attention):
+    state = held(slots=slots, attention=attention, spare=1)
+    own = in_slab(state, [C + 3, C + 1]) if slab else state
+    if slab and attention:
+        own.exact.attention = torch.zeros(own.exact.keys.shape[:2])
+    q, k, v = random(B, HQ, D, seed=3), random(B, HKV, 1, D, seed=4), random(B, HKV, 1, D, seed=5)
+    more = k, v
+    if slots != "auto":
+        more = tuple(FORMATS[slots].decode(*FORMATS[slots].encode(part)) for part in more)
+    want, lse = expected(q, state, more, softcap)
+    out, retained, _ = ops.decode_step(q, k, v, own, make_spec(D**-0.5, softcap, backend=backend))
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(retained.double(), lse, atol=1e-5, rtol=1e-5)
+    last = LENGTHS.long()[..., None]
+    assert not own.exact["bias"].gather(-1, last).any(), "a new token counts once"
+    if attention:
+        torch.testing.assert_close(own.exact["attention"].sum(-1), torch.ones(B, HKV), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("slab", [False, True])
+def test_a_block_counts_what_came_before_it_as_often(backend, slab):
+    state = held()
+    state = in_slab(state, [C + 3, C + 1]) if slab else state
+    q, k, v = random(B, HQ, 3, D, seed=3), random(B, HKV, 3, D, seed=4), random(B, HKV, 3, D, seed=5)
+    spec = make_spec(D**-0.5, backend=backend)
+    out, lse, _ = ops.prefill_attention(q, k, v, torch.ones(B, 3, dtype=torch.bool), state, spec)
+    for at in range(3):
+        want, total = expected(q[:, :, at], held(), (k[:, :, : at + 1], v[:, :, : at + 1]))
+        torch.testing.assert_close(out[:, :, at].double(), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[:, :, at].double(), total, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("pool", [1, 3])
+def test_observed_attention_is_that_of_as_many_copies(backend, pool):
+    q, keys = random(B, HQ, 4, D, seed=3, dtype=torch.float64), held(dtype=torch.float64).exact.keys
+    positions = torch.arange(C, dtype=torch.int32).expand(B, HKV, C)
+    valid = positions < LENGTHS[..., None]
+    asked = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    places = LENGTHS.amax(-1)[:, None] + torch.arange(-4, 0)
+    given = {"query_positions": places, "query_valid": asked, "log_mass": random(B, HQ, 4, seed=6), "pool": pool}
+    bias = COPIES.double().log().expand(B, HKV, C)
+    options = {"positions": positions, "valid": valid, "backend": backend, **given}
+    one = [part.float() if part.is_floating_point() else part for part in (q, keys, bias)]
+    found = ops.observed_attention(one[0], one[1], D**-0.5, bias=one[2], **options)
+    many, owner = keys.repeat_interleave(COPIES, 2), torch.arange(C).repeat_interleave(COPIES)
+    options |= {"positions": positions[..., owner], "valid": valid[..., owner], "backend": "reference", "pool": 1}
+    each = ops.observed_attention(q, many, D**-0.5, **options)
+    want = torch.zeros(B, HKV, C, dtype=torch.float64).index_add_(-1, owner, each)
+    pooled = torch.nn.functional.avg_pool1d(want, pool, stride=1, padding=pool // 2)
+    torch.testing.assert_close(found.double()[valid], pooled[valid], atol=1e-6, rtol=1e-5)
+
+
+def biases(state):
+    """{position: bias} of every head."""
+    exact = state.exact
+    lists = exact["positions"].tolist(), exact["bias"].tolist(), exact.lengths.tolist()
+    return [[dict(zip(p[:n], x[:n])) for p, x, n in zip(*rows)] for rows in zip(*lists)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("slab", [False, True])
+@pytest.mark.parametrize("slots", ["auto", "int8"])
+def test_a_bias_moves_with_its_slot(backend, slab, slots):
+    state = held(slots=slots)
+    before = biases(state)
+    state = in_slab(state, [C, C]) if slab else state
+    spec = make_spec(1.0, backend=backend, tokens=5, spare=4, sinks=1, recent=1)
+    ops.evict(random(B, HKV, C, seed=8), None, state, spec)
+    assert state.exact.lengths.tolist() == [[5, 4], [1, 5]]
+    for b, rows in enumerate(biases(state)):
+        for head, row in enumerate(rows):
+            assert row.items() <= before[b][head].items() and len(row) == int(state.exact.lengths[b, head])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_block_comes_with_no_bias(backend):
+    state, block = held(), (random(B, HKV, 2, D, seed=4), random(B, HKV, 2, D, seed=5))
+    before = biases(state)
+    positions = (LENGTHS.amax(-1)[:, None, None] + torch.arange(2)).expand(B, HKV, 2).int()
+    valid = torch.cat([state.exact.valid, torch.ones(B, HKV, 2, dtype=torch.bool)], 2)
+    kept = valid & (torch.arange(C + 2) % 2 == 0)
+    ops.compact(valid, Selection(kept, kept.sum(-1)), (*block, positions), state, make_spec(1.0, backend=backend))
+    for b, rows in enumerate(biases(state)):
+        for head, row in enumerate(rows):
+            new = {int(LENGTHS[b].max()) + i: 0.0 for i in range(2)}
+            want = before[b][head] | new
+            assert len(row) == int(kept[b, head].sum()) and row.items() <= want.items()
+
+
+def test_rows_operators_and_numbers_of_bytes_know_it():
+    state = held()
+    plain = held()
+    plain.exact.bias = None
+    assert state.nbytes() == plain.nbytes() + 4 * B * HKV * C
+    assert_same(state_of(*flat_state(state)), state)
+    placed = in_pages(state, [3, 1], 5)
+    assert_same(placed.taken(), state)
+    q, k, v = random(B, HQ, D, seed=3), random(B, HKV, 1, D, seed=4), random(B, HKV, 1, D, seed=5)
+    roomy = held(spare=1)
+    placed = in_pages(roomy, [3, 1], 5)
+    for backend in ("reference", "cpu"):
+        spec = make_spec(D**-0.5, backend=backend)
+        one, other = copy.deepcopy(roomy), copy.deepcopy(placed)
+        torch.testing.assert_close(ops.decode_step(q, k, v, other, spec), ops.decode_step(q, k, v, one, spec))
+        assert_same(other.taken(), one)
+    moved = copy.deepcopy(state)
+    moved.map_batch_(lambda rows: rows.flip(0))
+    assert torch.equal(moved.exact.bias, state.exact.bias.flip(0))
+
+
+@pytest.mark.parametrize("operation", ["decode_step", "prefill_attention", "evict", "compact", "observed_attention"])
+def test_kernels_refuse_it(operation):
+    state, spec = held(spare=1), make_spec(1.0, backend="triton", tokens=5, spare=5)
+    q, k, v = random(B, HQ, 1, D), random(B, HKV, 1, D), random(B, HKV, 1, D)
+    valid = state.exact.valid
+    arguments = {
+        "decode_step": (q[:, :, 0], k, v, state, spec),
+        "prefill_attention": (q, k, v, torch.ones(B, 1, dtype=torch.bool), state, spec),
+        "evict": (torch.zeros(B, HKV, C + 1), None, state, spec),
+        "compact": (valid, Selection(valid, valid.sum(-1)), None, state, spec),
+    }
+    with pytest.raises(FastKVError, match=f"{operation} adds no bias to the logits of slots.*use backend='reference'"):
+        if operation == "observed_attention":
+            ops.observed_attention(q, k, 1.0, bias=torch.zeros(B, HKV, 1), backend="triton")
+        else:
+            getattr(ops, operation)(*arguments[operation])
