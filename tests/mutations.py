@@ -962,6 +962,13 @@ MUTATIONS = [
         "corrections.py::test_the_cost_is_what_the_state_holds",
     ),
     bug(
+        "slots of fewer bits have fewer centroids for the same tokens",
+        "corrections/base.py",
+        "self.itemsize if self.format.plain else 2",
+        "self.itemsize if self.format.plain else 1",
+        "slots.py::test_centroids_follow_tokens_not_codes",
+    ),
+    bug(
         "the reference falls back on the CPU's functions",
         "backend.py",
         'MODULES = {"reference": ".reference"',

@@ -30,9 +30,11 @@ class Shape:
 
     @property
     def pair(self) -> int:
-        """Bytes of a key and its value, as stored."""
-        dims = (self.key_dim,) if self.latent else (self.key_dim, self.value_dim)
-        return sum(self.format.nbytes(dim, self.itemsize) for dim in dims)
+        """Bytes of a key and its value in the model's dtype; in 2-byte numbers where slots hold codes, which take as
+        many bytes whatever the model computes in.
+        """
+        numbers = self.key_dim if self.latent else self.key_dim + self.value_dim
+        return numbers * (self.itemsize if self.format.plain else 2)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""A few weighted pairs that stand for all evicted tokens, in a sixteenth of the bytes of those that stay."""
+"""A few weighted pairs that stand for all evicted tokens, in a sixteenth of the bytes of those that stay.
+
+Where slots hold codes of 8 or 4 bits, bytes are those that the same tokens would take in 2-byte numbers: how many
+centroids the evicted need depends on what was evicted, not on how finely the others are stored.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from ..budget import LayerCost
 from ..reference import Centroids, Evicted, LayerState
 from .base import Correction, Shape
 
-SHARE = 16  # centroids take one byte where pairs take so many
+SHARE = 16  # centroids take one byte where pairs take so many (`Shape.pair`)
 MEANS = torch.bfloat16  # of their keys and values, whatever the model computes in
 LEAST = 4  # centroids of a head
 

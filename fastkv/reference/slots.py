@@ -48,10 +48,6 @@ class SlotFormat:
         """The inverse of `width`."""
         return width
 
-    def nbytes(self, dim: int, itemsize: int) -> int:
-        """Bytes of a row of `dim` numbers with its scales, in a model whose numbers take `itemsize` bytes."""
-        return dim * itemsize
-
     def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Codes and scales for rows [*place, dim] of a model's dtype: all zero, which decodes to zeros."""
         return torch.zeros(*place, dim, dtype=dtype, device=device), None
@@ -91,10 +87,6 @@ class Scaled(SlotFormat):
     stored: torch.dtype = torch.int8
     largest: float = 127.0
     plain: ClassVar[bool] = False
-
-    def nbytes(self, dim: int, itemsize: int) -> int:
-        """A byte for each number and a scale."""
-        return dim + 4
 
     def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Zeros."""
@@ -144,10 +136,6 @@ class Grouped(SlotFormat):
     def dim(self, width: int) -> int:
         """The inverse of `width`."""
         return 2 * width
-
-    def nbytes(self, dim: int, itemsize: int) -> int:
-        """Half a byte for each number, two for each group."""
-        return dim // 2 + 2 * (dim // GROUP)
 
     def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Zeros: codes and zero points of 0."""

@@ -1,11 +1,12 @@
 """What more tokens in fewer bits are worth: slots of 16, 8 and 4 bits in the same bytes.
 
-    python -m perf.quality.slots                       # the bundled model, about 10 minutes of one core
+    python -m perf.quality.slots                       # all parts, half an hour of one core
     python -m perf.quality.slots --parts language      # held-out text and the model in --language
+    python -m perf.quality.slots --parts rounding      # the same tokens there, of many texts
     python -m perf.quality.slots --report              # only tables and picture, from perf/results/slots/*.json
 
 Models compute in bf16, and the bytes of a budget are those that a cache in bf16 spends on so many tokens per KV head,
-without moments and scores. "same" has the tokens of bf16 instead, so that it shows rounding alone. A model's file is
+without moments and scores. "same" has the tokens of bf16 instead, so that it shows rounding alone. A part's file is
 rewritten after every case. Exit code: 0 complete, 1 something failed, 2 refused, 3 cases are left.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -42,21 +44,26 @@ from .__main__ import models
 from .plots import tidy
 from .results import Mean
 from .verdict.cases import LATER, RECENT, SINKS
-from .verdict.trained import answered, divergence
+from .verdict.trained import answered, divergence, mean_distance
 
 OUT = engine.RESULTS / "slots"
 LANGUAGE_MODEL = engine.ROOT / "perf" / "language_model"
-BUNDLED, LANGUAGE = "bundled", "language"
+BUNDLED, LANGUAGE, ROUNDING = PARTS = "bundled", "language", "rounding"
 TOKENS = (48, 96, 160, 256)  # per KV head, of a cache in bf16
+TITLES = {
+    BUNDLED: "The bundled model",
+    LANGUAGE: "The language model",
+    ROUNDING: "The language model: the same tokens, more texts",
+}
 POLICIES = ("fastkv", "momentkv", "snapkv")
 PLAIN, SAME = "auto", "int8"  # what others are compared with, and what is measured with its tokens, too
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cache of one model. tokens: whose bytes it has; same: whether it keeps just as many."""
+    """A cache of one part. tokens: whose bytes it has; same: whether it keeps just as many."""
 
-    model: str
+    part: str
     policy: str
     tokens: int
     slots: str
@@ -65,23 +72,22 @@ class Case:
     @property
     def id(self) -> str:
         """The name of its row."""
-        return f"{self.model}-{self.policy}-{self.tokens}-{self.slots}{'-same' if self.same else ''}"
+        return f"{self.part}-{self.policy}-{self.tokens}-{self.slots}{'-same' if self.same else ''}"
 
 
 def cases() -> list[Case]:
     """All of them, in the order of the tables."""
     found = []
-    for model in (BUNDLED, LANGUAGE):
-        for policy in POLICIES:
-            for tokens in TOKENS:
-                found += [Case(model, policy, tokens, slots) for slots in FORMATS]
-                found.append(Case(model, policy, tokens, SAME, same=True))
+    for part, policy, tokens in itertools.product(PARTS, POLICIES, TOKENS):
+        formats = (PLAIN,) if part == ROUNDING else FORMATS
+        found += [Case(part, policy, tokens, slots) for slots in formats]
+        found.append(Case(part, policy, tokens, SAME, same=True))
     return found
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all results share.
+    """What all results of a part share.
 
     Attributes:
         seeds: groups of texts, the unit of the standard errors.  texts: of each task in a group, or stretches of text.
@@ -93,6 +99,9 @@ class Settings:
     first: int = 900_000
     context: int = 1024
     continued: int = 32
+
+
+SETTINGS = {BUNDLED: Settings(), LANGUAGE: Settings(), ROUNDING: Settings(seeds=18, first=920_000)}
 
 
 class Bench:
@@ -123,7 +132,7 @@ class Bench:
         shares: dict[str, Any] = {"sinks": SINKS, "recent": RECENT}
         bound = equal_bytes(self.model.config, case.tokens, self.model.dtype, **shares)
         try:
-            budget = Budget(tokens=self.kept(Case(case.model, case.policy, case.tokens, PLAIN)), **shares)
+            budget = Budget(tokens=self.kept(Case(case.part, case.policy, case.tokens, PLAIN)), **shares)
         except FastKVError as error:
             raise Unmeasured(str(error)) from error
         with patched(self.model, case.policy, budget if case.same else bound, slots=case.slots), torch.no_grad():
@@ -146,7 +155,7 @@ class Bench:
         """The text is compressed before the question is known, as for a user who asks later."""
         found = [answered(self.model, questions, LATER) for questions in self.asked]
         right = [(one.log_probs.argmax(-1) == asked.answers).all(-1) for asked, one in zip(self.asked, found)]
-        error = [distance(one.attention, full.attention) for one, full in zip(found, self.answers)]
+        error = [mean_distance(one.attention, full.attention) for one, full in zip(found, self.answers)]
         kl = [divergence(one, full) for one, full in zip(found, self.answers)]
         every = {"kl": kl, "error": error, "right": right}
         return {name: self.by_seed(torch.stack(values).double().mean(0)) for name, values in every.items()}
@@ -157,32 +166,26 @@ class Bench:
         cache = self.model(prompt, logits_to_keep=1, use_cache=True).past_key_values
         attention, log_probs = fidelity.feed(self.model, rest, cache)
         kl = (self.full.log_probs.exp() * (self.full.log_probs - log_probs)).sum(-1).mean(-1)
-        return {"kl": self.by_seed(kl), "error": self.by_seed(distance(attention, self.full.attention))}
+        return {"kl": self.by_seed(kl), "error": self.by_seed(mean_distance(attention, self.full.attention))}
 
     def by_seed(self, numbers: Tensor) -> list[float]:
         """Means over the texts of a seed; numbers [N]."""
         return numbers.double().unflatten(0, (self.settings.seeds, -1)).mean(-1).tolist()
 
 
-def distance(found: Tensor, full: Tensor) -> Tensor:
-    """[N], mean of |o - full| / |full| of attention outputs [layers, N, T, Hq * Dv] over layers and tokens."""
-    found, full = found.float(), full.float()
-    return ((found - full).norm(dim=-1) / full.norm(dim=-1)).mean((0, 2))
-
-
 def write_report(folder: Path) -> None:
     """README.md with a table for each model and policy, and slots.png, beside the results."""
     rows: dict[str, Row] = {}
     lines = ["# Slots of 16, 8 and 4 bits in the same bytes", "", "Written by `python -m perf.quality.slots`.", ""]
-    for model in (BUNDLED, LANGUAGE):
-        path = folder / f"{model}.json"
+    for part in PARTS:
+        path = folder / f"{part}.json"
         if path.exists():
             results = json.loads(path.read_text())
             facts = results["environment"]
             rows |= {row["id"]: row for row in results["rows"] if "kl" in row}
-            lines += [f"## The {model} model", "", f"{facts['cpu']}, torch {facts['torch']}. {explained(results)}", ""]
+            lines += [f"## {TITLES[part]}", "", f"{facts['cpu']}, torch {facts['torch']}. {explained(results)}", ""]
             for policy in POLICIES:
-                lines += table(rows, model, policy)
+                lines += table(rows, part, policy)
     (folder / "README.md").write_text("\n".join([*lines, "![KL over bytes](slots.png)", ""]))
     plot(rows, folder / "slots.png")
 
@@ -193,20 +196,20 @@ def explained(results: Row) -> str:
     return (
         f"Means and standard errors over {found.seeds} groups, {found.texts} to a group of each task or of held-out "
         f"text, prompts of {found.context} tokens. KL: of next tokens from the full cache, nats. Error: of attention "
-        "outputs, relative. Right: answers, of those asked after the text was compressed. Same: with the tokens of "
-        "bf16, and as many centroids as their bytes pay for, so fewer."
+        "outputs, relative. Right: answers, of those asked after the text was compressed. Same: with the tokens, and "
+        "the centroids, of bf16."
     )
 
 
-def table(rows: dict[str, Row], model: str, policy: str) -> list[str]:
+def table(rows: dict[str, Row], part: str, policy: str) -> list[str]:
     """The lines of one table; none without results."""
-    found = [case for case in cases() if (case.model, case.policy) == (model, policy) and case.id in rows]
+    found = [case for case in cases() if (case.part, case.policy) == (part, policy) and case.id in rows]
     if not found:
         return []
     lines = [f"### {policy}", "", "| bytes of | slots | kept | KL | of bf16's | error | right |"]
     lines.append("|--:|---|--:|--:|--:|--:|--:|")
     for case in found:
-        row, plain = rows[case.id], rows.get(Case(model, policy, case.tokens, PLAIN).id)
+        row, plain = rows[case.id], rows.get(Case(part, policy, case.tokens, PLAIN).id)
         share = f"{mean(row['kl']) / mean(plain['kl']):.3f}" if plain and case.slots != PLAIN else ""
         name = {"auto": "bf16"}.get(case.slots, case.slots) + (" same" if case.same else "")
         right = f"{100 * mean(row['right']):.0f} %" if "right" in row else ""
@@ -252,17 +255,17 @@ def plot(rows: dict[str, Row], path: Path) -> None:
 
 def main(words: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    parser = engine.command("perf.quality.slots", __doc__, (BUNDLED, LANGUAGE), minutes=float("inf"), out=OUT)
+    parser = engine.command("perf.quality.slots", __doc__, PARTS, minutes=float("inf"), out=OUT)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--language", type=Path, default=LANGUAGE_MODEL, help="folder of its model")
     options = parser.parse_args(words)
-    parts = options.parts or (BUNDLED, LANGUAGE)
+    parts = options.parts or PARTS
     if options.list:
-        return engine.listed({part: [one.id for one in cases() if one.model == part] for part in parts})
+        return engine.listed({part: [one.id for one in cases() if one.part == part] for part in parts})
     folder, code = engine.folder(options, OUT), COMPLETE
     try:
         if not options.report:
-            code = engine.worst(measure(folder, Settings(), options, part) for part in parts)
+            code = engine.worst(measure(folder, SETTINGS[part], options, part) for part in parts)
         write_report(folder)
     except (FastKVError, OtherSettings) as error:
         print(f"perf.quality.slots: {error}", file=sys.stderr)
@@ -270,21 +273,21 @@ def main(words: list[str] | None = None) -> int:
     return code
 
 
-def measure(folder: Path, settings: Settings, options: argparse.Namespace, model: str) -> int:
-    """Measure the cases of a model without a result. Returns: the exit code."""
-    directory = MODEL_DIR if model == BUNDLED else options.language
+def measure(folder: Path, settings: Settings, options: argparse.Namespace, part: str) -> int:
+    """Measure the cases of a part without a result. Returns: the exit code."""
+    directory = MODEL_DIR if part == BUNDLED else options.language
 
     @functools.cache
     def bench() -> Bench:
-        return Bench(directory, settings, asks=model == BUNDLED)
+        return Bench(directory, settings, asks=part == BUNDLED)
 
     def job(case: Case) -> Job:
         code = source("perf.quality.slots", policy=case.policy)
         return Job(case.id, asdict(case), lambda: bench().run(case), code)
 
-    jobs = [job(one) for one in cases() if one.model == model]
+    jobs = [job(one) for one in cases() if one.part == part]
     facts, again = environment(options.commit) | models(directory), (options.fresh, options.retry_skipped)
-    results = Results.open(folder / f"{model}.json", facts, jobs, asdict(settings), *again)
+    results = Results.open(folder / f"{part}.json", facts, jobs, asdict(settings), *again)
     chosen = [one for one in jobs if options.only in one.name]
     return engine.measure(chosen, results, Deadline(options.minutes))
 
