@@ -23,7 +23,7 @@ gc.disable()  # until all tests have been imported
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=FULL)
-settings.register_profile("fastkv", settings.get_profile("full"), max_examples=FULL // 8)  # every day
+settings.register_profile("fastkv", settings.get_profile("full"), max_examples=FULL // 16)  # every day
 # The first failing case is enough for tests.mutations, nobody reads the smallest.
 settings.register_profile("mutations", settings.get_profile("fastkv"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("fastkv")

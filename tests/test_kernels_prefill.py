@@ -10,6 +10,7 @@ from fastkv.errors import FastKVError
 from fastkv.kernels.prefill_attention import prefill_attention
 from fastkv.reference import Centroids, Moments
 
+from .conftest import examples
 from .pairwise import covering
 from .states import copied, make_spec, make_state, sinks, uninitialised_is_nan
 
@@ -142,19 +143,23 @@ def test_logits_of_ten_thousand_of_either_sign():
 
 
 @pytest.mark.parametrize(
-    "dim, value_dim, groups, parts, dtype",
-    [
-        (64, 64, 4, 31, torch.bfloat16),
-        (80, 80, 3, 1, torch.float16),
-        (128, 48, 1, 17, torch.float32),
-        (256, 256, 2, 6, torch.bfloat16),
-        (320, 512, 7, 33, torch.float16),
-    ],
+    "sizes, softcap, means",
+    covering(
+        [
+            (64, 64, 4, 31, torch.bfloat16),
+            (80, 80, 3, 1, torch.float16),
+            (128, 48, 1, 17, torch.float32),
+            (256, 256, 2, 6, torch.bfloat16),
+            (320, 512, 7, 33, torch.float16),
+        ],
+        [None, 2.0],
+        [torch.float32, torch.bfloat16],
+        together=1,
+    ),
 )
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["nocap", "cap"])
-@pytest.mark.parametrize("means", [torch.float32, torch.bfloat16], ids=str)
-def test_centroids(dim, value_dim, groups, parts, dtype, softcap, means):
+def test_centroids(sizes, softcap, means):
     """Of heads that evicted more tokens than there are centroids, fewer, and none."""
+    dim, value_dim, groups, parts, dtype = sizes
     sizes = dict(heads=2, dim=dim, value_dim=value_dim, groups=groups, dtype=dtype, parts=parts, means=means)
     check(*case(batch=1, evicted=40, **sizes), softcap=softcap)
     check(*case(batch=1, evicted=min(parts, 4), held=0, **sizes), softcap=softcap)
@@ -189,7 +194,7 @@ def test_order_of_slots_does_not_matter():
     torch.testing.assert_close(lse, other_lse)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 4, 7]),
     slots=st.integers(0, 9),

@@ -17,6 +17,7 @@ from fastkv.kernels import remember as module
 from fastkv.reference import Centroids
 
 from .conftest import examples
+from .pairwise import covering
 from .states import DEVICE, make_spec, make_state, uninitialised_is_nan
 
 NAN = float("nan")
@@ -73,8 +74,7 @@ def check(parts, tokens, most):
     return got
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim, dtype", covering([64, 80, 96, 128, 256], DTYPES, together=1))
 def test_an_eviction(dim, dtype):
     check(parts_of(1, 2, 31, dim, 40), candidates(1, 2, 50, dim, (16, 3), dtype), 16)
 
@@ -95,8 +95,7 @@ def test_any_eviction(shape, num, before, leave, dim, dtype, seed):
     check(parts_of(*shape, num, dim, before, seed), tokens, max(leave))
 
 
-@pytest.mark.parametrize("few", [0, 64], ids=["as of a prompt", "as while decoding"])
-@pytest.mark.parametrize("settled", [16, 256])
+@pytest.mark.parametrize("settled, few", covering([16, 256], [0, 64], together=1))
 def test_rounds_over_several_programs(monkeypatch, settled, few):
     """Every way to do the rounds does the same ones; a block is smaller than what leaves."""
     monkeypatch.setattr(module, "SETTLED", settled)

@@ -17,6 +17,7 @@ from fastkv import reference
 from fastkv.reference import attention_ahead
 
 from .multimodal import AUDIO, HEAR, IMAGE, ROTARY_3D, SEE, VOCAB, build, generated, medium, prompt, text, types
+from .pairwise import covering
 
 LARGE = fastkv.Budget(tokens=300, sinks=2, recent=4)
 SMALL = fastkv.Budget(tokens=16, sinks=2, recent=4)
@@ -37,9 +38,7 @@ def calls(module):
     return seen
 
 
-@pytest.mark.parametrize("block", [None, 5, 8])
-@pytest.mark.parametrize("base", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [*SEE, *HEAR])
+@pytest.mark.parametrize("name, base, block", covering([*SEE, *HEAR], ["sdpa", "eager"], [None, 5, 8], together=1))
 def test_a_prompt_with_an_image_or_a_sound_is_read_as_by_the_stock_model(name, base, block):
     model, given = build(name, base), prompt(name)
     want, (steps, _) = model(**given).logits, generated(model, given)
@@ -313,8 +312,7 @@ def grown(name, given, token):
     return given | {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types(name, ids)}
 
 
-@pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("name", ROTARY_3D)
+@pytest.mark.parametrize("name, block", covering(ROTARY_3D, [None, 8], together=1))
 def test_caches_know_their_own_positions(name, block, tmp_path):
     """The model remembers those of the last prompt only, which may have been another cache's."""
     seen, ids = prompt(name), text(30, 7)

@@ -215,9 +215,9 @@ def sharpen(model, factor):
         weight.copy_((weight + 1) * factor - 1 if "gemma" in model.config.model_type else weight * factor)
 
 
-@each_dtype
-@pytest.mark.parametrize("sharp", [False, True], ids=["plain", "sharp"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "name, sharp, dtype", covering(["llama", "qwen3", "gemma3"], [False, True], DTYPES, together=1)
+)
 def test_models_in_every_dtype(name, sharp, dtype):
     """A wide budget changes no bit of the prompt; a small one stays finite, counts every token and repeats itself."""
     model = build(name)

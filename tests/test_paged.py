@@ -9,6 +9,8 @@ from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 
+from .pairwise import covering
+
 HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
 SCALE, PAGES = 0.3, 5
 
@@ -73,8 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("knows", ["host", "device"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, knows", covering(CASES, ["host", "device"], together=1))
 def test_sequences_do_not_depend_on_each_other(case, knows):
     """Nor on who knows which are due."""
     config = config_of(*CASES[case])

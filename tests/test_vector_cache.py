@@ -10,7 +10,7 @@ from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
 
 from .models import build, generate, policy, prompt
-from .pairwise import each, named
+from .pairwise import covering, named
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, TOKENS, check, small, two_turns
 
 
@@ -63,7 +63,7 @@ def test_recovered_values_are_exact_where_the_map_is(block, backend):
     assert torch.equal(generate(model, ids, mask, new=new), tokens)
 
 
-@pytest.mark.parametrize("name,block", each([name for name in NAMES if name != "duoattention"], [None, 16]))
+@pytest.mark.parametrize("name,block", covering([n for n in NAMES if n != "duoattention"], [None, 16], together=1))
 def test_on_top_of_every_policy(name, block, tmp_path):
     if block and name not in IN_BLOCKS:
         return
