@@ -397,3 +397,11 @@ def feed_answers(model, questions, read):
     for word in questions.answers[:, :-1].split(1, 1):
         logits.append(model(word, past_key_values=cache).logits[:, -1])
     return torch.stack(logits, 1).double().log_softmax(-1)
+
+
+def test_codes_do_not_depend_on_autocast():
+    rows = torch.randn(3, 5, 64)
+    want = INT4.encode(rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = INT4.encode(rows)
+    assert all(torch.equal(*pair) for pair in zip(got, want))

@@ -198,7 +198,8 @@ def rotated(rows: Tensor) -> Tensor:
     # A compiled step makes the matrix anew, on the device: it looks into no cache.
     made = hadamard.__wrapped__ if torch.compiler.is_compiling() else hadamard
     matrix = made(size, rows.device, torch.float64 if rows.dtype == torch.float64 else torch.float32)
-    return (rows.to(matrix.dtype).unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+    with torch.autocast(rows.device.type, enabled=False):  # codes are the same bits wherever they are made
+        return (rows.to(matrix.dtype).unflatten(-1, (-1, size)) @ matrix).flatten(-2)
 
 
 @cache
