@@ -68,7 +68,15 @@ def test_all_checks_and_operations_are_planned(whole):
     llama = [task.job.case["op"] for task in tasks_of(whole, "llama")]
     assert llama == list(checks.CHECKS) and llama[:3] == ["decode_centroids", "prefill_centroids", "layer_centroids"]
     timed = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_timings"}
-    assert timed >= {*timings.DEFAULT, *timings.OWN, *timings.OTHERS, *timings.SCORES, *timings.PEERS, *timings.FLEX}
+    assert timed >= {
+        *timings.DEFAULT,
+        *timings.OWN,
+        *timings.CODED,
+        *timings.OTHERS,
+        *timings.SCORES,
+        *timings.PEERS,
+        *timings.FLEX,
+    }
     assert len(shapes()) == len(set(shapes())) == 24
     key = [task.job.case for task in tasks_of(whole, "key")]
     assert [case["op"] for case in key[:3]] == ["copy 1 GiB", "fastkv default", "copy"]

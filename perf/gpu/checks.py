@@ -17,7 +17,7 @@ from triton.errors import TritonError
 
 import fastkv
 from fastkv import ops, reference
-from fastkv.reference import Centroids, LayerState, Selection
+from fastkv.reference import FORMATS, Centroids, LayerState, Selection
 from fastkv.reference.geometry import sketch_matrix
 
 from ..engine import Row
@@ -32,6 +32,7 @@ from .state import (
     close,
     compare,
     copied,
+    encoded,
     equal,
     ragged,
     randn,
@@ -65,7 +66,7 @@ class Decode:
         reads: the correction, by name.  holds: the one whose state it reads; the same if empty.
         softcap: of the logits.  batch: sequences; of 64 one program does all of each pair.
         shape: how tokens are held: equal heads, a slab of unequal ones, or some as keys only.
-        step: whether a token is appended.
+        step: whether a token is appended.  slots: how pairs are stored.
     """
 
     reads: str
@@ -74,12 +75,14 @@ class Decode:
     batch: int = 2
     shape: str = "equal"
     step: bool = True
+    slots: str = "auto"
 
     @property
     def label(self) -> str:
         """In words."""
         cap = "" if self.softcap is None else " softcap"
-        return f"B={self.batch} {self.reads} {self.shape}{cap}" + ("" if self.step else ", no token")
+        kind = "" if self.slots == "auto" else f" {self.slots}"
+        return f"B={self.batch} {self.reads}{kind} {self.shape}{cap}" + ("" if self.step else ", no token")
 
     def state(self, place: Place, heads: Heads, dtype: torch.dtype) -> LayerState:
         """A random layer that adds up the attention of each slot."""
@@ -90,12 +93,14 @@ class Decode:
             state = slab(state)
         if self.shape == "keys only":
             state = with_keys_only(state)
+        state = encoded(state, FORMATS[self.slots])
         for tier in state.tiers.values():
             tier.attention = torch.zeros(tier.keys.shape[:-1], device=place.device)
         return state
 
 
 MANY = 64  # sequences
+CODED = tuple(f"decode_{slots}" for slots in FORMATS if slots != "auto")
 DECODES: dict[str, tuple[Decode, ...]] = {
     "decode_centroids": (
         *(Decode("centroids"), Decode("centroids", softcap=20.0), Decode("centroids", batch=MANY)),
@@ -107,6 +112,14 @@ DECODES: dict[str, tuple[Decode, ...]] = {
     ),
     "decode_cosh": (Decode("cosh"), Decode("cosh", softcap=20.0), Decode("cosh", batch=MANY)),
     "decode_slab": (Decode("moments", shape="slab"), Decode("centroids", shape="slab"), Decode("none", shape="slab")),
+    **{
+        name: (
+            *(Decode("centroids", slots=slots), Decode("centroids", batch=MANY, slots=slots)),
+            *(Decode("moments", slots=slots), Decode("none", "moments", shape="slab", slots=slots)),
+        )
+        for name in CODED
+        for slots in [name.removeprefix("decode_")]
+    },
     "decode_vector": (
         *(Decode("vector", "none", shape="keys only"), Decode("vector+moments", "moments", shape="keys only")),
         Decode("vector", "none", batch=MANY, shape="keys only"),
@@ -367,6 +380,7 @@ CHECKS: dict[str, Check] = {  # the default policy first
     "prefill_attention": check_prefill("moments"),
     "decode_cosh": check_decode("decode_cosh"),
     "decode_slab": check_decode("decode_slab"),
+    **{name: check_decode(name) for name in CODED},
     "decode_vector": check_decode("decode_vector"),
     "compact": check_compact,
     **{name: check_scores(name) for name in SCORES},

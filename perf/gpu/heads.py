@@ -40,8 +40,11 @@ def moment_bytes(dim: int, order: int | None) -> int:
     return 0 if order is None else 8 + 8 * dim + (HALF * dim * dim if order == 1 else 0)
 
 
-def decode_bytes(heads: Heads, batch: int, length: int, order: int | None) -> int:
-    """Slots, moments, the query and its output, the appended token."""
+def decode_bytes(heads: Heads, batch: int, length: int, order: int | None, row: int = 0) -> int:
+    """Slots, moments, the query and its output, the appended token.
+
+    Args: row: bytes of a key or value of a slot; 0: in half precision.
+    """
     dim = heads.head_dim
-    each = 2 * HALF * dim * (length + 1 + heads.groups) + moment_bytes(dim, order)
+    each = 2 * HALF * dim * (1 + heads.groups) + 2 * (row or HALF * dim) * length + moment_bytes(dim, order)
     return batch * heads.num_kv_heads * each

@@ -46,6 +46,10 @@ OPERATIONS: dict[str, Operation] = {
     "decode_step": Operation(("decode_attention",), EVICTED, ("decode_step", "ticket/moments", "graph/moments")),
     "decode_cosh": Operation(("decode_attention",), EVICTED),
     "decode_slab": Operation(("decode_attention",), EVICTED),
+    **{
+        f"decode_{slots}": Operation(("decode_attention",), (*EVICTED, "slots"), (f"decode_{slots}",))
+        for slots in ("int8", "fp8", "int4")
+    },
     "decode_vector": Operation(("vector_decode",), EVICTED),
     "prefill_centroids": Operation(("prefill_attention",), EVICTED, ("prefill_centroids",)),
     "prefill_attention": Operation(("prefill_attention",), EVICTED, ("prefill_attention",)),

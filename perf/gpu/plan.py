@@ -68,7 +68,7 @@ def sections(place: Place) -> list[Section]:
     first, *others = KINDS
     heads = [here.check(op, h, bf16) for h in (GEMMA, *ODD) for op in checks.CHECKS if applies(op, h)]
     heads += [here.device(name, GEMMA, c) for name in checks_device.PER_HEADS for c in checks_device.CORRECTIONS]
-    heads += [here.check(op, LLAMA, torch.float16) for op in checks.CHECKS]
+    heads += [here.check(op, LLAMA, torch.float16) for op in checks.CHECKS if op not in checks.CODED]
     steps = [here.steps(family, kind, "captured") for kind in KINDS for family in FAMILIES][1:]
     steps += [here.steps("llama", kind, "compiled") for kind in others] + [here.steps("gemma3", first, "compiled")]
     found = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkv import corrections
 from fastkv.corrections import Shape
-from fastkv.reference import LayerState, Moments, Recovery, Slots
+from fastkv.reference import LayerState, Moments, Recovery, SlotFormat, Slots
 from fastkv.reference.gather import pack
 from fastkv.rotary import Rotary
 
@@ -111,6 +111,17 @@ def with_keys_only(state: LayerState) -> LayerState:
     if moments.cross is not None and moments.slope is not None:
         moments.cross = moments.slope.float() * moments.count.clamp(min=1)[..., None, None]
     return LayerState(slots, seen, moments, approx, recovery=recovery)
+
+
+def encoded(state: LayerState, form: SlotFormat) -> LayerState:
+    """The same layer with pairs stored in that format; rows of NaN have scales of NaN."""
+    if form.plain:
+        return state
+    slots = state.exact
+    assert slots.values is not None
+    (keys, key_scales), (values, value_scales) = form.encode(slots.keys), form.encode(slots.values)
+    codes = dict(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+    return replace(state, exact=replace(slots, **codes, format=form, decodes_to=slots.dtype))
 
 
 def copied(state: LayerState, dtype: torch.dtype | None = None) -> LayerState:

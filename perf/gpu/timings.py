@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastkv import corrections, ops, reference
-from fastkv.reference import LayerState
+from fastkv.reference import FORMATS, LayerState
 from fastkv.reference.geometry import sketch_matrix
 
 from ..engine import Job, Row, Unmeasured
@@ -39,11 +39,12 @@ def layer(
     free: int = 0,
     correction: str = "moments",
     attention: bool = False,
+    slots: str = "auto",
 ) -> LayerState:
     """A random layer of the case whose lengths are these, so that those of all layers are restored at once."""
     heads, device = case.heads, place.device
     sizes = case.batch, heads.num_kv_heads, heads.head_dim, case.length
-    kept = dict(free=free, correction=correction, attention=attention)
+    kept = dict(free=free, correction=correction, attention=attention, slots=slots)
     state = filled(*sizes, **kept, dtype=place.half, device=device)  # type: ignore[arg-type]
     state.exact.lengths = lengths
     return state
@@ -61,20 +62,23 @@ def tokens(case: Case, place: Place, num: int) -> list[torch.Tensor]:
     return [randn(place, case.batch, n, num, heads.head_dim) for n in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
 
 
-def decode(correction: str, attention: bool = False) -> Callable[[Case, Place], Work]:
+def decode(correction: str, attention: bool = False, slots: str = "auto") -> Callable[[Case, Place], Work]:
     """One step, append included; lengths grow by one per launch and are restored between replays.
 
-    Args: attention: whether the attention of each slot is added up, as the default policy needs it.
+    Args: attention: whether the attention of each slot is added up, as the default policy needs it.  slots: how pairs
+        are stored.
     """
+    form = FORMATS[slots]
 
     def build(case: Case, place: Place) -> Work:
-        needed = decode_bytes(case.heads, case.batch, case.length, corrections.get(correction).order)
+        row = form.nbytes(case.heads.head_dim, HALF)
+        needed = decode_bytes(case.heads, case.batch, case.length, corrections.get(correction).order, row)
         sets = num_sets(place, needed)
         lengths = lengths_of(case, place, sets, case.length)
         cells = []
         for index in range(sets):
             q, k, v = tokens(case, place, 1)
-            cells.append((q[:, :, 0], k, v, layer(case, place, lengths[index], FREE, correction, attention)))
+            cells.append((q[:, :, 0], k, v, layer(case, place, lengths[index], FREE, correction, attention, slots)))
         first = cells[0][-1]
         needed += sum(t.nbytes for t in first.parts.tensors()) if first.parts is not None else 0
         needed += 2 * 4 * case.batch * case.heads.num_kv_heads * case.length if attention else 0  # read and written
@@ -209,6 +213,11 @@ class Timed:
 
 
 DEFAULT = {"fastkv default": Timed("decode_centroids", decode("centroids", attention=True))}
+CODED = {
+    f"fastkv {slots}": Timed(f"decode_{slots}", decode("centroids", attention=True, slots=slots))
+    for slots in FORMATS
+    if slots != "auto"
+}
 OWN = {
     "fastkv": Timed("decode_step", decode("moments")),
     "fastkv no correction": Timed("decode_step", decode("none")),
@@ -253,6 +262,7 @@ def other_decode_cases() -> list[Case]:
     grid, done = shapes(), {case.name for case in key_cases()}
     few = {name: OWN[name] for name in ("fastkv", "fastkv no correction")} | DEFAULT
     found = [one for b, n in FIRST for h in (LLAMA, GEMMA) for one in decode_cases(h, b, n, DEFAULT | OWN, [*PEERS])]
+    found += [one for b, n in FIRST[:3] for one in decode_cases(LLAMA, b, n, CODED, ())]
     for batch, length in grid:
         if (batch, length) not in FIRST:
             for heads in (LLAMA, GEMMA):

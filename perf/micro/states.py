@@ -8,7 +8,7 @@ import torch
 
 from fastkv import corrections
 from fastkv.cache.layout import Layout
-from fastkv.reference import Centroids, LayerState, Recovery, Spec
+from fastkv.reference import FORMATS, Centroids, LayerState, Recovery, Spec
 from fastkv.rotary import Rotary
 
 SCALE = 0.1
@@ -21,6 +21,18 @@ def spec(correction: str = "moments", tokens: int = 0, backend: str = "auto", **
     return Spec(SCALE, None, corrections.get(correction), backend, tokens, sinks=SINKS, recent=RECENT, **rest)
 
 
+def random_rows(codes: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Fill rows with normal numbers, in place; with any codes, and scales that are small, where there are scales."""
+    if scales is None:
+        codes.normal_()
+        return
+    codes.copy_(torch.randint(0, 120, codes.shape, device=codes.device))  # as e4m3 it is no NaN
+    if scales.is_floating_point():
+        scales.fill_(0.01)
+    else:
+        scales.copy_(torch.tensor([-24, 8], device=scales.device))  # steps of an eighth, zero in the middle
+
+
 def filled(
     batch: int,
     num_kv_heads: int,
@@ -30,27 +42,29 @@ def filled(
     free: int = 0,
     correction: str = "moments",
     attention: bool = False,
+    slots: str = "auto",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> LayerState:
     """Random numbers, never zeros, which run faster than data: room for `tokens` pairs per head, and `free` slots.
 
-    Args: correction: name of what remembers evicted tokens; attention: whether that of each slot is added up.
+    Args: correction: name of what remembers evicted tokens; attention: whether that of each slot is added up; slots:
+        how pairs are stored.
     """
     kind, half = corrections.get(correction), dtype.itemsize == 2
     pairs, keys_only = kind.split(tokens, SINKS + RECENT, None, (True,) * num_kv_heads)
-    held = dict(approx=keys_only, order=kind.order, slope=half, attention=attention)
+    held = dict(approx=keys_only, order=kind.order, slope=half, attention=attention, format=FORMATS[slots])
     layout = Layout(pairs, kind, mean=tokens, spare=free, **held)  # type: ignore[arg-type]
     like = torch.empty(batch, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
     state = layout.allocate(like, like)
     state.fill()
     for tier, lengths in zip(state.tiers.values(), (pairs, keys_only)):
         assert tier.positions is not None
-        tier.keys.normal_()
+        random_rows(tier.keys, tier.key_scales)
         tier.lengths.copy_(torch.tensor(lengths))
         tier.positions.copy_(torch.arange(tier.limit))
         if tier.values is not None:
-            tier.values.normal_()
+            random_rows(tier.values, tier.value_scales)
     state.seen.copy_(state.stored[:, 0] + EVICTED)
     moments = state.moments
     moments.count.fill_(EVICTED)
