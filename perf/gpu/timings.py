@@ -71,7 +71,8 @@ def decode(correction: str, attention: bool = False, slots: str = "auto") -> Cal
     form = FORMATS[slots]
 
     def build(case: Case, place: Place) -> Work:
-        row = form.nbytes(case.heads.head_dim, HALF)
+        made = form.empty((1,), case.heads.head_dim, torch.float16, torch.device("cpu"))
+        row = sum(tensor.nbytes for tensor in made if tensor is not None)
         needed = decode_bytes(case.heads, case.batch, case.length, corrections.get(correction).order, row)
         sets = num_sets(place, needed)
         lengths = lengths_of(case, place, sets, case.length)
