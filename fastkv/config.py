@@ -103,6 +103,11 @@ class Config:
                 f"correction={self.correction.name!r} {what}, which slots={self.slots.name!r} does not provide for; "
                 "use slots='auto' or another correction"
             )
+        if self.correction.biases and not self.policy.rereads:
+            raise FastKVError(
+                f"correction={self.correction.name!r} is fitted to a second reading of the prompt, and policy {name!r} "
+                "reads once; use 'attention-matching', 'kvzip' or 'fastkv-reread', or another correction"
+            )
         if self.prefill_block is not None and self.deferred:
             what = f"policy {name!r}" if self.policy.rereads else "Budget(quality=...)"
             raise FastKVError(f"{what} needs the whole context before anything is evicted; leave prefill_block out")
@@ -111,6 +116,11 @@ class Config:
     def deferred(self) -> bool:
         """Whether the first prompt is compressed only after all layers have read it."""
         return self.policy.rereads or self.budget.quality is not None
+
+    @property
+    def samples_queries(self) -> bool:
+        """Whether some queries of a second reading are kept."""
+        return self.policy.refits or self.correction.biases
 
     @property
     def undoes_rotation(self) -> bool:

@@ -353,9 +353,23 @@ MUTATIONS = [
     bug(
         "scales stay where a token was",
         "reference/state.py",
-        'MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions")',
-        'MOVING: ClassVar = ("keys", "values", "positions")',
+        'MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions", "bias")',
+        'MOVING: ClassVar = ("keys", "values", "positions", "bias")',
         f"{SLOTS}::test_moving_never_rounds",
+    ),
+    bug(
+        "a new token has the bias of the token that left",
+        "reference/state.py",
+        'rest["bias"] = torch.zeros_like(positions, dtype=self.bias.dtype)',
+        'rest["bias"] = self.bias[:, :, : positions.shape[2]].clone()',
+        "bias.py::test_a_block_comes_with_no_bias",
+    ),
+    bug(
+        "tokens that never leave are matched like the others",
+        "cache/refit.py",
+        'free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)',
+        "free = exact.valid",
+        "attention_matching.py::test_only_what_may_leave_gets_a_bias_and_another_value",
     ),
     bug(
         "a block is remembered as it is stored",

@@ -23,6 +23,7 @@ MIXED_IN = {  # order of the moments, whether they have a spread; another class;
     "cosh": (1, True),
     "centroids": Centroids,
     "ridge": None,
+    "matching": None,
     "vector": None,
     "vector+mean": (0, False),
     "vector+moments": (1, False),

@@ -173,7 +173,7 @@ def layout_of(
             f"slots={config.slots.name!r} stores keys and values apart, layer {layer} keeps latents, which are both "
             "(MLA); use slots='auto'"
         )
-    if latent and config.correction.observes:
+    if latent and (config.correction.observes or config.correction.biases):
         raise FastKVError(
             f"correction={config.correction.name!r} changes values, which layer {layer} keeps inside its keys "
             "(latents); use another correction"

@@ -68,6 +68,8 @@ def absorb_block(
     compaction.store(state, told, kept, num, rule, full=full)
     if full and again is not None and rule.config.policy.refits:
         refit.refit_centroids(told, kept.kept, again, state, rule)
+    if full and again is not None and rule.config.correction.biases:
+        refit.match(told, again, state, rule)
     if state.prompted is not None:
         state.prompted.copy_(state.seen)
 

@@ -1,5 +1,5 @@
 """Values refitted to attention: of tokens that stay, where the correction says so, or of centroids, after a second
-reading.
+reading; and biases of slots.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import Centroids, LayerState, compute_dtype, visible_keys
+from ..reference import Centroids, LayerState, compute_dtype, pack, visible_keys
 from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
 from . import signals
 from .layout import LayerConfig
@@ -79,3 +79,26 @@ def refit_centroids(
             results.append((weights @ values, lse))
     full, rest = ((torch.cat(o, 3).flatten(2, 3), torch.cat(z, 3).flatten(2, 3)) for o, z in (zip(*f) for f in found))
     parts.copy_(parts.refitted(again.queries, full, rest, spec.scale, spec.softcap))
+
+
+def match(told: Signals, again: signals.SecondReading, state: LayerState, rule: LayerConfig) -> None:
+    """Biases and values of the slots such that they attend as all candidates did; see `MatchingCorrection`.
+
+    Args: told: of the whole prompt; what was chosen of it is in the slots, as it is stored there.
+    """
+    exact, spec = state.exact, rule.spec
+    free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)
+    candidates = told.keys, told.values, told.valid & ~protected(told, state.seen, rule)
+    correction = rule.config.correction
+    kept = exact["keys"], exact["values"], free
+    bias, fitted = correction.matched(again.queries, again.asked, candidates, kept, spec.scale, spec.softcap)
+    codes, scales = exact.format.encode(fitted.to(exact.dtype))
+    for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
+        if rows is None:
+            continue
+        now = exact.stored(name)
+        rows = torch.where(free.view(*free.shape, *(1,) * (now.ndim - 3)), rows, now)
+        if exact.starts is None:
+            now.copy_(rows)  # a view of the slots
+        else:
+            pack(getattr(exact, name), exact.starts, rows)

@@ -25,7 +25,7 @@ class SecondReading:
     Attributes:
         received: [B, Hkv, T] fp32, the most attention that re-fed tokens gave to each token.
         queries: [B, Hq, W, D] post-RoPE, some of the re-fed tokens', and asked: [B, W] bool, false for none; both empty
-            unless the policy refits.
+            unless something is fitted to them.
     """
 
     received: Tensor
@@ -110,7 +110,7 @@ def of_block(
         of the evicted tokens in the attention of q, None for none.
     """
     if again is not None:
-        signals = replace(signals, received=again.received)
+        signals = replace(signals, received=again.received, reference_queries=again.queries, asked=again.asked)
     if rule.config.needs("attention"):
         signals = observe(signals, q, valid, state, rule, mass)
     return replace(signals, queries=q) if rule.config.needs("queries") else signals

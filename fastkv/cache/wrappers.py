@@ -75,7 +75,7 @@ class HeldPrompt:
         out, lse = self._attend(q, k, v, valid, self._spec(scale, softcap), sink_logits)
         most = most_attended(q, self.held[1], lse.masked_fill(~valid[:, None], float("inf")), scale, softcap)
         self.again.received = self.again.received.maximum(torch.where(self.held[3][:, None], most, 0))
-        if self.cache.config.policy.refits:
+        if self.cache.config.samples_queries:
             self._sample(self.again, q, valid)
         return out
 

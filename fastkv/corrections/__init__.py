@@ -6,11 +6,12 @@ from ..errors import FastKVError
 from ..reference import LayerState
 from .base import COSH, MEAN, MOMENTS, Correction, Shape
 from .centroids import CENTROIDS
+from .matching import MATCHING
 from .ridge import RIDGE
 from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 
 NONE = Correction()
-ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, RIDGE, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
+ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
 
 __all__ = ["ALL", "NONE", "Correction", "Shape", "get", "names", "reading"]
 

@@ -90,8 +90,25 @@ class Correction:
 
     @property
     def biases(self) -> bool:
-        """Whether slots have a bias, an addend of their logits."""
+        """Whether slots have a bias, an addend of their logits: after a second reading `matched` says which."""
         return False
+
+    def matched(
+        self,
+        q: Tensor,
+        asked: Tensor,
+        candidates: tuple[Tensor, Tensor, Tensor],
+        kept: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Biases [B, Hkv, L] and values [B, Hkv, L, Dv] of what is kept of a prompt that was read twice.
+
+        Args: q [B, Hq, W, D] and asked [B, W] bool, some of the queries of the second reading; candidates: keys and
+            values [B, Hkv, N, D], and which of them are to be matched [B, Hkv, N] bool; kept: the same of L tokens that
+            are kept, and which of them may change.
+        """
+        raise NotImplementedError
 
     # Corrections that let some tokens keep their key only (VECTOR).
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import FastKVError
+from .attentionmatching import AttentionMatching
 from .base import Policy, QueryStatistics, Signals
 from .baselines import KNorm, Random, Streaming
 from .compactor import Compactor, Leverage, NonCausal
@@ -27,7 +28,7 @@ from .triattention import TriAttention
 ALL: tuple[type[Policy], ...] = (
     MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV, FastKVReread,
     SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention,
-    LagKV, RKV, ExpectedAttention, TriAttention, GRKV, Streaming, Random,
+    LagKV, RKV, ExpectedAttention, TriAttention, GRKV, AttentionMatching, Streaming, Random,
 )  # fmt: skip
 
 __all__ = ["ALL", "Policy", "QueryStatistics", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]

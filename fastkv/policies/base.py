@@ -52,6 +52,8 @@ class Signals:
         output: [hidden, Hq, Dv], the layer's output projection; None unless needed.
         received: [B, Hkv, N] fp32, the largest attention weight that any query of a second reading gave each candidate;
             None without one.
+        reference_queries: [B, Hq, W, Dk] post-RoPE, some of those of a second reading, and asked: [B, W] bool, false
+            for none; None without one, empty unless they are kept (`refits`).
         memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
             policy `remembers`.
         rotary: how the layer turns its keys, None unless "pre_rope" is needed.
@@ -76,6 +78,8 @@ class Signals:
     queries: Tensor | None = None
     output: Tensor | None = None
     received: Tensor | None = None
+    reference_queries: Tensor | None = None
+    asked: Tensor | None = None
     memory: Tensor | None = None
     rotary: Rotary | None = None
     query_statistics: QueryStatistics | None = None
@@ -143,7 +147,7 @@ class Policy:
 
     @property
     def refits(self) -> bool:
-        """Whether the queries of a second reading are kept, for centroids to be refitted to their attention."""
+        """Whether queries of a second reading are kept, for scores or for centroids to be refitted to them."""
         return False
 
     @property

@@ -9,7 +9,7 @@ from .engine import FITTED, Alone, Traffic, prompt, start
 
 LENGTHS, NUM = [300, 41, 129], 20
 DONE = {"momentkv", "keydiff", "fastkv", "snapkv", "h2o"}  # by test_tokens
-NOT_SERVED = {"criticalkv", "kvzip", "fastkv-reread"}
+NOT_SERVED = {"criticalkv", "kvzip", "fastkv-reread", "attention-matching"}
 FILES = {
     "triattention": {"name": "triattention", "calibration": str(FITTED / "queries.safetensors")},
     "duoattention": {"name": "duoattention", "pattern": str(FITTED / "full_attention_heads.tsv")},

@@ -148,7 +148,9 @@ def _check_attention(layer: int, module: Module, config: Config, base: str) -> N
         modules.output_weight(module)
     size, spare = modules.Sizes.of(module), config.evict_every
     dims = size.key_dim, size.groups, spare, size.value_dim
-    check_backend(config.backend, size.device, size.dtype, *dims, has_latents, config.slots.name)
+    check_backend(
+        config.backend, size.device, size.dtype, *dims, has_latents, config.slots.name, config.correction.biases
+    )
 
 
 def _check_latents(module: Module, config: Config, where: str) -> None:

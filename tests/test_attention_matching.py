@@ -1,0 +1,216 @@
+"""Attention Matching: keys, biases and values against plain loops and coordinate descent in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastkv
+from fastkv import Budget, FastKVError
+from fastkv.corrections.matching import MATCHING
+from fastkv.policies import AttentionMatching, Signals
+from fastkv.reference import Moments
+
+from .models import build, generate, prompt
+from .test_policy_matrix import EVERY, TOKENS, small
+
+B, HKV, G, D, N, W, SCALE = 2, 2, 3, 8, 30, 50, 0.5
+F64 = torch.float64
+
+
+def setting(seed=0, spread=1.0):
+    """Queries [B, HQ, W, D] and which count, keys and values [B, HKV, N, D], and which candidates are real."""
+    draw = torch.Generator().manual_seed(seed)
+    q = spread * torch.randn(B, HKV * G, W, D, dtype=F64, generator=draw)
+    keys, values = torch.randn(2, B, HKV, N, D, dtype=F64, generator=draw)
+    asked, valid = torch.rand(B, W, generator=draw) < 0.9, torch.rand(B, HKV, N, generator=draw) < 0.9
+    return q, asked, keys, values, valid
+
+
+def rows_of(q, asked, keys, valid, b, head, softcap=None):
+    """Logits [n, N] of the queries that count over the candidates that are real, -inf elsewhere."""
+    logits = SCALE * q[b, head * G : (head + 1) * G, asked[b]].flatten(0, 1) @ keys[b, head].T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits.masked_fill(~valid[b, head], -torch.inf)
+
+
+def descend(a, y, penalty, low, high):
+    """argmin of |a w - y|^2 + penalty sum diag(a^T a) (w - 1)^2 within bounds, one coordinate after another."""
+    weight, w = penalty * a.square().sum(0), torch.ones(a.shape[1], dtype=F64)
+    for _ in range(300):
+        for c in range(len(w)):
+            rest = y - a @ w + a[:, c] * w[c]
+            w[c] = ((a[:, c] @ rest + weight[c]) / (a[:, c] @ a[:, c] + weight[c])).clamp(low, high)
+    return w
+
+
+@pytest.mark.parametrize("softcap,penalty,high", [(None, 0.01, 3.0), (2.0, 0.01, 3.0), (None, 1e-6, 0.3)])
+def test_biases_and_values_are_those_of_two_least_squares_problems(softcap, penalty, high):
+    q, asked, keys, values, valid = setting()
+    stay = valid & (torch.arange(N) % 3 == 0)
+    free = stay & (torch.arange(N) > 4)  # the others are no part of either side
+    correction = replace(MATCHING, penalty=penalty, bounds=(-3.0, high))
+    match = valid & (torch.arange(N) > 4)
+    bias, after = correction.matched(q, asked, (keys, values, match), (keys, values, free), SCALE, softcap)
+    assert not bias[~free].any() and torch.equal(after[~free], values[~free])
+    for b in range(B):
+        for head in range(HKV):
+            own = free[b, head]
+            logits = rows_of(q, asked, keys, match, b, head, softcap)
+            mass = (logits - logits.amax(-1, keepdim=True)).exp()
+            w = descend(mass[:, own], mass.sum(-1), penalty, math.exp(-3), math.exp(high))
+            torch.testing.assert_close(bias[b, head, own], w.log(), atol=2e-3, rtol=2e-3)
+            x = mass[:, own] * bias[b, head, own].exp()
+            x = x / x.sum(-1, keepdim=True)
+            ridge = penalty * x.square().sum() / own.sum()
+            missing = logits.softmax(-1) @ values[b, head] - x @ values[b, head, own]
+            stacked = torch.cat([x, ridge.sqrt() * torch.eye(int(own.sum()), dtype=F64)])
+            target = torch.cat([missing, torch.zeros(int(own.sum()), D, dtype=F64)])
+            want = values[b, head, own] + torch.linalg.lstsq(stacked, target).solution
+            torch.testing.assert_close(after[b, head, own], want, atol=1e-6, rtol=1e-6)
+
+
+def test_nothing_to_match_changes_nothing():
+    q, asked, keys, values, valid = setting()
+    none = torch.zeros_like(valid)
+    bias, after = MATCHING.matched(q, asked, (keys, values, none), (keys, values, none), SCALE, None)
+    assert not bias.any() and torch.equal(after, values)
+
+
+def told(keys="attention", softcap=None, tokens=9):
+    q, asked, rows, values, valid = setting(seed=1, spread=2.0)
+    positions = torch.arange(N, dtype=torch.int32).repeat(B, HKV, 1)
+    zeros = torch.zeros(B, HKV, N)
+    signals = Signals(
+        rows, values, positions, valid, Moments.empty(B, HKV, D, D, order=None), SCALE, 0, False, softcap,
+        tokens=tokens, attention=zeros, received=zeros + 0.5, memory=zeros, reference_queries=q, asked=asked,
+    )  # fmt: skip
+    policy = AttentionMatching(keys=keys)
+    signals = replace(signals, memory=policy.remember(signals))
+    return signals, policy.score(signals)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_scores_are_root_mean_squares_of_attention(softcap):
+    signals, scores = told(softcap=softcap)
+    for b in range(B):
+        for head in range(HKV):
+            logits = rows_of(signals.reference_queries, signals.asked, signals.keys, signals.valid, b, head, softcap)
+            want = logits.softmax(-1).square().mean(0).sqrt()
+            torch.testing.assert_close(scores[b, head].double(), want, atol=1e-6, rtol=1e-5)
+
+
+def pursue(mass, valid, num):
+    """Orthogonal matching pursuit of the row sums, by a fresh least squares problem at every step."""
+    wanted, picked, missing = mass.sum(-1), [], mass.sum(-1)
+    for _ in range(num):
+        gain = (missing @ mass).masked_fill(~valid, -torch.inf)
+        gain[picked] = -torch.inf
+        picked.append(int(gain.argmax()))
+        some = mass[:, picked]
+        missing = wanted - some @ torch.linalg.lstsq(some, wanted[:, None]).solution[:, 0].clamp(1e-12, math.exp(7))
+    return picked
+
+
+def test_omp_picks_keys_as_plain_matching_pursuit_does():
+    signals, scores = told("omp")
+    for b in range(B):
+        for head in range(HKV):
+            valid = signals.valid[b, head]
+            logits = rows_of(signals.reference_queries, signals.asked, signals.keys, signals.valid, b, head)
+            picked = pursue((logits - logits.amax(-1, keepdim=True)).exp(), valid, 9)
+            assert scores[b, head].argsort(descending=True)[:9].tolist() == picked
+            others = torch.ones(N, dtype=torch.bool).index_fill(0, torch.tensor(picked), False)
+            assert torch.equal(scores[b, head, others], signals.memory[b, head, others]), "the rest goes by attention"
+
+
+def test_more_keys_than_queries_are_picked_once_each():
+    signals, _ = told("omp", tokens=N)
+    few = replace(signals, reference_queries=signals.reference_queries[:, :, :2], asked=signals.asked[:, :2])
+    scores = AttentionMatching(keys="omp").score(few)
+    assert scores[few.valid].isfinite().all()
+    for b in range(B):
+        for head in range(HKV):
+            ranks = (scores - few.memory)[b, head][few.valid[b, head]].round().long()
+            assert len(ranks.unique()) == len(ranks) and int(ranks.min()) > 0
+
+
+def read(policy, length=50, heads="uniform", slots="auto", **options):
+    """One layer of a model that has read a prompt, and what its tokens and queries were."""
+    model = build(head_dim=32)
+    ids, mask = prompt(2, length, (0, 7))
+    fastkv.patch(model, policy, small(heads=heads), evict_every=EVERY, slots=slots, **options)
+    return model, model(ids, attention_mask=mask).past_key_values
+
+
+@pytest.mark.parametrize("heads,slots", [("uniform", "auto"), ("adaptive", "int8")])
+def test_only_what_may_leave_gets_a_bias_and_another_value(heads, slots):
+    _, cache = read("attention-matching", heads=heads, slots=slots)
+    _, plain = read("attention-matching", heads=heads, slots=slots, correction="none")
+    for layer in range(4):
+        one, other = cache.layers[layer].state.exact, plain.layers[layer].state.exact
+        assert other.bias is None and torch.equal(one["positions"][one.valid], other["positions"][other.valid])
+        places, used = one["positions"], one.valid
+        for row, seen in enumerate((50, 43)):
+            safe = used[row] & ((places[row] < 2) | (places[row] >= seen - 4))
+            assert not one["bias"][row][safe].any()
+            assert torch.equal(one["values"][row][safe], other["values"][row][safe])
+            assert one["bias"][row][used[row] & ~safe].any(), "some count more often than once"
+        assert not torch.equal(one["values"][used], other["values"][used])
+        assert one["bias"][used].abs().max() <= 3 + 1e-5
+
+
+def test_it_is_closer_to_the_full_cache_than_its_choice_alone():
+    ids, mask = prompt(2, 50, (0, 7))
+    model = build()
+    more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    with torch.no_grad():
+        full = model(torch.cat([ids, ids[:, -1:]], 1), attention_mask=more).logits[:, -1].log_softmax(-1)
+        errors = {}
+        for correction in ("matching", "none"):
+            fastkv.patch(model, "attention-matching", small(), evict_every=EVERY, correction=correction)
+            cache = model(ids, attention_mask=mask).past_key_values
+            found = model(ids[:, -1:], attention_mask=more, past_key_values=cache).logits[:, -1].log_softmax(-1)
+            errors[correction] = float((full.exp() * (full - found)).sum(-1).mean())
+            fastkv.unpatch(model)
+    assert errors["matching"] < errors["none"]
+
+
+def test_new_tokens_have_no_bias_and_old_ones_keep_theirs():
+    model, cache = read("attention-matching")
+    exact = cache.layers[1].state.exact
+    known = {
+        (b, h, int(p)): float(x)
+        for b in range(2)
+        for h in range(2)
+        for p, x, used in zip(exact["positions"][b, h], exact["bias"][b, h], exact.valid[b, h])
+        if used
+    }
+    ids, mask = prompt(2, 50, (0, 7))
+    tokens = torch.cat([ids, prompt(2, 30, (0, 0), seed=3)[0]], 1)
+    generate(model, tokens, torch.cat([mask, torch.ones(2, 30, dtype=torch.long)], 1), new=12, past_key_values=cache)
+    exact = cache.layers[1].state.exact
+    assert int(exact.lengths.max()) <= TOKENS + EVERY
+    for b in range(2):
+        for h in range(2):
+            for p, x, used in zip(exact["positions"][b, h], exact["bias"][b, h], exact.valid[b, h]):
+                if used:
+                    assert float(x) == known.get((b, h, int(p)), 0.0)
+    assert bool(exact["bias"][exact.valid].any())
+
+
+def test_refusals():
+    model = build()
+    with pytest.raises(
+        FastKVError, match="'matching' is fitted to a second reading of the prompt, and policy 'snapkv' reads once"
+    ):
+        fastkv.patch(model, "snapkv", 64, correction="matching")
+    with pytest.raises(FastKVError, match="keys must be 'attention' or 'omp', got 'kmeans'"):
+        AttentionMatching(keys="kmeans")
+    with pytest.raises(FastKVError, match="they add no bias to the logits of slots, which correction='matching' fits"):
+        fastkv.patch(build(), "attention-matching", 64, backend="triton")
+    latent = build("deepseek_v3")
+    fastkv.patch(latent, "attention-matching", Budget(tokens=20, sinks=2, recent=4))
+    with pytest.raises(FastKVError, match="changes values, which layer 0 keeps inside its keys"):
+        latent(prompt(1, 40, (0,))[0])
