@@ -56,7 +56,7 @@ ALONE = 1024  # centroids and tokens that one program joins
 SETTLED = 256  # below so many, rounds are done by one program
 MOVERS, PARTNERS, DIMS = 32, 64, 32  # tile of offers, and dimensions at a time
 RECEIVERS = 16  # partners merged at a time
-MANY = 128  # movers that four warps compare
+MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
 SLICE = 32  # columns gathered by a program
 ROWS = 64  # of a slice at a time
 SCAN = 1024  # candidates looked at at a time
@@ -598,7 +598,8 @@ def _constants(dim: int, value_dim: int) -> tuple[dict[str, int], dict[str, int]
 
 def _warps(dim: int, lanes: int, hip: bool) -> int:
     """Warps of a program with rows of `dim` columns and so many movers; AMD's have twice the threads."""
-    return 8 if (dim > 128 or lanes > MANY) and not hip else 4
+    many = MANY if dim <= 64 else MANY // 4
+    return 8 if (dim > 128 or lanes > many) and not hip else 4
 
 
 def remember(
