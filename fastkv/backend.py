@@ -70,13 +70,12 @@ def why_not(
     evict_every: int = 1,
     value_dim: int | None = None,
     latent: bool = False,
-    slots: str = "auto",
     biased: bool = False,
 ) -> str | None:
     """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can.
 
     Args: head_dim: of queries and keys; value_dim: of values, None for the same.  latent: whether values are the first
-        numbers of keys.  slots: how keys and values are stored.  biased: whether slots have a bias.
+        numbers of keys.  biased: whether slots have a bias.
     """
     if backend == "cpu" and device.type != "cpu":
         return f"the model is on {device.type}"
@@ -94,8 +93,6 @@ def why_not(
         problem = "they read values from slots of their own, not out of latents (MLA)"
     if problem is None and biased:
         problem = "they add no bias to the logits of slots, which correction='matching' fits"
-    if problem is None and slots == "int4":
-        problem = "they read slots of 8 bits and of the model's dtype, not slots='int4'"
     if problem is None:
         problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
     if problem is None and groups > MAX_GROUPS:
@@ -137,7 +134,7 @@ def check_backend(
             "slots='int8'"
         )
     chosen = resolve(backend, device)
-    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent, slots, biased)
+    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent, biased)
     if problem is not None:
         what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
         instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"

@@ -45,7 +45,9 @@ TYPES = {  # of pointers that are neither in the model's dtype nor fp32
     "*u8": ("kept", "valid", "new_valid", "mask", "protected", "query_valid"),
 }
 SCALES = ("key_scales_ptr", "value_scales_ptr")  # where slots hold codes
-CODES = {"int8": "*i8", "fp8": "*u8"}  # their codes
+CODES = {"int8": "*i8", "fp8": "*u8", "int4": "*u8"}  # their codes
+DIM_80 = {"int8": 80, "fp8": 80, "int4": 96}  # a head that is no power of two
+SCALE_TYPES = {"int8": "*fp32", "fp8": "*fp32", "int4": "*i8"}
 ROWS = ("rows_ptr", "page")  # where the batch lives in chosen rows of pages
 USUAL = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names} | {"scale": "fp32", "softcap": "fp32"}
 
@@ -104,10 +106,10 @@ def variant(
 def coded(
     name: str, types: Mapping[str, str], given: Mapping[str, Any], slots: str
 ) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Name, types and given tensors of a variant whose slots are stored so: "auto", "int8" or "fp8"."""
+    """Name, types and given tensors of a variant whose slots are stored so: "auto", "int8", "fp8" or "int4"."""
     if slots == "auto":
         return name, dict(types), dict(given)
-    codes = dict.fromkeys(("keys_ptr", "values_ptr"), CODES[slots])
+    codes = dict.fromkeys(("keys_ptr", "values_ptr"), CODES[slots]) | dict.fromkeys(SCALES, SCALE_TYPES[slots])
     return f"{name} {slots}", dict(types) | codes, dict(given) | dict.fromkeys(SCALES, True)
 
 
@@ -147,7 +149,7 @@ def of_decode(
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
         DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP,
-        slots != "auto",
+        slots != "auto", slots == "int4",
     )  # fmt: skip
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
@@ -260,7 +262,9 @@ def of_prefill(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
     vendor = "hip" if chip in HIP else chip
-    tile = prefill_attention._tile_of(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, slots != "auto")
+    tile = prefill_attention._tile_of(
+        pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, slots != "auto", slots == "int4"
+    )
     flags = dict(
         HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_C=prefill_attention.BLOCK_C, SEED=min(tile.seed, pow2(dim)),
@@ -419,7 +423,7 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         *(of(d, s, 1, rows=True) for d in (64, 128, 256) for s in (1, 16)),
         *(of(128, s, CENTROIDS.value, spread=True, attention=True, rows=True) for s in (1, 16)),
         of(128, 16, 1, attention=True, ragged=True, rows=True),
-        *(of(d, s, 1, slots=form) for form in CODES for d, s in ((80, 16), *SPLIT)),
+        *(of(d, s, 1, slots=form) for form in CODES for d, s in ((DIM_80[form], 16), *SPLIT)),
         *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
         *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
         *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
@@ -438,7 +442,7 @@ def of_prefills(chip: str) -> list[Variant]:
         *(of(dim, order=CENTROIDS.value, spread=True) for dim in (64, 80, 128, 256)),
         of(128, "fp16", order=CENTROIDS.value, spread=True, groups=7),
         *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
-        *(of(dim, slots=form) for form in CODES for dim in (64, 80, 128, 256)),
+        *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128, 256)),
         *(of(128, order=CENTROIDS.value, spread=True, slots=form) for form in CODES),
         *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
     ]
@@ -462,7 +466,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(
             of_compact(f"compact move D{d}", compact._move_kernel, d, slots=f)
             for f in CODES
-            for d in (64, 80, 128, 256)
+            for d in (64, DIM_80[f], 128, 256)
         ),
         *(of_merge(compact._moments_kernel, d, s, slots=f) for f in CODES for d, s in ((64, 1), (128, 4), (256, 1))),
         *(of_merge(compact._moments_kernel, 128, 1, True, rows=True, slots=f) for f in CODES),
@@ -491,7 +495,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS),
         *(of_evict(512, c, t, arches=CUDA) for c, t in ((1040, 1024), (2048, 1984))),
         *(of_evict(512, 1040, 1024, arches=CUDA, ragged=r, spread=not r) for r in (True, False)),
-        *(of_evict(d, 1040, 1024, codes=form) for form in CODES for d in (64, 80, 128)),
+        *(of_evict(d, 1040, 1024, codes=form) for form in CODES for d in (64, DIM_80[form], 128)),
         *(of_evict(256, 1040, 1024, arches=a, spread=True, codes=form) for form in CODES for a in VENDORS),
         *(of_evict(128, 1040, 1024, ragged=True, rows=True, codes=form) for form in CODES),
     ],

@@ -210,9 +210,6 @@ def test_refusals():
     layer = FastKVAttention(4, 2, 48, "keydiff", 64, slots="int4")
     with sentence("slots='int4' needs keys and values of a multiple of 32 numbers, got 48"):
         layer.allocate(1)
-    layer = module("int4", backend="triton")
-    with pytest.raises(FastKVError, match="not slots='int4'"):
-        layer.allocate(1)
 
 
 def test_plain_is_the_default():

@@ -13,7 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._codes import _exact, _factors, _numbers, _store_encoded
+from ._codes import (
+    _exact,
+    _factors,
+    _packed,
+    _plain_rows,
+    _scale_places,
+    _slot_rows,
+    _store_encoded,
+    _turned,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -95,33 +104,55 @@ def _load_query(q_ptr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def _turned_query(q, scales_ptr, D: tl.constexpr):
+    """The queries as they are multiplied with stored keys."""
+    if _packed(scales_ptr):
+        return _turned(q.to(tl.float32), D).to(q.dtype)
+    else:
+        return q
+
+
+@triton.jit
+def _turned_rest(q, scales_ptr, D: tl.constexpr):
+    """What the dtype of q leaves of the turned queries; None for nothing."""
+    if not _packed(scales_ptr):
+        return  # as in `_page`
+    elif q.dtype == tl.float32:
+        return
+    else:
+        turned = _turned(q.to(tl.float32), D)
+        return (turned - turned.to(q.dtype).to(tl.float32)).to(q.dtype)
+
+
+@triton.jit
 def _attend_slots(
-    top, total, acc, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start, stop, pool, scale,
-    softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start, stop, pool,
+    scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """Add slots [start, stop) to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there.
 
-    With scales, slots hold codes.
+    With scales, slots hold codes. q, rest: `_turned_query`, `_turned_rest`.
     """
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         inside = slot < stop
         mask = _rows_mask(inside, cols, D, BLOCK_D)
-        offset = slot[:, None] * D + cols[None, :]
-        k = _numbers(tl.load(keys_ptr + offset, mask=mask, other=0.0), q.dtype)
+        k = _slot_rows(keys_ptr, key_scales_ptr, slot, inside, mask, cols, q.dtype, D)
         products = _dot(q, tl.trans(k), INTERP)
-        if key_scales_ptr is not None:
+        if rest is not None:
+            products += _dot(rest, tl.trans(k), INTERP)
+        if key_scales_ptr is not None and not _packed(key_scales_ptr):
             products *= _factors(key_scales_ptr, slot, inside)[None, :]
         logits = _logits2(products, scale, softcap, HAS_CAP)
         if logits_ptr is not None:
             place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
             tl.store(logits_ptr + place, logits, mask=(rows < G)[:, None] & inside[None, :])
         logits = tl.where(inside[None, :], logits, -float("inf"))
-        v = _numbers(tl.load(values_ptr + offset, mask=mask, other=0.0), q.dtype)
+        v = _slot_rows(values_ptr, value_scales_ptr, slot, inside, mask, cols, q.dtype, D)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        if value_scales_ptr is not None:
+        if value_scales_ptr is not None and not _packed(value_scales_ptr):
             weights *= _factors(value_scales_ptr, slot, inside)[None, :]
         acc += _dot(weights.to(v.dtype), v, INTERP)
     return top, total, acc
@@ -147,27 +178,33 @@ def _load_token(pointer, wanted, dtype: tl.constexpr, D: tl.constexpr, M: tl.con
 
 @triton.jit
 def _append_token(
-    top, total, acc, q, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, positions_ptr, logits_ptr, length,
-    position, capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, positions_ptr, logits_ptr,
+    length, position, capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length`, if there is one.
 
-    With scales it is stored as codes, and attended to as they will be read.
+    With scales it is stored as codes, and attended to as they will be read; with codes of 4 bits q, rest and acc are
+    rotated.
     """
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     free = length < capacity
-    place = length * D + cols[None, :] + tl.zeros([M, 1], tl.int32)
-    once = (cols < D)[None, :] & (rows == 0)[:, None] & free
     if key_scales_ptr is None:
+        place = length * D + cols[None, :] + tl.zeros([M, 1], tl.int32)
+        once = (cols < D)[None, :] & (rows == 0)[:, None] & free
         tl.store(keys_ptr + place, k, mask=once)
         tl.store(values_ptr + place, v, mask=once)
     else:
         k, v = tl.where((cols < D)[None, :], k, 0.0), tl.where((cols < D)[None, :], v, 0.0)
-        spot, first = length + tl.zeros([M], tl.int32), (rows == 0) & free
-        k = _store_encoded(keys_ptr, key_scales_ptr, k, place, once, spot, first)
-        v = _store_encoded(values_ptr, value_scales_ptr, v, place, once, spot, first)
+        if _packed(key_scales_ptr):  # one row of the equal ones: its products are in fp64
+            k, v = tl.max(k.to(tl.float32), 0)[None, :], tl.max(v.to(tl.float32), 0)[None, :]
+        copies = tl.arange(0, k.shape[0])
+        spot, once = length + 0 * copies, (copies == 0) & free
+        k = _store_encoded(keys_ptr, key_scales_ptr, k, spot, once, D)
+        v = _store_encoded(values_ptr, value_scales_ptr, v, spot, once, D)
     tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
+    if rest is not None:
+        q = q.to(tl.float32) + rest.to(tl.float32)
     top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)
     if logits_ptr is not None:
         tl.store(logits_ptr + rows.to(tl.int64) * pool + length, logit, mask=(rows < G) & free)
@@ -394,9 +431,13 @@ def _load_rows(base_ptr, slots, live, cols, D: tl.constexpr):
 
 
 @triton.jit
-def _exact_rows(base_ptr, scales_ptr, slots, live, cols, D: tl.constexpr):
-    """Rows of slots in fp32, decoded if they have scales; 0 where not live."""
-    return _exact(_load_rows(base_ptr, slots, live, cols, D), scales_ptr, slots, live)
+def _exact_rows(base_ptr, scales_ptr, slots, live, begin, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers [begin, begin + BLOCK) of the rows of slots in fp32, decoded if they have scales; 0 where not live."""
+    if _packed(scales_ptr):
+        return _plain_rows(base_ptr, scales_ptr, slots, live, begin, D, BLOCK)
+    else:
+        cols = begin + tl.arange(0, BLOCK)
+        return _exact(_load_rows(base_ptr, slots, live, cols, D), scales_ptr, slots, live)
 
 
 @triton.jit
@@ -415,14 +456,14 @@ def _holes(victims, drop, length, tokens, R: tl.constexpr):
 
 @triton.jit
 def _add_spread(
-    spread_ptr, keys_ptr, key_scales_ptr, victims, drop, mean, step, weight, cols,
+    spread_ptr, keys_ptr, key_scales_ptr, victims, drop, mean, step, weight,
     D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """spread += sum over the victims of (k - mean)^2 + weight step^2, averaged over the head."""
     squares = weight * step * step
     for first in range(0, drop, TILE):
         live = first + tl.arange(0, TILE) < drop
-        k = _exact_rows(keys_ptr, key_scales_ptr, _some(victims, first, R, TILE), live, cols, D)
+        k = _exact_rows(keys_ptr, key_scales_ptr, _some(victims, first, R, TILE), live, 0, D, mean.shape[0])
         away = k - mean[None, :]
         squares += tl.sum(tl.where(live[:, None], away * away, 0.0), 0)
     _store_spread(spread_ptr, squares, D)
@@ -436,8 +477,17 @@ def _store_spread(spread_ptr, squares, D: tl.constexpr):
 
 @triton.jit
 def _move_rows(base_ptr, drop, hole, to_slot, from_slot, cols, D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
+    """Of rows of D elements, those numbered `cols`."""
     for first in range(0, drop, TILE):
         live = _some(hole.to(tl.int32), first, R, TILE) > 0
         rows = _load_rows(base_ptr, _some(from_slot, first, R, TILE), live, cols, D)
         place = base_ptr + _some(to_slot, first, R, TILE)[:, None] * D + cols[None, :]
         tl.store(place, rows, mask=live[:, None] & (cols < D)[None, :])
+
+
+@triton.jit
+def _move_scales(scales_ptr, hole, to_slot, from_slot, D: tl.constexpr, BLOCK: tl.constexpr):
+    place, mask = _scale_places(scales_ptr, from_slot, hole, D, BLOCK)
+    scales = tl.load(place, mask=mask, other=0)
+    place, mask = _scale_places(scales_ptr, to_slot, hole, D, BLOCK)
+    tl.store(place, scales, mask=mask)

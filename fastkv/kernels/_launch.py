@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids, LayerState, Slots
-from ..reference.slots import Scaled
+from ..reference.slots import GROUP, Grouped, Scaled
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
@@ -142,8 +142,8 @@ def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Te
     if state.rows is not None:
         check_shape(op, "rows", state.rows, (batch,))
     stored = batch if state.rows is None else len(keys)
-    check_shape(op, "keys", keys, (stored, heads, slots, dim))
-    check_shape(op, "values", values, (stored, heads, slots, dim))
+    check_shape(op, "keys", keys, (stored, heads, slots, exact.format.width(dim)))
+    check_shape(op, "values", values, (stored, heads, slots, exact.format.width(dim)))
     held = {keys.dtype, values.dtype} if exact.format.plain else {exact.dtype}
     dtypes = {q.dtype, *held, *(t.dtype for t in same_dtype)}
     if groups > MIN_ROWS or len(dtypes) > 1 or q.dtype == torch.float64:
@@ -163,17 +163,22 @@ def check_no_bias(op: str, bias: Tensor | None) -> None:
 
 
 def check_scales(op: str, slots: Slots) -> None:
-    """Raise FastKVError unless keys and values are plain or codes of 8 bits with a scale a row, and no bias."""
+    """Raise FastKVError unless keys and values are plain or codes that the kernels know, with scales, and no bias."""
     check_no_bias(op, slots.bias)
     if slots.format.plain:
         return
-    if slots.key_scales is None or slots.value_scales is None or not isinstance(slots.format, Scaled):
+    known = isinstance(slots.format, (Scaled, Grouped))
+    if slots.key_scales is None or slots.value_scales is None or not known:
         raise FastKVError(
-            f"{op} reads codes of 8 bits with their scales, got slots={slots.format.name!r}; use slots='int8' or "
-            "backend='reference'"
+            f"{op} reads codes of 8 or 4 bits with their scales, got slots={slots.format.name!r}"
+            f"{' without scales' * known}; use backend='reference'"
         )
-    check_shape(op, "key_scales", slots.key_scales, slots.keys.shape[:-1])
-    check_shape(op, "value_scales", slots.value_scales, slots.keys.shape[:-1])
+    for name in ("key", "value"):
+        codes, scales = getattr(slots, f"{name}s"), getattr(slots, f"{name}_scales")
+        shape = codes.shape[:-1]
+        if isinstance(slots.format, Grouped):
+            shape = (*shape, slots.format.dim(codes.shape[-1]) // GROUP, 2)
+        check_shape(op, f"{name}_scales", scales, shape)
 
 
 def decode_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +223,7 @@ class Workspace:
     def for_state(cls, num_heads: int, state: LayerState, joining: int = 0) -> Workspace:
         """Room for the decode steps of so many query heads over the slots of a layer; joining: numbers in `joining`."""
         exact, tiers, heads = state.exact, state.tiers.values(), state.heads
-        dim = exact.keys.shape[-1]
+        dim = exact.format.dim(exact.keys.shape[-1])
         made = cls.allocate(
             state.batch, heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
             attention=exact.attention is not None, sets=len(tiers),

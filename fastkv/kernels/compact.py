@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
 from ._attention import _dot32, _home, _page, _store_spread
-from ._codes import _encoded, _exact
+from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_rows, check_scales, pow2
 
 PLAN = 2048  # candidates per prefix sum
@@ -102,24 +102,31 @@ def _plan_kernel(
 
 
 @triton.jit
-def _rows(slots_ptr, scales_ptr, new_ptr, index, inside, used, column, stride_t, D: tl.constexpr):
-    """Rows `index` of the candidates, fp32: of the slots below `used`, else of the block; 0 where not inside."""
+def _rows(slots_ptr, scales_ptr, new_ptr, index, inside, used, begin, stride_t, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers [begin, begin + BLOCK) of rows `index` of the candidates, fp32: of the slots below `used`, else of the
+    block; 0 where not inside."""
+    column = begin + tl.arange(0, BLOCK)
     width = column[None, :] < D
     old = (inside & (index < used))[:, None] & width
     fresh = (inside & (index >= used))[:, None] & width
     far = index.to(tl.int64)[:, None]
-    a = tl.load(slots_ptr + far * D + column[None, :], mask=old, other=0.0)
+    if _packed(scales_ptr):
+        a = _plain_rows(slots_ptr, scales_ptr, index.to(tl.int64), inside & (index < used), begin, D, BLOCK)
+    else:
+        a = tl.load(slots_ptr + far * D + column[None, :], mask=old, other=0.0)
     b = tl.load(new_ptr + (far - used) * stride_t + column[None, :], mask=fresh, other=0.0)
-    return tl.where(old, _exact(a, scales_ptr, index, inside & (index < used)), b.to(tl.float32))
+    if not _packed(scales_ptr):
+        a = _exact(a, scales_ptr, index, inside & (index < used))
+    return tl.where(old, a, b.to(tl.float32))
 
 
 @triton.jit
-def _scales(scales_ptr, home, page, first):
+def _scales(scales_ptr, home, page, first, D: tl.constexpr):
     """The scales from slot `first` on of a row of the state; None without scales."""
     if scales_ptr is None:
         return  # as in `_page`
     else:
-        return _page(scales_ptr, home, page) + first
+        return _scales_of(_page(scales_ptr, home, page), first, D)
 
 
 @triton.jit
@@ -178,15 +185,16 @@ def _moments_kernel(
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     lane, dk = tl.arange(0, ROWS), tl.arange(0, BK)
-    dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mine = tl.program_id(1) * COLUMNS
+    dv = mine + tl.arange(0, COLUMNS)
     home, own = _home(rows_ptr, page, head, HEADS)
     if rows_ptr is not None:
         if home == 0:
             return
-    keys = _page(keys_ptr, home, page) + own * slots * DK
-    values = _page(values_ptr, home, page) + own * slots * DV
-    key_scales = _scales(key_scales_ptr, home, page, own * slots)
-    value_scales = _scales(value_scales_ptr, home, page, own * slots)
+    keys = _codes_of(_page(keys_ptr, home, page), key_scales_ptr, own * slots, DK)
+    values = _codes_of(_page(values_ptr, home, page), value_scales_ptr, own * slots, DV)
+    key_scales = _scales(key_scales_ptr, home, page, own * slots, DK)
+    value_scales = _scales(value_scales_ptr, home, page, own * slots, DV)
     count_ptr = _page(count_ptr, home, page)
     spread_ptr = _page(spread_ptr, home, page)
     key_mean_ptr = _page(key_mean_ptr, home, page)
@@ -202,8 +210,9 @@ def _moments_kernel(
     for start in range(low, high, ROWS):
         inside = start + lane < high
         index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-        key_mean += tl.sum(_rows(keys, key_scales, new_keys, index, inside, used, dk, stride_kt, DK), 0)
-        value_mean += tl.sum(_rows(values, value_scales, new_values, index, inside, used, dv, stride_vt, DV), 0)
+        key_mean += tl.sum(_rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK), 0)
+        v = _rows(values, value_scales, new_values, index, inside, used, mine, stride_vt, DV, COLUMNS)
+        value_mean += tl.sum(v, 0)
     inverse = 1.0 / tl.maximum(high - low, 1).to(tl.float32)
     key_mean, value_mean = key_mean * inverse, value_mean * inverse
     cross = tl.zeros([BK, COLUMNS], tl.float32)
@@ -211,8 +220,9 @@ def _moments_kernel(
         for start in range(low, high, ROWS):
             inside = start + lane < high
             index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-            k = _rows(keys, key_scales, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
-            v = _rows(values, value_scales, new_values, index, inside, used, dv, stride_vt, DV) - value_mean[None, :]
+            k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
+            v = _rows(values, value_scales, new_values, index, inside, used, mine, stride_vt, DV, COLUMNS)
+            v -= value_mean[None, :]
             cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0), INTERP)
     squares = tl.zeros([BK], tl.float32)
     if SPREAD:
@@ -220,7 +230,7 @@ def _moments_kernel(
             for start in range(low, high, ROWS):
                 inside = start + lane < high
                 index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-                k = _rows(keys, key_scales, new_keys, index, inside, used, dk, stride_kt, DK) - key_mean[None, :]
+                k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
                 squares += tl.sum(tl.where(inside[:, None], k * k, 0.0), 0)
     state = means_ptr + head * (splits + 1) * (DK + DV)  # the state before, then one row per split
     spot = dk[:, None] * DV + dv[None, :]
@@ -319,20 +329,26 @@ def _move_row_tile(
 ):
     """to[hole] = (slots, then block)[source] for a tile of rows; with scales, those of the block are encoded."""
     column = tl.arange(0, BLOCK)[None, :]
-    old = (inside & (source < used))[:, None] & (column < D)
     fresh = (inside & (source >= used))[:, None] & (column < D)
     far = source.to(tl.int64)[:, None]
-    a = tl.load(to_ptr + far * D + column, mask=old, other=0.0)
-    b = tl.load(new_ptr + (far - used) * stride_t + column, mask=fresh, other=0.0)
     if scales_ptr is None:
+        old = (inside & (source < used))[:, None] & (column < D)
+        a = tl.load(to_ptr + far * D + column, mask=old, other=0.0)
+        b = tl.load(new_ptr + (far - used) * stride_t + column, mask=fresh, other=0.0)
         row = tl.where(old, a.to(tl.float32), b.to(tl.float32))
+        spot = to_ptr + hole.to(tl.int64)[:, None] * D + column
+        tl.store(spot, row.to(to_ptr.dtype.element_ty), mask=inside[:, None] & (column < D))
     else:
-        codes, scales = _encoded(b.to(tl.float32), to_ptr.dtype.element_ty)
-        row = tl.where(old, a, codes)
-        known = tl.load(scales_ptr + source, mask=inside & (source < used), other=0.0)
-        tl.store(scales_ptr + hole, tl.where(source < used, known, scales), mask=inside)
-    spot = to_ptr + hole.to(tl.int64)[:, None] * D + column
-    tl.store(spot, row.to(to_ptr.dtype.element_ty), mask=inside[:, None] & (column < D))
+        b = tl.load(new_ptr + (far - used) * stride_t + column, mask=fresh, other=0.0)
+        codes, scales, _ = _stored(b.to(tl.float32), to_ptr, scales_ptr, D)
+        spot, old = _code_places(to_ptr, scales_ptr, source.to(tl.int64), inside & (source < used), D, BLOCK)
+        row = tl.where(old, tl.load(spot, mask=old, other=0), codes)
+        spot, mask = _code_places(to_ptr, scales_ptr, hole.to(tl.int64), inside, D, BLOCK)
+        tl.store(spot, row, mask=mask)
+        spot, old = _scale_places(scales_ptr, source, inside & (source < used), D, BLOCK)
+        scale = tl.where(old, tl.load(spot, mask=old, other=0), scales)
+        spot, mask = _scale_places(scales_ptr, hole, inside, D, BLOCK)
+        tl.store(spot, scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=FOLLOWING[:-1])
@@ -349,10 +365,10 @@ def _move_kernel(
     holes_ptr = lists_ptr + (tl.num_programs(0) + head) * N
     sources_ptr = holes_ptr + tl.num_programs(0).to(tl.int64) * N
     places = _page(positions_ptr, home, page) + own * slots
-    keys = _page(keys_ptr, home, page) + own * slots * DK
-    values = _page(values_ptr, home, page) + own * slots * DV
-    key_scales = _scales(key_scales_ptr, home, page, own * slots)
-    value_scales = _scales(value_scales_ptr, home, page, own * slots)
+    keys = _codes_of(_page(keys_ptr, home, page), key_scales_ptr, own * slots, DK)
+    values = _codes_of(_page(values_ptr, home, page), value_scales_ptr, own * slots, DV)
+    key_scales = _scales(key_scales_ptr, home, page, own * slots, DK)
+    value_scales = _scales(value_scales_ptr, home, page, own * slots, DV)
     new_places = new_positions_ptr + batch * stride_pb + kv * stride_ph
     new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
     new_values = new_values_ptr + batch * stride_vb + kv * stride_vh
@@ -385,15 +401,14 @@ def _merge(
         before; where: rows and page.
     """
     slope = moments.slope
-    keys, values, *_ = held
-    batch, (_, heads, slots, dk) = len(listed), keys.shape
-    dv = values.shape[-1]
+    batch, (_, heads, slots, _) = len(listed), held[0].shape
+    dk, dv = new_keys.shape[-1], new_values.shape[-1]
     splits = means.shape[2] - 1
     has_cross = moments.cross is not None
     cross = moments.cross if has_cross else means
-    part = torch.empty(batch * heads * splits * dk * dv if has_cross and splits > 1 else 0, device=keys.device)
+    part = torch.empty(batch * heads * splits * dk * dv if has_cross and splits > 1 else 0, device=listed.device)
     spread = moments.spread
-    part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=keys.device)
+    part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=listed.device)
     state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope, spread)
     rows, columns, warps = MERGE[pow2(dk, 64)]
     shape = {"HEADS": heads, "DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns}
@@ -420,8 +435,8 @@ def compact(
     op, slots, moments, kept = "compact", state.exact, state.moments, selection.kept
     keys, values, positions, lengths = slots.keys, slots.values, slots.positions, slots.lengths
     assert values is not None and positions is not None
-    batch, (_, heads, capacity, dk) = state.batch, keys.shape
-    num, dv = valid.shape[-1], values.shape[-1]
+    batch, (_, heads, capacity, _), num = state.batch, keys.shape, valid.shape[-1]
+    dk, dv = slots.format.dim(keys.shape[-1]), slots.value_dim
     nothing = (
         keys.new_empty(batch, heads, 0, dk, dtype=slots.dtype),
         values.new_empty(batch, heads, 0, dv, dtype=slots.dtype),

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import LayerState, Spec
+from ..reference.slots import Grouped
 from ._attention import (
     _add_attention,
     _append_token,
@@ -44,7 +45,10 @@ from ._attention import (
     _store_nothing,
     _store_partial,
     _stretch,
+    _turned_query,
+    _turned_rest,
 )
+from ._codes import _codes_of, _packed, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _evicted_partial
 from ._launch import (
     INTERPRET,
@@ -116,11 +120,12 @@ def _decode_attention_kernel(
     if k_ptr is not None:
         held = tl.minimum(length + 1, capacity)
     q_ptr += pair * G * D
-    keys_ptr += base * D
-    values_ptr += base * D
-    if key_scales_ptr is not None:
-        key_scales_ptr += base
-        value_scales_ptr += base
+    keys_ptr, values_ptr = (
+        _codes_of(keys_ptr, key_scales_ptr, base, D),
+        _codes_of(values_ptr, value_scales_ptr, base, D),
+    )
+    key_scales_ptr = _scales_of(key_scales_ptr, base, D)
+    value_scales_ptr = _scales_of(value_scales_ptr, base, D)
     out_ptr += pair * G * D
     if ORDER == 0 or ORDER == 1:
         key_mean_ptr += own * D
@@ -142,19 +147,23 @@ def _decode_attention_kernel(
         if k_ptr is not None:  # loaded before anything has to be waited for
             k = _load_token(k_ptr + pair * D, last, q_ptr.dtype.element_ty, D, M, BLOCK_D)
             v = _load_token(v_ptr + pair * D, last, q_ptr.dtype.element_ty, D, M, BLOCK_D)
+        rest = _turned_rest(q, key_scales_ptr, D)
+        q = _turned_query(q, key_scales_ptr, D)
         share = tl.cdiv(length, SPLITS)
         start = split * share
         top, total, acc = _attend_slots(
-            top, total, acc, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start,
+            top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start,
             tl.minimum(start + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+                    top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
                     positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap, G, M, D,
                     BLOCK_D, HAS_CAP,
                 )  # fmt: skip
+        if _packed(key_scales_ptr):
+            acc = _turned(acc, D)
 
     if PARTS == 1:
         moment_top = tl.full([M], -float("inf"), tl.float32)
@@ -220,12 +229,12 @@ def _decode_attention_kernel(
 
 def _constants(
     dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, slots: int, programs: int,
-    order: int | None, spread: bool, capped: bool, hip: bool, coded: bool,
+    order: int | None, spread: bool, capped: bool, hip: bool, coded: bool, packed: bool,
 ) -> tuple[dict, int, int]:  # fmt: skip
     """Constexpr arguments, warps and pipeline stages.
 
     matrix: dtype of the moment matrix; slots: of a head; programs: see `num_programs`; order: of the moments, CENTROIDS
-    or None; spread: see `_evicted`; coded: whether slots hold codes.
+    or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4 bits.
     """
     padded = pow2(head_dim, 64)
     splits, parts = programs, programs
@@ -237,6 +246,8 @@ def _constants(
         block_n, num_stages = 2 * block_n, 2  # a share in one tile, in the same memory
     if coded and dtype == torch.float32:
         block_n = MIN_ROWS  # codes and the numbers that they become, in registers at once
+    elif packed:  # twice the queries, and keys that were codes
+        block_n, num_stages = min(block_n, 32), 2
     if capped or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
     if matrix == torch.float32 or order == CENTROIDS.value:
@@ -268,7 +279,8 @@ def decode_step(
     keys, values, attention = slots.keys, slots.values, slots.attention
     assert values is not None
     groups = check_decode(op, q, state, addressed(op, keys, starts), addressed(op, values, starts))
-    _, heads, capacity, dim = addressed(op, keys, starts).shape
+    _, heads, capacity, _ = addressed(op, keys, starts).shape
+    dim = q.shape[-1]
     known = Terms.of(op, spec.evicted(state), dim)
     check_like(op, (heads * groups,), sink_logits=state.sink_logits)
     check_contiguous(op, q=q, k=k, v=v)
@@ -288,6 +300,7 @@ def decode_step(
     constants, num_warps, num_stages = _constants(
         q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, slots.limit, programs,
         known.order, known.spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain,
+        isinstance(slots.format, Grouped),
     )  # fmt: skip
     parts = room if programs > 1 else None
     positions, seen = (slots.positions, state.seen) if k is not None else (None, None)

@@ -24,7 +24,20 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ._attention import _add_spread, _barrier, _dot32, _exact_rows, _holes, _home, _move_rows, _page, _some, _stretch
+from ._attention import (
+    _add_spread,
+    _barrier,
+    _dot32,
+    _exact_rows,
+    _holes,
+    _home,
+    _move_rows,
+    _move_scales,
+    _page,
+    _some,
+    _stretch,
+)
+from ._codes import _codes_of, _packed, _scales_of
 from ._launch import (
     INTERPRET,
     Workspace,
@@ -156,12 +169,13 @@ def _evict_kernel(
         order = tl.where(order == low, LAST_KEY, order)
     hole, source = _holes(victims, drop, length, tokens, R)
 
-    keys_ptr += base * D
-    values_ptr += base * D
+    keys_ptr, values_ptr = (
+        _codes_of(keys_ptr, key_scales_ptr, base, D),
+        _codes_of(values_ptr, value_scales_ptr, base, D),
+    )
+    key_scales_ptr = _scales_of(key_scales_ptr, base, D)
+    value_scales_ptr = _scales_of(value_scales_ptr, base, D)
     positions_ptr += base
-    if key_scales_ptr is not None:
-        key_scales_ptr += base
-        value_scales_ptr += base
     cols, mine = tl.arange(0, BLOCK_D), part * BLOCK_V + tl.arange(0, BLOCK_V)
     before = tl.load(count_ptr + own)
     size, share = drop.to(tl.float32), drop.to(tl.float32) / (before + drop).to(tl.float32)
@@ -170,8 +184,10 @@ def _evict_kernel(
         value_mean = tl.zeros([BLOCK_V], tl.float32)
         for first in range(0, drop, TILE):
             gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
-            key_mean += tl.sum(_exact_rows(keys_ptr, key_scales_ptr, gone, live, cols, D), 0) / size
-            value_mean += tl.sum(_exact_rows(values_ptr, value_scales_ptr, gone, live, mine, D), 0) / size
+            k = _exact_rows(keys_ptr, key_scales_ptr, gone, live, 0, D, BLOCK_D)
+            v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
+            key_mean += tl.sum(k, 0) / size
+            value_mean += tl.sum(v, 0) / size
         key_before = tl.load(key_mean_ptr + own * D + cols, mask=cols < D, other=0.0)
         value_before = tl.load(value_mean_ptr + own * D + mine, mask=mine < D, other=0.0)
         key_step, value_step = key_mean - key_before, value_mean - value_before
@@ -179,8 +195,7 @@ def _evict_kernel(
             if part == 0:  # no other part reads it
                 weight = before.to(tl.float32) * share
                 _add_spread(
-                    spread_ptr + own, keys_ptr, key_scales_ptr, victims, drop, key_mean, key_step, weight, cols, D, R,
-                    TILE,
+                    spread_ptr + own, keys_ptr, key_scales_ptr, victims, drop, key_mean, key_step, weight, D, R, TILE,
                 )  # fmt: skip
         if cross_ptr is not None:
             place = own * D * D + cols[:, None] * D + mine[None, :]
@@ -189,8 +204,9 @@ def _evict_kernel(
             cross += (key_step * (before.to(tl.float32) * share))[:, None] * value_step[None, :]
             for first in range(0, drop, TILE):
                 gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
-                k = _exact_rows(keys_ptr, key_scales_ptr, gone, live, cols, D) - key_mean[None, :]
-                v = _exact_rows(values_ptr, value_scales_ptr, gone, live, mine, D) - value_mean[None, :]
+                k = _exact_rows(keys_ptr, key_scales_ptr, gone, live, 0, D, BLOCK_D) - key_mean[None, :]
+                v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
+                v -= value_mean[None, :]
                 k, v = tl.where(live[:, None], k, 0.0), tl.where(live[:, None], v, 0.0)
                 cross += _dot32(tl.trans(k), v, INTERP)
             tl.store(cross_ptr + place, cross, mask=mask)
@@ -200,17 +216,20 @@ def _evict_kernel(
         tl.store(value_mean_ptr + own * D + mine, value_before + share * value_step, mask=mine < D)
         key_mean = key_before + share * key_step
     _barrier(HIP)  # every thread has read the evicted values before they are overwritten
-    _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)
+    if not _packed(value_scales_ptr):
+        _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)
 
     _barrier(HIP)  # every thread has read what the last part changes
     parts = tl.num_programs(1)
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
-        _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
+        if _packed(key_scales_ptr):  # every part needs all numbers of a rotated value
+            _move_rows(keys_ptr, drop, hole, victims, source, cols, D // 2, R, TILE)
+            _move_rows(values_ptr, drop, hole, victims, source, cols, D // 2, R, TILE)
+        else:
+            _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
         if key_scales_ptr is not None:  # which every part has read
-            scales = tl.load(key_scales_ptr + source, mask=hole, other=0.0)
-            tl.store(key_scales_ptr + victims, scales, mask=hole)
-            scales = tl.load(value_scales_ptr + source, mask=hole, other=0.0)
-            tl.store(value_scales_ptr + victims, scales, mask=hole)
+            _move_scales(key_scales_ptr, hole, victims, source, D, BLOCK_D)
+            _move_scales(value_scales_ptr, hole, victims, source, D, BLOCK_D)
         moved = tl.load(positions_ptr + source, mask=hole, other=0)
         tl.store(positions_ptr + victims, moved, mask=hole)
         if key_mean_ptr is not None:
@@ -244,7 +263,8 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     op, exact, moments, starts = "evict", state.exact, state.moments, state.exact.starts
     keys, values = exact.keys, exact.values
     assert values is not None
-    _, heads, slots, dim = addressed(op, keys, starts).shape
+    _, heads, slots, width = addressed(op, keys, starts).shape
+    dim = exact.format.dim(width)
     check_head_dim(op, dim)
     check_shape(op, "values", values, keys.shape)
     check_scales(op, exact)

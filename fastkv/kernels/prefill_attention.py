@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
-from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_update
-from ._codes import _factors, _numbers
+from ..reference.slots import Grouped
+from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_update, _turned_query, _turned_rest
+from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, check_scales, chip_of, pow2, stages
 
@@ -64,6 +65,13 @@ SINGLE = {  # float32, whose products take three terms of each operand
 # And what slots in 8 bits need, whose codes and numbers are in registers at once.
 HALF_CODES = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}}
 SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
+# Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes.
+HALF_PACKED = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2)) | {
+    128: Tile(64, 64, 8, 2, seed=16), 256: Tile(64, 32, 8, 2, seed=16), 512: Tile(32, 16, 8, 2, seed=16)
+}  # fmt: skip
+SINGLE_PACKED = dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16)) | {
+    128: Tile(16, 32, 8, 1, seed=16), 256: Tile(16, 16, 8, 1, seed=16)
+}  # fmt: skip
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
@@ -141,20 +149,37 @@ def _prefill_kernel(
         q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
 
     length = tl.load(lengths_ptr + head).to(tl.int32)
-    keys = keys_ptr + head * slots * D
-    values = values_ptr + head * slots * DV
+    keys = _codes_of(keys_ptr, key_scales_ptr, head * slots, D)
+    values = _codes_of(values_ptr, value_scales_ptr, head * slots, DV)
+    key_scales = _scales_of(key_scales_ptr, head * slots, D)
+    value_scales = _scales_of(value_scales_ptr, head * slots, DV)
+    if _packed(key_scales_ptr):  # all of the slots in the space of rotated rows
+        turned = _turned_query(q, key_scales_ptr, D)
+        rest = _turned_rest(q, key_scales_ptr, D)
+        acc = _turned(acc, DV)
     for first in range(0, length, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
-        products = _products(q, q_ptrs, rows, keys, first, index < length, D, D, BD, BLOCK_N, SLICE, INTERP)
-        if key_scales_ptr is not None:
-            products *= _factors(key_scales_ptr + head * slots, index, index < length)[None, :]
+        if _packed(key_scales_ptr):
+            k = _rotated_rows(keys, key_scales, index, index < length, 0, D, BD).to(q.dtype)
+            products = _dot(turned, tl.trans(k), INTERP)
+            if rest is not None:
+                products += _dot(rest, tl.trans(k), INTERP)
+        else:
+            products = _products(q, q_ptrs, rows, keys, first, index < length, D, D, BD, BLOCK_N, SLICE, INTERP)
+            if key_scales_ptr is not None:
+                products *= _factors(key_scales, index, index < length)[None, :]
         logits = _logits2(products, scale, softcap, HAS_CAP)
         logits = tl.where((index < length)[None, :], logits, -float("inf"))
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        v = _numbers(_tile(values, first, index < length, DV, DV, BV, BLOCK_N), q_ptr.dtype.element_ty)
-        if value_scales_ptr is not None:
-            weights *= _factors(value_scales_ptr + head * slots, index, index < length)[None, :]
+        if _packed(value_scales_ptr):
+            v = _rotated_rows(values, value_scales, index, index < length, 0, DV, BV).to(q_ptr.dtype.element_ty)
+        else:
+            v = _numbers(_tile(values, first, index < length, DV, DV, BV, BLOCK_N), q_ptr.dtype.element_ty)
+            if value_scales_ptr is not None:
+                weights *= _factors(value_scales, index, index < length)[None, :]
         acc += _dot(weights.to(v.dtype), v, INTERP)
+    if _packed(value_scales_ptr):
+        acc = _turned(acc, DV)
 
     new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
     new_values = new_values_ptr + batch * stride_vb + kv * stride_vh
@@ -178,10 +203,14 @@ def _prefill_kernel(
     tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
-def _tile_of(width: int, dtype: torch.dtype, chip: str, capped: bool, order: int | None, coded: bool) -> Tile:
+def _tile_of(
+    width: int, dtype: torch.dtype, chip: str, capped: bool, order: int | None, coded: bool, packed: bool
+) -> Tile:
     """For heads padded to `width`; chip: see `chip_of`; capped: whether logits are; order: of `Terms`; coded: whether
-    slots hold codes.
+    slots hold codes; packed: of 4 bits.
     """
+    if packed:
+        return (SINGLE_PACKED if dtype == torch.float32 else HALF_PACKED)[width]
     tiles, codes = (SINGLE, SINGLE_CODES) if dtype == torch.float32 else (HALF, HALF_CODES)
     known = chip if chip in tiles else ""
     sizes = tiles[known]
@@ -207,9 +236,10 @@ def prefill_attention(
     scales = (exact.stored("key_scales"), exact.stored("value_scales")) if coded else (None, None)
     check_scales(op, exact)
     batch, num_heads, num, dim = q.shape
-    heads, num_slots, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
+    heads, num_slots, value_dim = keys.shape[1], keys.shape[2], v.shape[-1]
     groups = check_groups(op, num_heads, heads)
-    check_shape(op, "values", values, (batch, heads, num_slots, None))
+    check_shape(op, "keys", keys, (batch, heads, num_slots, exact.format.width(dim)))
+    check_shape(op, "values", values, (batch, heads, num_slots, exact.format.width(value_dim)))
     check_shape(op, "k", k, (batch, heads, num, dim))
     check_shape(op, "v", v, (batch, heads, num, value_dim))
     check_shape(op, "valid", valid, (batch, num))
@@ -218,7 +248,7 @@ def prefill_attention(
     known = Terms.of(op, evicted, dim)
     check_contiguous(op, lengths=lengths, valid=valid, matrix=known.matrix, spread=known.spread)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
-    slots = keys.stride(1) // dim
+    slots = keys.stride(1) // keys.shape[-1]
     for name, tensor in (("keys", keys), ("values", values)):
         row = tensor.shape[-1]
         if num_slots and tensor.stride()[batch == 1 :] != (heads * slots * row, slots * row, row, 1)[batch == 1 :]:
@@ -229,7 +259,8 @@ def prefill_attention(
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     lse_evicted = torch.empty_like(lse)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
-    tile = _tile_of(max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, coded)
+    tile = _tile_of(max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, coded,
+                    isinstance(exact.format, Grouped))  # fmt: skip
     count, matrix, has_slope = None, known.matrix, False
     if isinstance(evicted, Moments):
         count, has_slope = evicted.count, evicted.slope is not None

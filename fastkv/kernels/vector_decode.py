@@ -215,13 +215,13 @@ def _vector_decode_kernel(
             v = _load_token(v_ptr + pair * D, last, values_ptr.dtype.element_ty, D, M, BLOCK_D)
         share = tl.cdiv(length, SPLITS)
         top, total, acc = _attend_slots(
-            top, total, acc, q, keys_ptr, values_ptr, None, None, logits_ptr, split * share,
+            top, total, acc, q, None, keys_ptr, values_ptr, None, None, logits_ptr, split * share,
             tl.minimum(split * share + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, k, v, keys_ptr, values_ptr, None, None, positions_ptr + base, logits_ptr,
+                    top, total, acc, q, None, k, v, keys_ptr, values_ptr, None, None, positions_ptr + base, logits_ptr,
                     length, length + approx_length + count, capacity, pool, scale, softcap, G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
         _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)

@@ -10,8 +10,9 @@ finite. Decoded rows are fp32 (those of "auto" as they are).
 - int8: D codes int8, s fp32; s c with c = round(x / s), s = max |x| / 127. |error| <= s / 2.
 - fp8: D codes e4m3, s fp32; s c with c = e4m3(x / s), s = max |x| / 448. |error| <= max(|x| / 16, s / 1024).
 - int4: D codes of 4 bits, and for each 32 numbers m and z int8; s (c - z) with c = clamp(round(y / s) + z, 0, 15), y =
-  x H (`rotated`) and s = `step_of(m)`; the row then turned back. |error of y| <= s / 2. Rotation before rounding:
-  QuaRot, arXiv:2404.00456, Sec. 4.2; asymmetric groups of each token: KIVI, arXiv:2402.02750, Sec. 3.
+  x H (`rotated`, with sums in fp64, so that their order leaves no trace in fp32) and s = `step_of(m)`; the row then
+  turned back. |error of y| <= s / 2. Rotation before rounding: QuaRot, arXiv:2404.00456, Sec. 4.2; asymmetric groups
+  of each token: KIVI, arXiv:2402.02750, Sec. 3.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Grouped(SlotFormat):
         """Of each group y of the rotated row: the smallest step s >= max((max y - min y) / 15, max |y| / 127),
         z = round(-min y / s) and c = clamp(round(y / s) + z, 0, 15).
         """
-        groups = rotated(rows.float()).unflatten(-1, (-1, GROUP))
+        groups = rotated(rows.double()).float().unflatten(-1, (-1, GROUP))
         low, high = groups.aminmax(dim=-1, keepdim=True)
         need = torch.maximum((high - low) / 15, torch.maximum(high, -low) / 127)
         exponents = (((need.contiguous().view(torch.int32) + 0xFFFFF) >> 20) - 1016).clamp(-128, 127)
@@ -199,17 +200,17 @@ def rotated(rows: Tensor) -> Tensor:
     made = hadamard.__wrapped__ if torch.compiler.is_compiling() else hadamard
     matrix = made(size, rows.device, torch.float64 if rows.dtype == torch.float64 else torch.float32)
     with torch.autocast(rows.device.type, enabled=False):  # codes are the same bits wherever they are made
-        return (rows.to(matrix.dtype).unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+        return (rows.to(matrix.dtype).unflatten(-1, (-1, size)) @ matrix).mul_(size**-0.5).flatten(-2)
 
 
 @cache
 def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The normalised Hadamard matrix [size, size], size a power of two."""
+    """The Hadamard matrix [size, size] of 1 and -1, size a power of two."""
     index = torch.arange(size, device=device)
     parity = index[:, None] & index
     for shift in (16, 8, 4, 2, 1):
         parity = parity ^ (parity >> shift)
-    return (1 - 2 * (parity & 1)).to(dtype) / size**0.5
+    return (1 - 2 * (parity & 1)).to(dtype)
 
 
 AUTO = SlotFormat()
