@@ -113,27 +113,37 @@ def observed_codes(q: Tensor, slots: Slots, scale: float, mask: Tensor) -> tuple
     room = rows.new_empty(min(some, total), width, dim)
     stretches = [slice(start, start + some) for start in range(0, total, some)]
     # A query of its own for each part of a row, zero elsewhere: products of whole rows are faster than of parts.
-    each = rows.unflatten(-1, (parts, -1))
-    split = (each[:, None] * torch.eye(parts, device="cpu")[:, None, :, None]).reshape(total, parts * num, dim)
+    each = rows.unflatten(-1, (parts, -1)).transpose(1, 2)  # [total, parts, num, dim / parts]
+    split = rows if parts == 1 else diagonal(each)
     products = rows.new_empty(total, parts * num, width)
     for stretch in stretches:
-        numbers = form.numbers(keys[stretch], room[: len(keys[stretch])])
+        numbers = form.numbers(keys[stretch], room[: total - stretch.start])
         torch.bmm(split[stretch], numbers.transpose(1, 2), out=products[stretch])
-    logits = products.view(total, parts, num, width).mul_(key_steps.transpose(1, 2)[:, :, None]).sum(1)
+    logits = mask.view(-1, 1, width)
+    for part, step in zip(products.split(num, 1), key_steps.split(1, -1)):
+        logits = torch.addcmul(logits, part, step.transpose(1, 2), value=scale)
     if key_zeros is not None:
-        logits.baddbmm_(each.sum(-1), (key_steps * key_zeros).transpose(1, 2), alpha=-1)
-    weights = logits.mul_(scale).add_(mask.view(-1, 1, width)).softmax(-1)
+        logits.baddbmm_(each.sum(-1).transpose(1, 2), (key_steps * key_zeros).transpose(1, 2), alpha=-scale)
+    weights = logits.softmax(-1)
     lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
-    shares = (weights[:, None] * steps.transpose(1, 2)[:, :, None]).flatten(1, 2)
-    sums = torch.empty_like(split)
+    shares = torch.cat([weights * step.transpose(1, 2) for step in steps.split(1, -1)], 1)
+    sums = rows.new_empty(total, parts * num, dim)
     for stretch in stretches:
-        numbers = form.numbers(values[stretch], room[: len(values[stretch])])
+        numbers = form.numbers(values[stretch], room[: total - stretch.start])
         torch.bmm(shares[stretch], numbers, out=sums[stretch])
-    out = sums.view(total, parts, num, parts, -1).diagonal(dim1=1, dim2=3).transpose(2, 3)  # [..., parts, dim / parts]
+    sums = sums.view(total, parts, num, parts, -1).diagonal(dim1=1, dim2=3).transpose(2, 3)
     if zeros is not None:
-        out = out - torch.bmm(weights, steps * zeros)[..., None]
+        sums = sums - torch.bmm(weights, steps * zeros)[..., None]
     shape = batch, heads, num
-    return form.turned(out.reshape(*shape, dim)), lse.view(shape), weights.view(*shape, width)
+    return form.turned(sums.reshape(*shape, dim)), lse.view(shape), weights.view(*shape, width)
+
+
+def diagonal(each: Tensor) -> Tensor:
+    """each [N, P, T, E] as rows [N, P T, P E]: those of part p have its E numbers in their place, zeros elsewhere."""
+    num, parts, queries, size = each.shape
+    whole = each.new_zeros(num, parts, queries, parts, size)
+    whole.diagonal(dim1=1, dim2=3).copy_(each.permute(0, 2, 3, 1))
+    return whole.view(num, parts * queries, -1)
 
 
 def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tensor:
