@@ -976,6 +976,13 @@ MUTATIONS = [
         "corrections.py::test_the_cost_is_what_the_state_holds",
     ),
     bug(
+        "the demo stores everything in the model's dtype",
+        "evaluation/comparison.py",
+        "evict_every=EVICT_EVERY, slots=slots",
+        "evict_every=EVICT_EVERY",
+        "cli.py::test_demo_stores_keys_and_values_as_it_is_told",
+    ),
+    bug(
         "slots of fewer bits have fewer centroids for the same tokens",
         "corrections/base.py",
         "self.itemsize if self.format.plain else 2",

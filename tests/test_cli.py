@@ -1,5 +1,6 @@
 """The command line: help, doctor, mistakes, and the demo on the bundled model."""
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -10,10 +11,13 @@ import torch
 import transformers
 
 import fastkv
+from fastkv import Budget
 from fastkv.cli import main
 from fastkv.demo import load, policy_of
 from fastkv.demo.measure import make_questions, measure, relative_error
 from fastkv.demo.tasks import generate
+from fastkv.evaluation import demo
+from fastkv.evaluation.comparison import cached
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.evaluation.pictures import labelled, spread
 from fastkv.evaluation.story import bar
@@ -84,6 +88,7 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
         (["demo", "--context", "1000000"], "context"),
         (["demo", "--samples", "0"], "samples"),
         (["demo", "--equal", "luck"], "luck"),
+        (["demo", "--slots", "int2"], "int8"),
         (["calibrate", "context", "--lengths", "many"], "many"),
     ],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
@@ -101,6 +106,16 @@ def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_p
     assert len(said.err.splitlines()) == 1 and said.err.startswith("fastkv")
     assert names in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_demo_stores_keys_and_values_as_it_is_told(bundled):
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    for words, slots in ((["--slots", "int4"], "int4"), ([], "auto")):
+        settings = demo.settings_of(parser.parse_args(words))
+        with cached(bundled[0], "fastkv", Budget(tokens=48, recent=16), settings.slots) as model:
+            cache = model(torch.ones(1, 4, dtype=torch.int64)).past_key_values
+        assert {layer.state.exact.format.name for layer in cache.layers} == {slots}
 
 
 def test_demo_tells_a_story(capsys, tmp_path):

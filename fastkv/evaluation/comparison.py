@@ -77,12 +77,15 @@ def budget_of(
 
 
 def cached(
-    model: PreTrainedModel, policy: str, budget: Budget | None, block: int | None = None
+    model: PreTrainedModel, policy: str, budget: Budget | None, slots: str, block: int | None = None
 ) -> AbstractContextManager[PreTrainedModel]:
-    """The model with the cache of a policy while the context lasts; with its own if there is no budget."""
+    """The model with the cache of a policy while the context lasts; with its own if there is no budget.
+
+    Args: slots: how the cache stores keys and values.  block: tokens of a block of the prompt.
+    """
     if budget is None:
         return nullcontext(model)
-    return patched(model, policy_of(policy), budget, prefill_block=block, evict_every=EVICT_EVERY)
+    return patched(model, policy_of(policy), budget, prefill_block=block, evict_every=EVICT_EVERY, slots=slots)
 
 
 @torch.no_grad()
@@ -110,7 +113,7 @@ def check(model: PreTrainedModel, settings: argparse.Namespace, whole: int) -> N
     """
     for policy, prefill, wanted in caches_of(settings):
         budget = budget_of(wanted, settings, model.config, model.dtype, whole)
-        with cached(model, policy, budget, settings.blocks if prefill == "blocks" else None):
+        with cached(model, policy, budget, settings.slots, settings.blocks if prefill == "blocks" else None):
             common.check_first(policy, model, budget)
 
 
@@ -135,7 +138,7 @@ def compare(
             block = settings.blocks if prefill == "blocks" else None
             progress.update(bar, description=f"{policy}, {prefill}, {wanted}")
             budget = budget_of(wanted, settings, model.config, model.dtype, whole)
-            with cached(model, policy, budget, block):
+            with cached(model, policy, budget, settings.slots, block):
                 measured = answers(later=prefill == "context")
             yield summarise((policy, str(block or prefill), wanted), asked, measured, full)
             progress.advance(bar)

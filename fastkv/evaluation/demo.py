@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "budgets":
             added.type = common.listed(size)
     parser.add_argument("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
+    common.add_slots(parser)
     parser.add_argument(
         "--all",
         action="store_true",
@@ -78,7 +79,7 @@ def settings_of(options: argparse.Namespace) -> argparse.Namespace:
     """The options with all defaults. Raises FastKVError if something cannot be compared."""
     defaults = {name: default for name, (default, _, _) in OPTIONS.items()}
     preset = {**(ALL if options.all else {}), **((QUICK_ALL if options.all else QUICK) if options.quick else {})}
-    given = {name: value for name, value in vars(options).items() if name in (*defaults, "equal")}
+    given = {name: value for name, value in vars(options).items() if name in (*defaults, "equal", "slots")}
     chosen = argparse.Namespace(**{**defaults, **FIXED, **preset, **given})
     for name, least in (("context", common.SHORTEST), ("samples", 1), ("questions", 1), ("blocks", 1)):
         if getattr(chosen, name) < least:

@@ -65,7 +65,7 @@ def tell(
     questions = tokenizer(sample.questions, add_special_tokens=False, return_tensors="pt").input_ids
     for policy in (common.FULL, *settings.policies[:ANSWERING]):
         budget = None if policy == common.FULL else budget_of(asked, settings, model.config, model.dtype, whole)
-        with console.status(f"{policy} reads"), cached(model, policy, budget):
+        with console.status(f"{policy} reads"), cached(model, policy, budget, settings.slots):
             written, nbytes = write(model, ids, questions, len(sample.answers[0].split()))
         said = tokenizer.decode(written)
         marks = ("[green]✓[/green]" if one == answer else "[red]✗[/red]" for one, answer in zip(said, sample.answers))
@@ -140,7 +140,7 @@ def memories(
     found = []
     for policy, asked in ((common.FULL, None), (settings.policies[0], middle(settings))):
         budget = None if asked is None else budget_of(asked, settings, model.config, model.dtype, whole)
-        with cached(model, policy, budget, BLOCK):
+        with cached(model, policy, budget, settings.slots, BLOCK):
             cache, seen, nbytes = None, [], []
             for block in ids.split(BLOCK, 1):
                 cache = model(block, past_key_values=cache, logits_to_keep=1, use_cache=True).past_key_values
