@@ -472,6 +472,20 @@ MUTATIONS = [
         f"{ATTENTION}::test_rows_padding_and_order_of_slots_do_not_matter",
     ),
     bug(
+        "fastkv counts padding among the tokens that attention is spread over",
+        "policies/fastkv.py",
+        ".exp() / count * (tokens / count)",
+        ".exp() / attention.shape[-1] * (tokens / count)",
+        "centroid_cache.py::test_the_policy_adds_attention_to_distance",
+    ),
+    bug(
+        "fastkv keeps more tokens than there are",
+        "policies/fastkv.py",
+        "(tokens / count).clamp(max=1)",
+        "(tokens / count)",
+        "centroid_cache.py::test_the_policy_adds_attention_to_distance",
+    ),
+    bug(
         "snapkv pools while decoding",
         "policies/snapkv.py",
         "if signals.decoding:",

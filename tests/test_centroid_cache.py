@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, corrections
@@ -262,21 +263,33 @@ def test_room_for_everything_uses_no_centroid():
 
 
 def test_the_policy_adds_attention_to_distance():
-    """Its choice is that of the sum; without the attention it is ManifoldKV's with the same correction."""
+    """Its choice is that of the equation; without the attention it is ManifoldKV's with the same correction."""
     random = torch.Generator().manual_seed(0)
     keys, attention = torch.randn(1, 2, 30, 8, generator=random), torch.rand(1, 2, 30, generator=random) / 20
+    attention[0, 1, 5:] *= 0.01  # of a head that looks at five tokens
     valid = torch.arange(30).expand(1, 2, 30) < 27
     rest = {"values": keys, "positions": torch.arange(30, dtype=torch.int32).expand(1, 2, 30), "valid": valid}
-    rest |= {"moments": Moments.empty(1, 2, 8, 8), "scale": 0.3, "layer": 0, "attention": attention}
+    rest |= {"moments": Moments.empty(1, 2, 8, 8), "scale": 0.3, "layer": 0, "attention": attention, "tokens": 9}
+
+    def wanted(head: int, seen: Tensor, kept: float) -> Tensor:
+        own, seen = keys[0, head, :27].double(), seen[:27].double()
+        distance, p = (own - own.mean(0)).norm(dim=-1), seen / seen.sum()
+        spread = (-(p * p.log()).sum()).exp() / 27
+        return (distance - distance.mean()) / distance.std(correction=0) + 20 * seen / (spread * kept)
+
     found = get("fastkv", weight=20).score(Signals(keys=keys, decoding=True, **rest))
+    room = get("fastkv", weight=20).score(Signals(keys=keys, decoding=True, **(rest | {"tokens": 40})))
     for head in range(2):
-        own = keys[0, head, :27].double()
-        distance = (own - own.mean(0)).norm(dim=-1)
-        want = (distance - distance.mean()) / distance.std(correction=0) + 20 * attention[0, head, :27]
-        torch.testing.assert_close(found[0, head, :27].double(), want, atol=1e-5, rtol=1e-5)
+        for scores, kept in ((found, 9 / 27), (room, 1)):
+            want = wanted(head, attention[0, head], kept)
+            torch.testing.assert_close(scores[0, head, :27].double(), want, atol=1e-5, rtol=1e-5)
     read = get("fastkv", weight=20, pool=3).score(Signals(keys=keys, decoding=False, **rest))
-    pooled = (attention[0, 0, 4] + attention[0, 0, 5] + attention[0, 0, 6]) / 3
-    torch.testing.assert_close(read[0, 0, 5] - found[0, 0, 5], 20 * (pooled - attention[0, 0, 5]))
+    pooled = torch.nn.functional.pad(torch.where(valid, attention, 0)[0, 0], (1, 1)).unfold(0, 3, 1).mean(-1)
+    torch.testing.assert_close(read[0, 0, :27].double(), wanted(0, pooled, 9 / 27), atol=1e-5, rtol=1e-5)
+    unseen = rest | {"attention": torch.zeros_like(attention)}
+    alone = get("manifold").score(Signals(keys=keys, decoding=True, **rest))
+    blind = get("fastkv").score(Signals(keys=keys, decoding=True, **unseen))
+    assert torch.equal(blind[valid].view(2, -1).argsort(), alone[valid].view(2, -1).argsort())
     ids, mask = prompt()
     model, tokens = build(), []
     for chosen in (get("fastkv", weight=0), get("manifold")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .. import ops
@@ -18,13 +19,18 @@ POOLED = 4.0  # weight of the window's attention beside the largest of a second 
 
 @dataclass(frozen=True)
 class FastKV(SnapKV):
-    """score = z(|k - mu|) + weight a: ManifoldKV's distance in standard deviations, plus SnapKV's attention.
+    """score = z(|k - mu|) + weight a / (s c): ManifoldKV's distance in standard deviations, plus SnapKV's attention.
 
     Source: fastkv's own, from the scores of `Manifold` (ManifoldKV, arXiv:2602.08343) and `SnapKV` (arXiv:2404.14469).
-    A token that gets 1 / weight of the attention gains as much as one standard deviation of distance. Attention that is
-    spread out, as over a text whose question is not known yet, hardly moves a score; a token that a question points at
-    rises above all others. Distance alone finds what stands out but not what was asked for, attention alone forgets
-    what is asked later.
+    Distance alone finds what stands out but not what was asked for, attention alone forgets what is asked later. How
+    much the attention a of the last queries counts is up to the head, which chooses L of n tokens:
+
+        s = exp(-sum_j p_j log p_j) / n,  p = a / sum a      share of the tokens that the attention is spread over
+        c = min(L / n, 1)                                    share of the tokens that stay
+
+    A head whose last queries look at few tokens says with them what it needs; one that looks everywhere does not know
+    yet. And where few tokens can stay, those come first that are needed now; where there is room, those that stand out
+    may be needed later.
 
     Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
     `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
@@ -40,7 +46,8 @@ class FastKV(SnapKV):
     Args:
         window: observation window, queries.
         pool: odd width of the average pooling of the attention.
-        weight: of the attention, in standard deviations of distance; 0 for ManifoldKV's choice.
+        weight: of the attention, in standard deviations of distance, for a head that looks at all tokens and keeps them
+            all; 0 for ManifoldKV's choice.
         reread: read the prompt twice, which takes about twice as long and, until it ends, the memory of the whole
             cache (as KVzip, arXiv:2505.23416, whose chunks and scores these are); `policy="fastkv-reread"`.
     """
@@ -48,13 +55,13 @@ class FastKV(SnapKV):
     name = "fastkv"
     correction = "centroids"
 
-    weight: float = 128.0
+    weight: float = 4.0
     reread: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.weight < math.inf:
-            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 128.0")
+            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 4.0")
 
     @property
     def rereads(self) -> bool:
@@ -81,7 +88,20 @@ class FastKV(SnapKV):
         if self.reread:
             return known_or_mean(signals) + POOLED * super().score(signals)
         distance, attention = Manifold().score(signals), super().score(signals)
-        return ops.z_scores(distance, signals.valid, attention, self.weight, backend=signals.backend)
+        told = attention / shares(attention, signals.valid, signals.tokens)
+        return ops.z_scores(distance, signals.valid, told, self.weight, backend=signals.backend)
+
+
+def shares(attention: Tensor, valid: Tensor, tokens: int) -> Tensor:
+    """s c of `FastKV`: the share of its tokens that a head's attention is spread over, times the share that it keeps.
+
+    Args: attention [B, Hkv, N] fp32, not negative; valid [B, Hkv, N] bool; tokens: that each head keeps, at least 1.
+    Returns: [B, Hkv, 1] fp32 in (0, 1]; s is 1 / n for a head without any attention.
+    """
+    count = valid.sum(-1, keepdim=True).clamp(min=1)
+    attention = torch.where(valid, attention, 0)
+    p = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
+    return torch.special.entr(p).sum(-1, keepdim=True).exp() / count * (tokens / count).clamp(max=1)
 
 
 @dataclass(frozen=True)
