@@ -389,11 +389,12 @@ def of_window(kernel: Any, dim: int, **change: bool) -> Variant:
     )  # fmt: skip
 
 
-def of_z(bonus: bool) -> Variant:
+def of_z(bonus: bool, shared: bool = False) -> Variant:
     """Of `fastkv.kernels.z_scores`."""
     return variant(
-        "z_scores" + " bonus" * bonus, z_scores._z_kernel, dict(BLOCK=z_scores.BLOCK), types=dict(weight="fp32"),
-        given=dict(bonus_ptr=bonus), num_warps=8, wide=False,
+        "z_scores" + " bonus" * bonus + " shared" * shared, z_scores._z_kernel,
+        dict(BLOCK=z_scores.BLOCK, SHARED=shared), types=dict(weight="fp32"), given=dict(bonus_ptr=bonus), num_warps=8,
+        wide=False,
     )  # fmt: skip
 
 
@@ -558,5 +559,5 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_window(window_scores._column_kernel, dim) for dim in (64, 80, 128, 256, 512)),
         *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
     ],
-    "z_scores": [of_z(True), of_z(False)],
+    "z_scores": [of_z(True, shared=True), of_z(True), of_z(False)],
 }

@@ -473,14 +473,14 @@ MUTATIONS = [
     ),
     bug(
         "fastkv counts padding among the tokens that attention is spread over",
-        "policies/fastkv.py",
+        "reference/scores.py",
         ".exp() / count * (tokens / count)",
         ".exp() / attention.shape[-1] * (tokens / count)",
         "centroid_cache.py::test_the_policy_adds_attention_to_distance",
     ),
     bug(
         "fastkv keeps more tokens than there are",
-        "policies/fastkv.py",
+        "reference/scores.py",
         "(tokens / count).clamp(max=1)",
         "(tokens / count)",
         "centroid_cache.py::test_the_policy_adds_attention_to_distance",

@@ -44,18 +44,22 @@ def test_slot_signals(slots, lengths, seen, attention, parts, spare):
 
 
 @pytest.mark.parametrize("num", [1, 37, 2048, 5000])
-@pytest.mark.parametrize("bonus", [False, True], ids=["alone", "bonus"])
-def test_z_scores(num, bonus):
+@pytest.mark.parametrize("kind", ["alone", "bonus", "attention"])
+def test_z_scores(num, kind):
     """A head with no real token, one with a single one, equal scores, and scores far from 0."""
     scores, mask = uniform(2, 2, num) + 100, uniform(2, 2, num, seed=1) > 0.2
     mask[0, 0], mask[0, 1], scores[1, 0] = False, False, 1 / 3
     mask[0, 1, num // 2] = True
     scores = torch.where(mask, scores, float("nan"))
-    more = uniform(2, 2, num, seed=2) if bonus else None
-    want = reference.z_scores(scores.double(), mask, None if more is None else more.double(), 128.0)
-    got = ops.z_scores(scores, mask, more, 128.0, backend="triton")
-    torch.testing.assert_close(got.double(), want, atol=2e-4, rtol=1e-6)
-    assert torch.equal(got, ops.z_scores(scores, mask, more, 128.0, backend="triton"))
+    more = None if kind == "alone" else uniform(2, 2, num, seed=2) ** 9  # few of them count
+    if kind == "attention":
+        more[1, 0] = 0
+        more[~mask] = float("nan")
+    rest = 12.0, 30 if kind == "attention" else None
+    want = reference.z_scores(scores.double(), mask, None if more is None else more.double(), *rest)
+    got = ops.z_scores(scores, mask, more, *rest, backend="triton")
+    torch.testing.assert_close(got.double(), want, atol=2e-4, rtol=1e-5, equal_nan=True)
+    assert torch.equal(got[mask], ops.z_scores(scores, mask, more, *rest, backend="triton")[mask])
 
 
 def test_z_scores_of_nothing():

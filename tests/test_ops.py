@@ -150,6 +150,9 @@ CASES = {  # the name of the operator, and what is special about the case
     "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
     "z_scores": lambda b: case(randn(B, HKV, C), candidates()[1], backend=b),
     "z_scores with a bonus": lambda b: case(randn(B, HKV, C), candidates()[1], torch.rand(B, HKV, C), 2.5, backend=b),
+    "z_scores with attention": lambda b: case(
+        *(randn(B, HKV, C), candidates()[1], torch.rand(B, HKV, C), 2.5, 4), backend=b
+    ),
     "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
     "compact without a block": lambda b: case(*compaction(0), None, layer(spread=True), make_spec(backend=b)),
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),

@@ -58,9 +58,9 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
         return reference.slot_signals(positions, own, spec)
 
 
-def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None, weight: float) -> Tensor:
+def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None, weight: float, tokens: int | None) -> Tensor:
     """`reference.z_scores`."""
-    return standardised.z_scores(scores, mask, bonus, weight)
+    return standardised.z_scores(scores, mask, bonus, weight, tokens)
 
 
 def remember(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -88,20 +87,8 @@ class FastKV(SnapKV):
         if self.reread:
             return known_or_mean(signals) + POOLED * super().score(signals)
         distance, attention = Manifold().score(signals), super().score(signals)
-        told = attention / shares(attention, signals.valid, signals.tokens)
-        return ops.z_scores(distance, signals.valid, told, self.weight, backend=signals.backend)
-
-
-def shares(attention: Tensor, valid: Tensor, tokens: int) -> Tensor:
-    """s c of `FastKV`: the share of its tokens that a head's attention is spread over, times the share that it keeps.
-
-    Args: attention [B, Hkv, N] fp32, not negative; valid [B, Hkv, N] bool; tokens: that each head keeps, at least 1.
-    Returns: [B, Hkv, 1] fp32 in (0, 1]; s is 1 / n for a head without any attention.
-    """
-    count = valid.sum(-1, keepdim=True).clamp(min=1)
-    attention = torch.where(valid, attention, 0)
-    p = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
-    return torch.special.entr(p).sum(-1, keepdim=True).exp() / count * (tokens / count).clamp(max=1)
+        told = signals.valid, attention, self.weight, signals.tokens
+        return ops.z_scores(distance, *told, backend=signals.backend)
 
 
 @dataclass(frozen=True)

@@ -249,14 +249,17 @@ def neighbour_mean(scores: Tensor, pool: int, positions: Tensor, valid: Tensor) 
     return torch.where(valid, total / torch.where(valid, share, 1), 0)
 
 
-def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None = None, weight: float = 1.0) -> Tensor:
+def z_scores(
+    scores: Tensor, mask: Tensor, bonus: Tensor | None = None, weight: float = 1.0, tokens: int | None = None
+) -> Tensor:
     """(s - mean) / std over the real tokens of each head of each sequence (Compactor, arXiv:2507.08143, Eq. 6), plus a
     bonus.
 
     Scores that differ by less than a thousandth of their mean (by std) are taken as equal, and equal scores get 0: that
     is below what half-precision keys can tell, and noise must not be blown up to unit variance. A single token gets 0.
 
-    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens; weight: of bonus [B, Hkv, N].
+    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens; weight: of bonus [B, Hkv, N]; tokens: that
+        each head keeps, where the bonus is attention and its weight is divided by `looked_at`.
     Returns: [B, Hkv, N], 0 or the bonus alone where not real; std is that of a population.
     """
     count = mask.sum(-1, keepdim=True).clamp(min=1)
@@ -265,7 +268,23 @@ def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None = None, weight: 
     std = (offset.square().sum(-1, keepdim=True) / count).sqrt()
     flat = std <= 1e-3 * mean.abs()
     z = torch.where(flat, 0, offset / torch.where(flat, 1, std))
+    if bonus is not None and tokens is not None:
+        bonus = bonus / looked_at(bonus, mask, tokens)
     return z if bonus is None else z + weight * bonus
+
+
+def looked_at(attention: Tensor, mask: Tensor, tokens: int) -> Tensor:
+    """The share of its n tokens that a head's attention is spread over, times the share L / n that it keeps:
+
+        s c;  s = exp(-sum_j p_j log p_j) / n,  p = a / sum a;  c = min(L / n, 1)
+
+    Args: attention a [B, Hkv, N], not negative; mask [B, Hkv, N] bool, true for real tokens; tokens: L, at least 1.
+    Returns: [B, Hkv, 1] in (0, 1]; s is 1 / n for a head without any attention.
+    """
+    count = mask.sum(-1, keepdim=True).clamp(min=1)
+    attention = torch.where(mask, attention, 0)
+    p = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
+    return torch.special.entr(p).sum(-1, keepdim=True).exp() / count * (tokens / count).clamp(max=1)
 
 
 SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32
