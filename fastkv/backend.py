@@ -70,12 +70,11 @@ def why_not(
     evict_every: int = 1,
     value_dim: int | None = None,
     latent: bool = False,
-    biased: bool = False,
 ) -> str | None:
     """Why a backend (not "auto") cannot serve a model with these sizes, in a few words; None if it can.
 
     Args: head_dim: of queries and keys; value_dim: of values, None for the same.  latent: whether values are the first
-        numbers of keys.  biased: whether slots have a bias.
+        numbers of keys.
     """
     if backend == "cpu" and device.type != "cpu":
         return f"the model is on {device.type}"
@@ -91,8 +90,6 @@ def why_not(
         problem = f"they compute in float32, float16 and bfloat16, not {dtype}"
     if problem is None and latent:
         problem = "they read values from slots of their own, not out of latents (MLA)"
-    if problem is None and biased:
-        problem = "they add no bias to the logits of slots, which correction='matching' fits"
     if problem is None:
         problem = why_no_head_dim(dtype, head_dim, head_dim if value_dim is None else value_dim)
     if problem is None and groups > MAX_GROUPS:
@@ -124,7 +121,6 @@ def check_backend(
     value_dim: int | None = None,
     latent: bool = False,
     slots: str = "auto",
-    biased: bool = False,
 ) -> None:
     """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
     unfit = [dim for dim in (head_dim, value_dim or head_dim) if dim % INT4_GROUP]
@@ -134,7 +130,7 @@ def check_backend(
             "slots='int8'"
         )
     chosen = resolve(backend, device)
-    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent, biased)
+    problem = why_not(chosen, device, dtype, head_dim, groups, evict_every, value_dim, latent)
     if problem is not None:
         what = "the Triton kernels" if chosen == "triton" else f"backend={chosen!r}"
         instead = "lower it" if problem.startswith("evict_every") else "use backend='reference'"

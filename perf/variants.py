@@ -48,6 +48,7 @@ SCALES = ("key_scales_ptr", "value_scales_ptr")  # where slots hold codes
 CODES = {"int8": "*i8", "fp8": "*u8", "int4": "*u8"}  # their codes
 DIM_80 = {"int8": 80, "fp8": 80, "int4": 96}  # a head that is no power of two
 SCALE_TYPES = {"int8": "*fp32", "fp8": "*fp32", "int4": "*i8"}
+BIAS = ("bias_ptr",)  # where slots have one
 ROWS = ("rows_ptr", "page")  # where the batch lives in chosen rows of pages
 USUAL = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names} | {"scale": "fp32", "softcap": "fp32"}
 
@@ -91,7 +92,7 @@ def variant(
         even: how the names of numbers that are multiples of 16 begin.
     """
     usual = USUAL | {f"{one}_ptr": f"*{dtype}" for one in MODEL_TYPED} | dict(types or {})
-    given = dict.fromkeys(ROWS + SCALES, False) | dict(given or {})
+    given = dict.fromkeys(ROWS + SCALES + BIAS, False) | dict(given or {})
     absent = {"INTERP", *constants, *(n for n, there in given.items() if not there)}
     names = [n for n in kernel.arg_names if n not in absent]
     found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
@@ -115,7 +116,8 @@ def coded(
 
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
-    even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, slots: str = "auto", **launch: Any,
+    even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, slots: str = "auto", bias: bool = False,
+    **launch: Any,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
     tile, columns, _ = compact.MERGE[pow2(dim, 64)]
@@ -124,8 +126,8 @@ def of_compact(
         ROWS=compact.ROWS if kernel is compact._move_kernel else tile,
         BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
-    given = dict(spread_ptr=spread, part_spread_ptr=spread) | dict.fromkeys(ROWS, rows)
-    name, types, given = coded(name + " rows" * rows, {}, given, slots)
+    given = dict(spread_ptr=spread, part_spread_ptr=spread, bias_ptr=bias) | dict.fromkeys(ROWS, rows)
+    name, types, given = coded(name + " rows" * rows + " bias" * bias, {}, given, slots)
     return variant(name, kernel, constants, types=types, given=given, even=even, **launch)
 
 
@@ -145,6 +147,7 @@ def of_decode(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
     ragged: bool = False, spread: bool = False, sinks: bool = False, rows: bool = False, slots: str = "auto",
+    bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
@@ -156,14 +159,14 @@ def of_decode(
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict(
         matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value, attention_ptr=attention,
-        logits_ptr=attention, starts_ptr=ragged, sink_ptr=sinks,
+        logits_ptr=attention, starts_ptr=ragged, sink_ptr=sinks, bias_ptr=bias,
     )  # fmt: skip
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} "
         + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged + " sinks" * sinks
-        + " rows" * rows
+        + " rows" * rows + " bias" * bias
     )  # fmt: skip
     types = dict(matrix_ptr=f"*{matrix}")
     if order == CENTROIDS.value:
@@ -178,6 +181,7 @@ def of_decode(
 def of_evict(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
     arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False, rows: bool = False, codes: str = "auto",
+    bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.evict`; codes: how slots are stored."""
     drop = slots - tokens
@@ -185,11 +189,12 @@ def of_evict(
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
         slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
-        **dict.fromkeys(ROWS, rows),
+        **dict.fromkeys(ROWS, rows), bias_ptr=bias,
     )  # fmt: skip
     name = f"evict {dtype} D{head_dim} slots {slots} drop {drop} order {order}" + " slope" * slope
     even = () if ragged else ("slots", "width")
-    name, types, given = coded(name + " ragged" * ragged + " spread 1" * spread + " rows" * rows, {}, given, codes)
+    name += " ragged" * ragged + " spread 1" * spread + " rows" * rows + " bias" * bias
+    name, types, given = coded(name, {}, given, codes)
     return variant(
         name, evict._evict_kernel, constants, dtype, types, given=given, even=even, num_warps=num_warps,
         narrow=head_dim > 256 or (codes != "auto" and head_dim == 256), arches=arches,
@@ -258,7 +263,7 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
 
 def of_prefill(
     chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
-    spread: bool = False, sinks: bool = False, slots: str = "auto",
+    spread: bool = False, sinks: bool = False, slots: str = "auto", bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
     vendor = "hip" if chip in HIP else chip
@@ -273,11 +278,11 @@ def of_prefill(
     )  # fmt: skip
     remembered = "centroids" if order == CENTROIDS.value else f"order{order}"
     name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope) + " spread1" * spread
-    name += " sinks" * sinks
+    name += " sinks" * sinks + " bias" * bias
     given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
     given |= dict(
         count_ptr=order in (0, 1), slope_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value,
-        sink_ptr=sinks,
+        sink_ptr=sinks, bias_ptr=bias,
     )  # fmt: skip
     types = {} if slope else dict(slope_ptr="*fp32")
     means = flags["BLOCK_C"] * flags["SEED"]  # of a tile
@@ -375,7 +380,7 @@ def of_vector(
     )  # fmt: skip
 
 
-def of_window(kernel: Any, dim: int, **change: bool) -> Variant:
+def of_window(kernel: Any, dim: int, bias: bool = False, **change: bool) -> Variant:
     """Of `fastkv.kernels.window_scores`."""
     tile, warps, depth = window_scores.BLOCKS[pow2(dim, 16)]
     flags = dict(
@@ -383,7 +388,8 @@ def of_window(kernel: Any, dim: int, **change: bool) -> Variant:
         HAS_CAP=False, HAS_MASS=True, HAS_QUERIES=True, QUERIES=32,
     )  # fmt: skip
     return variant(
-        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}", kernel, flags | change,
+        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}" + " bias" * bias, kernel, flags | change,
+        given=dict(bias_ptr=bias),
         even=("N", "keys_per_split", "stride_"), num_warps=warps, num_stages=depth,
         wide=kernel is not window_scores._merge_kernel, arches=() if dim <= 256 else CUDA,
     )  # fmt: skip
@@ -424,6 +430,8 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         *(of(d, s, 1, rows=True) for d in (64, 128, 256) for s in (1, 16)),
         *(of(128, s, CENTROIDS.value, spread=True, attention=True, rows=True) for s in (1, 16)),
         of(128, 16, 1, attention=True, ragged=True, rows=True),
+        *(of(d, s, None, attention=True, bias=True) for d, s in SPLIT if d < 256),
+        *(of(128, 16, None, attention=True, bias=True, **how) for how in ({"slots": "int8"}, {"ragged": True})),
         *(of(d, s, 1, slots=form) for form in CODES for d, s in ((DIM_80[form], 16), *SPLIT)),
         *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
         *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
@@ -443,6 +451,7 @@ def of_prefills(chip: str) -> list[Variant]:
         *(of(dim, order=CENTROIDS.value, spread=True) for dim in (64, 80, 128, 256)),
         of(128, "fp16", order=CENTROIDS.value, spread=True, groups=7),
         *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
+        *(of(dim, order=None, bias=True) for dim in (64, 128)),
         *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128, 256)),
         *(of(128, order=CENTROIDS.value, spread=True, slots=form) for form in CODES),
         *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
@@ -461,6 +470,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_merge(compact._moments_kernel, 128, splits, rows=True) for splits in (1, 4)),
         of_merge(compact._merge_kernel, 128, 4, rows=True),
         of_compact("compact move D128", compact._move_kernel, 128, rows=True),
+        *(of_compact(f"compact move D{dim}", compact._move_kernel, dim, bias=True) for dim in (64, 128)),
         of_compact("compact move D512", compact._move_kernel, 512, arches=CUDA),
         *(of_merge(compact._moments_kernel, 512, splits, arches=CUDA) for splits in (1, 4)),
         of_merge(compact._merge_kernel, 512, 4, arches=CUDA),
@@ -483,6 +493,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(d, 1040, 1024) for d in (64, 80, 96, 128)),
         *(of_evict(256, c, t, arches=a) for c, t in ((1040, 1024), (2048, 1984)) for a in VENDORS),
         *(of_evict(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)),
+        *(of_evict(d, 1040, 1024, None, slope=False, bias=True) for d in (64, 128)),
         *(of_evict(128, slots, tokens) for slots, tokens in ((144, 128), (2048, 1984), (16400, 16384))),
         *(of_evict(128, 544, 512, dtype=t) for t in DTYPES),
         *(of_candidates("drop 16", 16), of_candidates("drop 64", 64), of_candidates("ragged", 64, True)),
@@ -557,6 +568,8 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "window_scores": [
         *(of_window(window_scores._lse_kernel, dim) for dim in (64, 80, 128, 256, 512)),
         *(of_window(window_scores._column_kernel, dim) for dim in (64, 80, 128, 256, 512)),
+        *(of_window(window_scores._lse_kernel, dim, bias=True) for dim in (64, 128)),
+        *(of_window(window_scores._column_kernel, dim, bias=True) for dim in (64, 128)),
         *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
     ],
     "z_scores": [of_z(True, shared=True), of_z(True), of_z(False)],

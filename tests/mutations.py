@@ -365,6 +365,13 @@ MUTATIONS = [
         "bias.py::test_a_block_comes_with_no_bias",
     ),
     bug(
+        "kernels add natural biases to base-2 logits",
+        "kernels/_attention.py",
+        "return tl.load(bias_ptr + slot, mask=inside, other=0.0) * LOG2E",
+        "return tl.load(bias_ptr + slot, mask=inside, other=0.0)",
+        "bias.py::test_a_step_counts_a_slot_as_often_as_its_bias_says",
+    ),
+    bug(
         "tokens that never leave are matched like the others",
         "cache/refit.py",
         'free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)',

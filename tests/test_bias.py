@@ -10,6 +10,7 @@ from fastkv.ops.operator import flat_state, state_of
 from fastkv.reference import FORMATS, Selection, pack
 
 from .states import assert_same, encoded, in_pages, make_spec, make_state
+from .test_ops import biased, step, vector
 
 B, HKV, G, D, C = 2, 2, 3, 32, 9
 HQ = HKV * G
@@ -87,7 +88,7 @@ def test_a_step_counts_a_slot_as_often_as_its_bias_says(backend, slots, softcap,
         torch.testing.assert_close(own.exact["attention"].sum(-1), torch.ones(B, HKV), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("slab", [False, True])
 def test_a_block_counts_what_came_before_it_as_often(backend, slab):
     state = held()
@@ -101,16 +102,16 @@ def test_a_block_counts_what_came_before_it_as_often(backend, slab):
         torch.testing.assert_close(lse[:, :, at].double(), total, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("pool", [1, 3])
 def test_observed_attention_is_that_of_as_many_copies(backend, pool):
     q, keys = random(B, HQ, 4, D, seed=3, dtype=torch.float64), held(dtype=torch.float64).exact.keys
-    positions = torch.arange(C, dtype=torch.int32).expand(B, HKV, C)
+    positions = torch.arange(C, dtype=torch.int32).repeat(B, HKV, 1)
     valid = positions < LENGTHS[..., None]
     asked = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
     places = LENGTHS.amax(-1)[:, None] + torch.arange(-4, 0)
     given = {"query_positions": places, "query_valid": asked, "log_mass": random(B, HQ, 4, seed=6), "pool": pool}
-    bias = COPIES.double().log().expand(B, HKV, C)
+    bias = COPIES.double().log().repeat(B, HKV, 1)
     options = {"positions": positions, "valid": valid, "backend": backend, **given}
     one = [part.float() if part.is_floating_point() else part for part in (q, keys, bias)]
     found = ops.observed_attention(one[0], one[1], D**-0.5, bias=one[2], **options)
@@ -129,7 +130,7 @@ def biases(state):
     return [[dict(zip(p[:n], x[:n])) for p, x, n in zip(*rows)] for rows in zip(*lists)]
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("slab", [False, True])
 @pytest.mark.parametrize("slots", ["auto", "int8"])
 def test_a_bias_moves_with_its_slot(backend, slab, slots):
@@ -144,7 +145,7 @@ def test_a_bias_moves_with_its_slot(backend, slab, slots):
             assert row.items() <= before[b][head].items() and len(row) == int(state.exact.lengths[b, head])
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 def test_a_block_comes_with_no_bias(backend):
     state, block = held(), (random(B, HKV, 2, D, seed=4), random(B, HKV, 2, D, seed=5))
     before = biases(state)
@@ -170,7 +171,7 @@ def test_rows_operators_and_numbers_of_bytes_know_it():
     q, k, v = random(B, HQ, D, seed=3), random(B, HKV, 1, D, seed=4), random(B, HKV, 1, D, seed=5)
     roomy = held(spare=1)
     placed = in_pages(roomy, [3, 1], 5)
-    for backend in ("reference", "cpu"):
+    for backend in ("reference", "cpu", "triton"):
         spec = make_spec(D**-0.5, backend=backend)
         one, other = copy.deepcopy(roomy), copy.deepcopy(placed)
         torch.testing.assert_close(ops.decode_step(q, k, v, other, spec), ops.decode_step(q, k, v, one, spec))
@@ -180,19 +181,7 @@ def test_rows_operators_and_numbers_of_bytes_know_it():
     assert torch.equal(moved.exact.bias, state.exact.bias.flip(0))
 
 
-@pytest.mark.parametrize("operation", ["decode_step", "prefill_attention", "evict", "compact", "observed_attention"])
-def test_kernels_refuse_it(operation):
-    state, spec = held(spare=1), make_spec(1.0, backend="triton", tokens=5, spare=5)
-    q, k, v = random(B, HQ, 1, D), random(B, HKV, 1, D), random(B, HKV, 1, D)
-    valid = state.exact.valid
-    arguments = {
-        "decode_step": (q[:, :, 0], k, v, state, spec),
-        "prefill_attention": (q, k, v, torch.ones(B, 1, dtype=torch.bool), state, spec),
-        "evict": (torch.zeros(B, HKV, C + 1), None, state, spec),
-        "compact": (valid, Selection(valid, valid.sum(-1)), None, state, spec),
-    }
-    with pytest.raises(FastKVError, match=f"{operation} adds no bias to the logits of slots.*use backend='reference'"):
-        if operation == "observed_attention":
-            ops.observed_attention(q, k, 1.0, bias=torch.zeros(B, HKV, 1), backend="triton")
-        else:
-            getattr(ops, operation)(*arguments[operation])
+def test_kernels_refuse_it_beside_tokens_without_values():
+    (q, *token, state, spec), _ = step(biased(vector()), "triton", correction="vector")
+    with pytest.raises(FastKVError, match="adds no bias beside tokens without values"):
+        ops.decode_step(q, *token, state, spec)

@@ -65,6 +65,12 @@ def sunk(state):
     return state
 
 
+def biased(state):
+    """The layer whose slots have a bias."""
+    state.exact.bias = randn(*state.exact.positions.shape, seed=10)
+    return state
+
+
 def vector(ragged=False, attention=True):
     """A layer with 5 and 2 more tokens that have no value, in slots like `slots`."""
     state, place = layer(ragged, attention, counts=(2, 10)), (12,) if ragged else (HKV, 5)
@@ -133,6 +139,10 @@ CASES = {  # the name of the operator, and what is special about the case
     "decode_step with sinks": lambda b: step(sunk(layer()), b, order=1),
     "decode_step of unequal heads with sinks": lambda b: step(sunk(layer(True, parts=4)), b, correction="centroids"),
     "decode_step without values with sinks": lambda b: step(sunk(vector()), b, correction="vector+moments"),
+    "decode_step with a bias": lambda b: step(biased(layer()), b),
+    "prefill_attention with a bias": lambda b: attend(biased(layer()), b),
+    "compact with a bias": lambda b: case(*compaction(T), block(), biased(layer()), make_spec(backend=b)),
+    "evict with a bias": lambda b: shrink(biased(layer(ragged=True)), b, randn(B, HKV, 9)),
     "decode_step of int8 slots": lambda b: step(encoded(layer(), "int8"), b, order=1),
     "decode_step of fp8 slots": lambda b: step(encoded(layer(True, parts=4), "fp8"), b, correction="centroids"),
     "prefill_attention of fp8 slots": lambda b: attend(encoded(layer(), "fp8"), b, order=1),

@@ -125,14 +125,20 @@ def _turned_rest(q, scales_ptr, D: tl.constexpr):
 
 
 @triton.jit
+def _bias2(bias_ptr, slot, inside):
+    """Addends of the base-2 logits of slots, 0 outside."""
+    return tl.load(bias_ptr + slot, mask=inside, other=0.0) * LOG2E
+
+
+@triton.jit
 def _attend_slots(
-    top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start, stop, pool,
-    scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, logits_ptr, start, stop,
+    pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """Add slots [start, stop) to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there.
 
-    With scales, slots hold codes. q, rest: `_turned_query`, `_turned_rest`.
+    With scales, slots hold codes; with a bias, it is added to their logits. q, rest: `_turned_query`, `_turned_rest`.
     """
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     for first in range(start, stop, BLOCK_N):
@@ -146,6 +152,8 @@ def _attend_slots(
         if key_scales_ptr is not None and not _packed(key_scales_ptr):
             products *= _factors(key_scales_ptr, slot, inside)[None, :]
         logits = _logits2(products, scale, softcap, HAS_CAP)
+        if bias_ptr is not None:
+            logits += _bias2(bias_ptr, slot, inside)[None, :]
         if logits_ptr is not None:
             place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
             tl.store(logits_ptr + place, logits, mask=(rows < G)[:, None] & inside[None, :])
@@ -178,14 +186,14 @@ def _load_token(pointer, wanted, dtype: tl.constexpr, D: tl.constexpr, M: tl.con
 
 @triton.jit
 def _append_token(
-    top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, positions_ptr, logits_ptr,
-    length, position, capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, positions_ptr,
+    logits_ptr, length, position, capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length`, if there is one.
 
     With scales it is stored as codes, and attended to as they will be read; with codes of 4 bits q, rest and acc are
-    rotated.
+    rotated. Its bias is 0.
     """
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     free = length < capacity
@@ -203,6 +211,8 @@ def _append_token(
         k = _store_encoded(keys_ptr, key_scales_ptr, k, spot, once, D)
         v = _store_encoded(values_ptr, value_scales_ptr, v, spot, once, D)
     tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
+    if bias_ptr is not None:
+        tl.store(bias_ptr + length, 0.0, mask=free)
     if rest is not None:
         q = q.to(tl.float32) + rest.to(tl.float32)
     top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)

@@ -154,17 +154,12 @@ def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Te
     return groups
 
 
-def check_no_bias(op: str, bias: Tensor | None) -> None:
-    """Raise FastKVError for slots whose logits have addends."""
-    if bias is not None:
-        raise FastKVError(
-            f"{op} adds no bias to the logits of slots, got one {list(bias.shape)}; use backend='reference'"
-        )
-
-
 def check_scales(op: str, slots: Slots) -> None:
-    """Raise FastKVError unless keys and values are plain or codes that the kernels know, with scales, and no bias."""
-    check_no_bias(op, slots.bias)
+    """Raise FastKVError unless keys and values are plain or codes that the kernels know, with scales; and a bias, if
+    there is one, has a number for each slot.
+    """
+    if slots.bias is not None:
+        check_shape(op, "bias", slots.bias, slots.keys.shape[:-1])
     if slots.format.plain:
         return
     known = isinstance(slots.format, (Scaled, Grouped))

@@ -353,7 +353,7 @@ def _move_row_tile(
 
 @triton.jit(do_not_specialize=FOLLOWING[:-1])
 def _move_kernel(
-    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, positions_ptr, new_keys_ptr, new_values_ptr,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, positions_ptr, new_keys_ptr, new_values_ptr,
     new_positions_ptr, lists_ptr, tally_ptr, rows_ptr, page, N, slots, used,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph, stride_pt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
@@ -379,6 +379,10 @@ def _move_kernel(
         hole = tl.load(holes_ptr + start + lane, mask=inside, other=0)
         _move_row_tile(keys, key_scales, new_keys, source, hole, inside, used, stride_kt, DK, BK)
         _move_row_tile(values, value_scales, new_values, source, hole, inside, used, stride_vt, DV, BV)
+        if bias_ptr is not None:  # 0 for new tokens
+            bias = _page(bias_ptr, home, page) + own * slots
+            moved = tl.load(bias + source, mask=inside & (source < used), other=0.0)
+            tl.store(bias + hole, moved, mask=inside)
         old = tl.load(places + source, mask=inside & (source < used), other=0)
         far = (source - used).to(tl.int64) * stride_pt
         new = tl.load(new_places + far, mask=inside & (source >= used), other=0).to(tl.int32)
@@ -452,7 +456,8 @@ def compact(
     check_head_dim(op, max(dk, dv))
     check_contiguous(op, valid=valid, kept=kept)
     page = check_rows(
-        op, state, keys=keys, values=values, key_scales=held[2], value_scales=held[3], positions=positions,
+        op, state, keys=keys, values=values, key_scales=held[2], value_scales=held[3], bias=slots.bias,
+        positions=positions,
         lengths=lengths, count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean,
         cross=moments.cross, slope=moments.slope, spread=moments.spread,
     )  # fmt: skip
@@ -476,6 +481,6 @@ def compact(
     strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
     movers = min(triton.cdiv(min(num, capacity), ROWS), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
-        *held, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,
+        *held, slots.bias, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,
         HEADS=heads, **shape, ROWS=ROWS,
     )  # fmt: skip

@@ -80,16 +80,16 @@ MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shap
 def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr,
     sizes_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr, key_scales_ptr, value_scales_ptr,
-    out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr, starts_ptr,
-    sink_ptr, rows_ptr, page, slots, pool, centroids, scale, softcap,
+    bias_ptr, out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr,
+    starts_ptr, sink_ptr, rows_ptr, page, slots, pool, centroids, scale, softcap,
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     PARTS: tl.constexpr, MERGE_P: tl.constexpr, MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr,
     SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
-    # sink_ptr, rows_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair `own` of its page or state;
-    # scratch and results follow the batch.
+    # sink_ptr, rows_ptr, bias_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair `own` of its page or
+    # state; scratch and results follow the batch.
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
     if rows_ptr is not None:
@@ -101,6 +101,7 @@ def _decode_attention_kernel(
     values_ptr = _page(values_ptr, row, page)
     key_scales_ptr = _page(key_scales_ptr, row, page)
     value_scales_ptr = _page(value_scales_ptr, row, page)
+    bias_ptr = _page(bias_ptr, row, page)
     lengths_ptr = _page(lengths_ptr, row, page)
     positions_ptr = _page(positions_ptr, row, page)
     starts_ptr = _page(starts_ptr, row, page)
@@ -126,6 +127,8 @@ def _decode_attention_kernel(
     )
     key_scales_ptr = _scales_of(key_scales_ptr, base, D)
     value_scales_ptr = _scales_of(value_scales_ptr, base, D)
+    if bias_ptr is not None:
+        bias_ptr += base
     out_ptr += pair * G * D
     if ORDER == 0 or ORDER == 1:
         key_mean_ptr += own * D
@@ -152,15 +155,15 @@ def _decode_attention_kernel(
         share = tl.cdiv(length, SPLITS)
         start = split * share
         top, total, acc = _attend_slots(
-            top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, logits_ptr, start,
-            tl.minimum(start + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
+            top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, logits_ptr,
+            start, tl.minimum(start + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
                     top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
-                    positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap, G, M, D,
-                    BLOCK_D, HAS_CAP,
+                    bias_ptr, positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap,
+                    G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
         if _packed(key_scales_ptr):
             acc = _turned(acc, D)
@@ -286,7 +289,7 @@ def decode_step(
     check_contiguous(op, q=q, k=k, v=v)
     page = check_rows(
         op, state, keys=keys, values=values, key_scales=slots.key_scales, value_scales=slots.value_scales,
-        lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
+        bias=slots.bias, lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
         value_mean=known.value_mean, matrix=known.matrix, spread=known.spread, sizes=known.sizes, attention=attention,
         positions=slots.positions, seen=state.seen, starts=starts,
     )  # fmt: skip
@@ -306,8 +309,8 @@ def decode_step(
     positions, seen = (slots.positions, state.seen) if k is not None else (None, None)
     _decode_attention_kernel[pairs, constants["PARTS"]](
         q, keys, values, slots.lengths, moments.count, known.key_mean, known.value_mean, known.matrix, known.spread,
-        known.sizes, k, v, positions, seen, attention, slots.key_scales, slots.value_scales, out, lse_retained,
-        lse_evicted,
+        known.sizes, k, v, positions, seen, attention, slots.key_scales, slots.value_scales, slots.bias, out,
+        lse_retained, lse_evicted,
         parts and parts.accs, parts and parts.tops, parts and parts.totals,
         room.logits if room is not None and collects else None, parts and parts.tickets,
         starts, state.sink_logits, state.rows, page, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,

@@ -120,7 +120,7 @@ def _candidates_kernel(
 @triton.jit(do_not_specialize=["page", "most", "sinks", "recent", "chunks"])
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, spread_ptr, key_scales_ptr, value_scales_ptr, scores_ptr, starts_ptr, candidate_keys_ptr,
+    slope_ptr, spread_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, scores_ptr, starts_ptr, candidate_keys_ptr,
     candidate_slots_ptr, tickets_ptr, rows_ptr, page, slots, width, most, sinks, recent, chunks, HEADS: tl.constexpr,
     R: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     TILE: tl.constexpr, SPREAD: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
@@ -135,6 +135,7 @@ def _evict_kernel(
     values_ptr = _page(values_ptr, row, page)
     key_scales_ptr = _page(key_scales_ptr, row, page)
     value_scales_ptr = _page(value_scales_ptr, row, page)
+    bias_ptr = _page(bias_ptr, row, page)
     positions_ptr = _page(positions_ptr, row, page)
     lengths_ptr = _page(lengths_ptr, row, page)
     seen_ptr = _page(seen_ptr, row, page)
@@ -230,6 +231,9 @@ def _evict_kernel(
         if key_scales_ptr is not None:  # which every part has read
             _move_scales(key_scales_ptr, hole, victims, source, D, BLOCK_D)
             _move_scales(value_scales_ptr, hole, victims, source, D, BLOCK_D)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + base + source, mask=hole, other=0.0)
+            tl.store(bias_ptr + base + victims, bias, mask=hole)
         moved = tl.load(positions_ptr + source, mask=hole, other=0)
         tl.store(positions_ptr + victims, moved, mask=hole)
         if key_mean_ptr is not None:
@@ -276,7 +280,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     check_contiguous(op, scores=scores)
     page = check_rows(
         op, state, keys=keys, values=values, key_scales=exact.key_scales, value_scales=exact.value_scales,
-        positions=exact.positions, lengths=exact.lengths, seen=state.seen, count=moments.count,
+        bias=exact.bias, positions=exact.positions, lengths=exact.lengths, seen=state.seen, count=moments.count,
         key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross, slope=moments.slope,
         spread=moments.spread, starts=starts,
     )  # fmt: skip
@@ -295,7 +299,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
     _evict_kernel[pairs, triton.cdiv(dim, constants["BLOCK_V"])](
         keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
-        moments.cross, moments.slope, moments.spread, exact.key_scales, exact.value_scales, scores, starts, found,
-        found_slots, tickets, state.rows, page, slots, width, drop, spec.sinks, spec.recent, chunks,
+        moments.cross, moments.slope, moments.spread, exact.key_scales, exact.value_scales, exact.bias, scores, starts,
+        found, found_slots, tickets, state.rows, page, slots, width, drop, spec.sinks, spec.recent, chunks,
         **constants, INTERP=INTERPRET, num_warps=num_warps,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
 from . import z_scores as standardised
-from ._launch import Workspace, check_no_bias
+from ._launch import Workspace
 from .compact import compact as compact
 from .evict import evict as evict
 
@@ -96,11 +96,9 @@ def noncausal_attention_mass(q: Tensor, keys: Tensor, scale: float, chunk: int, 
 
 
 def observed_attention(
-    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, bias: Tensor | None = None,
-    **given: Any,
-) -> Tensor:  # fmt: skip
+    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, **given: Any
+) -> Tensor:
     """`reference.observed_attention`."""
-    check_no_bias("observed_attention", bias)
     scores = window_scores.window_scores(q=q, keys=keys, scale=scale, softcap=softcap, **given)
     return reference.pool_scores(scores, pool, given.get("positions"), given.get("valid"))
 

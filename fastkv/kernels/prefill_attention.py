@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
 from ..reference.slots import Grouped
-from ._attention import LN2, _add_sink, _dot, _logits2, _normalise, _softmax_update, _turned_query, _turned_rest
+from ._attention import LN2, _add_sink, _bias2, _dot, _logits2, _normalise, _softmax_update, _turned_query, _turned_rest
 from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, check_scales, chip_of, pow2, stages
@@ -113,7 +113,7 @@ def _lse(top, total):
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
     count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, sizes_ptr, sink_ptr, out_ptr, lse_ptr,
-    lse_evicted_ptr, key_scales_ptr, value_scales_ptr,
+    lse_evicted_ptr, key_scales_ptr, value_scales_ptr, bias_ptr,
     scale, softcap, T, slots, num,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
@@ -169,6 +169,8 @@ def _prefill_kernel(
             if key_scales_ptr is not None:
                 products *= _factors(key_scales, index, index < length)[None, :]
         logits = _logits2(products, scale, softcap, HAS_CAP)
+        if bias_ptr is not None:
+            logits += _bias2(bias_ptr + head * slots, index, index < length)[None, :]
         logits = tl.where((index < length)[None, :], logits, -float("inf"))
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         if _packed(value_scales_ptr):
@@ -271,6 +273,7 @@ def prefill_attention(
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         q, keys, values, lengths, k, v, valid.view(torch.uint8), count, known.key_mean, known.value_mean, matrix,
         known.spread, known.sizes, state.sink_logits, out, lse, lse_evicted, *scales,
+        None if exact.bias is None else exact.stored("bias"),
         spec.scale, softcap or 1.0, num, slots, known.num, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_C=BLOCK_C, SEED=min(tile.seed, width), SLICE=min(tile.slice or width, width),

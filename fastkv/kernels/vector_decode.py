@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import check_shape
+from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
 from ._attention import (
     _add_attention,
@@ -215,14 +215,15 @@ def _vector_decode_kernel(
             v = _load_token(v_ptr + pair * D, last, values_ptr.dtype.element_ty, D, M, BLOCK_D)
         share = tl.cdiv(length, SPLITS)
         top, total, acc = _attend_slots(
-            top, total, acc, q, None, keys_ptr, values_ptr, None, None, logits_ptr, split * share,
+            top, total, acc, q, None, keys_ptr, values_ptr, None, None, None, logits_ptr, split * share,
             tl.minimum(split * share + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
         )  # fmt: skip
         if k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, None, k, v, keys_ptr, values_ptr, None, None, positions_ptr + base, logits_ptr,
-                    length, length + approx_length + count, capacity, pool, scale, softcap, G, M, D, BLOCK_D, HAS_CAP,
+                    top, total, acc, q, None, k, v, keys_ptr, values_ptr, None, None, None, positions_ptr + base,
+                    logits_ptr, length, length + approx_length + count, capacity, pool, scale, softcap, G, M, D,
+                    BLOCK_D, HAS_CAP,
                 )  # fmt: skip
         _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
     elif split < SPLITS + APPROX:
@@ -330,6 +331,10 @@ def vector_decode_step(
     op, exact, approx, moments, recovery = "decode_step", state.exact, state.approx, state.moments, state.recovery
     keys, values, starts = exact.keys, exact.values, exact.starts
     assert approx is not None and recovery is not None and values is not None
+    if exact.bias is not None:
+        raise FastKVError(
+            f"{op} adds no bias beside tokens without values, got one {list(exact.bias.shape)}; use backend='reference'"
+        )
     groups = check_decode(op, q, state, addressed(op, keys, starts), addressed(op, values, starts), approx.keys)
     stored, heads, slots, dim = addressed(op, keys, starts).shape
     check_shape(op, "approx.keys", addressed(op, approx.keys, approx.starts), (stored, heads, None, dim))

@@ -7,7 +7,7 @@ is that of the evicted tokens. TOVA is W = 1, averaged over KV heads by the call
 
 Launches: partial log-sums per split of the keys; their merge, with the mass; column sums, keys in registers.
 Bytes: keys twice, 8 bytes per row and split, 4 N out.
-Does not handle: more than one window in flight; key-dependent biases.
+Does not handle: more than one window in flight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from ._attention import LOG2E, _dot, _logits2
+from ._attention import LOG2E, _bias2, _dot, _logits2
 from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (keys per tile, warps, stages)
@@ -31,7 +31,7 @@ NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after 
 
 @triton.jit
 def _logit_tile(
-    q_ptr, k, row, place, query_places_ptr, batch, kv, scale, softcap, W,
+    q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scale, softcap, W,
     stride_qb, stride_qh, stride_qt,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
     INTERP: tl.constexpr,
@@ -43,6 +43,8 @@ def _logit_tile(
     q_ptrs = q_ptr + batch * stride_qb + (kv * G + row % G) * stride_qh + query * stride_qt
     q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
     logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+    if bias is not None:
+        logits += bias[None, :]
     until = tl.full([1], NOWHERE - 1, tl.int64)
     if CAUSAL:
         until = tl.load(query_places_ptr + batch * W + query, mask=rows, other=0).to(tl.int64)
@@ -66,8 +68,18 @@ def _key_tile(
 
 
 @triton.jit
+def _biases(bias_ptr, head_start, first, high, BLOCK_N: tl.constexpr):
+    """Addends of the base-2 logits of the keys of `_key_tile`; None without."""
+    if bias_ptr is None:
+        return
+    else:
+        index = first + tl.arange(0, BLOCK_N)
+        return _bias2(bias_ptr + head_start, index, index < high)
+
+
+@triton.jit
 def _lse_kernel(
-    q_ptr, keys_ptr, places_ptr, query_places_ptr, tops_ptr, totals_ptr,
+    q_ptr, keys_ptr, places_ptr, bias_ptr, query_places_ptr, tops_ptr, totals_ptr,
     scale, softcap, W, N, keys_per_split, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
@@ -84,8 +96,9 @@ def _lse_kernel(
             keys_ptr, places_ptr, first, high, head, batch, kv, N, stride_kb, stride_kh, stride_kt,
             D, BD, BLOCK_N, HAS_PLACES,
         )  # fmt: skip
+        bias = _biases(bias_ptr, head * N, first, high, BLOCK_N)
         logits = _logit_tile(
-            q_ptr, k, row, place, query_places_ptr, batch, kv, scale, softcap, W, stride_qb, stride_qh, stride_qt,
+            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scale, softcap, W, stride_qb, stride_qh, stride_qt,
             G, D, BD, CAUSAL, HAS_CAP, INTERP,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -135,7 +148,7 @@ def _merge_kernel(
 
 @triton.jit
 def _column_kernel(
-    q_ptr, keys_ptr, places_ptr, query_places_ptr, lse_ptr, shares_ptr, scores_ptr,
+    q_ptr, keys_ptr, places_ptr, bias_ptr, query_places_ptr, lse_ptr, shares_ptr, scores_ptr,
     scale, softcap, W, N, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
@@ -147,11 +160,12 @@ def _column_kernel(
         keys_ptr, places_ptr, tl.program_id(0) * BLOCK_N, N, head, batch, kv, N, stride_kb, stride_kh, stride_kt,
         D, BD, BLOCK_N, HAS_PLACES,
     )  # fmt: skip
+    bias = _biases(bias_ptr, head * N, tl.program_id(0) * BLOCK_N, N, BLOCK_N)
     sums = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, W * G, ROWS):
         row = first + tl.arange(0, ROWS)
         logits = _logit_tile(
-            q_ptr, k, row, place, query_places_ptr, batch, kv, scale, softcap, W, stride_qb, stride_qh, stride_qt,
+            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scale, softcap, W, stride_qb, stride_qh, stride_qt,
             G, D, BD, CAUSAL, HAS_CAP, INTERP,
         )  # fmt: skip
         lse = tl.load(lse_ptr + head * W * G + row, mask=row < W * G, other=0.0)
@@ -165,7 +179,7 @@ def _column_kernel(
 def window_scores(
     *, q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, positions: Tensor | None = None,
     query_positions: Tensor | None = None, valid: Tensor | None = None, query_valid: Tensor | None = None,
-    log_mass: Tensor | None = None,
+    log_mass: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Mean attention weight that W queries give each key.
 
@@ -173,6 +187,7 @@ def window_scores(
         q: [B, Hq, W, D], keys: [B, Hkv, N, D]: any strides, unit stride along D.  valid: [B, Hkv, N] bool.
         positions: [B, Hkv, N] int32 and query_positions: [B, W] int: a query sees keys up to its own position.
         query_valid: [B, W] bool, the mean runs over these.  log_mass: [B, Hq, W] fp32 of the evicted tokens.
+        bias: [B, Hkv, N] fp32, addends of the logits.
     Returns: [B, Hkv, N] fp32.  Cost: three launches, no host sync.
     """
     batch, num_heads, num, dim = q.shape
@@ -180,7 +195,7 @@ def window_scores(
     groups = check_groups("window_scores", num_heads, heads)
     check_shape("window_scores", "keys", keys, (batch, heads, length, dim))
     check_head_dim("window_scores", dim)
-    check_like("window_scores", (batch, heads, length), positions=positions, valid=valid)
+    check_like("window_scores", (batch, heads, length), positions=positions, valid=valid, bias=bias)
     check_like("window_scores", (batch, num), query_positions=query_positions, query_valid=query_valid)
     check_like("window_scores", (batch, num_heads, num), log_mass=log_mass)
     assert q.stride(-1) == keys.stride(-1) == 1 and (positions is None) == (query_positions is None)
@@ -198,7 +213,7 @@ def window_scores(
     places = positions  # what is not valid comes after every query
     if valid is not None:
         places = torch.where(valid, 0 if positions is None else positions, NOWHERE.value).to(torch.int32)
-    inputs = (q, keys, scores if places is None else places, query_positions if causal else scores)
+    inputs = (q, keys, scores if places is None else places, bias, query_positions if causal else scores)
     strides = (*q.stride()[:3], *keys.stride()[:3])
     sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "ROWS": rows, "BLOCK_N": tile, "CAUSAL": causal}
     sizes |= {"HAS_PLACES": places is not None, "HAS_CAP": softcap is not None, "INTERP": INTERPRET}

@@ -148,9 +148,7 @@ def _check_attention(layer: int, module: Module, config: Config, base: str) -> N
         modules.output_weight(module)
     size, spare = modules.Sizes.of(module), config.evict_every
     dims = size.key_dim, size.groups, spare, size.value_dim
-    check_backend(
-        config.backend, size.device, size.dtype, *dims, has_latents, config.slots.name, config.correction.biases
-    )
+    check_backend(config.backend, size.device, size.dtype, *dims, has_latents, config.slots.name)
 
 
 def _check_latents(module: Module, config: Config, where: str) -> None:

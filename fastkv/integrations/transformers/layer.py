@@ -168,7 +168,7 @@ class FastKVLayer(CacheLayerMixin):
         """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
         config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.latent
         sizes = k.shape[-1], groups, config.evict_every, v.shape[-1], latent
-        check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name, config.correction.biases)
+        check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)
 
     def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
         """Attention of another layer, after this one's, to the same keys and values: [B, Hq, <= T, Dv].
