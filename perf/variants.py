@@ -30,6 +30,7 @@ from fastkv.kernels import (
 )
 from fastkv.kernels._evicted import CENTROIDS
 from fastkv.kernels._launch import pow2
+from fastkv.reference import FORMATS
 
 SLOTS = 1040  # of a head: a budget of 1024 and 16 tokens between evictions
 CUDA, HIP = VENDORS = ("80", "90", "100"), ("gfx942",)
@@ -65,6 +66,7 @@ class Variant:
         once: no product of so many columns or more is computed by several warps; 0 if some may be. With a few
             centroids it costs nothing twice.
         arches: where it is used, all if empty ("80", "90", "100", "gfx942").
+        slot_bytes: that attention loads of a slot, 0 for kernels that are not attention over slots.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Variant:
     narrow: bool = False
     once: int = 0
     arches: tuple[str, ...] = ()
+    slot_bytes: int = 0
 
 
 def variant(
@@ -114,6 +117,12 @@ def coded(
     return f"{name} {slots}", dict(types) | codes, dict(given) | dict.fromkeys(SCALES, True)
 
 
+def slot_bytes(dim: int, slots: str, dtype: str = "bf16") -> int:
+    """Bytes that attention loads of a slot, with its scales."""
+    stored = FORMATS[slots].empty((1,), dim, DTYPES[dtype], torch.device("cpu"))
+    return 2 * sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
     even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, slots: str = "auto", bias: bool = False,
@@ -137,7 +146,7 @@ def of_merge(
 ) -> Variant:  # fmt: skip
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
-    launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=dim > 256)
+    launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=dim > 256 or slots == "int4")
     return of_compact(
         name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, slots=slots, **launch
     )
@@ -175,6 +184,7 @@ def of_decode(
     return variant(
         name, decode_attention._decode_attention_kernel, constants, dtype, types, given=given,
         even=() if ragged else ("slots", "pool"), num_warps=num_warps, num_stages=num_stages, arches=arches,
+        narrow=slots == "int4", slot_bytes=slot_bytes(head_dim, slots, dtype),
     )  # fmt: skip
 
 
@@ -197,7 +207,7 @@ def of_evict(
     name, types, given = coded(name, {}, given, codes)
     return variant(
         name, evict._evict_kernel, constants, dtype, types, given=given, even=even, num_warps=num_warps,
-        narrow=head_dim > 256 or (codes != "auto" and head_dim == 256), arches=arches,
+        narrow=head_dim > 256 or (codes != "auto" and head_dim == 256) or codes == "int4", arches=arches,
     )  # fmt: skip
 
 
@@ -292,7 +302,8 @@ def of_prefill(
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, types, given=given, even=("slots", "stride_"),
         num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
-        narrow=order == CENTROIDS.value and means <= tile.warps * (64 if chip in HIP else 32),
+        slot_bytes=slot_bytes(dim, slots, dtype),
+        narrow=slots == "int4" or (order == CENTROIDS.value and means <= tile.warps * (64 if chip in HIP else 32)),
     )  # fmt: skip
 
 
@@ -475,7 +486,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_merge(compact._moments_kernel, 512, splits, arches=CUDA) for splits in (1, 4)),
         of_merge(compact._merge_kernel, 512, 4, arches=CUDA),
         *(
-            of_compact(f"compact move D{d}", compact._move_kernel, d, slots=f)
+            of_compact(f"compact move D{d}", compact._move_kernel, d, slots=f, narrow=f == "int4")
             for f in CODES
             for d in (64, DIM_80[f], 128, 256)
         ),

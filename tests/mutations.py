@@ -775,7 +775,7 @@ MUTATIONS = [
         "None",
         "cpu.py::test_an_eviction",
     ),
-    # Kernels on slots of 8 bits.
+    # Kernels on slots of 8 and 4 bits.
     bug(
         "the scale of a value is left out of its weight",
         "kernels/_attention.py",
@@ -793,16 +793,32 @@ MUTATIONS = [
     bug(
         "the scales of keys stay behind in an eviction",
         "kernels/evict.py",
-        "            tl.store(key_scales_ptr + victims, scales, mask=hole)\n",
+        "            _move_scales(key_scales_ptr, hole, victims, source, D, BLOCK_D)\n",
         "",
         "kernels_codes.py::test_evict",
     ),
     bug(
         "a token of a block is stored with the scale of a slot",
         "kernels/compact.py",
-        "tl.where(source < used, known, scales)",
-        "known",
+        "scale = tl.where(old, tl.load(spot, mask=old, other=0), scales)",
+        "scale = tl.load(spot, mask=old, other=0)",
         "kernels_codes.py::test_compact",
+    ),
+    bug(
+        "the sum of rotated values is not turned back",
+        "kernels/decode_attention.py",
+        "            acc = _turned(acc, D)\n",
+        "            acc = acc\n",
+        "kernels_codes.py::test_decode_variants",
+    ),
+    bug(
+        "rotated values move while other programs read them",
+        "kernels/evict.py",
+        "    if not _packed(value_scales_ptr):\n",
+        "    if _packed(value_scales_ptr):\n"
+        "        _move_rows(values_ptr, drop, hole, victims, source, mine, D // 2, R, TILE)\n"
+        "    else:\n",
+        f"{RACES}[evict-int4-6]",
     ),
     # Kernels, whose programs run in any order.
     bug(

@@ -13,13 +13,13 @@ from fastkv.reference.centroids import BLOCK
 
 from .launches import Operators, recorded
 
-HQ, HKV, D = 2, 1, 16
+HQ, HKV, D = 2, 1, 32
 MOST = 4  # compilations of a kernel
 LENGTHS = [int(2 ** random.Random(seed).uniform(3, 14)) for seed in range(200)]
 
 
-def layer(policy, budget, block=None):
-    config = Config.make(policy, budget, block, 16, "auto", "triton", None)
+def layer(policy, budget, block=None, slots="auto"):
+    config = Config.make(policy, budget, block, 16, "auto", "triton", None, slots=slots)
     return LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=16))
 
 
@@ -38,12 +38,15 @@ def read(cache, length, block):
         cache.read(q, k, v, valid, None if block else lambda q=q: q)
 
 
-@pytest.mark.parametrize("block", [None, 4096], ids=["whole", "blocks"])
-@pytest.mark.parametrize("policy", ["fastkv", "momentkv", "keydiff", "manifold-windowed"])
-def test_all_lengths_of_prompts_need_few_compilations(policy, block):
+PROMPTS = [(p, block, "auto") for p in ("fastkv", "momentkv", "keydiff", "manifold-windowed") for block in (None, 4096)]
+PROMPTS += [("momentkv", 4096, "int8"), ("keydiff", 4096, "int4")]
+
+
+@pytest.mark.parametrize("policy, block, slots", PROMPTS)
+def test_all_lengths_of_prompts_need_few_compilations(policy, block, slots):
     with recorded() as launches:
         for length in LENGTHS:
-            read(layer(policy, Budget(tokens=64, sinks=2, recent=8), block), length, block)
+            read(layer(policy, Budget(tokens=64, sinks=2, recent=8), block, slots), length, block)
     found = launches.compilations()
     assert len(found) > 4 and max(found.values()) <= MOST, found
 
@@ -72,9 +75,9 @@ def test_a_prompt_of_centroids_is_few_launches():
     assert len(launches) == num // BLOCK * 14 and len(operators.found) < 12
 
 
-def evicting_step(policy):
+def evicting_step(policy, slots="auto"):
     """The launches of a step that evicts, and torch's operators that are launches."""
-    cache = layer(policy, Budget(tokens=64, sinks=2, recent=8))
+    cache = layer(policy, Budget(tokens=64, sinks=2, recent=8), slots=slots)
     with recorded() as launches:
         read(cache, 100, 100)
         q, k, v = tokens(1)
@@ -91,3 +94,8 @@ def evicting_step(policy):
 def test_an_evicting_step_is_few_launches(policy, most):
     launched, others = evicting_step(policy)
     assert len(launched) + len(others) <= most, (launched, others)
+
+
+@pytest.mark.parametrize("slots", ["int8", "int4"])
+def test_codes_need_no_other_kernels(slots):
+    assert evicting_step("momentkv", slots)[0] == evicting_step("momentkv")[0]

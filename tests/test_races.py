@@ -187,6 +187,8 @@ CASES = {
     "decode-int8": lambda: decoding(2, slots="int8", rows=[0, 1, 3, 0]),
     "decode-fp8-alone": lambda: decoding(1, ragged=False, slots="fp8", dtype=torch.float16),
     "evict-int8": lambda: evicting(80, True, slots="int8", spread=True),
+    "decode-int4": lambda: decoding(2, 32, slots="int4", rows=[0, 1, 3, 0]),
+    "evict-int4": lambda: evicting(64, True, slots="int4"),
     "compact-fp8": lambda: compacting(48, spread=True, slots="fp8"),
 }
 

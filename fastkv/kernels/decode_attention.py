@@ -9,8 +9,8 @@ partial, so mixing is free. Program (pair, s) reads a share of the slots, progra
 centroids, and the last of a pair to arrive merges; with many pairs one program does it all. Twins:
 `fastkv.reference.decode_step`, `moment_estimate` and `centroid_estimate`.
 
-Bytes per pair: 4 L D for keys and values in half precision, 2 L (D + 4) in 8 bits; 2 D^2 for the matrix (4 D^2 in
-fp32), 4 D a centroid.
+Bytes per pair: 4 L D for keys and values in half precision, 2 L (D + 4) in 8 bits, 9 L D / 8 in 4; 2 D^2 for the matrix
+(4 D^2 in fp32), 4 D a centroid.
 Does not handle: more than 16 query heads per KV head, Dv != Dk, head_dim above 512 (256 in float32 and on AMD),
 float64, windows, padding. In float32 with head_dim 256 it spills registers (250 bytes on sm_90).
 """
