@@ -329,10 +329,10 @@ def _move_row_tile(
 ):
     """to[hole] = (slots, then block)[source] for a tile of rows; with scales, those of the block are encoded."""
     column = tl.arange(0, BLOCK)[None, :]
+    old = (inside & (source < used))[:, None] & (column < D)
     fresh = (inside & (source >= used))[:, None] & (column < D)
     far = source.to(tl.int64)[:, None]
     if scales_ptr is None:
-        old = (inside & (source < used))[:, None] & (column < D)
         a = tl.load(to_ptr + far * D + column, mask=old, other=0.0)
         b = tl.load(new_ptr + (far - used) * stride_t + column, mask=fresh, other=0.0)
         row = tl.where(old, a.to(tl.float32), b.to(tl.float32))

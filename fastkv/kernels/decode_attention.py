@@ -121,10 +121,8 @@ def _decode_attention_kernel(
     if k_ptr is not None:
         held = tl.minimum(length + 1, capacity)
     q_ptr += pair * G * D
-    keys_ptr, values_ptr = (
-        _codes_of(keys_ptr, key_scales_ptr, base, D),
-        _codes_of(values_ptr, value_scales_ptr, base, D),
-    )
+    keys_ptr = _codes_of(keys_ptr, key_scales_ptr, base, D)
+    values_ptr = _codes_of(values_ptr, value_scales_ptr, base, D)
     key_scales_ptr = _scales_of(key_scales_ptr, base, D)
     value_scales_ptr = _scales_of(value_scales_ptr, base, D)
     if bias_ptr is not None:

@@ -170,10 +170,8 @@ def _evict_kernel(
         order = tl.where(order == low, LAST_KEY, order)
     hole, source = _holes(victims, drop, length, tokens, R)
 
-    keys_ptr, values_ptr = (
-        _codes_of(keys_ptr, key_scales_ptr, base, D),
-        _codes_of(values_ptr, value_scales_ptr, base, D),
-    )
+    keys_ptr = _codes_of(keys_ptr, key_scales_ptr, base, D)
+    values_ptr = _codes_of(values_ptr, value_scales_ptr, base, D)
     key_scales_ptr = _scales_of(key_scales_ptr, base, D)
     value_scales_ptr = _scales_of(value_scales_ptr, base, D)
     positions_ptr += base
@@ -186,8 +184,8 @@ def _evict_kernel(
         for first in range(0, drop, TILE):
             gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
             k = _exact_rows(keys_ptr, key_scales_ptr, gone, live, 0, D, BLOCK_D)
-            v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
             key_mean += tl.sum(k, 0) / size
+            v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
             value_mean += tl.sum(v, 0) / size
         key_before = tl.load(key_mean_ptr + own * D + cols, mask=cols < D, other=0.0)
         value_before = tl.load(value_mean_ptr + own * D + mine, mask=mine < D, other=0.0)

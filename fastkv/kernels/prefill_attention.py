@@ -67,7 +67,7 @@ HALF_CODES = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}}
 SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
 # Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes.
 HALF_PACKED = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2)) | {
-    128: Tile(64, 64, 8, 2, seed=16), 256: Tile(64, 32, 8, 2, seed=16), 512: Tile(32, 16, 8, 2, seed=16)
+    128: Tile(128, 32, 8, 2, seed=16), 256: Tile(64, 32, 8, 2, seed=16), 512: Tile(32, 16, 8, 2, seed=16)
 }  # fmt: skip
 SINGLE_PACKED = dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16)) | {
     128: Tile(16, 32, 8, 1, seed=16), 256: Tile(16, 16, 8, 1, seed=16)
