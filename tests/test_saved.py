@@ -14,11 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fastkv
-from fastkv import FastKVCache, FastKVError, corrections
+from fastkv import FastKVCache, FastKVError, corrections, ops
 from fastkv.demo import load
 from fastkv.demo.tasks import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
+from fastkv.policies.fastkv import FastKV
+from fastkv.policies.manifold import Manifold
+from fastkv.policies.snapkv import SnapKV
 
 from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
@@ -600,9 +603,14 @@ def test_many_questions_over_one_saved_prefix(tmp_path):
 def test_files_of_fastkv_0_1_are_read(monkeypatch, name, policy, correction):
     """The same prompt read now gives the same tensors, and both go on alike; 0.1 called `vector+moments` moments.
 
-    Centroids with means in fp32, as they were: what becomes of them is the next test.
+    Centroids with means in fp32 and the score of that time: what becomes of them is the next test.
     """
     monkeypatch.setattr(corrections.centroids, "MEANS", torch.float32)
+
+    def score(self, signals):
+        return ops.z_scores(Manifold().score(signals), signals.valid) + 128 * SnapKV.score(self, signals)
+
+    monkeypatch.setattr(FastKV, "score", score)
     model = build(num_hidden_layers=1)
     weights = {0: torch.linspace(-0.1, 0.1, 512).view(2, 16, 16)}
     vector = mapping(model, weights) if name == "vector" else None

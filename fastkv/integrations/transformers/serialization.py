@@ -338,6 +338,8 @@ class _File:
         if saved.get("vector") is not None and not called.startswith("vector"):
             # fastkv 0.1 left that part of the name out.
             saved["correction"] = "vector" if called == "none" else f"vector+{called}"
+        if saved.get("policy") == "fastkv" and saved.get("policy.weight") == 128.0 and "policy.reread" not in saved:
+            saved["policy.weight"] = 4.0  # the default, before it was divided by shares of the head
         # Files from before there was a second reading do not name it.
         saved = {name: False for name in here if name.endswith(".reread")} | saved
         names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]

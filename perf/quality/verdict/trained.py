@@ -32,7 +32,7 @@ class Settings:
     """
 
     seeds: int = 6
-    first: int = 900_000
+    first: int = 950_000
     texts: int = 1
     context: int = 1024
     stretches: int = 2
