@@ -65,7 +65,8 @@ def expected(q, state, more=None, softcap=None):
 
 @pytest.mark.parametrize(
     "backend,slots,softcap,slab",
-    [("triton", "auto", 2.0, False), ("triton", "int8", None, True), ("reference", "auto", 2.0, False), ("reference", "int4", None, True), ("cpu", "auto", None, False),
+    [("triton", "auto", 2.0, False), ("triton", "int8", None, True),
+     ("reference", "auto", 2.0, False), ("reference", "int4", None, True), ("cpu", "auto", None, False),
      ("cpu", "auto", None, True), ("cpu", "int8", None, False)],
 )  # fmt: skip
 @pytest.mark.parametrize("attention", [False, True])
