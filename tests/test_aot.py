@@ -159,3 +159,11 @@ def test_a_table_compiles_only_what_has_changed(monkeypatch, tmp_path, capsys):
     file.write_text("triton 0.0\n")
     with pytest.raises(SystemExit, match=r"is of triton 0\.0"):
         aot.main(["--table", str(file)])
+
+
+def test_names_places_and_the_order_of_constants_do_not_change_a_digest():
+    lines = ["%a = arith.constant 1 : i32 loc(#loc1)", "%b = arith.constant 2 : i32", "%x = arith.subi %a, %b : i32"]
+    text = "\n".join(lines)
+    same = "\n".join([lines[1], lines[0], lines[2], "#loc1 = loc(unknown)"]).replace("%x", "%other")
+    assert aot.canonical(text) == aot.canonical(same).rstrip("\n")
+    assert aot.canonical(text) != aot.canonical(text.replace("%a, %b", "%b, %a"))
