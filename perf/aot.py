@@ -1,6 +1,7 @@
 """Compile every kernel and variant ahead of time and check what it costs; needs no GPU.
 
-    python -m perf.aot --arch 90            one line per variant: registers, spills, shared memory, CTAs per SM, loads
+    python -m perf.aot --arch 90            one line per variant: bytes of a slot, registers, spills, shared memory,
+                                            CTAs per SM, loads
     python -m perf.aot --arch all --kernel decode_attention
     python -m perf.aot --sample             one variant of every kernel function
     python -m perf.aot --arch all --table perf/results/aot_triton-3.7.1.txt
@@ -202,8 +203,9 @@ def faults(
 
 
 def title(variant: Variant, arch: str) -> str:
-    """How the line of a variant begins."""
-    return f"{variant.name:58s} {arch:>6s}"
+    """How the line of a variant begins: name, chip, and what attention loads of a slot."""
+    loads = f"slot {variant.slot_bytes:4d} B" if variant.slot_bytes else " " * 11
+    return f"{variant.name:58s} {arch:>6s}  {loads}"
 
 
 def check(variant: Variant, arch: str, of: str) -> str:
