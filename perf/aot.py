@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         matching = [v for v in variants(options.kernel) if any(part in v.name for part in options.match)]
         found = [v for v, _ in pairs(matching, [arch])]
         for variant in sample(found) if options.sample else found:
-            of = digest(variant, CHIPS[arch])
+            of = digest(variant, CHIPS[arch]) if table else "-" * 12
             line = table.known(variant, arch, of) if table else None
             if line is None:
                 line, compiled = check(variant, arch, of), compiled + 1

@@ -61,6 +61,8 @@ def filled(
     for tier, lengths in zip(state.tiers.values(), (pairs, keys_only)):
         assert tier.positions is not None
         random_rows(tier.keys, tier.key_scales)
+        if tier.bias is not None:
+            tier.bias.normal_()
         tier.lengths.copy_(torch.tensor(lengths))
         tier.positions.copy_(torch.arange(tier.limit))
         if tier.values is not None:
