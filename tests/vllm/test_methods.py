@@ -23,6 +23,9 @@ CASES = {
     "unequal layers": {"policy": "keydiff", "budget": {"tokens": 64, "layers": [2, 1, 1, 1]}},
     "bytes": {"policy": "fastkv", "budget": {"bytes": 500_000}},
     "reference": {"policy": "momentkv", "backend": "reference", "prefill_block": 64, "evict_every": 7},
+    "int8": {"policy": "fastkv", "slots": "int8"},
+    "fp8": {"policy": "momentkv", "slots": "fp8", "prefill_block": 64},
+    "int4": {"policy": "keydiff", "slots": "int4", "budget": {"bytes": 200_000}},
     "bfloat16": {"policy": "momentkv", "prefill_block": 64},
 }
 
