@@ -12,6 +12,7 @@ import fastkv
 from fastkv import ops, reference
 from fastkv.ops.operator import flat, restored
 from fastkv.reference import Centroids, LayerState, Moments, Recovery, Slots
+from perf.micro.states import filled
 
 from .conftest import examples
 from .models import build, generate, prompt
@@ -115,6 +116,14 @@ def step(state, backend, append=True, **spec):
     return case(randn(B, HKV * G, D), *new, state, make_spec(0.3, backend=backend, **spec))
 
 
+def grouped(backend):
+    """A step over slots of 4 bits, which take 32 numbers together."""
+    torch.manual_seed(0)
+    state = filled(B, HKV, 32, 16, free=2, correction="centroids", slots="int4")
+    q, k, v = (torch.randn(B, *shape, 32) for shape in ((HKV * G,), (HKV, 1), (HKV, 1)))
+    return case(q, k, v, state, make_spec(0.3, backend=backend, correction="centroids"))
+
+
 def attend(state, backend, **spec):
     real = torch.ones(B, T, dtype=torch.bool)
     return case(randn(B, HKV * G, T, D), *block()[:2], real, state, make_spec(0.3, backend=backend, **spec))
@@ -145,6 +154,7 @@ CASES = {  # the name of the operator, and what is special about the case
     "evict with a bias": lambda b: shrink(biased(layer(ragged=True)), b, randn(B, HKV, 9)),
     "decode_step of int8 slots": lambda b: step(encoded(layer(), "int8"), b, order=1),
     "decode_step of fp8 slots": lambda b: step(encoded(layer(True, parts=4), "fp8"), b, correction="centroids"),
+    "decode_step of int4 slots": grouped,
     "prefill_attention of fp8 slots": lambda b: attend(encoded(layer(), "fp8"), b, order=1),
     "compact to int8 slots": lambda b: case(*compaction(T), block(), encoded(layer(), "int8"), make_spec(backend=b)),
     "evict from fp8 slots": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
