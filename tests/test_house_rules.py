@@ -185,10 +185,14 @@ def test_no_host_sync_on_the_hot_path(path):
 
 
 def test_absent_tensors_of_a_kernel_stand_alone():
-    """Triton 3.6 has no None in a tuple, nor can a function return an argument that is None by its name."""
+    """Triton 3.6 has no None in a tuple, nor can a function return an argument that is None by its name, nor a constant
+    (`triton.constexpr_function` can)."""
     nodes = [n for path in sorted((PACKAGE / "kernels").glob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     returns = {f.name: [n.value for n in ast.walk(f) if isinstance(n, ast.Return)] for f in functions}
+    assert not [
+        name for name, values in returns.items() for one in values if one and "tl.constexpr(" in ast.unparse(one)
+    ]
     maybe = {name for name, values in returns.items() if None in values and any(values)}  # a bare return and others
     assert {"_page", "_scales"} <= maybe
     inside = [n for node in nodes if isinstance(node, ast.Tuple) for n in node.elts if isinstance(n, ast.Call)]

@@ -31,13 +31,10 @@ HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 2^23: beside it, fp32 has no bits af
 SIXTEEN = tl.constexpr(0x41800000)  # bits of 16.0; those of 16 + c have c << 19 more
 
 
-@triton.jit
+@triton.constexpr_function
 def _packed(scales_ptr):
     """Whether slots with these scales hold codes of 4 bits."""
-    if scales_ptr is None:
-        return tl.constexpr(False)
-    else:
-        return tl.constexpr(scales_ptr.dtype.element_ty == tl.int8)
+    return scales_ptr is not None and scales_ptr.dtype.element_ty == tl.int8
 
 
 @triton.jit
