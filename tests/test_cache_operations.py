@@ -407,7 +407,7 @@ class Operations(RuleBasedStateMachine):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_sequence_of_operations(case):
     every = settings(
-        max_examples=examples(85),
+        max_examples=examples(170),
         stateful_step_count=10,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
