@@ -157,7 +157,11 @@ def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tens
 
 def adding(mask: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
     """A mask that broadcasts to [B, Hkv * groups, 1, slots] with addends [B, Hkv, slots] of each slot's logits."""
-    return mask if bias is None else mask + bias.repeat_interleave(groups, 1)[:, :, None]
+    if bias is None:
+        return mask
+    batch, heads, slots = bias.shape
+    mask = mask.view(len(mask), -1, min(groups, mask.shape[1]), 1, slots)
+    return (mask + bias.view(batch, heads, 1, 1, slots).expand(-1, -1, groups, -1, -1)).view(batch, -1, 1, slots)
 
 
 def showing(visible: Tensor) -> Tensor:

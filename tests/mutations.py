@@ -628,6 +628,13 @@ MUTATIONS = [
     ),
     # transformers.
     bug(
+        "a second reading stands behind the real tokens, wherever the first one stood",
+        "integrations/transformers/deferred.py",
+        "follows = None if first.positions is None else next_position(first.positions, mask)",
+        "follows = mask.sum(-1, keepdim=True)",
+        "reread.py::test_a_row_does_not_depend_on_its_padding",
+    ),
+    bug(
         "the mask of a later block lacks the past",
         "integrations/transformers/prompt.py",
         "mask[:, : mask.shape[1] - total + end]",

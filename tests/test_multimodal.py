@@ -253,16 +253,18 @@ def test_assisted_decoding(name, block):
 
 @pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_vl"])
 def test_kvzip_reads_images_again(name):
-    """What is fed again are the embeddings of the image, not of its placeholders."""
+    """What is fed again are the embeddings of the image, not of its placeholders, and they stand behind the first."""
     model, given = build(name), prompt(name)
     want = model(**given).logits
     decoder = model.model.language_model
     patch(model, SMALL, "kvzip")
-    fed, stock = [], decoder._fastkv_decoder_forward
-    decoder._fastkv_decoder_forward = lambda **kwargs: fed.append(kwargs["inputs_embeds"]) or stock(**kwargs)
+    calls, stock = [], decoder._fastkv_decoder_forward
+    decoder._fastkv_decoder_forward = lambda **kwargs: calls.append(kwargs) or stock(**kwargs)
     close(model(**given).logits, want)
-    assert len(fed) == 2
-    assert torch.equal(fed[1][:, -fed[0].shape[1] :], fed[0])
+    (embeds, places), (embeds_again, places_again) = [(call["inputs_embeds"], call["position_ids"]) for call in calls]
+    assert torch.equal(embeds_again[:, -embeds.shape[1] :], embeds)
+    if places is not None:
+        assert int(places_again.min()) == int(places.max()) + 1
     assert generated(model, given)[0].isfinite().all()
 
 

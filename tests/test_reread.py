@@ -103,12 +103,14 @@ def test_queries_that_do_not_count_and_heads_that_evicted_nothing():
     assert torch.equal(empty.refitted(q[:, :, :20], fewer[:2], fewer[:2], SCALE).values, empty.values)
 
 
-def test_a_row_does_not_depend_on_its_padding():
+@pytest.mark.parametrize("first", [None, 0, 5])
+def test_a_row_does_not_depend_on_its_padding(first):
+    """Where its first token stands at `first`, or where the model numbers all tokens, padding included."""
     model, (ids, mask) = build(), prompt(2, 60, (0, 19))
     fastkv.patch(model, Short(), small(), evict_every=EVERY)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    together = model(ids, attention_mask=mask, position_ids=positions).past_key_values
-    alone = model(ids[1:, 19:]).past_key_values
+    places = torch.arange(60).expand(2, -1) if first is None else (mask.cumsum(-1) - 1).clamp(min=0) + first
+    together = model(ids, attention_mask=mask, position_ids=None if first is None else places).past_key_values
+    alone = model(ids[1:, 19:], position_ids=places[1:, 19:]).past_key_values
     for mine, theirs in zip(together.layers, alone.layers):
         assert torch.equal(mine.state.exact["positions"][1], theirs.state.exact["positions"][0])
         torch.testing.assert_close(mine.state.parts.values[1], theirs.state.parts.values[0], rtol=1e-3, atol=1e-4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..corrections import Pairs
 from ..policies import Signals
 from ..reference import Centroids, LayerState, compute_dtype, pack, visible_keys
 from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
@@ -88,10 +89,9 @@ def match(told: Signals, again: signals.SecondReading, state: LayerState, rule: 
     """
     exact, spec = state.exact, rule.spec
     free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)
-    candidates = told.keys, told.values, told.valid & ~protected(told, state.seen, rule)
-    correction = rule.config.correction
-    kept = exact["keys"], exact["values"], free
-    bias, fitted = correction.matched(again.queries, again.asked, candidates, kept, spec.scale, spec.softcap)
+    candidates = Pairs(told.keys, told.values, told.valid & ~protected(told, state.seen, rule))
+    kept = Pairs(exact["keys"], exact["values"], free)
+    bias, fitted = rule.config.correction.matched(again.queries, again.asked, candidates, kept, spec)
     codes, scales = exact.format.encode(fitted.to(exact.dtype))
     for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
         if rows is None:

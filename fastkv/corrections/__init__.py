@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import FastKVError
 from ..reference import LayerState
-from .base import COSH, MEAN, MOMENTS, Correction, Shape
+from .base import COSH, MEAN, MOMENTS, Correction, Pairs, Shape
 from .centroids import CENTROIDS
 from .matching import MATCHING
 from .ridge import RIDGE
@@ -13,7 +13,7 @@ from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 NONE = Correction()
 ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
 
-__all__ = ["ALL", "NONE", "Correction", "Shape", "get", "names", "reading"]
+__all__ = ["ALL", "NONE", "Correction", "Pairs", "Shape", "get", "names", "reading"]
 
 
 def names() -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..budget import LayerCost
-from ..reference import AUTO, Evicted, LayerState, SlotFormat
+from ..reference import AUTO, Evicted, LayerState, SlotFormat, Spec
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,18 @@ class Shape:
         """
         numbers = self.key_dim if self.latent else self.key_dim + self.value_dim
         return numbers * (self.itemsize if self.format.plain else 2)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Tokens to be matched.
+
+    Attributes: keys [B, Hkv, N, D]; values [B, Hkv, N, Dv]; matched [B, Hkv, N] bool: which of them take part.
+    """
+
+    keys: Tensor
+    values: Tensor
+    matched: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,20 +105,11 @@ class Correction:
         """Whether slots have a bias, an addend of their logits: after a second reading `matched` says which."""
         return False
 
-    def matched(
-        self,
-        q: Tensor,
-        asked: Tensor,
-        candidates: tuple[Tensor, Tensor, Tensor],
-        kept: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    def matched(self, q: Tensor, asked: Tensor, candidates: Pairs, kept: Pairs, spec: Spec) -> tuple[Tensor, Tensor]:
         """Biases [B, Hkv, L] and values [B, Hkv, L, Dv] of what is kept of a prompt that was read twice.
 
-        Args: q [B, Hq, W, D] and asked [B, W] bool, some of the queries of the second reading; candidates: keys and
-            values [B, Hkv, N, D], and which of them are to be matched [B, Hkv, N] bool; kept: the same of L tokens that
-            are kept, and which of them may change.
+        Args: q [B, Hq, W, D] and asked [B, W] bool, some of the queries of the second reading; candidates: the N tokens
+            of the prompt, and kept: L of them, which change where they are matched; spec: how the layer attends.
         """
         raise NotImplementedError
 

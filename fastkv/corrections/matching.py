@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..reference import Spec
 from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
 from ..reference.moments import compute_dtype
-from .base import Correction
+from .base import Correction, Pairs
 
 STEPS = 100  # of the descent for the weights, from the solution without bounds
 
@@ -43,29 +44,21 @@ class MatchingCorrection(Correction):
         """They do."""
         return True
 
-    def matched(
-        self,
-        q: Tensor,
-        asked: Tensor,
-        candidates: tuple[Tensor, Tensor, Tensor],
-        kept: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    def matched(self, q: Tensor, asked: Tensor, candidates: Pairs, kept: Pairs, spec: Spec) -> tuple[Tensor, Tensor]:
         """By two least squares problems; results in fp32, for fp64 inputs in fp64."""
-        keys, _, free = kept
-        values = kept[1].to(compute_dtype(q))
+        free, values = kept.matched, kept.values.to(compute_dtype(q))
+        match = candidates.matched[:, :, None, None]
 
         def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             """M [B, Hkv, n, L], z [B, Hkv, n, 1] and Y [B, Hkv, n, Dv] of some queries, zero for none."""
             for some, real in zip(q.split(QUERY_CHUNK, 2), asked.split(QUERY_CHUNK, 1)):
                 real = real[:, None, None, :, None]
-                logits = grouped_logits(some, candidates[0], scale, softcap)
-                weights, mass = masked_softmax(logits, candidates[2][:, :, None, None] & real)
-                top = logits.masked_fill(~candidates[2][:, :, None, None], torch.finfo(logits.dtype).min).amax(-1)
-                own = (grouped_logits(some, keys, scale, softcap) - top[..., None]).exp()
+                logits = grouped_logits(some, candidates.keys, spec.scale, spec.softcap)
+                weights, mass = masked_softmax(logits, match & real)
+                top = logits.masked_fill(~match, torch.finfo(logits.dtype).min).amax(-1)
+                own = (grouped_logits(some, kept.keys, spec.scale, spec.softcap) - top[..., None]).exp()
                 own = torch.where(free[:, :, None, None] & real, own, 0)
-                full = weights @ candidates[1].to(weights.dtype)[:, :, None]
+                full = weights @ candidates.values.to(weights.dtype)[:, :, None]
                 yield tuple(rows.flatten(2, 3) for rows in (own, (mass - top).exp()[..., None], full))  # type: ignore[misc]
 
         w = self._weights(*_normal_equations((own, mass) for own, mass, _ in parts()), free)

@@ -37,7 +37,7 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
         out = _read_blocks(decoder, cache, given, total)
     else:
         if cache.config.deferred and not cache.started:
-            prompt.embeds = given.get("inputs_embeds")
+            prompt.embeds, prompt.positions = given.get("inputs_embeds"), positions
         out = _read(decoder, cache, given, 0, total)
     if deltas is not None:
         cache.continue_from(deltas)

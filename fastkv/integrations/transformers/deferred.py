@@ -49,13 +49,14 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Any], prompt: P
 def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Tensor, mask: Tensor) -> None:
     """Feed the prompt once more, in chunks, and let each layer collect what attention its tokens receive.
 
+    Each chunk stands where a text that goes on after the first reading would.
     Args: tokens: ids [B, N] or embeddings [B, N, hidden].  mask [B, N]: 0 for padding.
     """
     first = cache.prompt
     assert first is not None
     policy = cache.config.policy
     batch, num = mask.shape
-    length = mask.sum(-1, keepdim=True)
+    follows = None if first.positions is None else next_position(first.positions, mask)
     # Chunks count real tokens, so that a row does not depend on how far it is padded.
     order = (mask == 0).to(torch.uint8).argsort(dim=-1, stable=True)
     row = torch.arange(batch, device=order.device)[:, None]
@@ -77,12 +78,11 @@ def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Te
         for index, layer in others.items():
             cache.layers[index] = copy.deepcopy(layer)
         cache.prompt = replace(first, padding=torch.cat([mask, fed_mask], 1))
+        # A decoder that was given no positions numbers its tokens itself: from the length on, padding included, or by
+        # the mask. It goes on so.
+        placed = {} if follows is None else {"position_ids": follows + (fed_mask.cumsum(-1) - 1).clamp(min=0)}
         base._fastkv_base_forward(
-            **{name: fed},
-            attention_mask=cache.prompt.padding,
-            position_ids=(length + fed_mask.cumsum(-1) - 1).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
+            **{name: fed}, **placed, attention_mask=cache.prompt.padding, past_key_values=cache, use_cache=True
         )
         for layer, found in beside.items():
             for name, tensor in found.items():
@@ -90,6 +90,15 @@ def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Te
     cache.prompt = first
     for index, layer in others.items():
         cache.layers[index] = layer
+
+
+def next_position(positions: Tensor, mask: Tensor) -> Tensor:
+    """The position [B, 1], int64, after a prompt's tokens; mask [B, N]: 0 for padding.
+
+    Args: positions: [1 or B, N], or [3 or 4, B, N], the last three of which are of M-RoPE.
+    """
+    largest = positions if positions.ndim == 2 else positions[-3:].amax(0)
+    return torch.where(mask.bool(), largest, 0).amax(-1, keepdim=True).long() + 1
 
 
 def share_to_keep(base: Any, config: Config, hidden: Tensor, ids: Tensor, mask: Tensor | None) -> float:

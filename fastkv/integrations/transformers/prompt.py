@@ -20,12 +20,14 @@ class Prompt:
         rows: how many last rows of hidden states somebody reads; None for all.
         masks: makes the masks of a block, if the base model prepares them.
         embeds: [B, T, hidden], the prompt as the decoder got it, images included; kept while it is read twice.
+        positions: as the decoder got them, [1 or B, T] or [3 or 4, B, T]; kept likewise. None where it numbers tokens.
     """
 
     padding: Tensor | None = None
     rows: int | None = None
     masks: PreparedMasks | None = None
     embeds: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class MaskMade(Exception):
