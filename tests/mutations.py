@@ -706,6 +706,20 @@ MUTATIONS = [
         "cpu.py::test_a_step",
     ),
     bug(
+        "digits of a query are not rounded to the nearest",
+        "cpu.py",
+        "whole.add_(128).bitwise_right_shift_(8)",
+        "whole.bitwise_right_shift_(8)",
+        "slots.py::test_digits_are_exact_to_a_unit",
+    ),
+    bug(
+        "a step's codes of keys and values are swapped",
+        "reference/state.py",
+        "(key_codes, codes), both = self.format",
+        "(codes, key_codes), both = self.format",
+        "slots.py::test_moving_never_rounds",
+    ),
+    bug(
         "heads of one length do not see their last token",
         "cpu.py",
         "edge(slots)[slots - length : 2 * slots - length]",

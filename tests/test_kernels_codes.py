@@ -66,9 +66,9 @@ def test_codes_are_those_of_the_reference(slots, dim):
     codes, mine, read = torch.empty_like(want), torch.empty_like(scales), torch.empty_like(rows)
     _round_trip_kernel[(1,)](rows.contiguous(), codes, mine, read, N=16, D=dim, B=triton.next_power_of_2(dim))
     assert torch.equal(mine, scales) and torch.equal(codes, want)
-    decoded = form.numbers(want, torch.empty_like(rows)).unflatten(-1, (form.steps(scales)[0].shape[-1], -1))
-    step, zero = form.steps(scales)
-    assert torch.equal(read, ((decoded - (0 if zero is None else zero[..., None])) * step[..., None]).flatten(-2))
+    step, zero = (None if part is None else part.transpose(0, 1)[..., None] for part in form.steps(scales))
+    decoded = form.numbers(want, torch.empty_like(rows)).unflatten(-1, (step.shape[1], -1))
+    assert torch.equal(read, ((decoded - (0 if zero is None else zero)) * step).flatten(-2))
 
 
 def fits(slots, dim):

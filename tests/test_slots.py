@@ -7,17 +7,18 @@ import typing
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, ops, reference
+from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, cpu, ops, reference
 from fastkv.demo import load
 from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import layer_token_bytes
 from fastkv.ops.operator import flat, flat_state, state_of
 from fastkv.reference import AUTO, FORMATS, FP8, INT4, INT8, rotated, step_of
 
+from .conftest import examples
 from .models import build, generate, policy, prompt
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, small, two_turns
 from .test_saved import assert_same, contents, go_on, read_prompt
@@ -159,6 +160,7 @@ def test_moving_never_rounds(slots, heads, backend):
         assert torch.equal(exact[name][exact.valid], once.gather(2, index.clamp(0, 79))[exact.valid])
 
 
+@settings(max_examples=examples(200))
 @given(
     st.sampled_from(CODED),
     st.sampled_from([32, 64, 96]),
@@ -178,6 +180,35 @@ def test_a_cpu_attends_to_codes_as_the_reference_does(slots, dim, sizes, length,
         steps = range(length, length + 3)
         found.append(torch.cat([layer(*(part[:, :, at : at + 1] for part in given_rows)) for at in steps], 2))
     assert torch.allclose(*found, atol=1e-5)
+
+
+in_integers = pytest.mark.skipif(not cpu.multiplies_integers(), reason="needs a processor that adds up int8 in int32")
+
+
+@in_integers
+@given(st.integers(0, 999), st.sampled_from([1, 5, 64, 300]), st.sampled_from([-30, -3, 0, 4, 30]))
+def test_digits_are_exact_to_a_unit(seed, size, exponent):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(2, 3, size, generator=generator) * 10.0**exponent
+    rows[0, 1] = 0
+    codes = torch.randint(-127, 128, (2, size, 7), dtype=torch.int8, generator=generator)
+    found, exact = cpu.times_integers(rows, codes).double(), rows.double() @ codes.double()
+    # Half a digit would be 2^15 units, and sums of large digits are rounded to fp32.
+    unit = rows.double().abs().amax(-1, keepdim=True) / (127 << 16)
+    allowed = 1.01 * unit * codes.double().abs().sum(1, keepdim=True) + 1e-6 * exact.abs()
+    assert bool(((found - exact).abs() <= allowed).all())
+
+
+@in_integers
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+def test_products_in_integers_are_those_of_numbers(heads, monkeypatch):
+    options = {"policy": "snapkv", "heads": heads, "backend": "cpu", "prefill_block": 16}
+    plain = run(module("int8", **options))
+    calls, multiply = [], cpu.times_integers
+    monkeypatch.setattr(cpu, "times_integers", lambda *given: [calls.append(given), multiply(*given)][1])
+    monkeypatch.setattr(cpu, "MANY", 1)
+    assert torch.allclose(run(module("int8", **options)), plain, atol=1e-5)
+    assert len(calls) == 2 * 20  # keys and values of every step
 
 
 @each_format

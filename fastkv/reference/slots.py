@@ -68,7 +68,9 @@ class SlotFormat:
         return out.copy_(codes)
 
     def steps(self, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """s and z [..., P], z None for 0: numbers c of each P-th part of a row stand for s (c - z), in `turned`."""
+        """s and z [..., P, N] of N rows, z None for 0: numbers c of each P-th part of a row stand for s (c - z), in
+        `turned`.
+        """
         raise NotImplementedError
 
     def turned(self, rows: Tensor) -> Tensor:
@@ -97,27 +99,27 @@ class Scaled(SlotFormat):
         """c = round(x / s) with s = max |x| / largest; all 0 where s is no normal number."""
         rows = rows.float()
         scales = rows.abs().amax(-1) / self.largest
-        scales = torch.where(scales < TINY, 0.0, scales)
-        codes = (rows / torch.where(scales == 0, torch.inf, scales)[..., None]).clamp(-self.largest, self.largest)
+        small = scales < TINY
+        codes = (rows / scales.masked_fill(small, torch.inf)[..., None]).clamp(-self.largest, self.largest)
         codes = codes.to(self.codes) if self.codes.is_floating_point else codes.round().to(self.codes)
-        return codes.view(self.stored), scales
+        return codes.view(self.stored), scales.masked_fill_(small, 0.0)
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """x ~ s c."""
         assert scales is not None
-        return self.numbers(codes, scales.new_empty(codes.shape)).mul_(self.steps(scales)[0])
+        return self.numbers(codes, scales.new_empty(codes.shape)).mul_(self.steps(scales)[0].transpose(-1, -2))
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
         """c; of e4m3, c / 256."""
         if not self.codes.is_floating_point:
             return out.copy_(codes)
         # Sign, exponent and fraction of fp16, whose bias is 8 more. A CPU converts float8 one number after another.
-        halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        halves = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)
         return out.copy_(halves.view(torch.float16))
 
     def steps(self, scales: Tensor) -> tuple[Tensor, None]:
         """s, one part; of e4m3, 256 s."""
-        return (256 * scales if self.codes.is_floating_point else scales)[..., None], None
+        return (256 * scales if self.codes.is_floating_point else scales)[..., None, :], None
 
 
 @dataclass(frozen=True)
@@ -161,20 +163,21 @@ class Grouped(SlotFormat):
         """y ~ s (c - z), turned back."""
         assert scales is not None
         numbers = self.numbers(codes, torch.empty(*codes.shape[:-1], self.dim(codes.shape[-1]), device=codes.device))
-        step, zeros = self.steps(scales)
-        numbers.unflatten(-1, (-1, GROUP)).sub_(zeros[..., None]).mul_(step[..., None])
+        step, zeros = (part.transpose(-1, -2)[..., None] for part in self.steps(scales))
+        numbers.unflatten(-1, (-1, GROUP)).sub_(zeros).mul_(step)
         return rotated(numbers)
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
         """c from 0 to 15."""
-        half = codes.shape[-1]
-        out[..., :half] = codes & 15
-        out[..., half:] = codes >> 4
+        half, low = codes.shape[-1], 0x0F0F0F0F
+        four = codes.view(torch.int32)  # bytes
+        out[..., :half] = (four & low).view(torch.uint8)
+        out[..., half:] = (four >> 4).bitwise_and_(low).view(torch.uint8)
         return out
 
     def steps(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         """s and z of each group."""
-        exponents, zeros = scales.to(torch.int32).unbind(-1)
+        exponents, zeros = scales.transpose(-3, -1).to(torch.int32, memory_format=torch.contiguous_format).unbind(-3)
         return step_of(exponents), zeros.float()
 
     def turned(self, rows: Tensor) -> Tensor:

@@ -93,7 +93,12 @@ class Slots:
         if self.format.plain:
             pairs = {"keys": keys} if self.values is None else {"keys": keys, "values": values}
             return {**pairs, **rest}
-        (key_codes, key_scales), (codes, scales) = self.format.encode(keys), self.format.encode(values)
+        if keys.shape == values.shape and keys.shape[2] == 1:  # of a step, in half as many operators
+            (key_codes, codes), both = self.format.encode(torch.stack([keys, values]))
+            assert both is not None
+            key_scales, scales = both
+        else:
+            (key_codes, key_scales), (codes, scales) = self.format.encode(keys), self.format.encode(values)
         rows = {"keys": key_codes, "values": codes, "key_scales": key_scales, "value_scales": scales}
         return {**rows, **rest}  # type: ignore[dict-item]
 
