@@ -390,6 +390,13 @@ MUTATIONS = [
         f"{SLOTS}::test_what_leaves_the_prompt_is_remembered_before_it_is_rounded",
     ),
     bug(
+        "heads of a CPU step take the biases of their mirror images",
+        "cpu.py",
+        "bias.view(batch, heads, 1, 1, slots)",
+        "bias.flip(1).view(batch, heads, 1, 1, slots)",
+        "bias.py::test_a_step_counts_a_slot_as_often_as_its_bias_says",
+    ),
+    bug(
         "a zero point counts once for all parts of a row",
         "cpu.py",
         "(key_steps * key_zeros).transpose(1, 2), alpha",
