@@ -713,6 +713,13 @@ MUTATIONS = [
         "cpu.py::test_a_step",
     ),
     bug(
+        "a page follows the tokens of a block as if they had been in slots",
+        "view/trace.py",
+        "part[:, :, :before])) for part in pairs)",
+        "part[:, :, : before + 64])) for part in pairs)",
+        "view.py::test_slots_of_fewer_bits_are_followed",
+    ),
+    bug(
         "digits of a query are not rounded to the nearest",
         "cpu.py",
         "whole.add_(128).bitwise_right_shift_(8)",

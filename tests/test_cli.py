@@ -89,6 +89,7 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
         (["demo", "--samples", "0"], "samples"),
         (["demo", "--equal", "luck"], "luck"),
         (["demo", "--slots", "int2"], "int8"),
+        (["view", "--slots", "int2"], "int8"),
         (["calibrate", "context", "--lengths", "many"], "many"),
     ],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",

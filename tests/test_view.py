@@ -135,6 +135,24 @@ def test_centroids_are_those_of_the_cache(bundled, data, ids):
                     assert ((keys.mean(0) - found).abs() <= limit).all()
 
 
+@pytest.mark.parametrize("slots, bytes_of_a_token", [("int8", 2 * (64 + 4) + 4), ("int4", 2 * (32 + 2 * 2) + 4)])
+def test_slots_of_fewer_bits_are_followed(slots, bytes_of_a_token, bundled, tmp_path):
+    """Centroids are followed bit for bit, or there would be no page."""
+    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", "--equal=tokens"]
+    found = {}
+    for name in ("auto", slots):
+        path = tmp_path / f"{name}.html"
+        caches = ["--policies=fastkv", f"--budgets={BUDGETS[0]}", "--slots", name]
+        assert main(["view", *sizes, *caches, "--out", str(path)]) == 0
+        found[name] = data_of(path.read_text())
+    cache, plain = found[slots]["caches"][0], found["auto"]["caches"][0]
+    assert (found[slots]["slots"], found["auto"]["slots"]) == (slots, "float32")
+    assert cache["slot"] == bytes_of_a_token and plain["slot"] == 2 * 4 * 64 + 4
+    assert cache["bytes"] < plain["bytes"] and cache["kept"] == plain["kept"]
+    gone, centroid = array(found[slots], cache, "gone"), array(found[slots], cache, "centroid")
+    assert gone.any() and torch.equal(gone > 0, centroid > 0)
+
+
 def test_errors_are_those_of_fidelity(bundled, data, ids):
     full = fidelity.read_full(bundled[0], ids, STEPS)
     for cache in data["caches"][::2]:  # both policies

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME")
     option("--budgets --budget", (64, 128, 256), "sizes of the cache, tokens per KV head")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
+    common.add_slots(parser)
     add("--prefill-block", default="64", metavar="N", help="tokens of a block, or whole (default: 64)")
     fed = f"last tokens that are fed one at a time (default: the answer of demo, {FED} of another text)"
     add("--steps", type=int, metavar="N", help=fed)
@@ -158,6 +159,7 @@ def traced(
     # Kernels join centroids in the same way, but only the reference can be followed bit for bit.
     backend = "auto" if model.device.type == "cpu" else "reference"
     settings = {"prefill_block": reading.block, "evict_every": EVICT_EVERY, "static": False, "backend": backend}
+    settings["slots"] = options.slots
     found = []
     with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=1 + len(caches))
@@ -203,6 +205,7 @@ def page_of(
                 "remembers": REMEMBERS[correction],
                 "kept": one.kept,
                 "bytes": one.nbytes,
+                "slot": one.slot,
                 "events": one.events,
                 "said": words(tokenizer, one.said),
                 "centroid": None,
@@ -223,6 +226,7 @@ def page_of(
         "layers": first.layers,
         "heads": first.gone.shape[1],
         "bytes": full.nbytes,
+        "slots": traces[0][2].stored,
         "said": words(tokenizer, full.said),
         "policies": list(options.policies),
         "budgets": list(options.budgets),

@@ -16,7 +16,7 @@ from ..evaluation.fidelity import Witness, stored_tokens
 from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer
-from ..reference import Centroids
+from ..reference import Centroids, Slots
 from ..reference.centroids import BLOCK
 
 Pairs = tuple[Tensor, Tensor]
@@ -68,6 +68,7 @@ class Trace:
         error: [L, Hkv, N], |o - full| / |full| of the attention output for each token, mean over the query heads of a
             KV head.
         said: as of `Full`.  kept: tokens per KV head, mean.  nbytes: of the compressed layers.
+        slot: bytes of a token in the slots of a head, mean over layers.  stored: how its keys and values are stored.
     """
 
     layers: list[int]
@@ -78,6 +79,8 @@ class Trace:
     said: Tensor
     kept: float
     nbytes: int
+    slot: float
+    stored: str
 
 
 @torch.no_grad()
@@ -100,6 +103,7 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
     said, seen = [], 0
     with record_attention(model) as recorded:
         for part in reading.parts():
+            before = seen
             logits = model(part, past_key_values=cache, logits_to_keep=1).logits
             seen += part.shape[1]
             said.append(logits[0, -1].argmax(-1))
@@ -108,7 +112,7 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
             if any(bool(mask.any()) for mask in lost):
                 events.append(seen)
                 for one, mask, witness in zip(following, lost, witnesses):
-                    one.evicted(mask, len(events), (witness.keys, witness.values))
+                    one.evicted(mask, len(events), (witness.keys, witness.values), before)
     for witness in witnesses:
         witness.leave()
     gone = torch.stack([one.gone.cpu() for one in following])
@@ -127,6 +131,8 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
         torch.stack(said[-reading.steps - 1 : -1]),
         kept,
         stored_bytes(cache),
+        sum(one.slot() for one in following) / len(following),
+        following[0].stored(),
     )
 
 
@@ -173,10 +179,33 @@ class Following:
         assert state is not None
         return ~stored_tokens(state, self.gone.shape[1])[0] & (self.gone == 0)
 
-    def evicted(self, lost: Tensor, event: int, pairs: Pairs) -> None:
-        """These tokens left in that event; pairs: keys and values [1, Hkv, seen, D] of all tokens so far."""
+    @property
+    def slots(self) -> Slots:
+        """Of the layer."""
+        assert self.layer.state is not None
+        return self.layer.state.exact
+
+    def stored(self) -> str:
+        """How its keys and values are stored: the format of its slots, or the model's dtype."""
+        return str(self.slots.dtype).rpartition(".")[2] if self.slots.format.plain else self.slots.format.name
+
+    def slot(self) -> float:
+        """Bytes of a token in a slot: its key, value, and all that moves with them."""
+        return sum(part.nbytes for part in self.slots.moving().values()) / self.slots.keys[..., 0].numel()
+
+    def evicted(self, lost: Tensor, event: int, pairs: Pairs, before: int) -> None:
+        """These tokens left in that event.
+
+        Args: pairs: keys and values [1, Hkv, seen, D] of all tokens so far.  before: those of them that had been stored
+            before the last ones came; what is known of them is what their slots held.
+        """
         self.gone[lost] = event
         if self.parts is not None and lost.any():
+            form = self.slots.format
+            if not form.plain:
+                held = (form.decode(*form.encode(part[:, :, :before])) for part in pairs)
+                keys, values = (torch.cat([old, new[:, :, before:].float()], 2) for old, new in zip(held, pairs))
+                pairs = keys, values
             self.join(self.parts, lost[:, : pairs[0].shape[2]], pairs)
 
     def join(self, parts: Centroids, lost: Tensor, pairs: Pairs) -> None:
