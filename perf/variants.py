@@ -62,7 +62,8 @@ class Variant:
     Attributes:
         types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
         div16: integer arguments that are multiples of 16 (pointers always are).
-        wide: 16-byte loads are expected.  narrow: some of 2 bytes are fine, of tiles with no more numbers than threads.
+        wide: 16-byte loads are expected.  narrow: some of 2 bytes are fine, of tiles with no more numbers than threads,
+            or twice as many codes.
         once: no product of so many columns or more is computed by several warps; 0 if some may be. With a few
             centroids it costs nothing twice.
         arches: where it is used, all if empty ("80", "90", "100", "gfx942").
@@ -130,9 +131,10 @@ def of_compact(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
     tile, columns, _ = compact.MERGE[pow2(dim, 64)]
+    if kernel is compact._move_kernel:
+        tile, launch["num_warps"] = compact.move_tile(pow2(dim, 64), slots == "int4")
     constants = dict(
-        HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), COLUMNS=columns,
-        ROWS=compact.ROWS if kernel is compact._move_kernel else tile,
+        HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), COLUMNS=columns, ROWS=tile,
         BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
     )  # fmt: skip
     given = dict(spread_ptr=spread, part_spread_ptr=spread, bias_ptr=bias) | dict.fromkeys(ROWS, rows)
@@ -146,7 +148,8 @@ def of_merge(
 ) -> Variant:  # fmt: skip
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
-    launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=dim > 256 or slots == "int4")
+    narrow = dim > 256 or slots == "int4" or (slots != "auto" and dim == 256)
+    launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=narrow)
     return of_compact(
         name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, slots=slots, **launch
     )
@@ -195,7 +198,7 @@ def of_evict(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.evict`; codes: how slots are stored."""
     drop = slots - tokens
-    constants, chunks, num_warps = evict._constants(8, slots, drop, head_dim, spread, arches == HIP)
+    constants, chunks, num_warps = evict._constants(8, slots, drop, head_dim, spread, arches == HIP, codes == "int4")
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
         slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
@@ -207,7 +210,7 @@ def of_evict(
     name, types, given = coded(name, {}, given, codes)
     return variant(
         name, evict._evict_kernel, constants, dtype, types, given=given, even=even, num_warps=num_warps,
-        narrow=head_dim > 256 or (codes != "auto" and head_dim == 256) or codes == "int4", arches=arches,
+        narrow=head_dim > 256 or codes != "auto", arches=arches,
     )  # fmt: skip
 
 
@@ -490,6 +493,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
             for f in CODES
             for d in (64, DIM_80[f], 128, 256)
         ),
+        of_compact("compact move D512", compact._move_kernel, 512, slots="int4", narrow=True, arches=CUDA),
         *(of_merge(compact._moments_kernel, d, s, slots=f) for f in CODES for d, s in ((64, 1), (128, 4), (256, 1))),
         *(of_merge(compact._moments_kernel, 128, 1, True, rows=True, slots=f) for f in CODES),
     ],

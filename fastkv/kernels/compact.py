@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
+from ..reference.slots import Grouped
 from ._attention import _dot32, _home, _page, _store_spread
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_rows, check_scales, pow2
@@ -38,6 +39,7 @@ MAX_SPLITS = 16
 # rows and 32 columns to nothing for sm_100.
 MERGE = {64: (32, 32, 4), 128: (32, 32, 4), 256: (32, 32, 8), 512: (16, 16, 8)}
 MAX_MOVERS = 32
+PACKED = {64: (32, 4), 128: (32, 4), 256: (32, 8), 512: (16, 8)}  # rows and warps of moves that encode in 4 bits
 Pairs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 FOLLOWING = ["page", "N", "slots", "used", "splits"]  # the length of a prompt: one compilation for all of them
 
@@ -394,6 +396,11 @@ def row_splits(candidates: int) -> int:
     return min(MAX_SPLITS, max(1, candidates // ROWS_PER_SPLIT))
 
 
+def move_tile(width: int, packed: bool) -> tuple[int, int]:
+    """Rows at once and warps of a move, for heads padded to `width`; packed: slots hold codes of 4 bits."""
+    return PACKED[width] if packed else (ROWS, 4)
+
+
 def _merge(
     held: Pairs, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
     used: int, moments: Moments, where: tuple[Tensor | None, int | None],
@@ -479,8 +486,9 @@ def compact(
     if has_means:
         _merge(held, k, v, lists[0], tally, means, used, moments, where)
     strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
-    movers = min(triton.cdiv(min(num, capacity), ROWS), MAX_MOVERS)
+    rows, warps = move_tile(pow2(max(dk, dv), 64), isinstance(slots.format, Grouped))
+    movers = min(triton.cdiv(min(num, capacity), rows), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
         *held, slots.bias, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,
-        HEADS=heads, **shape, ROWS=ROWS,
+        HEADS=heads, **shape, ROWS=rows, num_warps=warps,
     )  # fmt: skip

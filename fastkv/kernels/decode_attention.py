@@ -253,11 +253,13 @@ def _constants(
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
     if matrix == torch.float32 or order == CENTROIDS.value:
         block_k = 32 if hip or padded > 256 else 16  # their exact products need several times the registers
+    # With 16, ptxas spills 36 bytes for sm_80 to fit a third program beside two; shared memory has no room for it.
+    block_c = 2 * BLOCK_C if padded == 128 and not hip and not capped else BLOCK_C
     merge_rows = pow2(groups)
     merge_dims = min(padded, max(16, MERGE_TILE // (pow2(parts) * merge_rows)))
     constants = dict(
         HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_C=BLOCK_C, BLOCK_S=attention_slots(merge_rows), SPLITS=splits, PARTS=parts, MERGE_P=pow2(parts),
+        BLOCK_C=block_c, BLOCK_S=attention_slots(merge_rows), SPLITS=splits, PARTS=parts, MERGE_P=pow2(parts),
         MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order, SPREAD=spread, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
     wide = padded > 256 or (dtype == torch.float32 and padded == 256)

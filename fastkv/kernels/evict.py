@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
+from ..reference.slots import Grouped
 from ._attention import (
     _add_spread,
     _barrier,
@@ -241,8 +242,11 @@ def _evict_kernel(
         tl.store(tickets_ptr + pair, 0)
 
 
-def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, hip: bool) -> tuple[dict, int, int]:
-    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps."""
+def _constants(
+    heads: int, width: int, drop: int, head_dim: int, spread: bool, hip: bool, packed: bool
+) -> tuple[dict, int, int]:
+    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps; packed: slots hold
+    codes of 4 bits."""
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
     found = chunks * most if chunks else width
@@ -250,7 +254,7 @@ def _constants(heads: int, width: int, drop: int, head_dim: int, spread: bool, h
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
     constants |= dict(BLOCK_V=BLOCK_V[padded], SPREAD=spread, HIP=hip)
-    return constants, chunks, 8 if padded >= 256 and not hip else 4
+    return constants, chunks, 8 if padded >= (128 if packed else 256) and not hip else 4
 
 
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
@@ -283,7 +287,9 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         spread=moments.spread, starts=starts,
     )  # fmt: skip
     pairs = state.batch * heads
-    constants, chunks, num_warps = _constants(heads, width, drop, dim, moments.spread is not None, on_hip())
+    constants, chunks, num_warps = _constants(
+        heads, width, drop, dim, moments.spread is not None, on_hip(), isinstance(exact.format, Grouped)
+    )
     candidates = chunks * constants["R"]
     found = found_slots = None
     if chunks:

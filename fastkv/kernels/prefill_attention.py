@@ -9,7 +9,8 @@ program are the queries of one KV head, (token, head of the group) in that order
 Bytes: keys, values (2 D a pair and their scales in 8 bits) and what is remembered once per BLOCK_M rows; q twice, out
 once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
-with head_dim above 256. Over slots in 4 bits it spills registers at head_dim 256 (392 bytes on sm_90).
+with head_dim above 256. Over slots in 4 bits it spills registers at head_dim 256: 392 bytes on sm_90, 1088 on gfx942,
+32 KB on sm_80 (no tile of 16 to 128 rows does without).
 """
 
 from __future__ import annotations
@@ -49,15 +50,20 @@ class Tile:
 
 # By padded head_dim. No warp computes a part of q k^T that another one does (perf.aot).
 SMALL = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 3))
-WIDE = {512: Tile(32, 64, 8, 2, 128)}
+WIDE = {512: Tile(32, 64, 8, 2, 128, 16)}
 HALF = {  # by chip, see `chip_of`; others have less shared memory than these, or none
     "90": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2, seed=16)},
     "100": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2, seed=16)},
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 64, 4, 2)) | {256: Tile(128, 32, 4, 2, seed=16)},
-    "": SMALL | WIDE | {128: Tile(128, 32, 8, 3, seed=16), 256: Tile(64, 64, 8, 2, 128, 16)},
+    "": dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2, seed=16))  # with more, triton 3.9 spills
+    | WIDE
+    | {128: Tile(128, 32, 8, 3, seed=16), 256: Tile(64, 64, 8, 2, 128, 16)},
 }
 # What centroids need instead: with them the tile above spills, and for sm_100 64 rows are compiled to nothing.
-HALF_CENTROIDS = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}, "100": {256: Tile(32, 64, 8, 2, seed=16)}}
+HALF_CENTROIDS = {
+    "90": {256: Tile(128, 32, 8, 2, 128, 16)}, "100": {256: Tile(32, 64, 8, 2, seed=16)},
+    "": {128: Tile(64, 64, 8, 2, seed=16)},
+}  # fmt: skip
 SINGLE = {  # float32, whose products take three terms of each operand
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 32, 4, 1, 32, 16)},
     "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16)) | {256: Tile(16, 64, 8, 1, 16, 16)},
@@ -66,12 +72,16 @@ SINGLE = {  # float32, whose products take three terms of each operand
 HALF_CODES = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}}
 SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
 # Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes.
-HALF_PACKED = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2)) | {
-    128: Tile(128, 32, 8, 2, seed=16), 256: Tile(64, 32, 8, 2, seed=16), 512: Tile(32, 16, 8, 2, seed=16)
-}  # fmt: skip
-SINGLE_PACKED = dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16)) | {
-    128: Tile(16, 32, 8, 1, seed=16), 256: Tile(16, 16, 8, 1, seed=16)
-}  # fmt: skip
+HALF_PACKED = {
+    "": dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2))
+    | {128: Tile(128, 32, 8, 2, seed=16), 256: Tile(64, 32, 8, 2, seed=16), 512: Tile(32, 16, 8, 2, seed=16)},
+    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)) | {256: Tile(64, 32, 8, 2, seed=16)},
+}
+SMALL_PACKED = dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))
+SINGLE_PACKED = {
+    "": SMALL_PACKED | {128: Tile(16, 64, 8, 1, seed=16), 256: Tile(16, 16, 8, 1, seed=16)},
+    "hip": SMALL_PACKED | {128: Tile(16, 32, 4, 1, seed=16), 256: Tile(16, 16, 8, 1, seed=16)},
+}
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
@@ -212,14 +222,15 @@ def _tile_of(
     slots hold codes; packed: of 4 bits.
     """
     if packed:
-        return (SINGLE_PACKED if dtype == torch.float32 else HALF_PACKED)[width]
+        tiles = SINGLE_PACKED if dtype == torch.float32 else HALF_PACKED
+        return tiles[chip if chip in tiles else ""][width]
     tiles, codes = (SINGLE, SINGLE_CODES) if dtype == torch.float32 else (HALF, HALF_CODES)
     known = chip if chip in tiles else ""
     sizes = tiles[known]
     if coded:
         sizes = sizes | codes.get(known, {})
     if order == CENTROIDS.value and tiles is HALF:
-        sizes = sizes | HALF_CENTROIDS.get(chip, {})
+        sizes = sizes | HALF_CENTROIDS.get(known, {})
     tile = sizes[width]
     return replace(tile, keys=CAP_TILE_HIP) if capped and chip == "hip" else tile
 
