@@ -1,13 +1,17 @@
 """What more tokens in fewer bits are worth: slots of 16, 8 and 4 bits in the same bytes.
 
-    python -m perf.quality.slots                       # all parts, half an hour of one core
+    python -m perf.quality.slots                       # all parts, three quarters of an hour of one core
     python -m perf.quality.slots --parts language      # held-out text and the model in --language
     python -m perf.quality.slots --parts rounding      # the same tokens there, of many texts
+    python -m perf.quality.slots --parts shares shares-bundled   # more tokens, more bits or more centroids
+    python -m perf.quality.slots --parts quantized     # transformers' QuantizedCache, with hqq and optimum-quanto
     python -m perf.quality.slots --report              # only tables and picture, from perf/results/slots/*.json
 
 Models compute in bf16, and the bytes of a budget are those that a cache in bf16 spends on so many tokens per KV head,
-without moments and scores. "same" has the tokens of bf16 instead, so that it shows rounding alone. A part's file is
-rewritten after every case. Exit code: 0 complete, 1 something failed, 2 refused, 3 cases are left.
+without moments and scores. "same" has the tokens of bf16 instead, so that it shows rounding alone. A QuantizedCache
+keeps all tokens, so the bytes there are its own, and other caches get them.
+
+A part's file is rewritten after every case. Exit code: 0 complete, 1 something failed, 2 refused, 3 cases are left.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import functools
 import itertools
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -28,6 +34,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fastkv import Budget, FastKVError, patched
+from fastkv.corrections import centroids
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.measure import make_questions
 from fastkv.demo.tasks import TASKS
@@ -48,40 +55,71 @@ from .verdict.trained import answered, divergence, mean_distance
 
 OUT = engine.RESULTS / "slots"
 LANGUAGE_MODEL = engine.ROOT / "perf" / "language_model"
-BUNDLED, LANGUAGE, ROUNDING = PARTS = "bundled", "language", "rounding"
+PARTS = "bundled", "language", "rounding", "shares", "shares-bundled", "quantized"
+BUNDLED, LANGUAGE, ROUNDING, SHARES, SHARES_BUNDLED, QUANTIZED = PARTS
+ASKED = (BUNDLED, SHARES_BUNDLED)  # parts of questions to the bundled model
 TOKENS = (48, 96, 160, 256)  # per KV head, of a cache in bf16
 TITLES = {
     BUNDLED: "The bundled model",
     LANGUAGE: "The language model",
     ROUNDING: "The language model: the same tokens, more texts",
+    SHARES: "The language model: tokens, bits or centroids",
+    SHARES_BUNDLED: "The bundled model: tokens, bits or centroids",
+    QUANTIZED: "The language model: transformers' QuantizedCache",
 }
+SHARED = ("auto", "int8", "int4")
+OF_CENTROIDS = (0, 32, 16, 8)  # their bytes, one of so many that pairs in bf16 take; 0 for none
+BITS = ((4, 64), (2, 64))  # of a QuantizedCache, and numbers to a scale: transformers' default and its smallest
+LIBRARIES = {"hqq": 1, "quanto": 0}  # what quantises for it, and the axis that each recommends
 POLICIES = ("fastkv", "momentkv", "snapkv")
 PLAIN, SAME = "auto", "int8"  # what others are compared with, and what is measured with its tokens, too
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cache of one part. tokens: whose bytes it has; same: whether it keeps just as many."""
+    """A cache of one part.
+
+    Attributes:
+        tokens: whose bytes it has; same: whether it keeps just as many.
+        share: of centroids, one of `OF_CENTROIDS`, None for the policy's own.
+        beside: bits and group of the QuantizedCache whose bytes it has instead of those of tokens; its policy is the
+            library if it is that cache.
+    """
 
     part: str
     policy: str
     tokens: int
     slots: str
     same: bool = False
+    share: int | None = None
+    beside: tuple[int, int] | None = None
 
     @property
     def id(self) -> str:
         """The name of its row."""
-        return f"{self.part}-{self.policy}-{self.tokens}-{self.slots}{'-same' if self.same else ''}"
+        more = "" if self.share is None else f"-{self.share}"
+        more += "" if self.beside is None else "-{}-bits-{}".format(*self.beside)
+        return f"{self.part}-{self.policy}-{self.tokens}-{self.slots}{'-same' if self.same else ''}{more}"
+
+    @property
+    def row(self) -> Row:
+        """As it stands in the results: without what does not concern it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def cases() -> list[Case]:
     """All of them, in the order of the tables."""
     found = []
-    for part, policy, tokens in itertools.product(PARTS, POLICIES, TOKENS):
+    for part, policy, tokens in itertools.product((BUNDLED, LANGUAGE, ROUNDING), POLICIES, TOKENS):
         formats = (PLAIN,) if part == ROUNDING else FORMATS
         found += [Case(part, policy, tokens, slots) for slots in formats]
         found.append(Case(part, policy, tokens, SAME, same=True))
+    for part, *one in itertools.product((SHARES, SHARES_BUNDLED), TOKENS, SHARED, OF_CENTROIDS):
+        tokens, slots, share = one
+        found.append(Case(part, "fastkv", tokens, slots, share=share))
+    for beside in BITS:
+        found += [Case(QUANTIZED, library, 0, "auto", beside=beside) for library in LIBRARIES]
+        found += [Case(QUANTIZED, *one, beside=beside) for one in itertools.product(POLICIES[::2], (0,), SHARED)]
     return found
 
 
@@ -101,7 +139,14 @@ class Settings:
     continued: int = 32
 
 
-SETTINGS = {BUNDLED: Settings(), LANGUAGE: Settings(), ROUNDING: Settings(seeds=18, first=920_000)}
+SETTINGS = {
+    BUNDLED: Settings(),
+    LANGUAGE: Settings(),
+    ROUNDING: Settings(seeds=18, first=920_000),
+    SHARES: Settings(seeds=6, first=940_000),
+    SHARES_BUNDLED: Settings(first=940_000),
+    QUANTIZED: Settings(seeds=9, first=960_000),
+}
 
 
 class Bench:
@@ -129,13 +174,17 @@ class Bench:
         Raises: FastKVError if the cache does not hold the bytes that it was given; Unmeasured if they are too few for
             the policy in bf16, with which others would be compared.
         """
-        shares: dict[str, Any] = {"sinks": SINKS, "recent": RECENT}
-        bound = equal_bytes(self.model.config, case.tokens, self.model.dtype, **shares)
+        if case.policy in LIBRARIES:
+            return self.quantized(case)
+        bound = self.bound(case)
         try:
-            budget = Budget(tokens=self.kept(Case(case.part, case.policy, case.tokens, PLAIN)), **shares)
+            same = Budget(tokens=self.kept(case), sinks=SINKS, recent=RECENT)
         except FastKVError as error:
             raise Unmeasured(str(error)) from error
-        with patched(self.model, case.policy, budget if case.same else bound, slots=case.slots), torch.no_grad():
+        correction = "none" if case.share == 0 else "auto"
+        settings: dict[str, Any] = {"slots": case.slots, "correction": correction}
+        shared = mock.patch.object(centroids, "SHARE", case.share or centroids.SHARE)
+        with shared, patched(self.model, case.policy, same if case.same else bound, **settings), torch.no_grad():
             cache = self.model(self.first, use_cache=True).past_key_values
             if not case.same:
                 assert bound.bytes is not None
@@ -143,13 +192,39 @@ class Bench:
             facts = {"kept": cache.layers[0].cache.rule.layout.total, "bytes": stored_bytes(cache)}
             return facts | (self.questions() if self.asks else self.prose())
 
+    def bound(self, case: Case) -> Budget:
+        """The bytes of a case."""
+        shares: dict[str, Any] = {"sinks": SINKS, "recent": RECENT}
+        if case.beside is None:
+            return equal_bytes(self.model.config, case.tokens, self.model.dtype, **shares)
+        bits, group = case.beside
+        config, settings = self.model.config, self.settings
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        # A scale and a zero point of 2 bytes for each group; the tokens after the prompt stay as they are.
+        each = settings.context * (bits * group + 32) // (8 * group) + 2 * settings.continued
+        return Budget(bytes=numbers * each, **shares)
+
     @torch.no_grad()
-    def kept(self, plain: Case) -> int:
-        """Tokens that a case keeps per KV head."""
-        bound = equal_bytes(self.model.config, plain.tokens, self.model.dtype, sinks=SINKS, recent=RECENT)
-        with patched(self.model, plain.policy, bound, slots=plain.slots):
+    def kept(self, case: Case) -> int:
+        """Tokens that the case's policy keeps per KV head in its bytes, in bf16."""
+        with patched(self.model, case.policy, self.bound(case), slots=PLAIN):
             layout = self.model(self.first, use_cache=True).past_key_values.layers[0].cache.rule.layout
         return int(layout.total)
+
+    def quantized(self, case: Case) -> Row:
+        """The stock model with a QuantizedCache, which keeps every token. Raises: Unmeasured without its library."""
+        assert case.beside is not None
+        (bits, group), axis = case.beside, LIBRARIES[case.policy]
+        options = {"nbits": bits, "q_group_size": group, "axis_key": axis, "axis_value": axis}
+        try:
+            cache = transformers.QuantizedCache(case.policy, self.model.config, **options)
+        except ImportError as error:
+            raise Unmeasured(f"QuantizedCache needs {case.policy}, which is not installed: {error}") from error
+        found = self.prose(cache)
+        held = sum(map(nbytes, (vars(layer) for layer in cache.layers))) // self.number
+        bound = self.bound(case).bytes
+        assert bound is not None and held <= bound, (held, bound)
+        return {"kept": self.settings.context, "bytes": held} | found
 
     def questions(self) -> Row:
         """The text is compressed before the question is known, as for a user who asks later."""
@@ -160,10 +235,11 @@ class Bench:
         every = {"kl": kl, "error": error, "right": right}
         return {name: self.by_seed(torch.stack(values).double().mean(0)) for name, values in every.items()}
 
-    def prose(self) -> Row:
+    @torch.no_grad()
+    def prose(self, cache: Any = None) -> Row:
         """The last tokens of a stretch are fed one at a time."""
         prompt, rest = self.texts.split([self.settings.context, self.settings.continued], 1)
-        cache = self.model(prompt, logits_to_keep=1, use_cache=True).past_key_values
+        cache = self.model(prompt, past_key_values=cache, logits_to_keep=1, use_cache=True).past_key_values
         attention, log_probs = fidelity.feed(self.model, rest, cache)
         kl = (self.full.log_probs.exp() * (self.full.log_probs - log_probs)).sum(-1).mean(-1)
         return {"kl": self.by_seed(kl), "error": self.by_seed(mean_distance(attention, self.full.attention))}
@@ -171,6 +247,16 @@ class Bench:
     def by_seed(self, numbers: Tensor) -> list[float]:
         """Means over the texts of a seed; numbers [N]."""
         return numbers.double().unflatten(0, (self.settings.seeds, -1)).mean(-1).tolist()
+
+
+def nbytes(held: Any) -> int:
+    """Bytes of all tensors in it; a quantised one of quanto consists of others."""
+    if isinstance(held, Tensor):
+        inner = getattr(held, "__tensor_flatten__", None)
+        return held.nbytes if inner is None else sum(nbytes(getattr(held, name)) for name in inner()[0])
+    if isinstance(held, dict):
+        held = held.values()
+    return sum(map(nbytes, held)) if isinstance(held, Iterable) and not isinstance(held, str) else 0
 
 
 def write_report(folder: Path) -> None:
@@ -184,8 +270,13 @@ def write_report(folder: Path) -> None:
             facts = results["environment"]
             rows |= {row["id"]: row for row in results["rows"] if "kl" in row}
             lines += [f"## {TITLES[part]}", "", f"{facts['cpu']}, torch {facts['torch']}. {explained(results)}", ""]
-            for policy in POLICIES:
-                lines += table(rows, part, policy)
+            if part in (SHARES, SHARES_BUNDLED):
+                lines += table_of_shares(rows, part)
+            elif part == QUANTIZED:
+                lines += table_of_bits(rows)
+            else:
+                for policy in POLICIES:
+                    lines += table(rows, part, policy)
     (folder / "README.md").write_text("\n".join([*lines, "![KL over bytes](slots.png)", ""]))
     plot(rows, folder / "slots.png")
 
@@ -213,12 +304,54 @@ def table(rows: dict[str, Row], part: str, policy: str) -> list[str]:
         share = f"{mean(row['kl']) / mean(plain['kl']):.3f}" if plain and case.slots != PLAIN else ""
         name = {"auto": "bf16"}.get(case.slots, case.slots) + (" same" if case.same else "")
         right = f"{100 * mean(row['right']):.0f} %" if "right" in row else ""
-        kl = Mean.of(row["kl"])
         lines.append(
-            f"| {case.tokens} | {name} | {row['kept']} | {kl.value:.4f} ± {kl.error or 0:.4f} | {share} | "
+            f"| {case.tokens} | {name} | {row['kept']} | {closeness(row)} | {share} | "
             f"{mean(row['error']):.3f} | {right} |"
         )
     return [*lines, ""]
+
+
+def table_of_shares(rows: dict[str, Row], part: str) -> list[str]:
+    """KL of `policy="fastkv"` for every share of centroids."""
+    lines = [
+        'KL of `policy="fastkv"`, and the tokens that it keeps, by the bytes of centroids: one of so many that pairs '
+        "of the kept tokens take in bf16. The default is 1/16; the least of a row is bold.",
+        "",
+    ]
+    lines += ["| bytes of | slots | " + " | ".join(f"1/{one}" if one else "none" for one in OF_CENTROIDS) + " |"]
+    lines += ["|--:|---|" + "--:|" * len(OF_CENTROIDS)]
+    for tokens, slots in itertools.product(TOKENS, SHARED):
+        found = [rows.get(Case(part, "fastkv", tokens, slots, share=share).id) for share in OF_CENTROIDS]
+        least = min((mean(row["kl"]) for row in found if row), default=None)
+        cells = []
+        for row in found:
+            cell = "" if row is None else f"{closeness(row)} ({row['kept']})"
+            cells.append(f"**{cell}**" if row and mean(row["kl"]) == least else cell)
+        lines.append(f"| {tokens} | {'bf16' if slots == PLAIN else slots} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def table_of_bits(rows: dict[str, Row]) -> list[str]:
+    """What a QuantizedCache of each number of bits costs, and what others make of the bytes."""
+    lines = ["A QuantizedCache keeps every token of the prompt, those after it in bf16.", ""]
+    lines += ["| bits, group | cache | kept | bytes | KL | error |", "|---|---|--:|--:|--:|--:|"]
+    for case in cases():
+        row = rows.get(case.id)
+        if case.part == QUANTIZED and case.beside and row:
+            slots = "bf16" if case.slots == PLAIN else case.slots
+            name = f"QuantizedCache, {case.policy}" if case.policy in LIBRARIES else f"{case.policy}, {slots}"
+            bits, group = case.beside
+            lines.append(
+                f"| {bits}, {group} | {name} | {row['kept']} | {row['bytes']} | {closeness(row)} | "
+                f"{mean(row['error']):.3f} |"
+            )
+    return [*lines, ""]
+
+
+def closeness(row: Row) -> str:
+    """KL with its standard error."""
+    kl = Mean.of(row["kl"])
+    return f"{kl.value:.4f} ± {kl.error or 0:.4f}"
 
 
 def mean(numbers: list[float]) -> float:
@@ -275,15 +408,15 @@ def main(words: list[str] | None = None) -> int:
 
 def measure(folder: Path, settings: Settings, options: argparse.Namespace, part: str) -> int:
     """Measure the cases of a part without a result. Returns: the exit code."""
-    directory = MODEL_DIR if part == BUNDLED else options.language
+    directory = MODEL_DIR if part in ASKED else options.language
 
     @functools.cache
     def bench() -> Bench:
-        return Bench(directory, settings, asks=part == BUNDLED)
+        return Bench(directory, settings, asks=part in ASKED)
 
     def job(case: Case) -> Job:
-        code = source("perf.quality.slots", policy=case.policy)
-        return Job(case.id, asdict(case), lambda: bench().run(case), code)
+        code = source("perf.quality.slots", policy="fastkv" if case.policy in LIBRARIES else case.policy)
+        return Job(case.id, case.row, lambda: bench().run(case), code, optional=case.policy in LIBRARIES)
 
     jobs = [job(one) for one in cases() if one.part == part]
     facts, again = environment(options.commit) | models(directory), (options.fresh, options.retry_skipped)
