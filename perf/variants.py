@@ -466,7 +466,8 @@ def of_prefills(chip: str) -> list[Variant]:
         of(128, "fp16", order=CENTROIDS.value, spread=True, groups=7),
         *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
         *(of(dim, order=None, bias=True) for dim in (64, 128)),
-        *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128, 256)),
+        *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128)),
+        *(of(256, slots=form) for form in ("int8", "fp8")),  # in 4 bits they are decoded first
         *(of(128, order=CENTROIDS.value, spread=True, slots=form) for form in CODES),
         *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
     ]

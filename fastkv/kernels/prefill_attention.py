@@ -9,8 +9,8 @@ program are the queries of one KV head, (token, head of the group) in that order
 Bytes: keys, values (2 D a pair and their scales in 8 bits) and what is remembered once per BLOCK_M rows; q twice, out
 once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
-with head_dim above 256. Over slots in 4 bits it spills registers at head_dim 256: 392 bytes on sm_90, 1088 on gfx942,
-32 KB on sm_80 (no tile of 16 to 128 rows does without).
+with head_dim above 256. Slots in 4 bits of heads above 128 are decoded beforehand, into a copy of one layer: with
+rotated queries, codes and numbers in registers no tile of 16 to 128 rows does without spills.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ SINGLE = {  # float32, whose products take three terms of each operand
 HALF_CODES = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}}
 SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
 # Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes.
+MAX_PACKED = 128  # of wider heads they are decoded before the launch
 HALF_PACKED = {
-    "": dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2))
-    | {128: Tile(128, 32, 8, 2, seed=16), 256: Tile(64, 32, 8, 2, seed=16), 512: Tile(32, 16, 8, 2, seed=16)},
-    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)) | {256: Tile(64, 32, 8, 2, seed=16)},
+    "": dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2)) | {128: Tile(128, 32, 8, 2, seed=16)},
+    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)),
 }
 SMALL_PACKED = dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))
 SINGLE_PACKED = {
-    "": SMALL_PACKED | {128: Tile(16, 64, 8, 1, seed=16), 256: Tile(16, 16, 8, 1, seed=16)},
-    "hip": SMALL_PACKED | {128: Tile(16, 32, 4, 1, seed=16), 256: Tile(16, 16, 8, 1, seed=16)},
+    "": SMALL_PACKED | {128: Tile(16, 64, 8, 1, seed=16)},
+    "hip": SMALL_PACKED | {128: Tile(16, 32, 4, 1, seed=16)},
 }
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
@@ -261,6 +261,11 @@ def prefill_attention(
     known = Terms.of(op, evicted, dim)
     check_contiguous(op, lengths=lengths, valid=valid, matrix=known.matrix, spread=known.spread)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
+    width, value_width = pow2(dim, 16), pow2(value_dim, 16)
+    packed = isinstance(exact.format, Grouped)
+    if packed and max(width, value_width) > MAX_PACKED:
+        keys, values = (exact[name].to(q.dtype) for name in ("keys", "values"))
+        coded, packed, scales = False, False, (None, None)
     slots = keys.stride(1) // keys.shape[-1]
     for name, tensor in (("keys", keys), ("values", values)):
         row = tensor.shape[-1]
@@ -271,9 +276,9 @@ def prefill_attention(
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     lse_evicted = torch.empty_like(lse)
-    width, value_width = pow2(dim, 16), pow2(value_dim, 16)
-    tile = _tile_of(max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, coded,
-                    isinstance(exact.format, Grouped))  # fmt: skip
+    tile = _tile_of(
+        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, coded, packed
+    )
     count, matrix, has_slope = None, known.matrix, False
     if isinstance(evicted, Moments):
         count, has_slope = evicted.count, evicted.slope is not None
