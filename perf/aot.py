@@ -254,9 +254,9 @@ class Table:
         self.lines = {line.split("  ir ")[0]: line for line in written[1:] if "  ir " in line}
 
     def known(self, variant: Variant, arch: str, of: str) -> str | None:
-        """The line of a variant, if what is compiled has not changed since."""
+        """The line of a variant, if what is compiled has not changed since; a line that fails is always made anew."""
         line = self.lines.get(title(variant, arch), "")
-        return line if f"  ir {of}  " in line else None
+        return line if f"  ir {of}  " in line and line.endswith("  ok") else None
 
     def keep(self, titles: set[str]) -> None:
         """Drop the lines of variants that there are no longer."""

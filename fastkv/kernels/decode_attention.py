@@ -245,11 +245,14 @@ def _constants(
     block_n, block_k, num_stages = (FP32_BLOCKS if dtype == torch.float32 else BLOCKS)[padded]
     if block_n < triton.cdiv(slots, splits) <= 2 * block_n and dtype != torch.float32 and not hip:
         block_n, num_stages = 2 * block_n, 2  # a share in one tile, in the same memory
-    if coded and dtype == torch.float32:
+    tight = packed and not hip and (padded == 256 or dtype == torch.float32)  # no registers for a tile on its way
+    if tight or (coded and dtype == torch.float32):
         block_n = MIN_ROWS  # codes and the numbers that they become, in registers at once
     elif packed:  # twice the queries, and keys that were codes
-        block_n, num_stages = min(block_n, 32), 2
-    if capped or (order == 1 and spread):
+        block_n = min(block_n, 32)
+    if packed:
+        num_stages = 1 if tight else 2
+    if capped or tight or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
     if matrix == torch.float32 or order == CENTROIDS.value:
         block_k = 32 if hip or padded > 256 else 16  # their exact products need several times the registers
@@ -262,7 +265,7 @@ def _constants(
         BLOCK_C=block_c, BLOCK_S=attention_slots(merge_rows), SPLITS=splits, PARTS=parts, MERGE_P=pow2(parts),
         MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order, SPREAD=spread, HAS_CAP=capped, HIP=hip,
     )  # fmt: skip
-    wide = padded > 256 or (dtype == torch.float32 and padded == 256)
+    wide = padded > 256 or (padded == 256 and (tight or dtype == torch.float32))
     return constants, 8 if wide else 4, num_stages
 
 
