@@ -39,7 +39,6 @@ MAX_SPLITS = 16
 # rows and 32 columns to nothing for sm_100.
 MERGE = {64: (32, 32, 4), 128: (32, 32, 4), 256: (32, 32, 8), 512: (16, 16, 8)}
 MAX_MOVERS = 32
-PACKED = {64: (32, 4), 128: (32, 4), 256: (32, 8), 512: (16, 8)}  # rows and warps of moves that encode in 4 bits
 Pairs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 FOLLOWING = ["page", "N", "slots", "used", "splits"]  # the length of a prompt: one compilation for all of them
 
@@ -397,8 +396,11 @@ def row_splits(candidates: int) -> int:
 
 
 def move_tile(width: int, packed: bool) -> tuple[int, int]:
-    """Rows at once and warps of a move, for heads padded to `width`; packed: slots hold codes of 4 bits."""
-    return PACKED[width] if packed else (ROWS, 4)
+    """Rows at once and warps of a move, for heads padded to `width`; packed: it encodes in 4 bits, which takes the
+    registers of a merge.
+    """
+    rows, _, warps = MERGE[width]
+    return (rows, warps) if packed else (ROWS, 4)
 
 
 def _merge(

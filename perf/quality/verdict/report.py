@@ -89,11 +89,6 @@ The weight 4 was chosen on these texts, and on others of the second model what i
 later 4.01, 2.81, 0.581 and 3.86, 2.78, 0.600, where ManifoldKV has 4.10, 2.31, 0.308; z + 64 a / s has 1.350, 0.940,
 0.149 and 3.92, 2.81, 0.636. Results of commits before the rule z + 4 a / (s c) are of z + 128 a, for which seeds from
 650000 were used.
-
-While tokens are generated nearly all candidates stay, so c is nearly 1 and distance decides. KL at the end of 2048
-tokens of prose fed one by one (the part `language` of `python -m perf.long_decoding`) with z + 4 a / (s c) 0.051, with
-z + 128 a 0.043, with z + 64 a / s 0.036, and with c of all tokens ever seen 0.035, where MomentKV has 0.021. Of chains
-of dependent steps z + 4 a / (s c) answers 47 ± 6 % at the end, and with c of all tokens ever seen 53 ± 9 %.
 """
 
 
