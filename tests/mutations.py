@@ -1353,6 +1353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="bugs whose file or description contains this text")
     options = parser.parse_args(arguments)
     chosen = [one for one in MUTATIONS if options.only in f"{one.file} {one.what}"]
+    if not chosen:
+        raise SystemExit(f"no bug's file or description contains {options.only!r}; leave --only away to try all")
     os.environ["TRITON_INTERPRET"] = "1"  # as in conftest, which comes too late where triton is imported already
     PROCESSES.set_forkserver_preload(PRELOADED)
     lines = []
