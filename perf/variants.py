@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastkv.kernels import (
+    blended_scores,
     compact,
     decode_attention,
     evict,
@@ -26,7 +27,6 @@ from fastkv.kernels import (
     slot_signals,
     vector_decode,
     window_scores,
-    z_scores,
 )
 from fastkv.kernels._evicted import CENTROIDS
 from fastkv.kernels._launch import pow2
@@ -409,13 +409,10 @@ def of_window(kernel: Any, dim: int, bias: bool = False, **change: bool) -> Vari
     )  # fmt: skip
 
 
-def of_z(bonus: bool, shared: bool = False) -> Variant:
-    """Of `fastkv.kernels.z_scores`."""
-    return variant(
-        "z_scores" + " bonus" * bonus + " shared" * shared, z_scores._z_kernel,
-        dict(BLOCK=z_scores.BLOCK, SHARED=shared), types=dict(weight="fp32"), given=dict(bonus_ptr=bonus), num_warps=8,
-        wide=False,
-    )  # fmt: skip
+def of_blend() -> Variant:
+    """Of `fastkv.kernels.blended_scores`."""
+    kernel, flags = blended_scores._blend_kernel, dict(BLOCK=blended_scores.BLOCK)
+    return variant("blended_scores", kernel, flags, types=dict(weight="fp32"), num_warps=8, wide=False)
 
 
 JOINING = (remember._gather_kernel, remember._offer_kernel, remember._settle_kernel)
@@ -588,5 +585,5 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_window(window_scores._column_kernel, dim, bias=True) for dim in (64, 128)),
         *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
     ],
-    "z_scores": [of_z(True, shared=True), of_z(True), of_z(False)],
+    "blended_scores": [of_blend()],
 }

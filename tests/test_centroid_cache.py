@@ -267,25 +267,29 @@ def test_the_policy_adds_attention_to_distance():
     random = torch.Generator().manual_seed(0)
     keys, attention = torch.randn(1, 2, 30, 8, generator=random), torch.rand(1, 2, 30, generator=random) / 20
     attention[0, 1, 5:] *= 0.01  # of a head that looks at five tokens
+    keys[0, 1, 7] *= 6  # and whose distances are skewed
     valid = torch.arange(30).expand(1, 2, 30) < 27
-    rest = {"values": keys, "positions": torch.arange(30, dtype=torch.int32).expand(1, 2, 30), "valid": valid}
+    rest = {"values": keys, "positions": torch.arange(30, dtype=torch.int32).expand(1, 2, 30) + 27, "valid": valid}
     rest |= {"moments": Moments.empty(1, 2, 8, 8), "scale": 0.3, "layer": 0, "attention": attention, "tokens": 9}
 
     def wanted(head: int, seen: Tensor, kept: float) -> Tensor:
         own, seen = keys[0, head, :27].double(), seen[:27].double()
         distance, p = (own - own.mean(0)).norm(dim=-1), seen / seen.sum()
         spread = (-(p * p.log()).sum()).exp() / 27
-        return (distance - distance.mean()) / distance.std(correction=0) + 20 * seen / (spread * kept)
+        z = (distance - distance.mean()) / distance.std(correction=0)
+        skewness = (z**3).mean().abs()
+        assert (skewness > 1) == (head == 1)
+        return skewness.clamp(max=1) * z + 20 * seen / (spread * kept)
 
     found = get("fastkv", weight=20).score(Signals(keys=keys, decoding=True, **rest))
     room = get("fastkv", weight=20).score(Signals(keys=keys, decoding=True, **(rest | {"tokens": 40})))
     for head in range(2):
-        for scores, kept in ((found, 9 / 27), (room, 1)):
+        for scores, kept in ((found, 9 / 54), (room, 40 / 54)):
             want = wanted(head, attention[0, head], kept)
             torch.testing.assert_close(scores[0, head, :27].double(), want, atol=1e-5, rtol=1e-5)
     read = get("fastkv", weight=20, pool=3).score(Signals(keys=keys, decoding=False, **rest))
     pooled = torch.nn.functional.pad(torch.where(valid, attention, 0)[0, 0], (1, 1)).unfold(0, 3, 1).mean(-1)
-    torch.testing.assert_close(read[0, 0, :27].double(), wanted(0, pooled, 9 / 27), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(read[0, 0, :27].double(), wanted(0, pooled, 9 / 54), atol=1e-5, rtol=1e-5)
     unseen = rest | {"attention": torch.zeros_like(attention)}
     alone = get("manifold").score(Signals(keys=keys, decoding=True, **rest))
     blind = get("fastkv").score(Signals(keys=keys, decoding=True, **unseen))

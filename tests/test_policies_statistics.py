@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastkv import ops
+from fastkv import ops, reference
 from fastkv.errors import FastKVError
 from fastkv.policies import RKV, CriticalKV, ExpectedAttention, LagKV, QueryStatistics, TriAttention
 from fastkv.policies import rkv as rkv_file
@@ -327,7 +327,7 @@ def test_it_is_the_mean_logit_of_queries_that_are_all_alike(scaling):
     last = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
     queries = rotary.ahead(known.mean[None, :, None].expand(2, -1, 4, -1), last + steps, steps[:1] * 0).double()
     logits = torch.einsum("bhgtd,bhnd->bhgn", queries.unflatten(1, (HEADS, GROUP)), signals.keys.nan_to_num()) / 4
-    z = ops.z_scores(logits, signals.valid[:, :, None].expand_as(logits)).amax(2)
+    z = reference.z_scores(logits, signals.valid[:, :, None].expand_as(logits)).amax(2)
     torch.testing.assert_close(
         scored(TriAttention(horizon=8), signals)[signals.valid], z[signals.valid], rtol=1e-4, atol=1e-5
     )

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fastkv
-from fastkv import FastKVCache, FastKVError, corrections, ops
+from fastkv import FastKVCache, FastKVError, corrections, reference
 from fastkv.demo import load
 from fastkv.demo.tasks import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
@@ -608,7 +608,7 @@ def test_files_of_fastkv_0_1_are_read(monkeypatch, name, policy, correction):
     monkeypatch.setattr(corrections.centroids, "MEANS", torch.float32)
 
     def score(self, signals):
-        return ops.z_scores(Manifold().score(signals), signals.valid) + 128 * SnapKV.score(self, signals)
+        return reference.z_scores(Manifold().score(signals), signals.valid) + 128 * SnapKV.score(self, signals)
 
     monkeypatch.setattr(FastKV, "score", score)
     model = build(num_hidden_layers=1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
+from . import blended_scores as blending
 from . import decode_attention as decode
 from . import key_scores, leverage, noncausal_mass, window_scores
 from . import moment_scores as residuals
@@ -17,7 +18,6 @@ from . import remember as joining
 from . import select as selection
 from . import slot_signals as slots
 from . import vector_decode as vector
-from . import z_scores as standardised
 from ._launch import Workspace
 from .compact import compact as compact
 from .evict import evict as evict
@@ -58,9 +58,11 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
         return reference.slot_signals(positions, own, spec)
 
 
-def z_scores(scores: Tensor, mask: Tensor, bonus: Tensor | None, weight: float, tokens: int | None) -> Tensor:
-    """`reference.z_scores`."""
-    return standardised.z_scores(scores, mask, bonus, weight, tokens)
+def blended_scores(
+    distance: Tensor, attention: Tensor, positions: Tensor, mask: Tensor, tokens: int, weight: float
+) -> Tensor:
+    """`reference.blended_scores`."""
+    return blending.blended_scores(distance, attention, positions, mask, tokens, weight)
 
 
 def remember(

@@ -27,6 +27,7 @@ from .layer import (
     workspace,
 )
 from .scores import (
+    blended_scores,
     keydiff_scores,
     leverage_scores,
     manifold_scores,
@@ -37,5 +38,4 @@ from .scores import (
     sketch,
     sketched_leverage,
     window_scores,
-    z_scores,
 )

@@ -105,7 +105,7 @@ moment_scores = operator(_of_second)(by_keyword(reference.moment_scores))
 
 
 # Kernel: one launch.
-z_scores = operator(_of_scores)(by_keyword(reference.z_scores))
+blended_scores = operator(_of_scores)(by_keyword(reference.blended_scores))
 
 
 def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

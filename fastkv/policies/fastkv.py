@@ -18,18 +18,21 @@ POOLED = 4.0  # weight of the window's attention beside the largest of a second 
 
 @dataclass(frozen=True)
 class FastKV(SnapKV):
-    """score = z(|k - mu|) + weight a / (s c): ManifoldKV's distance in standard deviations, plus SnapKV's attention.
+    """score = min(|g|, 1) z + weight a / (s c): ManifoldKV's distance in standard deviations, and SnapKV's attention.
 
     Source: fastkv's own, from the scores of `Manifold` (ManifoldKV, arXiv:2602.08343) and `SnapKV` (arXiv:2404.14469).
     Distance alone finds what stands out but not what was asked for, attention alone forgets what is asked later. How
-    much the attention a of the last queries counts is up to the head, which chooses L of n tokens:
+    much each of them counts is up to the head, which chooses L of n tokens, T having been read in all:
 
+        z = (d - mean d) / std d,  d = |k - mu|              distance from the mean key
+        g = mean z^3                                         how skewed the distances are
         s = exp(-sum_j p_j log p_j) / n,  p = a / sum a      share of the tokens that the attention is spread over
-        c = min(L / n, 1)                                    share of the tokens that stay
+        c = min(L / T, 1)                                    share of the tokens that stay
 
-    A head whose last queries look at few tokens says with them what it needs; one that looks everywhere does not know
-    yet. And where few tokens can stay, those come first that are needed now; where there is room, those that stand out
-    may be needed later.
+    Where few keys are far from all others, their distances are skewed, and they stand out for a reason; where distances
+    scatter evenly about their mean, the largest of them mean nothing, and attention decides alone. A head whose last
+    queries look at few tokens says with them what it needs; one that looks everywhere does not know yet. And where few
+    tokens can stay, those come first that are needed now; where there is room, those that stand out may be needed later.
 
     Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
     `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
@@ -86,9 +89,9 @@ class FastKV(SnapKV):
         """Both together, [B, Hkv, N]."""
         if self.reread:
             return known_or_mean(signals) + POOLED * super().score(signals)
-        distance, attention = Manifold().score(signals), super().score(signals)
-        told = signals.valid, attention, self.weight, signals.tokens
-        return ops.z_scores(distance, *told, backend=signals.backend)
+        both = Manifold().score(signals), super().score(signals)
+        told = signals.positions, signals.valid, signals.tokens, self.weight
+        return ops.blended_scores(*both, *told, backend=signals.backend)
 
 
 @dataclass(frozen=True)

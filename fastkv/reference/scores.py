@@ -249,42 +249,58 @@ def neighbour_mean(scores: Tensor, pool: int, positions: Tensor, valid: Tensor) 
     return torch.where(valid, total / torch.where(valid, share, 1), 0)
 
 
-def z_scores(
-    scores: Tensor, mask: Tensor, bonus: Tensor | None = None, weight: float = 1.0, tokens: int | None = None
-) -> Tensor:
-    """(s - mean) / std over the real tokens of each head of each sequence (Compactor, arXiv:2507.08143, Eq. 6), plus a
-    bonus.
+def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
+    """(s - mean) / std over the real tokens of each head of each sequence (Compactor, arXiv:2507.08143, Eq. 6).
 
     Scores that differ by less than a thousandth of their mean (by std) are taken as equal, and equal scores get 0: that
     is below what half-precision keys can tell, and noise must not be blown up to unit variance. A single token gets 0.
 
-    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens; weight: of bonus [B, Hkv, N]; tokens: that
-        each head keeps, where the bonus is attention and its weight is divided by `looked_at`.
-    Returns: [B, Hkv, N], 0 or the bonus alone where not real; std is that of a population.
+    Args: scores [B, Hkv, N]; mask [B, Hkv, N] bool, true for real tokens.
+    Returns: [B, Hkv, N], 0 where not real; std is that of a population.
     """
     count = mask.sum(-1, keepdim=True).clamp(min=1)
     mean = torch.where(mask, scores, 0).sum(-1, keepdim=True) / count
     offset = torch.where(mask, scores - mean, 0)
     std = (offset.square().sum(-1, keepdim=True) / count).sqrt()
     flat = std <= 1e-3 * mean.abs()
-    z = torch.where(flat, 0, offset / torch.where(flat, 1, std))
-    if bonus is not None and tokens is not None:
-        bonus = bonus / looked_at(bonus, mask, tokens)
-    return z if bonus is None else z + weight * bonus
+    return torch.where(flat, 0, offset / torch.where(flat, 1, std))
 
 
-def looked_at(attention: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """The share of its n tokens that a head's attention is spread over, times the share L / n that it keeps:
+def blended_scores(
+    distance: Tensor, attention: Tensor, positions: Tensor, mask: Tensor, tokens: int, weight: float
+) -> Tensor:
+    """Distance where it tells tokens apart, attention where it is sharp or room is scarce (`fastkv.policies.FastKV`):
 
-        s c;  s = exp(-sum_j p_j log p_j) / n,  p = a / sum a;  c = min(L / n, 1)
+        min(|g|, 1) z + weight a / (s c)
 
-    Args: attention a [B, Hkv, N], not negative; mask [B, Hkv, N] bool, true for real tokens; tokens: L, at least 1.
-    Returns: [B, Hkv, 1] in (0, 1]; s is 1 / n for a head without any attention.
+    with z the `z_scores` of the distances d, g their `skewness`, s the `spread` of the attention a over the n tokens
+    and c = min(L / T, 1) the share that stays of the T tokens read so far, one more than the newest position.
+
+    Args: distance, attention [B, Hkv, N], the latter not negative; positions [B, Hkv, N] int32; mask [B, Hkv, N] bool,
+        true for real tokens; tokens: L, at least 1; weight: of attention that is spread over all tokens.
+    Returns: [B, Hkv, N], 0 where not real.
     """
-    count = mask.sum(-1, keepdim=True).clamp(min=1)
+    z = z_scores(distance, mask)
+    seen = torch.where(mask, positions, 0).amax(-1, keepdim=True) + 1
+    share = (tokens / seen).clamp(max=1)
     attention = torch.where(mask, attention, 0)
+    return skewness(z, mask).abs().clamp(max=1) * z + weight * attention / (spread(attention, mask) * share)
+
+
+def skewness(z: Tensor, mask: Tensor) -> Tensor:
+    """Mean of z^3 over the real tokens, [B, Hkv, 1]: 0 for a symmetric distribution, 2 for an exponential one; 0 if all
+    tokens are equal. Args: z-scores [B, Hkv, N], 0 where not real; mask [B, Hkv, N] bool."""
+    return z.pow(3).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def spread(attention: Tensor, mask: Tensor) -> Tensor:
+    """The share of its n tokens that a head's attention is spread over: s = exp(-sum_j p_j log p_j) / n, p = a / sum a.
+
+    Args: attention a [B, Hkv, N], not negative, 0 where not real; mask [B, Hkv, N] bool, true for real tokens.
+    Returns: [B, Hkv, 1] in (0, 1]; 1 / n for a head without any attention.
+    """
     p = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
-    return torch.special.entr(p).sum(-1, keepdim=True).exp() / count * (tokens / count).clamp(max=1)
+    return torch.special.entr(p).sum(-1, keepdim=True).exp() / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32
