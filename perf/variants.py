@@ -277,12 +277,15 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
 def of_prefill(
     chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
     spread: bool = False, sinks: bool = False, slots: str = "auto", bias: bool = False,
-) -> Variant:  # fmt: skip
-    """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap."""
+) -> Variant | None:  # fmt: skip
+    """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap. None
+    where slots are decoded first."""
     vendor = "hip" if chip in HIP else chip
-    tile = prefill_attention._tile_of(
-        pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, slots != "auto", slots == "int4"
+    tile = prefill_attention.tile_of(
+        prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, FORMATS[slots].bits, bias)
     )
+    if tile is None:
+        return None
     flags = dict(
         HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_C=prefill_attention.BLOCK_C, SEED=min(tile.seed, pow2(dim)),
@@ -443,7 +446,8 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         of(128, 16, 1, attention=True, ragged=True, rows=True),
         *(of(d, s, None, attention=True, bias=True) for d, s in SPLIT if d < 256),
         *(of(128, 16, None, attention=True, bias=True, **how) for how in ({"slots": "int8"}, {"ragged": True})),
-        *(of(d, s, 1, slots=form) for form in CODES for d, s in ((DIM_80[form], 16), *SPLIT)),
+        *(of(d, s, 1, slots=form) for form in ("int8", "fp8") for d, s in ((80, 16), *SPLIT)),
+        *(of(d, s, 1, slots="int4") for d, s in ((96, 16), *((d, max(s, 2 if d > 128 else 1)) for d, s in SPLIT))),
         *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
         *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
         *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
@@ -453,7 +457,7 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
 def of_prefills(chip: str) -> list[Variant]:
     """Of `fastkv.kernels.prefill_attention` for one chip."""
     of = functools.partial(of_prefill, chip)
-    return [
+    variants = [
         *(of(dim) for dim in ((16, 32) if chip == "90" else ()) + (64, 80, 128, 256)),
         *(of(128, slope=False), of(128, "fp16", slope=False), of(128, order=None), of(128, "fp16", groups=7)),
         *(of(dim, spread=True) for dim in (64, 128, 256)),
@@ -464,10 +468,11 @@ def of_prefills(chip: str) -> list[Variant]:
         *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
         *(of(dim, order=None, bias=True) for dim in (64, 128)),
         *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128)),
-        *(of(256, slots=form) for form in ("int8", "fp8")),  # in 4 bits they are decoded first
+        *(of(256, slots=form) for form in CODES),
         *(of(128, order=CENTROIDS.value, spread=True, slots=form) for form in CODES),
         *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
     ]
+    return [one for one in variants if one is not None]
 
 
 AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVAttention, FastKVError, reference
 from fastkv.kernels import _codes, operations, prefill_attention
+from fastkv.kernels._launch import pow2
 from fastkv.reference import FORMATS
 
 from . import test_kernels_decode as decode
@@ -138,16 +139,19 @@ def test_decode_property(slots, dtype, groups, dim, lengths, gone, softcap, appe
 
 
 @pytest.mark.parametrize(
-    "slots, dtype, dim, softcap",
-    covering(SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0]),
+    "slots, dtype, dim, softcap, chip",
+    covering(SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0], ["", "90"]),
 )
-def test_prefill(slots, dtype, dim, softcap):
+def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
+    """Where tiles are those of a chip with more room, and where 4 bits are decoded beforehand."""
+    monkeypatch.setattr(prefill_attention, "chip_of", lambda device: chip)
     if dim == 512 and dtype == torch.float32:
         dim = 256
     dim = dim if fits(slots, dim) else 96
     block, state = prefill.case(heads=2, dim=dim, dtype=dtype)
     stored = encoded(state, slots)
-    if slots == "int4" and dim > prefill_attention.MAX_PACKED:  # read as slots of the decoded rows are
+    case = prefill_attention.Case(pow2(dim), dtype, chip, softcap is not None, 1, FORMATS[slots].bits)
+    if prefill_attention.tile_of(case) is None:  # read as slots of the decoded rows are
         spec, decoded = make_spec(0.125, softcap), {name: stored.exact[name].to(dtype) for name in ("keys", "values")}
         state.exact = replace(state.exact, **decoded)
         found, expected = (prefill_attention.prefill_attention(*block, one, spec) for one in (stored, state))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids, LayerState, Slots
-from ..reference.slots import GROUP, Grouped, Scaled
+from ..reference.slots import GROUP
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
@@ -162,7 +162,7 @@ def check_scales(op: str, slots: Slots) -> None:
         check_shape(op, "bias", slots.bias, slots.keys.shape[:-1])
     if slots.format.plain:
         return
-    known = isinstance(slots.format, (Scaled, Grouped))
+    known = slots.format.bits in (4, 8)
     if slots.key_scales is None or slots.value_scales is None or not known:
         raise FastKVError(
             f"{op} reads codes of 8 or 4 bits with their scales, got slots={slots.format.name!r}"
@@ -171,7 +171,7 @@ def check_scales(op: str, slots: Slots) -> None:
     for name in ("key", "value"):
         codes, scales = getattr(slots, f"{name}s"), getattr(slots, f"{name}_scales")
         shape = codes.shape[:-1]
-        if isinstance(slots.format, Grouped):
+        if slots.format.bits == 4:
             shape = (*shape, slots.format.dim(codes.shape[-1]) // GROUP, 2)
         check_shape(op, f"{name}_scales", scales, shape)
 
@@ -239,7 +239,8 @@ class Workspace:
         """
         pairs = batch * num_kv_heads
         tickets = torch.zeros(pairs, dtype=torch.int32, device=device)
-        parts = pairs * sets * (num_programs(pairs * sets, slots, num_sms(tickets.device)) + 1) * groups
+        programs = max(num_programs(pairs * sets, slots, num_sms(tickets.device)), 2)  # some kernels take 2 at least
+        parts = pairs * sets * (programs + 1) * groups
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.float32, device=device)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
-from ..reference.slots import Grouped
 from ._attention import _dot32, _home, _page, _store_spread
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
 from ._launch import INTERPRET, check_contiguous, check_head_dim, check_rows, check_scales, pow2
@@ -488,7 +487,7 @@ def compact(
     if has_means:
         _merge(held, k, v, lists[0], tally, means, used, moments, where)
     strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
-    rows, warps = move_tile(pow2(max(dk, dv), 64), isinstance(slots.format, Grouped))
+    rows, warps = move_tile(pow2(max(dk, dv), 64), slots.format.bits == 4)
     movers = min(triton.cdiv(min(num, capacity), rows), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
         *held, slots.bias, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,

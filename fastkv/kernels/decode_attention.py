@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import LayerState, Spec
-from ..reference.slots import Grouped
 from ._attention import (
     _add_attention,
     _append_token,
@@ -238,6 +237,7 @@ def _constants(
     or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4 bits.
     """
     padded = pow2(head_dim, 64)
+    programs = max(programs, 2) if packed and padded > 128 else programs  # one alone has to spill registers
     splits, parts = programs, programs
     if order is not None and programs > 1:  # one is for the evicted set; 2 of 3 read slots rather than 1 of 2
         splits = max(programs - 1, 2)
@@ -299,16 +299,16 @@ def decode_step(
     batch = state.batch
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = num_programs(pairs, slots.limit, num_sms(q.device))
-    room = Workspace.of(state.scratch)
-    if room is None and (programs > 1 or collects):
-        room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)
-    out, lse_retained, lse_evicted = decode_outputs(q)
     constants, num_warps, num_stages = _constants(
         q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, slots.limit, programs,
         known.order, known.spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain,
-        isinstance(slots.format, Grouped),
+        slots.format.bits == 4,
     )  # fmt: skip
-    parts = room if programs > 1 else None
+    room, several = Workspace.of(state.scratch), constants["PARTS"] > 1
+    if room is None and (several or collects):
+        room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)
+    parts = room if several else None
+    out, lse_retained, lse_evicted = decode_outputs(q)
     positions, seen = (slots.positions, state.seen) if k is not None else (None, None)
     _decode_attention_kernel[pairs, constants["PARTS"]](
         q, keys, values, slots.lengths, moments.count, known.key_mean, known.value_mean, known.matrix, known.spread,

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ..reference.slots import Grouped
 from ._attention import (
     _add_spread,
     _barrier,
@@ -288,7 +287,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     )  # fmt: skip
     pairs = state.batch * heads
     constants, chunks, num_warps = _constants(
-        heads, width, drop, dim, moments.spread is not None, on_hip(), isinstance(exact.format, Grouped)
+        heads, width, drop, dim, moments.spread is not None, on_hip(), exact.format.bits == 4
     )
     candidates = chunks * constants["R"]
     found = found_slots = None

@@ -9,8 +9,8 @@ program are the queries of one KV head, (token, head of the group) in that order
 Bytes: keys, values (2 D a pair and their scales in 8 bits) and what is remembered once per BLOCK_M rows; q twice, out
 once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
-with head_dim above 256. Slots in 4 bits of heads above 128 are decoded beforehand, into a copy of one layer: with
-rotated queries, codes and numbers in registers no tile of 16 to 128 rows does without spills.
+with head_dim above 256. Slots in 4 bits are decoded beforehand, into a copy of one layer, where `tile_of` has no tile:
+with rotated queries, codes and numbers in registers none of 16 to 128 rows does without spills.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
-from ..reference.slots import Grouped
 from ._attention import LN2, _add_sink, _bias2, _dot, _logits2, _normalise, _softmax_update, _turned_query, _turned_rest
 from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
@@ -65,23 +64,28 @@ HALF_CENTROIDS = {
     "": {128: Tile(64, 64, 8, 2, seed=16)},
 }  # fmt: skip
 SINGLE = {  # float32, whose products take three terms of each operand
-    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 32, 4, 1, 32, 16)},
+    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 16, 4, 1, 32, 16)},
     "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16)) | {256: Tile(16, 64, 8, 1, 16, 16)},
 }
 # And what slots in 8 bits need, whose codes and numbers are in registers at once.
-HALF_CODES = {"90": {256: Tile(128, 32, 8, 2, 128, 16)}}
+HALF_CODES = {
+    "90": {256: Tile(128, 32, 8, 2, 128, 16)},
+    "100": {128: Tile(128, 64, 8, 3, seed=16)},
+    "hip": {256: Tile(128, 32, 4, 1, seed=16)},
+    "": {128: Tile(128, 32, 8, 3)},
+}
 SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
-# Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes.
-MAX_PACKED = 128  # of wider heads they are decoded before the launch
+# Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes. Of heads that are not here,
+# and of those of more than 64 numbers with a softcap, no tile does without spills.
+SMALL_PACKED = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2))
+WIDE_PACKED = SMALL_PACKED | {128: Tile(128, 32, 8, 2, seed=16)}
 HALF_PACKED = {
-    "": dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2)) | {128: Tile(128, 32, 8, 2, seed=16)},
-    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)),
-}
-SMALL_PACKED = dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))
-SINGLE_PACKED = {
-    "": SMALL_PACKED | {128: Tile(16, 64, 8, 1, seed=16)},
-    "hip": SMALL_PACKED | {128: Tile(16, 32, 4, 1, seed=16)},
-}
+    "90": WIDE_PACKED, "100": WIDE_PACKED, "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)),
+    "": SMALL_PACKED,
+}  # fmt: skip
+SINGLE_PACKED = {"": dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))}
+# Slots with a bias, in triton 3.6.
+HALF_BIASED = {"": dict.fromkeys((16, 32, 64), Tile(64, 32, 4, 2)) | {128: Tile(128, 32, 8, 2)}}
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
@@ -215,24 +219,45 @@ def _prefill_kernel(
     tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
-def _tile_of(
-    width: int, dtype: torch.dtype, chip: str, capped: bool, order: int | None, coded: bool, packed: bool
-) -> Tile:
-    """For heads padded to `width`; chip: see `chip_of`; capped: whether logits are; order: of `Terms`; coded: whether
-    slots hold codes; packed: of 4 bits.
+@dataclass(frozen=True)
+class Case:
+    """What a tile is chosen by.
+
+    Attributes:
+        width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  capped: whether logits are.  order: of `Terms`.
+        bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.
     """
-    if packed:
-        tiles = SINGLE_PACKED if dtype == torch.float32 else HALF_PACKED
-        return tiles[chip if chip in tiles else ""][width]
-    tiles, codes = (SINGLE, SINGLE_CODES) if dtype == torch.float32 else (HALF, HALF_CODES)
-    known = chip if chip in tiles else ""
+
+    width: int
+    dtype: torch.dtype
+    chip: str
+    capped: bool = False
+    order: int | None = None
+    bits: int = 0
+    biased: bool = False
+
+
+def tile_of(case: Case) -> Tile | None:
+    """None for 4-bit slots that are decoded before the launch."""
+    single = case.dtype == torch.float32
+    if case.bits == 4:
+        sizes = _of_chip(SINGLE_PACKED if single else HALF_PACKED, case.chip)
+        return None if case.capped and case.width > 64 else sizes.get(case.width)
+    tiles = SINGLE if single else HALF
+    known = case.chip if case.chip in tiles else ""
     sizes = tiles[known]
-    if coded:
-        sizes = sizes | codes.get(known, {})
-    if order == CENTROIDS.value and tiles is HALF:
+    if case.bits:
+        sizes = sizes | (SINGLE_CODES if single else HALF_CODES).get(known, {})
+    if case.order == CENTROIDS.value and not single:
         sizes = sizes | HALF_CENTROIDS.get(known, {})
-    tile = sizes[width]
-    return replace(tile, keys=CAP_TILE_HIP) if capped and chip == "hip" else tile
+    if case.biased and not single:
+        sizes = sizes | HALF_BIASED.get(known, {})
+    tile = sizes[case.width]
+    return replace(tile, keys=CAP_TILE_HIP) if case.capped and case.chip == "hip" else tile
+
+
+def _of_chip(tiles: dict[str, dict[int, Tile]], chip: str) -> dict[int, Tile]:
+    return tiles[chip if chip in tiles else ""]
 
 
 def prefill_attention(
@@ -245,8 +270,7 @@ def prefill_attention(
     op = "prefill_attention"
     exact, softcap = state.exact, spec.softcap
     keys, values, lengths = exact.stored("keys"), exact.stored("values"), exact.lengths
-    coded = not exact.format.plain
-    scales = (exact.stored("key_scales"), exact.stored("value_scales")) if coded else (None, None)
+    scales = (None, None) if exact.format.plain else (exact.stored("key_scales"), exact.stored("value_scales"))
     check_scales(op, exact)
     batch, num_heads, num, dim = q.shape
     heads, num_slots, value_dim = keys.shape[1], keys.shape[2], v.shape[-1]
@@ -262,10 +286,15 @@ def prefill_attention(
     check_contiguous(op, lengths=lengths, valid=valid, matrix=known.matrix, spread=known.spread)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
-    packed = isinstance(exact.format, Grouped)
-    if packed and max(width, value_width) > MAX_PACKED:
+    case = Case(
+        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.bits,
+        exact.bias is not None,
+    )  # fmt: skip
+    tile = tile_of(case)
+    if tile is None:
         keys, values = (exact[name].to(q.dtype) for name in ("keys", "values"))
-        coded, packed, scales = False, False, (None, None)
+        scales, tile = (None, None), tile_of(replace(case, bits=0))
+        assert tile is not None
     slots = keys.stride(1) // keys.shape[-1]
     for name, tensor in (("keys", keys), ("values", values)):
         row = tensor.shape[-1]
@@ -276,9 +305,6 @@ def prefill_attention(
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     lse_evicted = torch.empty_like(lse)
-    tile = _tile_of(
-        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, coded, packed
-    )
     count, matrix, has_slope = None, known.matrix, False
     if isinstance(evicted, Moments):
         count, has_slope = evicted.count, evicted.slope is not None

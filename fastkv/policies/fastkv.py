@@ -31,8 +31,8 @@ class FastKV(SnapKV):
 
     Where few keys are far from all others, their distances are skewed, and they stand out for a reason; where distances
     scatter evenly about their mean, the largest of them mean nothing, and attention decides alone. A head whose last
-    queries look at few tokens says with them what it needs; one that looks everywhere does not know yet. And where few
-    tokens can stay, those come first that are needed now; where there is room, those that stand out may be needed later.
+    queries look at few tokens says with them what it needs; one that looks everywhere does not know yet. Where few
+    tokens can stay, those come first that are needed now; where there is room, what stands out may be needed later.
 
     Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
     `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.

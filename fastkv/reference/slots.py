@@ -39,7 +39,12 @@ class SlotFormat:
     """
 
     name: str = "auto"
-    plain: ClassVar[bool] = True  # whether rows are stored as they are
+    bits: ClassVar[int] = 0  # of the code of a number
+
+    @property
+    def plain(self) -> bool:
+        """Whether rows are stored as they are."""
+        return self.bits == 0
 
     def width(self, dim: int) -> int:
         """Elements of the codes of a row of `dim` numbers."""
@@ -89,7 +94,7 @@ class Scaled(SlotFormat):
     codes: torch.dtype = torch.int8
     stored: torch.dtype = torch.int8
     largest: float = 127.0
-    plain: ClassVar[bool] = False
+    bits: ClassVar[int] = 8
 
     def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Zeros."""
@@ -130,7 +135,7 @@ class Grouped(SlotFormat):
     [..., D / 32, 2]: m and z of each group.
     """
 
-    plain: ClassVar[bool] = False
+    bits: ClassVar[int] = 4
 
     def width(self, dim: int) -> int:
         """Two numbers to a byte."""
