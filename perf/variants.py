@@ -198,7 +198,9 @@ def of_evict(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.evict`; codes: how slots are stored."""
     drop = slots - tokens
-    constants, chunks, num_warps = evict._constants(8, slots, drop, head_dim, spread, arches == HIP, codes == "int4")
+    constants, chunks, num_warps = evict._constants(
+        8, slots, drop, head_dim, spread, arches == HIP, dtype == "fp32" and codes == "auto", codes == "int4"
+    )
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
         slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
@@ -281,9 +283,9 @@ def of_prefill(
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap. None
     where slots are decoded first."""
     vendor = "hip" if chip in HIP else chip
-    tile = prefill_attention.tile_of(
-        prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, FORMATS[slots].bits, bias)
-    )
+    bits, cross = FORMATS[slots].bits, order == 1 and not slope
+    case = prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, bits, bias, cross)
+    tile = prefill_attention.tile_of(case)
     if tile is None:
         return None
     flags = dict(
@@ -354,7 +356,7 @@ def of_select(block: int, single: bool, mask: bool, arches: tuple[str, ...] = ()
     return variant(
         f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}", select._select_kernel,
         dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), types=dict(counts_ptr="*i64"),
-        num_warps=(select.HIP_WARPS if arches == HIP else select.WARPS)[block], num_stages=1, wide=not single,
+        num_warps=select.WARPS["80" if block == 4096 else ""][block], num_stages=1, wide=not single,
         arches=arches,
     )  # fmt: skip
 
@@ -567,8 +569,8 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "remember": [one for vendor in VENDORS for one in of_remembers(vendor)],
     "select": [
         *(of_select(2048, True, True), of_select(2048, True, False)),
-        *(of_select(8192, single, single, CUDA) for single in (True, False)),
-        *(of_select(4096, single, single, HIP) for single in (True, False)),
+        *(of_select(8192, single, single, ("90", "100")) for single in (True, False)),
+        *(of_select(4096, single, single, ("80", *HIP)) for single in (True, False)),
     ],
     "slot_signals": [of_slots(True, True), of_slots(True, False), of_slots(False, True), of_slots(True, True, True)],
     "vector_decode": [

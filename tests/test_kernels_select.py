@@ -78,7 +78,7 @@ def test_select_is_exact(kind, num):
 
 @pytest.mark.parametrize("kind", [named(kind, slow=kind != "ties") for kind in KINDS])
 def test_select_looped_over_chunks_is_exact(kind, monkeypatch):
-    monkeypatch.setattr(select_module, "WARPS", {1024: 4})
+    monkeypatch.setattr(select_module, "WARPS", {"": {1024: 4}})
     generator = torch.Generator().manual_seed(0)
     shape = (1, 2, 2500)
     valid, protected = torch.rand(shape, generator=generator) > 0.2, torch.rand(shape, generator=generator) > 0.8

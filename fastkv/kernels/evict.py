@@ -54,6 +54,7 @@ MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
 SCANS = (512, MAX_SCAN)  # rounded up to: few, because slots may follow the length of the prompt
 BLOCK_V = {64: 32, 128: 32, 256: 32, 512: 16}  # value columns of one program, by padded head_dim; see `compact.MERGE`
+PACKED_V = {128: 64, 256: 16}  # of codes of 4 bits, which spill with 32: D128 on sm_80, D256 on the others
 TILE = 16  # evicted rows at a time
 MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
@@ -242,18 +243,19 @@ def _evict_kernel(
 
 
 def _constants(
-    heads: int, width: int, drop: int, head_dim: int, spread: bool, hip: bool, packed: bool
+    heads: int, width: int, drop: int, head_dim: int, spread: bool, hip: bool, single: bool, packed: bool
 ) -> tuple[dict, int, int]:
-    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps; packed: slots hold
-    codes of 4 bits."""
+    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps; single: slots hold
+    fp32; packed: codes of 4 bits."""
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
     found = chunks * most if chunks else width
     scanned = next((block for block in SCANS if found <= block), pow2(found))
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
-    constants |= dict(BLOCK_V=BLOCK_V[padded], SPREAD=spread, HIP=hip)
-    return constants, chunks, 8 if padded >= (128 if packed else 256) and not hip else 4
+    columns = BLOCK_V | PACKED_V if packed and not hip else BLOCK_V
+    constants |= dict(BLOCK_V=columns[padded], SPREAD=spread, HIP=hip)
+    return constants, chunks, 8 if padded >= (128 if packed or single else 256) and not hip else 4
 
 
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
@@ -287,7 +289,14 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     )  # fmt: skip
     pairs = state.batch * heads
     constants, chunks, num_warps = _constants(
-        heads, width, drop, dim, moments.spread is not None, on_hip(), exact.format.bits == 4
+        heads,
+        width,
+        drop,
+        dim,
+        moments.spread is not None,
+        on_hip(),
+        keys.dtype == torch.float32,
+        exact.format.bits == 4,
     )
     candidates = chunks * constants["R"]
     found = found_slots = None

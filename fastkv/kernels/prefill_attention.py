@@ -51,7 +51,7 @@ class Tile:
 SMALL = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 3))
 WIDE = {512: Tile(32, 64, 8, 2, 128, 16)}
 HALF = {  # by chip, see `chip_of`; others have less shared memory than these, or none
-    "90": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2, seed=16)},
+    "90": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2, 128, 16)},
     "100": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2, seed=16)},
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 64, 4, 2)) | {256: Tile(128, 32, 4, 2, seed=16)},
     "": dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2, seed=16))  # with more, triton 3.9 spills
@@ -60,8 +60,7 @@ HALF = {  # by chip, see `chip_of`; others have less shared memory than these, o
 }
 # What centroids need instead: with them the tile above spills, and for sm_100 64 rows are compiled to nothing.
 HALF_CENTROIDS = {
-    "90": {256: Tile(128, 32, 8, 2, 128, 16)}, "100": {256: Tile(32, 64, 8, 2, seed=16)},
-    "": {128: Tile(64, 64, 8, 2, seed=16)},
+    "100": {256: Tile(32, 64, 8, 2, seed=16)}, "": {128: Tile(64, 64, 8, 2, seed=16)},
 }  # fmt: skip
 SINGLE = {  # float32, whose products take three terms of each operand
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 16, 4, 1, 32, 16)},
@@ -69,7 +68,7 @@ SINGLE = {  # float32, whose products take three terms of each operand
 }
 # And what slots in 8 bits need, whose codes and numbers are in registers at once.
 HALF_CODES = {
-    "90": {256: Tile(128, 32, 8, 2, 128, 16)},
+    "90": {256: Tile(128, 32, 8, 2, 128, 32)},
     "100": {128: Tile(128, 64, 8, 3, seed=16)},
     "hip": {256: Tile(128, 32, 4, 1, seed=16)},
     "": {128: Tile(128, 32, 8, 3)},
@@ -84,8 +83,9 @@ HALF_PACKED = {
     "": SMALL_PACKED,
 }  # fmt: skip
 SINGLE_PACKED = {"": dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))}
-# Slots with a bias, in triton 3.6.
+# Slots with a bias, with which triton 3.6 spills, and evicted tokens whose slope is found in the kernel (3.9).
 HALF_BIASED = {"": dict.fromkeys((16, 32, 64), Tile(64, 32, 4, 2)) | {128: Tile(128, 32, 8, 2)}}
+HALF_CROSS = {"": {128: Tile(128, 32, 8, 2, seed=16)}}
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
@@ -225,7 +225,8 @@ class Case:
 
     Attributes:
         width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  capped: whether logits are.  order: of `Terms`.
-        bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.
+        bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.  cross: whether the
+            slope of the evicted tokens is still to be found from their cross moments.
     """
 
     width: int
@@ -235,6 +236,7 @@ class Case:
     order: int | None = None
     bits: int = 0
     biased: bool = False
+    cross: bool = False
 
 
 def tile_of(case: Case) -> Tile | None:
@@ -252,6 +254,8 @@ def tile_of(case: Case) -> Tile | None:
         sizes = sizes | HALF_CENTROIDS.get(known, {})
     if case.biased and not single:
         sizes = sizes | HALF_BIASED.get(known, {})
+    if case.cross and not single:
+        sizes = sizes | HALF_CROSS.get(known, {})
     tile = sizes[case.width]
     return replace(tile, keys=CAP_TILE_HIP) if case.capped and case.chip == "hip" else tile
 
@@ -288,7 +292,7 @@ def prefill_attention(
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
     case = Case(
         max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.bits,
-        exact.bias is not None,
+        exact.bias is not None, known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None,
     )  # fmt: skip
     tile = tile_of(case)
     if tile is None:

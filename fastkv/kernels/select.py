@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import check_like, on_hip
+from ._launch import check_like, chip_of
 
-WARPS = {2048: 8, 8192: 16}  # by candidates held in registers: few tiles, so that lengths share them
-HIP_WARPS = {2048: 8, 4096: 16}  # with 8192, triton 3.7 spills on gfx942
+FEWER = {2048: 8, 4096: 16}  # with 8192, triton 3.7 spills on gfx942 and 3.9 on sm_80
+# By chip and candidates held in registers: few tiles, so that lengths share them.
+WARPS = {"hip": FEWER, "80": FEWER, "": {2048: 8, 8192: 16}}
 LOWEST = tl.constexpr(-(2**31))  # below every key: not in the running
 FIRST = tl.constexpr(2**31 - 1)  # above the key of every score
 
@@ -178,7 +179,7 @@ def select(
     if not kept.numel():
         counts.zero_()
         return kept, counts
-    tiles = HIP_WARPS if on_hip() else WARPS
+    tiles = WARPS.get(chip_of(scores.device), WARPS[""])
     block = next((tile for tile in tiles if num <= tile), max(tiles))
     single = num <= block
     room = 0 if single else triton.cdiv(num, block) * block
