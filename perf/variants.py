@@ -198,8 +198,9 @@ def of_evict(
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.evict`; codes: how slots are stored."""
     drop = slots - tokens
+    chip = "hip" if arches == HIP else arches[0] if arches else ""
     constants, chunks, num_warps = evict._constants(
-        8, slots, drop, head_dim, spread, arches == HIP, dtype == "fp32" and codes == "auto", codes == "int4"
+        8, slots, drop, head_dim, spread, chip, dtype == "fp32" and codes == "auto", codes == "int4"
     )
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
@@ -515,7 +516,8 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(128, 1040, 1024, o, slope=False) for o in (None, 0, 1)),
         *(of_evict(d, 1040, 1024, None, slope=False, bias=True) for d in (64, 128)),
         *(of_evict(128, slots, tokens) for slots, tokens in ((144, 128), (2048, 1984), (16400, 16384))),
-        *(of_evict(128, 544, 512, dtype=t) for t in DTYPES),
+        *(of_evict(128, 544, 512, dtype=t) for t in DTYPES if t != "fp32"),
+        *(of_evict(128, 544, 512, dtype="fp32", arches=a) for a in VENDORS),
         *(of_candidates("drop 16", 16), of_candidates("drop 64", 64), of_candidates("ragged", 64, True)),
         of_candidates("rows", 16, rows=True),
         *(of_evict(d, 1040, 1024, rows=True) for d in (64, 128)),
@@ -527,9 +529,12 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS),
         *(of_evict(512, c, t, arches=CUDA) for c, t in ((1040, 1024), (2048, 1984))),
         *(of_evict(512, 1040, 1024, arches=CUDA, ragged=r, spread=not r) for r in (True, False)),
-        *(of_evict(d, 1040, 1024, codes=form) for form in CODES for d in (64, DIM_80[form], 128)),
-        *(of_evict(256, 1040, 1024, arches=a, spread=True, codes=form) for form in CODES for a in VENDORS),
-        *(of_evict(128, 1040, 1024, ragged=True, rows=True, codes=form) for form in CODES),
+        *(of_evict(d, 1040, 1024, codes=form) for form in ("int8", "fp8") for d in (64, 80, 128)),
+        *(of_evict(256, 1040, 1024, arches=a, spread=True, codes=f) for f in ("int8", "fp8") for a in VENDORS),
+        *(of_evict(128, 1040, 1024, ragged=True, rows=True, codes=form) for form in ("int8", "fp8")),
+        *(of_evict(d, 1040, 1024, arches=a, codes="int4") for d in (64, 96, 128) for a in VENDORS),
+        *(of_evict(256, 1040, 1024, arches=(a,), spread=True, codes="int4") for a in (*CUDA, *HIP)),
+        *(of_evict(128, 1040, 1024, arches=a, ragged=True, rows=True, codes="int4") for a in VENDORS),
     ],
     "key_scores": [
         *(of_key_scores(key_scores._sum_kernel, dim, "unit", "mask") for dim in (64, 80, 128, 256)),

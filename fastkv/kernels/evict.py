@@ -46,7 +46,7 @@ from ._launch import (
     check_head_dim,
     check_rows,
     check_scales,
-    on_hip,
+    chip_of,
     pow2,
 )
 
@@ -54,7 +54,8 @@ MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
 SCANS = (512, MAX_SCAN)  # rounded up to: few, because slots may follow the length of the prompt
 BLOCK_V = {64: 32, 128: 32, 256: 32, 512: 16}  # value columns of one program, by padded head_dim; see `compact.MERGE`
-PACKED_V = {128: 16, 256: 16}  # of codes of 4 bits, which spill with 32: D128 on sm_80, D256 on the others
+# Of codes of 4 bits, by chip, see `chip_of`. With 32, D128 spills on sm_80 and D256 on sm_90; with 16, D256 on sm_80.
+PACKED_V: dict[str, dict[int, int]] = {"hip": {}, "90": {128: 16, 256: 16}, "": {128: 16}}
 TILE = 16  # evicted rows at a time
 MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
@@ -243,17 +244,18 @@ def _evict_kernel(
 
 
 def _constants(
-    heads: int, width: int, drop: int, head_dim: int, spread: bool, hip: bool, single: bool, packed: bool
+    heads: int, width: int, drop: int, head_dim: int, spread: bool, chip: str, single: bool, packed: bool
 ) -> tuple[dict, int, int]:
-    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps; single: slots hold
-    fp32; packed: codes of 4 bits."""
+    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps; chip: see
+    `chip_of`; single: slots hold fp32; packed: codes of 4 bits."""
+    hip = chip == "hip"
     most = pow2(drop, TILE)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
     found = chunks * most if chunks else width
     scanned = next((block for block in SCANS if found <= block), pow2(found))
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
-    columns = BLOCK_V | PACKED_V if packed and not hip else BLOCK_V
+    columns = BLOCK_V | (PACKED_V.get(chip, PACKED_V[""]) if packed else {})
     constants |= dict(BLOCK_V=columns[padded], SPREAD=spread, HIP=hip)
     return constants, chunks, 8 if padded >= (128 if packed or single else 256) and not hip else 4
 
@@ -289,15 +291,9 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     )  # fmt: skip
     pairs = state.batch * heads
     constants, chunks, num_warps = _constants(
-        heads,
-        width,
-        drop,
-        dim,
-        moments.spread is not None,
-        on_hip(),
-        keys.dtype == torch.float32,
+        heads, width, drop, dim, moments.spread is not None, chip_of(keys.device), keys.dtype == torch.float32,
         exact.format.bits == 4,
-    )
+    )  # fmt: skip
     candidates = chunks * constants["R"]
     found = found_slots = None
     if chunks:

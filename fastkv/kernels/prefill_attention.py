@@ -71,8 +71,8 @@ HALF_CODES = {
     "90": {256: Tile(128, 32, 8, 2, 128, 32)},
     "100": {128: Tile(128, 64, 8, 3, seed=16)},
     "hip": {256: Tile(128, 32, 4, 1, seed=16)},
-    "": {128: Tile(128, 32, 8, 3)},
 }
+HALF_CODES_CAPPED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # and a softcap, with which triton 3.6 spills
 SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
 # Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes. Of heads that are not here,
 # and of those of more than 64 numbers with a softcap, no tile does without spills.
@@ -84,7 +84,7 @@ HALF_PACKED = {
 }  # fmt: skip
 SINGLE_PACKED = {"": dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))}
 # Slots with a bias, with which triton 3.6 spills, and evicted tokens whose slope is found in the kernel (3.9).
-HALF_BIASED = {"": dict.fromkeys((16, 32, 64), Tile(64, 32, 4, 2)) | {128: Tile(128, 32, 8, 2)}}
+HALF_BIASED = {"": dict.fromkeys((16, 32, 64), Tile(64, 32, 4, 3)) | {128: Tile(128, 32, 8, 2)}}
 HALF_CROSS = {"": {128: Tile(128, 32, 8, 2, seed=16)}}
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
@@ -250,6 +250,8 @@ def tile_of(case: Case) -> Tile | None:
     sizes = tiles[known]
     if case.bits:
         sizes = sizes | (SINGLE_CODES if single else HALF_CODES).get(known, {})
+    if case.bits and case.capped and not single:
+        sizes = sizes | HALF_CODES_CAPPED.get(known, {})
     if case.order == CENTROIDS.value and not single:
         sizes = sizes | HALF_CENTROIDS.get(known, {})
     if case.biased and not single:
