@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -54,6 +55,7 @@ def patch_once() -> None:
 def remember_types() -> None:
     """From now on what describes a shape is made once, and numpy's types are looked up by name."""
     stock_block, stock_tensor, stock_numpy = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    stock_broadcast = TritonSemantic.broadcast_impl_value
     blocks: dict[tuple[int, ...], tuple[core.tuple, int]] = {}  # shape and number of elements, as a type says them
     tensors: dict[tuple[int, ...], tuple[core.tuple, core.constexpr]] = {}  # and as a tensor does
     types: dict[str, np.dtype] = {}
@@ -82,7 +84,12 @@ def remember_types() -> None:
             types[name] = stock_numpy(tt_dtype)
         return types[name]
 
+    def broadcast(self: TritonSemantic, lhs: core.tensor, rhs: core.tensor) -> tuple[core.tensor, core.tensor]:
+        alike = getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ())
+        return (lhs, rhs) if alike else stock_broadcast(self, lhs, rhs)
+
     core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, numpy
+    TritonSemantic.broadcast_impl_value = broadcast
 
 
 def check_no_overflow() -> None:
