@@ -16,9 +16,11 @@ gc.disable()  # until all tests have been imported
 collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
 if "TRITON_INTERPRET" in os.environ:
-    from .interpreter import patch_once
+    from . import interpreter
 
-    patch_once()
+    interpreter.patch_once()
+    interpreter.remember_types()
+    interpreter.check_no_overflow()
 gc.disable()  # until all tests have been imported
 torch.set_num_threads(1)  # pytest-xdist runs one process per core
 FULL = 100  # examples of a test that does not say how many

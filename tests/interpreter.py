@@ -1,16 +1,21 @@
-"""Triton's interpreter in a part of its time: it patches its language anew at every call inside a kernel, in vain.
+"""Triton's interpreter in a part of its time: what it looks up or computes again and again, in vain, it does once.
 
-What a launch patches, it restores at its end; until then the patches of a module are the same at every call.
+What a launch patches in its language, it restores at its end; until then the patches of a module are the same at every
+call. What describes a shape is the same whenever it is made. Every sum of integers is computed twice, for an assertion
+that only `debug` turns on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -45,3 +50,50 @@ def patch_once() -> None:
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = call, patch
     interpreter._patch_builtin = patch_builtin
+
+
+def remember_types() -> None:
+    """From now on what describes a shape is made once, and numpy's types are looked up by name."""
+    stock_block, stock_tensor, stock_numpy = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    stock_broadcast = TritonSemantic.broadcast_impl_value
+    blocks: dict[tuple[int, ...], tuple[core.tuple, int]] = {}  # shape and number of elements, as a type says them
+    tensors: dict[tuple[int, ...], tuple[core.tuple, core.constexpr]] = {}  # and as a tensor does
+    types: dict[str, np.dtype] = {}
+
+    def block(self: core.block_type, element_ty: core.dtype, shape: Sequence) -> None:
+        self.sizes = sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        if sizes in blocks:
+            self.element_ty, self.name = element_ty, f"<{sizes}, {element_ty}>"
+            self.shape, self.numel = blocks[sizes]
+        else:
+            stock_block(self, element_ty, shape)
+            blocks[sizes] = self.shape, self.numel
+
+    def tensor(self: core.tensor, handle: Any, type: core.dtype) -> None:
+        sizes = getattr(type, "sizes", ())
+        if sizes in tensors:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = tensors[sizes]
+        else:
+            stock_tensor(self, handle, type)
+            tensors[sizes] = self.shape, self.numel
+
+    def numpy(tt_dtype: core.dtype) -> np.dtype:
+        name = tt_dtype.scalar.name
+        if name not in types:
+            types[name] = stock_numpy(tt_dtype)
+        return types[name]
+
+    def broadcast(self: TritonSemantic, lhs: core.tensor, rhs: core.tensor) -> tuple[core.tensor, core.tensor]:
+        alike = getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ())
+        return (lhs, rhs) if alike else stock_broadcast(self, lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, numpy
+    TritonSemantic.broadcast_impl_value = broadcast
+
+
+def check_no_overflow() -> None:
+    """From now on no integer operation computes a second time, in int64, what only an assertion of `debug` reads."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -103,8 +103,10 @@ def test_every_correction_conserves(name, correction, tmp_path):
     ],
 )
 def test_adaptive_heads(name, block, tmp_path):
-    uniform = two_turns(build(), policy(name, tmp_path), small(), block)
     adaptive = two_turns(build(), policy(name, tmp_path), small(heads="adaptive"), block)
+    equal = fastkv.patch(build(), policy(name, tmp_path), small(), prefill_block=block, evict_every=EVERY)
+    ids, mask = prompt()
+    uniform = equal(ids, attention_mask=mask, use_cache=True).past_key_values
     # The state without the kernels' working memory; starts and nothing else come on top.
     sizes = [sum(layer.state.nbytes() for layer in cache.layers) for cache in (uniform, adaptive)]
     assert sizes[0] < sizes[1] == sizes[0] + 4 * 3 * 3 * 4

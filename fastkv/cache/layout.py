@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -135,16 +136,19 @@ def cost(like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout]
 
     Args: layout: makes one for a number of tokens per KV head.
     """
-    meta = [t[:1].to("meta") for t in (like_keys, like_values)]
+    heads, dims = like_keys.shape[1], (like_keys.shape[-1], like_values.shape[-1])
+    made = layout(SAMPLE)
+    once, twice = (_bytes(replace(one, mean=0), heads, *dims, like_keys.dtype) for one in (made, layout(2 * SAMPLE)))
+    each = (twice - once) / SAMPLE
+    shape = Shape(heads, *dims, like_keys.element_size(), made.latent, made.format)
+    return made.correction.cost(shape, LayerCost(each, once - round(SAMPLE * each)))
 
-    def spent(tokens: int) -> int:
-        return replace(layout(tokens), mean=0).allocate(meta[0], meta[1]).nbytes()
 
-    each = (spent(2 * SAMPLE) - spent(SAMPLE)) / SAMPLE
-    made, dims = layout(SAMPLE), (like_keys.shape[-1], like_values.shape[-1])
-    shape = Shape(like_keys.shape[1], *dims, like_keys.element_size(), made.latent, made.format)
-    pairs = LayerCost(each, spent(SAMPLE) - round(SAMPLE * each))
-    return made.correction.cost(shape, pairs)
+@functools.lru_cache(maxsize=256)  # layers of a model are alike, so are its caches, and each takes milliseconds
+def _bytes(layout: Layout, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    """Of the state of one sequence."""
+    keys, values = (torch.empty(1, heads, 0, dim, dtype=dtype, device="meta") for dim in (key_dim, value_dim))
+    return layout.allocate(keys, values).nbytes()
 
 
 def layout_of(
