@@ -90,19 +90,19 @@ later 4.01, 2.81, 0.581 and 3.86, 2.78, 0.600, where ManifoldKV has 4.10, 2.31, 
 0.149 and 3.92, 2.81, 0.636. Results of commits before the rule z + 4 a / (s c) are of z + 128 a, for which seeds from
 650000 were used.
 
-In search of what distances tell (seeds from 610000, 60 questions a cell, 20 stretches; the same five KL), z + 4 a / (s c)
-has 0.800, 0.245, 1.049, 0.0148, 0.0082, ManifoldKV 0.568, 0.168, 2.940, and what became the rule 0.824, 0.243, 1.049,
-0.0097, 0.0055. On prose, z has a skewness of -0.2 to 0.7 in all heads but one; in the layer that looks facts up 1.0 to
-1.4.
+In search of what distances tell (seeds from 610000, 60 questions a cell, 20 stretches; the same five KL), z + 4 a / (s
+c) has 0.800, 0.245, 1.049, 0.0148, 0.0082, ManifoldKV 0.568, 0.168, 2.940, and what became the rule 0.824, 0.243,
+1.049, 0.0097, 0.0055. On prose, z has a skewness of -0.2 to 0.7 in all heads but one; in the layer that looks facts up
+1.0 to 1.4.
 
-- Skewness itself, max(g, 0) z: 0.910, 0.270, 1.164, 0.0096, 0.0051; up to 1: 0.950, 0.264, 1.049, 0.0096, 0.0050. Once a
-  text has been compressed, what stayed stands out from nothing but new tokens, and distances are skewed to the left.
-- Distances from the mean of all tokens read, the evicted as their centroids: 0.806, 0.243, 1.049, 0.0105, 0.0056. After
-  900 decoded tokens of prose (4 stretches, L = 64) their KL is 0.023, that of the rule 0.019, of skewness up to 1 0.012,
-  of z + 4 a / (s c) 0.038, MomentKV's 0.022.
+- Skewness itself, max(g, 0) z: 0.910, 0.270, 1.164, 0.0096, 0.0051; up to 1: 0.950, 0.264, 1.049, 0.0096, 0.0050. Once
+  a text has been compressed, what stayed stands out from nothing but new tokens, and distances are skewed to the left.
+- Distances from the mean of all tokens read, the evicted as their centroids: 0.806, 0.243, 1.049, 0.0105, 0.0056.
+  After 900 decoded tokens of prose (4 stretches, L = 64) their KL is 0.023, that of the rule 0.019, of skewness up to
+  1 0.012, of z + 4 a / (s c) 0.038, MomentKV's 0.022.
 - The largest attention of the last queries, A, in place of their mean, z + A / (4 s c): 0.827, 0.293, 0.800, 0.0151,
-  0.0081; z + 16 A: 1.052, 0.836, 0.767, 0.0141, 0.0073; pooled by the largest, too, z + 4 A: 1.262, 0.869, 0.780, 0.0166,
-  0.0077. It finds what has been asked for better than the mean does, and loses more of what has not.
+  0.0081; z + 16 A: 1.052, 0.836, 0.767, 0.0141, 0.0073; pooled by the largest, too, z + 4 A: 1.262, 0.869, 0.780,
+  0.0166, 0.0077. It finds what has been asked for better than the mean does, and loses more of what has not.
 """
 
 
