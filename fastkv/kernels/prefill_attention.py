@@ -243,27 +243,22 @@ def tile_of(case: Case) -> Tile | None:
     """None for 4-bit slots that are decoded before the launch."""
     single = case.dtype == torch.float32
     if case.bits == 4:
-        sizes = _of_chip(SINGLE_PACKED if single else HALF_PACKED, case.chip)
-        return None if case.capped and case.width > 64 else sizes.get(case.width)
+        packed = SINGLE_PACKED if single else HALF_PACKED
+        return None if case.capped and case.width > 64 else packed.get(case.chip, packed[""]).get(case.width)
     tiles = SINGLE if single else HALF
     known = case.chip if case.chip in tiles else ""
     sizes = tiles[known]
-    if case.bits:
-        sizes = sizes | (SINGLE_CODES if single else HALF_CODES).get(known, {})
-    if case.bits and case.capped and not single:
-        sizes = sizes | HALF_CODES_CAPPED.get(known, {})
-    if case.order == CENTROIDS.value and not single:
-        sizes = sizes | HALF_CENTROIDS.get(known, {})
-    if case.biased and not single:
-        sizes = sizes | HALF_BIASED.get(known, {})
-    if case.cross and not single:
-        sizes = sizes | HALF_CROSS.get(known, {})
+    special = [
+        (case.bits, HALF_CODES),
+        (case.bits and case.capped, HALF_CODES_CAPPED),
+        (case.order == CENTROIDS.value, HALF_CENTROIDS),
+        (case.biased, HALF_BIASED),
+        (case.cross, HALF_CROSS),
+    ]
+    for asked, other in [(case.bits, SINGLE_CODES)] if single else special:
+        sizes = sizes | (other.get(known, {}) if asked else {})
     tile = sizes[case.width]
     return replace(tile, keys=CAP_TILE_HIP) if case.capped and case.chip == "hip" else tile
-
-
-def _of_chip(tiles: dict[str, dict[int, Tile]], chip: str) -> dict[int, Tile]:
-    return tiles[chip if chip in tiles else ""]
 
 
 def prefill_attention(
