@@ -127,7 +127,8 @@ def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(chip
     }
     assert widths["bf16"] >= {64, 128, 256} and widths["fp32"] == {64, 128, 256}
     assert (512 in widths["bf16"]) == (512 in widths["centroids"]) == (chip != "gfx942")
-    assert all(one.once == one.constants["BLOCK_N"] > prefill_attention.BLOCK_C for one in sizes)
+    # Tiles of no more keys than centroids at a time: products with those are checked as well.
+    assert all(one.once == one.constants["BLOCK_N"] >= prefill_attention.BLOCK_C for one in sizes)
 
 
 @pytest.mark.slow
