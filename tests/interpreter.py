@@ -92,7 +92,7 @@ def remember_types() -> None:
     TritonSemantic.broadcast_impl_value = broadcast
 
 
-def check_no_overflow() -> None:
+def skip_overflow_sums() -> None:
     """From now on no integer operation computes a second time, in int64, what only an assertion of `debug` reads."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug

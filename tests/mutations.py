@@ -500,11 +500,25 @@ MUTATIONS = [
         "centroid_cache.py::test_the_policy_adds_attention_to_distance",
     ),
     bug(
+        "fastkv keeps more tokens than there are",
+        "reference/scores.py",
+        "share = (tokens / seen).clamp(max=1)",
+        "share = tokens / seen",
+        "centroid_cache.py::test_the_policy_adds_attention_to_distance",
+    ),
+    bug(
         "fastkv counts distances that are skewed to the left for nothing",
         "reference/scores.py",
         "skewness(z, mask).abs().clamp(max=1)",
         "skewness(z, mask).clamp(0, 1)",
         "centroid_cache.py::test_the_policy_adds_attention_to_distance",
+    ),
+    bug(
+        "one program alone reads a head of 256 numbers in 4 bits",
+        "kernels/decode_attention.py",
+        "programs = max(programs, 2) if packed and padded > 128 else programs",
+        "programs = max(programs, 1) if packed and padded > 128 else programs",
+        "kernels_codes.py::test_no_program_alone_reads_a_wide_head_in_4_bits",
     ),
     bug(
         "the kernel lets skewed distances count beyond their deviations",

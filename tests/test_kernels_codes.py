@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVAttention, FastKVError, reference
-from fastkv.kernels import _codes, operations, prefill_attention
+from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
 from fastkv.kernels._launch import pow2
 from fastkv.reference import FORMATS
 
@@ -116,6 +116,16 @@ def test_decode_variants(slots, order, softcap, attention, append, number):
     with splits(number):
         case = decode.Case.make(2, 2, 3, 64, 24, torch.float32, (23, 0, 1, 14), (0, 0, 7, 70))
         check_decode(decode.sunk(case), slots, softcap, order, append, attention)
+
+
+@pytest.mark.parametrize("dim, parts", [(128, 1), (256, 3)])
+def test_no_program_alone_reads_a_wide_head_in_4_bits(monkeypatch, dim, parts):
+    """Two read slots and one what is evicted, in a workspace that was made for a single one."""
+    launched, known = [], decode_attention._constants
+    monkeypatch.setattr(decode_attention, "_constants", lambda *given: launched.append(known(*given)) or launched[-1])
+    with splits(1):
+        check_decode(decode.Case.make(1, 1, 2, dim, 40, torch.bfloat16, (37,), (9,)), "int4")
+    assert {constants["PARTS"] for constants, _, _ in launched} == {parts}
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -98,7 +98,7 @@ c) has 0.800, 0.245, 1.049, 0.0148, 0.0082, ManifoldKV 0.568, 0.168, 2.940, and 
 - Skewness itself, max(g, 0) z: 0.910, 0.270, 1.164, 0.0096, 0.0051; up to 1: 0.950, 0.264, 1.049, 0.0096, 0.0050. Once
   a text has been compressed, what stayed stands out from nothing but new tokens, and distances are skewed to the left.
 - Distances from the mean of all tokens read, the evicted as their centroids: 0.806, 0.243, 1.049, 0.0105, 0.0056.
-  After 900 decoded tokens of prose (4 stretches, L = 64) their KL is 0.023, that of the rule 0.019, of skewness up to
+  Over 900 decoded tokens of prose (4 stretches, L = 64) their KL is 0.023, that of the rule 0.019, of skewness up to
   1 0.012, of z + 4 a / (s c) 0.038, MomentKV's 0.022.
 - The largest attention of the last queries, A, in place of their mean, z + A / (4 s c): 0.827, 0.293, 0.800, 0.0151,
   0.0081; z + 16 A: 1.052, 0.836, 0.767, 0.0141, 0.0073; pooled by the largest, too, z + 4 A: 1.262, 0.869, 0.780,
