@@ -647,6 +647,13 @@ MUTATIONS = [
         "reread.py::test_refitted_values_are_those_of_ridge_regression",
     ),
     bug(
+        "a second reading leaves out what the last queries look at",
+        "policies/fastkv.py",
+        "known_or_mean(signals) + blended if",
+        "known_or_mean(signals) if",
+        "reread.py::test_it_keeps_what_both_readings_attend_to",
+    ),
+    bug(
         "samples of a second reading depend on padding",
         "cache/wrappers.py",
         "torch.arange(SAMPLES, device=q.device) * fed // SAMPLES",

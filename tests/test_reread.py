@@ -37,7 +37,10 @@ def test_it_keeps_what_both_readings_attend_to(name):
     model, (ids, _), layer = build(name, "eager"), prompt(1, 40, (0,)), 1
     most = most_attention(model, ids, layer)
     window = model(ids, output_attentions=True).attentions[layer][0, :, -32:].unflatten(0, (2, -1)).mean((1, 2))
-    scores = most + 4 * pool_scores(window[None], 7)[0]
+    attention = pool_scores(window[None], 7)[0]
+    p = attention / attention.sum(-1, keepdim=True)
+    spread = (-(p * p.log()).sum(-1, keepdim=True)).exp() / 40
+    scores = most + 2 * attention / (spread * TOKENS / 40)
     fastkv.patch(model, "fastkv-reread", small(), evict_every=EVERY)
     exact = model(ids).past_key_values.layers[layer].state.exact
     for head in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .. import ops
@@ -13,7 +14,7 @@ from .base import Signals, known_or_mean
 from .manifold import Manifold
 from .snapkv import SnapKV
 
-POOLED = 4.0  # weight of the window's attention beside the largest of a second reading
+BESIDE = 2.0  # weight of the window's attention beside the largest of a second reading
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class FastKV(SnapKV):
 
     With `reread` the prompt is fed a second time, and
 
-        score_j = max over its queries of their attention to j + 4 a_j
+        score_j = max over its queries of their attention to j + 2 a_j / (s c)
 
     instead: what the model looks at while it reads the same again is what it needs to go on. Tokens that were read
     once, generated ones and those of later prompts, have the mean of the others in place of the maximum. The values of
@@ -87,11 +88,12 @@ class FastKV(SnapKV):
 
     def score(self, signals: Signals) -> Tensor:
         """Both together, [B, Hkv, N]."""
-        if self.reread:
-            return known_or_mean(signals) + POOLED * super().score(signals)
-        both = Manifold().score(signals), super().score(signals)
-        told = signals.positions, signals.valid, signals.tokens, self.weight
-        return ops.blended_scores(*both, *told, backend=signals.backend)
+        attention = super().score(signals)
+        # Where all distances are equal, attention is all there is of the blend.
+        distance = torch.zeros_like(attention) if self.reread else Manifold().score(signals)
+        told = signals.positions, signals.valid, signals.tokens, BESIDE if self.reread else self.weight
+        blended = ops.blended_scores(distance, attention, *told, backend=signals.backend)
+        return known_or_mean(signals) + blended if self.reread else blended
 
 
 @dataclass(frozen=True)
