@@ -70,8 +70,9 @@ NARROW = {"cuda": ("LDG.E.U16", "LDG.E.S16"), "hip": ("load_ushort", "load_u16",
 
 
 def source_of(variant: Variant, chip: Chip) -> tuple[ASTSource, dict[str, int]]:
-    """What is compiled, and with how many warps and stages. Every pointer, and the integers in `div16`, are known to be
-    multiples of 16."""
+    """What is compiled, and with which launch options. Every pointer, and the integers in `div16`, are known to be
+    multiples of 16.
+    """
     names = variant.kernel.arg_names
     constants = {name: variant.constants.get(name) for name in names if name not in variant.types}
     target = {"INTERP": False, "HIP": chip.target.backend == "hip"}
@@ -81,7 +82,8 @@ def source_of(variant: Variant, chip: Chip) -> tuple[ASTSource, dict[str, int]]:
     hints = {(i,): [["tt.divisibility", 16]] for i in hinted}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=hints)
     depth = stages(variant.num_stages, hip=chip.target.backend == "hip")
-    return source, dict(num_warps=variant.num_warps, num_stages=depth)
+    further = variant.further.get(str(chip.target.arch), {})
+    return source, {"num_warps": variant.num_warps, "num_stages": depth, **further}
 
 
 def compile_variant(variant: Variant, chip: Chip) -> triton.compiler.CompiledKernel:

@@ -68,6 +68,7 @@ class Variant:
             centroids it costs nothing twice.
         arches: where it is used, all if empty ("80", "90", "100", "gfx942").
         slot_bytes: that attention loads of a slot, 0 for kernels that are not attention over slots.
+        further: launch options by chip, beside warps and stages.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Variant:
     once: int = 0
     arches: tuple[str, ...] = ()
     slot_bytes: int = 0
+    further: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def variant(
@@ -188,6 +190,7 @@ def of_decode(
         name, decode_attention._decode_attention_kernel, constants, dtype, types, given=given,
         even=() if ragged else ("slots", "pool"), num_warps=num_warps, num_stages=num_stages, arches=arches,
         narrow=slots == "int4", slot_bytes=slot_bytes(head_dim, slots, dtype),
+        further={chip: decode_attention.most_registers(constants, slots != "auto", chip) for chip in CUDA},
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fastkv import Budget, FastKVAttention, FastKVError, reference
 from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
 from fastkv.kernels._launch import pow2
+from fastkv.kernels.evict import PACKED_V
 from fastkv.reference import FORMATS
 
 from . import test_kernels_decode as decode
@@ -185,6 +186,14 @@ def test_evict(slots, lengths, gone, dim, drop, seed):
     case = evict.Case.make(2, 2, dim, 90, torch.bfloat16, lengths, gone, seed=seed)
     case.state = encoded(case.state, slots)
     evict.check(case, 90 - drop, sinks=2, recent=3)
+
+
+@pytest.mark.parametrize("chip", [chip for chip in PACKED_V if chip.isdecimal()])
+def test_evict_in_the_tiles_of_each_chip(chip, monkeypatch):
+    monkeypatch.setattr("fastkv.kernels.evict.chip_of", lambda device: chip)
+    case = evict.Case.make(1, 1, 256, 24, torch.bfloat16, [24], [3], seed=1)
+    case.state = encoded(case.state, "int4")
+    evict.check(case, 20, sinks=2, recent=3)
 
 
 def sorted_rows(state):

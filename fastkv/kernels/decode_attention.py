@@ -59,6 +59,7 @@ from ._launch import (
     check_decode,
     check_like,
     check_rows,
+    chip_of,
     decode_outputs,
     num_programs,
     num_sms,
@@ -269,6 +270,14 @@ def _constants(
     return constants, 8 if wide else 4, num_stages
 
 
+def most_registers(constants: dict, coded: bool, chip: str) -> dict[str, int]:
+    """Launch options. With centroids, triton 3.9 and sm_80, ptxas spills to fit a third program beside two, for which
+    shared memory has no room. chip: see `chip_of`.
+    """
+    spills = constants["ORDER"] == CENTROIDS.value and constants["BLOCK_D"] == 128 and not coded
+    return {"maxnreg": 255} if spills and chip == "80" else {}
+
+
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,5 +327,6 @@ def decode_step(
         room.logits if room is not None and collects else None, parts and parts.tickets,
         starts, state.sink_logits, state.rows, page, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,
         **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
+        **most_registers(constants, not slots.format.plain, chip_of(q.device)),
     )  # fmt: skip
     return out, lse_retained, lse_evicted

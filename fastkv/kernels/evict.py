@@ -54,8 +54,11 @@ MAX_DROP = 64
 MAX_SCAN = 2048  # slots one program looks at
 SCANS = (512, MAX_SCAN)  # rounded up to: few, because slots may follow the length of the prompt
 BLOCK_V = {64: 32, 128: 32, 256: 32, 512: 16}  # value columns of one program, by padded head_dim; see `compact.MERGE`
-# Of codes of 4 bits, by chip, see `chip_of`. With 32, D128 spills on sm_80 and D256 on sm_90; with 16, D256 on sm_80.
-PACKED_V: dict[str, dict[int, int]] = {"hip": {}, "90": {128: 16, 256: 16}, "": {128: 16}}
+# Of codes of 4 bits, by chip, see `chip_of`. With 32, D128 spills on sm_80 and D256 on sm_90; with 16, D256 on sm_80
+# and, with triton 3.6, on sm_100. Programs of but 8 have 16 warps.
+PACKED_V: dict[str, dict[int, int]] = {
+    "hip": {}, "90": {128: 16, 256: 16}, "100": {128: 16, 256: 8}, "": {128: 16}
+}  # fmt: skip
 TILE = 16  # evicted rows at a time
 MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
@@ -257,7 +260,8 @@ def _constants(
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
     columns = BLOCK_V | (PACKED_V.get(chip, PACKED_V[""]) if packed else {})
     constants |= dict(BLOCK_V=columns[padded], SPREAD=spread, HIP=hip)
-    return constants, chunks, 8 if padded >= (128 if packed or single else 256) and not hip else 4
+    wide = padded >= (128 if packed or single else 256) and not hip
+    return constants, chunks, 16 if columns[padded] < 16 else 8 if wide else 4
 
 
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
