@@ -260,6 +260,7 @@ def pool_of(batch: int, slots: Slots) -> int:
 
 
 @functools.cache
+@functools.cache
 def chip_of(device: torch.device) -> str:
     """What block sizes are chosen by: "hip" for AMD, else the compute capability ("90"), "" in the interpreter."""
     if on_hip() or device.type != "cuda":
