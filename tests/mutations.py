@@ -649,8 +649,8 @@ MUTATIONS = [
     bug(
         "a second reading leaves out what the last queries look at",
         "policies/fastkv.py",
-        "known_or_mean(signals) + blended if",
-        "known_or_mean(signals) if",
+        "known_or_mean(signals) + beside",
+        "known_or_mean(signals)",
         "reread.py::test_it_keeps_what_both_readings_attend_to",
     ),
     bug(

@@ -89,11 +89,13 @@ class FastKV(SnapKV):
     def score(self, signals: Signals) -> Tensor:
         """Both together, [B, Hkv, N]."""
         attention = super().score(signals)
-        # Where all distances are equal, attention is all there is of the blend.
-        distance = torch.zeros_like(attention) if self.reread else Manifold().score(signals)
-        told = signals.positions, signals.valid, signals.tokens, BESIDE if self.reread else self.weight
-        blended = ops.blended_scores(distance, attention, *told, backend=signals.backend)
-        return known_or_mean(signals) + blended if self.reread else blended
+        told = signals.positions, signals.valid, signals.tokens
+        if self.reread:
+            equal = torch.zeros_like(attention)  # of equal distances the blend takes nothing
+            beside = ops.blended_scores(equal, attention, *told, BESIDE, backend=signals.backend)
+            return known_or_mean(signals) + beside
+        distance = Manifold().score(signals)
+        return ops.blended_scores(distance, attention, *told, self.weight, backend=signals.backend)
 
 
 @dataclass(frozen=True)
