@@ -48,12 +48,20 @@ BATCHES = (1, 8, 32)
 SAID = ("title", "way", "launches", "bytes_over_floor", "predicted_us", "predicted_over_floor")
 PERIOD, BUDGET, POLICY = 16, 1024, "fastkv"
 WORDS = 16  # of the vocabulary that is compiled; the real one differs in the head's bytes only
+COMBO = {"combo_kernels": True, "benchmark_combo_kernel": False}
 WAYS: dict[str, dict[str, Any]] = {  # options of `torch.compile`
     "inductor": {},
-    "combo kernels": {"combo_kernels": True, "benchmark_combo_kernel": False},
+    "combo kernels": COMBO,
+    "frozen": COMBO | {"freezing": True},  # products of the same row with several weights become one
 }
-AS_ON_CUDA = {"cpu_backend": "triton", "force_pointwise_cat": True, "fx_graph_cache": False, "compile_threads": 1}
-MODELS = ("llama-3.1-8b", "qwen3-4b", "gemma-3-12b")
+AS_ON_CUDA = {
+    "cpu_backend": "triton",
+    "cpp.enable_concat_linear": True,
+    "force_pointwise_cat": True,
+    "fx_graph_cache": False,
+    "compile_threads": 1,
+}
+MODELS = ("llama-3.1-8b", "qwen3-4b", "qwen3-8b", "gemma-3-12b")
 LAUNCHES = {"fastkv.evict": 2}  # of fastkv's operators on a GPU, for at most 64 victims; of all others 1
 RESULTS = ("MultiOutput", "MutationOutput")  # of the operator before
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "sym_size"}
@@ -121,13 +129,22 @@ def scheduled(graph: GraphLowering, code: str) -> tuple[Count, Counter[str]]:
     for found in LAUNCHED.finditer(code):
         name = found["fused"] or found["extern"] or found["op"]
         names[name] += LAUNCHES.get(name, 1)
-    total = 0
+    total = sum(weight.nbytes for weight in graph.constants.values())  # frozen weights are no node's dependency
     for node in graph.scheduler.nodes:
         if "fastkv" in str(getattr(node.node, "op_overload", "")):  # changed in place, which would count twice
             total += sum(graph.get_dep_size_hint(dep) for dep in node.read_writes.reads)
         elif type(node).__name__ != "NopKernelSchedulerNode" and type(node.node).__name__ not in RESULTS:
-            total += node.get_read_write_buffers_sizes()
+            total += traffic(node)
     return Count(names.total(), total), names
+
+
+def traffic(node: Any) -> int:
+    """Bytes that a kernel reads and writes: of each buffer no more than its parts do, which may be one row of it."""
+    whole, *parts = (
+        Counter(one.get_read_write_buffer_accesses(include_reads=True, include_writes=True))
+        for one in (node, *node.get_nodes())
+    )
+    return (whole & sum(parts, Counter())).total()
 
 
 def together(scheduler: Any) -> list[list[Any]]:

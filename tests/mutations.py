@@ -1246,6 +1246,27 @@ MUTATIONS = [
         "architectures.py::test_unknown_tensors_of_attention",
     ),
     bug(
+        "the queries of a KV head see a window as if they followed each other",
+        "integrations/transformers/attention.py",
+        '**kwargs | {"is_causal": False})',
+        "**kwargs)",
+        "sliding_window.py::test_it_is_what_transformers_computes",
+    ),
+    bug(
+        "a window copies its keys for every query",
+        "integrations/transformers/attention.py",
+        "if num > 1 or not same",
+        "if num > 0 or not same",
+        "sliding_window.py::test_a_step_copies_no_keys",
+    ),
+    bug(
+        "a window shows all heads what the mask shows the first",
+        "integrations/transformers/attention.py",
+        "if num > 1 or not same or",
+        "if num > 1 or",
+        "sliding_window.py::test_it_is_what_transformers_computes",
+    ),
+    bug(
         "the kernel's movers are always the same half",
         "kernels/remember.py",
         "used, half, flip = used - joins, 1 - half, 1 - flip",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastkv
+from fastkv.integrations.transformers.attention import NAME
 from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
@@ -24,7 +25,7 @@ class Watch:
         self.addresses = {}
         self.positions = []
         for module in model.modules():
-            if "_fastkv_stock_config" in module.__dict__:
+            if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME:
                 module.register_forward_hook(self.check, with_kwargs=True)
 
     def check(self, module, args, kwargs, output):

@@ -15,7 +15,7 @@ from fastkv.config import Config
 from fastkv.parallel import Parallel
 from fastkv.policies import Signals, get
 from fastkv.reference import Moments
-from fastkv.reference.centroids import BLOCK, ROUND_SHARE, VALUE_WEIGHT
+from fastkv.reference.centroids import BLOCK, ROUND_SHARE
 
 from .conftest import examples
 from .models import build, generate, policy, prompt
@@ -52,11 +52,11 @@ def joined(parts, new, keys, values, num):
 def costs(parts, keys, values):
     """What joining two parts adds to the sum of squares within parts, relative to the variance of all parts' means."""
     sizes, found = torch.tensor([len(part) for part in parts], dtype=F64), 0.0
-    for rows, weight in ((keys, 1.0), (values, VALUE_WEIGHT)):
+    for rows in (keys, values):
         means = torch.stack([rows[part].mean(0) for part in parts])
         away = means - sizes @ means / sizes.sum()
         variance = sizes @ away.square().sum(-1) / sizes.sum()
-        found = found + weight * (means[:, None] - means).square().sum(-1) / variance
+        found = found + (means[:, None] - means).square().sum(-1) / variance
     return (found * sizes[:, None] * sizes / (sizes[:, None] + sizes)).tolist()
 
 

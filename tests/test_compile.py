@@ -109,16 +109,19 @@ def test_other_caches_compile_too(name, policy, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    "static, options", [(False, {}), (True, {}), (True, {"freezing": True, "combo_kernels": True})]
+)
 @torch.no_grad()
-def test_inductor_compiles_the_step(static):
+def test_inductor_compiles_the_step(static, options):
     torch._dynamo.reset()
     model = build(num_hidden_layers=2)
     ids, _ = prompt(2, 30, (0, 0))
     fastkv.patch(model, "momentkv", small(), evict_every=EVERY, static=static)
     first = ids[:, -1:].clone()
     want = decode(model, model, model(ids).past_key_values, first, 10, 30)
-    got = decode(model, torch.compile(model, fullgraph=True), model(ids).past_key_values, first, 10, 30)
+    step = torch.compile(model, fullgraph=True, options=options)
+    got = decode(model, step, model(ids).past_key_values, first, 10, 30)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 

@@ -41,14 +41,16 @@ def test_more_sequences_share_weights_and_launches():
 
 
 def test_published_counts():
-    """Inductor leaves less than a third of the launches and, without sliding windows, no byte that need not move."""
+    """Inductor leaves less than a third of the launches, and no byte that need not move."""
     file = json.loads((RESULTS / "step_count.json").read_text())
     found = {(row["model"], row["way"]): row for row in file["rows"]}
     assert found.keys() == {(model, way) for model in MODELS for way in ("captured", *WAYS)}
     for model in MODELS:
         assert found[model, "combo kernels"]["launches"] < found[model, "captured"]["launches"] / 3
-    assert found["llama-3.1-8b", "inductor"]["predicted_over_floor"]["1"] <= 1.35
-    assert all(found[model, "combo kernels"]["bytes_over_floor"] < 1.01 for model in ("llama-3.1-8b", "qwen3-4b"))
+        assert found[model, "frozen"]["launches"] < found[model, "combo kernels"]["launches"] * 0.9
+        assert all(found[model, way]["bytes_over_floor"] < 1.01 for way in WAYS)
+    within = {model for model in MODELS if max(found[model, "frozen"]["predicted_over_floor"].values()) <= 1.35}
+    assert within == {"llama-3.1-8b", "qwen3-8b", "gemma-3-12b"}  # as the report says
     assert len(re.findall(r"^\| .*prediction", report.counted(file), re.M)) == len(found)
 
 

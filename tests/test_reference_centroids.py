@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastkv.errors import FastKVError
 from fastkv.reference import Centroids, Moments, centroid_estimate, moment_estimate
-from fastkv.reference.centroids import BLOCK, VALUE_WEIGHT
+from fastkv.reference.centroids import BLOCK
 
 F64 = torch.float64
 
@@ -93,10 +93,7 @@ def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, half, seed):
         for one in range(half, num, 2):
             cost, other = min(
                 (
-                    float(
-                        ((k[one] - k[to]) ** 2).sum() / spread_k
-                        + VALUE_WEIGHT * ((v[one] - v[to]) ** 2).sum() / spread_v
-                    ),
+                    float(((k[one] - k[to]) ** 2).sum() / spread_k + ((v[one] - v[to]) ** 2).sum() / spread_v),
                     to,
                 )
                 for to in range(1 - half, num, 2)

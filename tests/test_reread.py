@@ -117,7 +117,8 @@ def test_a_row_does_not_depend_on_its_padding(first):
     there = model(ids[1:, 19:], position_ids=places[1:, 19:]).past_key_values  # keys rounded to bf16 in the same places
     for mine, elsewhere, theirs in zip(together.layers, alone.layers, there.layers):
         assert torch.equal(mine.state.exact["positions"][1], elsewhere.state.exact["positions"][0])
-        torch.testing.assert_close(mine.state.parts.values[1], theirs.state.parts.values[0], rtol=1e-3, atol=1e-4)
+        values = mine.state.parts.values[1], theirs.state.parts.values[0]
+        torch.testing.assert_close(*values, rtol=2**-7, atol=1e-4)  # sums in another order, one step of bf16
 
 
 def test_the_refit_reaches_the_state_and_changes_values_alone():

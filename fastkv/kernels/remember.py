@@ -3,7 +3,7 @@
 Of the u centroids in use, oldest first, every second one is a mover. A round offers each mover to its cheapest partner
 among the others, at
 
-    |p_a - p_b|^2 / (1 / n_a + 1 / n_b),   p = ((k - k_mean) / std_k, VALUE_WEIGHT^1/2 (v - v_mean) / std_v)
+    |p_a - p_b|^2 / (1 / n_a + 1 / n_b),   p = ((k - k_mean) / std_k, (v - v_mean) / std_v)
 
 joins the cheapest max(1, u / ROUND_SHARE) offers, equal ones by age, and swaps the halves, until M are left. Means of
 all tokens do not change by merging, so each set of tokens that joins at once is centred once. A merge is Chan's:
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
-from ..reference.centroids import BLOCK, ROUND_SHARE, STEP, TURN, VALUE_WEIGHT
+from ..reference.centroids import BLOCK, ROUND_SHARE, STEP, TURN
 from ._attention import _barrier, _dot32, _home, _page
 from ._launch import (
     INTERPRET,
@@ -73,7 +73,6 @@ VARYING = [
     "page",
 ]  # one compilation for all
 SHARE = tl.constexpr(ROUND_SHARE)
-WEIGHT = tl.constexpr(VALUE_WEIGHT)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LAST = tl.constexpr(2**31 - 1)
 PER_TOKEN, PER_COLUMN = tl.constexpr(STEP), tl.constexpr(TURN)
@@ -251,9 +250,9 @@ def _joins(used, num):
 
 
 @triton.jit
-def _scale(squares, tokens, weight):
+def _scale(squares, tokens):
     """Factor of coordinates whose weighted sum of squares, over so many tokens, is given."""
-    return tl.sqrt(1 / tl.maximum(squares / tl.maximum(tokens, 1.0), TINY) * weight)
+    return tl.sqrt(1 / tl.maximum(squares / tl.maximum(tokens, 1.0), TINY))
 
 
 @triton.jit
@@ -275,7 +274,7 @@ def _settle(
             size = tl.load(sizes + row, mask=place < used, other=0.0)
             squares_k += _squares(_tile(keys, row, place < used, dk, DK), size, centre, dk, DK)
             squares_v += _squares(_tile(values, row, place < used, dv, DV), size, centre + DK, dv, DV)
-        scale_k, scale_v = _scale(squares_k, tokens, 1.0), _scale(squares_v, tokens, WEIGHT)
+        scale_k, scale_v = _scale(squares_k, tokens), _scale(squares_v, tokens)
         movers = (used + 1 - half) // 2
         for first in range(0, movers, MOVERS):
             _offer(
@@ -514,8 +513,8 @@ def _offer_kernel(
     first = tl.program_id(1) * MOVERS
     if used > num and first < (used + 1 - half) // 2:
         tokens = tl.load(sizes + 8 * rows + 2)
-        scale_k = _scale(_sum_parts(sizes + 6 * rows, parts), tokens, 1.0)
-        scale_v = _scale(_sum_parts(sizes + 7 * rows, parts), tokens, WEIGHT)
+        scale_k = _scale(_sum_parts(sizes + 6 * rows, parts), tokens)
+        scale_v = _scale(_sum_parts(sizes + 7 * rows, parts), tokens)
         _offer(
             keys, values, centre, sizes, sizes + (2 + half) * rows, sizes + 4 * rows, sizes + 5 * rows, first, used,
             half, scale_k, scale_v, DK, DV, MOVERS, PARTNERS, DIMS, INTERP,

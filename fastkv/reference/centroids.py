@@ -11,7 +11,7 @@ So a centroid is a slot whose logit has a bias. One part is `moment_estimate` of
 The tighter the parts, the smaller both errors, so parts are joined where the sum of squares within parts grows least
 (Ward 1963). Joining a and b costs
 
-    n_a n_b / (n_a + n_b) * (|k_a - k_b|^2 / var_k + VALUE_WEIGHT |v_a - v_b|^2 / var_v)
+    n_a n_b / (n_a + n_b) * (|k_a - k_b|^2 / var_k + |v_a - v_b|^2 / var_v)
 
 with the variances of all centroids. The exact rule joins the cheapest pair, one pair after the other. Here half of the
 centroids, every second one in order of age, each choose their cheapest partner in the other half, and the cheapest of
@@ -44,7 +44,6 @@ from ..errors import FastKVError, check_groups, check_shape
 from .gather import added_at, rows_at
 from .moments import MASSES, Evicted, compute_dtype
 
-VALUE_WEIGHT = 0.25  # of the values in the cost of a merge; keys have weight 1
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
 BLOCK = 1024
 STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(2) - 1: far from fractions
@@ -229,10 +228,10 @@ class Centroids(Evicted):
         """
         total = self.count.sum(-1).clamp(min=1)[..., None, None]
         parts = []
-        for rows, importance in ((self.keys, 1.0), (self.values, VALUE_WEIGHT)):
+        for rows in (self.keys, self.values):
             away = rows - (self.count[..., None] * rows).sum(2, keepdim=True) / total
             variance = (self.count[..., None] * away.square()).sum((2, 3))[..., None, None] / total
-            parts.append(away * (importance / variance.clamp(min=torch.finfo(rows.dtype).tiny)).sqrt())
+            parts.append(away * (1 / variance.clamp(min=torch.finfo(rows.dtype).tiny)).sqrt())
         points = torch.cat(parts, -1)
         unused = self.count == 0
         squares = points.square().sum(-1).masked_fill(unused, float("inf"))

@@ -55,6 +55,7 @@ SHAPES = {
     "llama-3.1-8b": _shape("Llama-3.1-8B", "llama", (128_256, 4096, 14_336, 32, 32, 8, 128), **UNTIED),
     "llama-3.2-3b": _shape("Llama-3.2-3B", "llama", (128_256, 3072, 8192, 28, 24, 8, 128), **TIED),
     "qwen3-4b": _shape("Qwen3-4B", "qwen3", (151_936, 2560, 9728, 36, 32, 8, 128), **TIED),
+    "qwen3-8b": _shape("Qwen3-8B", "qwen3", (151_936, 4096, 12_288, 36, 32, 8, 128), **UNTIED),
     "gemma-3-12b": _gemma("Gemma-3-12B", (262_208, 3840, 15_360, 48, 16, 8, 256), sliding_window=1024, **TIED),
     "llama-small": _shape("Llama, 4 layers of 256", "llama", (1000, 256, 688, 4, 4, 2, 64), **UNTIED),
     "qwen3-small": _shape("Qwen3, 4 layers of 256", "qwen3", (1000, 256, 768, 4, 8, 2, 64), **TIED),

@@ -1,9 +1,10 @@
 """Attach a config to one transformers model and take it off again, bit for bit.
 
 What is touched, all of it on the given instance: the `config` attribute and one pre-hook of each full-attention module,
-the forwards of the base model and of its decoder, one pre-hook of the model, and the entry points of `generate` that
-create caches, masks and positions. The model's own config, weights, masks and layers that are bounded already stay
-stock. What attends is found by behaviour (`modules`); `families` lists which types are tested and which are refused.
+the `config` of those with a sliding window, the forwards of the base model and of its decoder, one pre-hook of the
+model, and the entry points of `generate` that create caches, masks and positions. The model's own config, weights and
+masks, and what bounds its cache already, stay stock. What attends is found by behaviour (`modules`); `families` lists
+which types are tested and which are refused.
 """
 
 from __future__ import annotations
@@ -190,14 +191,16 @@ def _check_agreement(model: Any, found: list[Module], config: Config) -> None:
 def attach(model: Module, found: list[Module], config: Config) -> None:
     """Put the config on a model that `check` accepted."""
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.fastkv_attention)  # inert until a module asks for it
+    ALL_ATTENTION_FUNCTIONS.register(attention.WINDOW_NAME, attention.window_attention)
     for module in found:
-        own = copy.copy(module.config)
-        own._attn_implementation_internal = attention.NAME  # type: ignore[union-attr]
-        _override(module, "_fastkv_stock_config", module.config)
-        _override(module, "config", own)
+        _attend_with(attention.NAME, module)
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
         if latent.is_latent(module):
             _override(module, "expand_kv", latent.unexpanded)
+    if model.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
+        for module in modules.attentions(model).values():
+            if module not in found and getattr(module, "sliding_window", None):
+                _attend_with(attention.WINDOW_NAME, module)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
     base, decoder = modules.base(model), modules.decoder(model)
     for module in (decoder, base):
@@ -220,6 +223,14 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
             _override(model, name, generate.refuse_continuous_batching)
+
+
+def _attend_with(name: str, module: Module) -> None:
+    """Give a module a config of its own that names this attention function."""
+    own = copy.copy(module.config)
+    own._attn_implementation_internal = name  # type: ignore[union-attr]
+    _override(module, "_fastkv_stock_config", module.config)
+    _override(module, "config", own)
 
 
 def detach(model: Module) -> None:

@@ -17,6 +17,7 @@ from .layer import FastKVLayer
 from .modules import output_projection
 
 NAME = "fastkv"  # must not contain sdpa, flash or paged: transformers tests for these substrings
+WINDOW_NAME = "fastkv_window"
 POSITIONS = ("position_ids", "cache_position")  # tensors that only say which tokens these are
 
 
@@ -31,8 +32,9 @@ def hand_over_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class _StockView:
     """An attention module as its stock attention function expects it, with the original config."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, **other: Any) -> None:
         self._module = module
+        vars(self).update(other)  # attributes that it has instead
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, "_fastkv_stock_config" if name == "config" else name)
@@ -74,7 +76,7 @@ def check_call(module: Module, query: Tensor, key: Tensor, further: dict[str, An
 
     Only what the host knows is looked at. Args: further: arguments of the call that have no name there.
     """
-    unknown = [name for name, value in further.items() if isinstance(value, Tensor) and name not in POSITIONS]
+    unknown = _further_tensors(further)
     if unknown:
         raise FastKVError(
             f"the attention of {_named(module)} was given {', '.join(unknown)}, expected queries, keys, values, mask "
@@ -92,6 +94,31 @@ def check_call(module: Module, query: Tensor, key: Tensor, further: dict[str, An
             f"{_named(module)} attends with {query.shape[0]} rows of queries to {key.shape[0]} of keys, expected as "
             "many; such a model cannot be compressed, call fastkv.unpatch(model)"
         )
+
+
+def window_attention(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """sdpa as transformers calls it, for a layer with a sliding window; arguments and results as in the interface.
+
+    Of one new token, the queries of a KV head are given as so many tokens of one head: compiled, or with transformers
+    before 5.23, sdpa would be given a copy of all keys and values for each of them. A mask that is not the same for all
+    heads, or anything else that attention may depend on, leaves the call as it is.
+    """
+    sdpa, (batch, heads, num, dim) = _stock_attention(module), query.shape
+    same = attention_mask is None or attention_mask.shape[1] == 1
+    if num > 1 or not same or _further_tensors(kwargs):
+        out, _ = sdpa(_StockView(module), query, key, value, attention_mask, **kwargs)
+        return out, None
+    alone = _StockView(module, num_key_value_groups=1)
+    rows = query.reshape(batch, key.shape[1], -1, dim)
+    out, _ = sdpa(alone, rows, key, value, attention_mask, **kwargs | {"is_causal": False})
+    return out.transpose(1, 2).reshape(batch, 1, heads, -1), None
+
+
+def _further_tensors(given: dict[str, Any]) -> list[str]:
+    """Names of tensors that attention may depend on."""
+    return [name for name, value in given.items() if isinstance(value, Tensor) and name not in POSITIONS]
 
 
 def _named(module: Module) -> str:
