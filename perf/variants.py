@@ -326,7 +326,7 @@ def of_remember(
     """Of `fastkv.kernels.remember` for the chips of one vendor."""
     sizes, offers, merges = remember._constants(dim, dim)
     few, settles = kernel is remember._few_kernel, kernel is remember._settle_kernel
-    lanes = pow2((num + most) // 2 + 1, remember.MOVERS) if few else remember.SETTLED // 2 if settles else 1024
+    lanes = pow2((num + most) // 2 + 1, remember.MOVERS) if few else pow2(remember.SETTLED // 2) if settles else 1024
     flags = dict(
         **sizes, **offers, **merges, HEADS=8, R=pow2(most, 16), LANES=lanes, SCAN=remember.SCAN, SLICE=remember.SLICE,
         ROWS=remember.ROWS, HIP=vendor == HIP,

@@ -1267,6 +1267,27 @@ MUTATIONS = [
         "sliding_window.py::test_it_is_what_transformers_computes",
     ),
     bug(
+        "the last rounds of centroids are no finer than the first",
+        "reference/centroids.py",
+        "torch.where(used <= SETTLED, FINE, torch",
+        "torch.where(used <= SETTLED, MEDIUM, torch",
+        "reference_centroids.py::test_rounds_become_finer",
+    ),
+    bug(
+        "a head with fewer centroids loses some where rounds become finer",
+        "reference/centroids.py",
+        "for used in (total, SETTLED, ROOMY * num))",
+        "for used in (total, ROOMY * num))",
+        "reference_centroids.py::test_rounds_become_finer",
+    ),
+    bug(
+        "the kernel's first rounds are as fine as those on the way",
+        "kernels/remember.py",
+        "num * ROOM, SOME, MOST)",
+        "num * ROOM, SOME, SOME)",
+        "kernels_remember.py::test_rounds_become_finer",
+    ),
+    bug(
         "the kernel's movers are always the same half",
         "kernels/remember.py",
         "used, half, flip = used - joins, 1 - half, 1 - flip",

@@ -15,7 +15,7 @@ from fastkv.config import Config
 from fastkv.parallel import Parallel
 from fastkv.policies import Signals, get
 from fastkv.reference import Moments
-from fastkv.reference.centroids import BLOCK, ROUND_SHARE
+from fastkv.reference.centroids import BLOCK
 
 from .conftest import examples
 from .models import build, generate, policy, prompt
@@ -36,7 +36,8 @@ def joined(parts, new, keys, values, num):
     for start in range(0, len(new), BLOCK):
         parts, half = [*parts, *([token] for token in new[start : start + BLOCK])], 0
         while len(parts) > num:
-            joins, table = min(len(parts) - num, max(len(parts) // ROUND_SHARE, 1)), costs(parts, keys, values)
+            share = 8 if len(parts) <= 288 else 4 if len(parts) <= 4 * num else 2
+            joins, table = min(len(parts) - num, max(len(parts) // share, 1)), costs(parts, keys, values)
             offers = [
                 min((table[mover][to], mover, to) for to in range(1 - half, len(parts), 2))
                 for mover in range(half, len(parts), 2)

@@ -104,6 +104,12 @@ def test_rounds_over_several_programs(monkeypatch, settled, few):
         check(parts_of(1, 2, 5, 48, before), candidates(1, 2, 90, 48, leave), 64)
 
 
+@pytest.mark.parametrize("num, leave", [(5, 300), (80, 230)], ids=["half", "a quarter"])
+def test_rounds_become_finer(num, leave):
+    """A head has so many centroids that half or a quarter of them join first, the other one few."""
+    check(parts_of(1, 2, num, 16, 2 * num), candidates(1, 2, 320, 16, (leave, 20)), leave)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num,dim", [(31, 64), (300, 32)])
 def test_a_prompt(num, dim):

@@ -80,6 +80,22 @@ def test_more_tokens_than_join_at_once():
     torch.testing.assert_close((state.count[..., None] * state.values).sum(2), values.sum(2))
 
 
+@pytest.mark.parametrize("num", [10, 64, 100, 400])
+def test_rounds_become_finer(num):
+    """Half of the centroids while there are many, a quarter on the way, an eighth at the end; by each head's own."""
+    sizes = torch.tensor([[980, 577, 576], [289, 288, 60]])
+    keys, values = pairs(980)
+    inside = torch.arange(980) < sizes[..., None]
+    used = sizes.flatten().tolist()
+    for total, target, _ in empty(num).steps(keys, values, inside):
+        if target is not None:
+            shares = [8 if size <= 288 else 4 if size <= 4 * num else 2 for size in used]
+            used = [max(size - max(size // share, 1), min(size, num)) for size, share in zip(used, shares)]
+        assert (total.count > 0).sum(-1).flatten().tolist() == used
+        assert torch.equal(total.count.sum(-1), sizes.double())
+    assert total.num == num
+
+
 @given(num=st.integers(4, 12), half=st.integers(0, 1), seed=st.integers(0, 2**31))
 def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, half, seed):
     keys, values = pairs(num, seed)

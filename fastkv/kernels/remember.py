@@ -5,8 +5,9 @@ among the others, at
 
     |p_a - p_b|^2 / (1 / n_a + 1 / n_b),   p = ((k - k_mean) / std_k, (v - v_mean) / std_v)
 
-joins the cheapest max(1, u / ROUND_SHARE) offers, equal ones by age, and swaps the halves, until M are left. Means of
-all tokens do not change by merging, so each set of tokens that joins at once is centred once. A merge is Chan's:
+joins the cheapest max(1, u / share) offers, equal ones by age, and swaps the halves, until M are left; the share is
+COARSE, MEDIUM while u <= ROOMY M, and FINE while u <= SETTLED. Means of all tokens do not change by merging, so each
+set of tokens that joins at once is centred once. A merge is Chan's:
 
     w = n_a / (n_a + n_b);   x_b += w (x_a - x_b);   spread_b += spread_a + n_b w mean((k_a - k_b)^2)
 
@@ -20,10 +21,9 @@ them, two a round (offers; merges) down to SETTLED centroids, and one for all ro
 kind own a head; the others own columns, movers or partners of it.
 Bytes per BLOCK tokens and head: 4 BLOCK (Dk + Dv) written and, in a round of u, read u / 64 times from L2.
 
-Of the 131 kernels that a layer of Llama launches for a block of 1024 tokens, eager and with the default policy, 14 are
-these (11 %); what they move is 3 % of the weights that are read for it. Fewer launches cost more time: a BLOCK of 4096
-takes half of them and four times the products, and one program a head, a single launch, leaves all SMs but one a head
-idle for some 0.4 ms (an estimate), which is what 150 launches take.
+Of the 123 kernels that a layer of Llama launches for a block of 1024 tokens, eager and with the default policy, 6 are
+these (5 %); what they move is 3 % of the weights that are read for it. One program a head for all rounds, a single
+launch, would leave all SMs but one a head idle for some 0.4 ms (an estimate), which is what 150 launches take.
 
 Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 """
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
-from ..reference.centroids import BLOCK, ROUND_SHARE, STEP, TURN
+from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, STEP, TURN, most_left
 from ._attention import _barrier, _dot32, _home, _page
 from ._launch import (
     INTERPRET,
@@ -53,7 +53,6 @@ from ._launch import (
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
-SETTLED = 256  # below so many, rounds are done by one program
 MOVERS, PARTNERS, DIMS = 32, 64, 32  # tile of offers, and dimensions at a time
 RECEIVERS = 16  # partners merged at a time
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
@@ -72,7 +71,8 @@ VARYING = [
     "stride_ph",
     "page",
 ]  # one compilation for all
-SHARE = tl.constexpr(ROUND_SHARE)
+FEWEST, SOME, MOST = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(COARSE)
+SMALL, ROOM = tl.constexpr(SETTLED), tl.constexpr(ROOMY)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LAST = tl.constexpr(2**31 - 1)
 PER_TOKEN, PER_COLUMN = tl.constexpr(STEP), tl.constexpr(TURN)
@@ -246,7 +246,8 @@ def _age(order_ptr, next_ptr, accepted, used, half, LANES: tl.constexpr):
 @triton.jit
 def _joins(used, num):
     """How many merge in a round."""
-    return tl.maximum(tl.minimum(used - num, tl.maximum(used // SHARE, 1)), 0)
+    share = tl.where(used <= SMALL, FEWEST, tl.where(used <= num * ROOM, SOME, MOST))
+    return tl.maximum(tl.minimum(used - num, tl.maximum(used // share, 1)), 0)
 
 
 @triton.jit
@@ -672,8 +673,8 @@ def _join_blocks(
             )
             parts = triton.cdiv(max(movers, partners), RECEIVERS)
             _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
-            total, half = max(num, total - max(total // ROUND_SHARE, 1)), 1 - half
+            total, half = most_left(total, num), 1 - half
         _settle_kernel[(pairs,)](
-            *known, room, *where, num, rows, half, HEADS=heads, LANES=SETTLED // 2, INTERP=INTERPRET, HIP=on_hip(),
-            **sizes, **offers, **merges, **launch,
+            *known, room, *where, num, rows, half, HEADS=heads, LANES=pow2(SETTLED // 2), INTERP=INTERPRET,
+            HIP=on_hip(), **sizes, **offers, **merges, **launch,
         )  # fmt: skip

@@ -15,9 +15,10 @@ The tighter the parts, the smaller both errors, so parts are joined where the su
 
 with the variances of all centroids. The exact rule joins the cheapest pair, one pair after the other. Here half of the
 centroids, every second one in order of age, each choose their cheapest partner in the other half, and the cheapest of
-these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461). A round
-has static shapes and no data-dependent loop; the halves swap after every round. How many pairs a head joins in a round
-follows from how many centroids it has in use, so that a head does not depend on what others evict, nor on padding.
+these pairs are joined together (the bipartite matching of token merging, Bolya et al. 2023, arXiv:2210.09461): all of
+them while many centroids are in use, a fourth of them in the end. A round has static shapes and no data-dependent loop;
+the halves swap after every round. How many pairs a head joins in a round follows from how many centroids it has in use,
+so that a head does not depend on what others evict, nor on padding.
 
 Means may be stored in bf16: twice as many centroids in the same bytes say more than eight bits more of each. They are
 joined in fp32 and rounded when a block of tokens has joined. A token moves the mean of n by 1 / n of its distance, soon
@@ -48,7 +49,23 @@ from .moments import MASSES, Evicted, compute_dtype
 BLOCK = 1024
 STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(2) - 1: far from fractions
 REFIT_RIDGE = 0.1  # of a refit of values, relative to the mean square of their shares
-ROUND_SHARE = 4  # at most one centroid in so many disappears in a round: more rounds, closer to the exact rule
+# At most one centroid in so many disappears in a round: of SETTLED in use, of ROOMY M, of more. The last rounds join
+# what has been joined, and decide more; the closer to the exact rule, the better.
+FINE, MEDIUM, COARSE = 8, 4, 2
+SETTLED, ROOMY = 288, 4
+
+
+def most_left(total: int, num: int) -> int:
+    """The most centroids that a head with at most `total` in use has after a round on the way to `num`.
+
+    Where rounds become finer, a head with fewer in use may have more of them afterwards.
+    """
+
+    def left(used: int) -> int:
+        share = FINE if used <= SETTLED else MEDIUM if used <= ROOMY * num else COARSE
+        return max(num, used - max(used // share, 1))
+
+    return max(left(min(total, used)) for used in (total, SETTLED, ROOMY * num))
 
 
 @dataclass
@@ -127,9 +144,9 @@ class Centroids(Evicted):
             yield total, None, order
             used, half = (total.count > 0).sum(-1), 0
             while total.num > num:
-                joins = torch.minimum(used - num, (used // ROUND_SHARE).clamp(min=1)).clamp(min=0)
-                # No head has more in use afterwards than one that had all of them in use.
-                left = max(num, total.num - max(total.num // ROUND_SHARE, 1))
+                share = torch.where(used <= SETTLED, FINE, torch.where(used <= ROOMY * num, MEDIUM, COARSE))
+                joins = torch.minimum(used - num, (used // share).clamp(min=1)).clamp(min=0)
+                left = most_left(total.num, num)
                 target = total.targets(joins, half)
                 total = total.joined(target)
                 order = total.order(left)
