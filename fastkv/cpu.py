@@ -417,7 +417,10 @@ def jensen_estimate(q: Tensor, moments: Moments, scale: float) -> Estimate:
 
 
 def centroid_estimate(q: Tensor, centroids: Centroids, scale: float) -> Estimate:
-    """`reference.centroid_estimate` with the mass "cosh"; log n + log cosh x = log(n / 2) + log(e^x + e^-x)."""
+    """`reference.centroid_estimate` with the mass "cosh"; log n + log cosh x = log(n / 2) + x + log(1 + e^-2x), x >= 0.
+
+    In operators of one argument: those of two do the last numbers of a tensor another way than vectors of them.
+    """
     batch, num_heads, num, dim = q.shape
     keys, values = (means.flatten(0, 1).float() for means in (centroids.keys, centroids.values))
     count, spread = (part.reshape(len(keys), 1, -1) for part in (centroids.count, centroids.spread))
@@ -425,7 +428,8 @@ def centroid_estimate(q: Tensor, centroids: Centroids, scale: float) -> Estimate
     logit = torch.baddbmm((count / 2).log(), rows, keys.transpose(1, 2), alpha=scale)  # -inf for an unused centroid
     sigma = (spread / count.clamp(min=1)).sqrt()
     deviation = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * (abs(scale) * sigma)
-    logit += torch.logaddexp(deviation, -deviation)
+    logit += (-2 * deviation).exp_().log1p_()
+    logit += deviation
     log_mass = logit.logsumexp(-1, keepdim=True)
     weights = torch.exp(logit - log_mass.clamp(min=torch.finfo(logit.dtype).min))
     value = torch.bmm(weights, values)
