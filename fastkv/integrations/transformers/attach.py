@@ -197,10 +197,10 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
         module.register_forward_pre_hook(attention.hand_over_layer, with_kwargs=True)
         if latent.is_latent(module):
             _override(module, "expand_kv", latent.unexpanded)
-    if model.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
-        for module in modules.attentions(model).values():
-            if module not in found and getattr(module, "sliding_window", None):
-                _attend_with(attention.WINDOW_NAME, module)
+    for module in modules.attentions(model).values():
+        given: Any = module.config
+        if module not in found and getattr(module, "sliding_window", None) and given._attn_implementation == "sdpa":
+            _attend_with(attention.WINDOW_NAME, module)
     # base_model is where 2-D masks still exist and lm_head does not: LlamaModel, or Gemma3Model around its text model.
     base, decoder = modules.base(model), modules.decoder(model)
     for module in (decoder, base):
