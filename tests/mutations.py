@@ -1283,8 +1283,8 @@ MUTATIONS = [
     bug(
         "the kernel's first rounds are as fine as those on the way",
         "kernels/remember.py",
-        "num * ROOM, SOME, MOST)",
-        "num * ROOM, SOME, SOME)",
+        "num * ROOM, MIDDLE, START)",
+        "num * ROOM, MIDDLE, MIDDLE)",
         "kernels_remember.py::test_rounds_become_finer",
     ),
     bug(

@@ -71,7 +71,7 @@ VARYING = [
     "stride_ph",
     "page",
 ]  # one compilation for all
-FEWEST, SOME, MOST = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(COARSE)
+END, MIDDLE, START = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(COARSE)
 SMALL, ROOM = tl.constexpr(SETTLED), tl.constexpr(ROOMY)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LAST = tl.constexpr(2**31 - 1)
@@ -246,7 +246,7 @@ def _age(order_ptr, next_ptr, accepted, used, half, LANES: tl.constexpr):
 @triton.jit
 def _joins(used, num):
     """How many merge in a round."""
-    share = tl.where(used <= SMALL, FEWEST, tl.where(used <= num * ROOM, SOME, MOST))
+    share = tl.where(used <= SMALL, END, tl.where(used <= num * ROOM, MIDDLE, START))
     return tl.maximum(tl.minimum(used - num, tl.maximum(used // share, 1)), 0)
 
 
