@@ -8,21 +8,28 @@ contents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import reference
-from .reference import Centroids, Evicted, LayerState, Moments, SlotFormat, Slots, Spec, merge_partials, with_sink
+from . import cpu_codes, reference
+from .reference import (
+    Centroids,
+    Evicted,
+    LayerState,
+    Moments,
+    SlotFormat,
+    Slots,
+    Spec,
+    Stored,
+    merge_partials,
+    with_sink,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
-CACHED = 1 << 17  # numbers in fp32 that a core's cache holds beside what they are multiplied with
-MANY = 1 << 20  # codes from which on products in integers are worth their further operators
-LARGEST = 1 << 17  # slots whose products of two times 8 bits add up to less than 2^31
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 
@@ -100,107 +107,6 @@ def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
     return out.view(*shape[:3], -1), lse.view(shape[:3]), weights.view(*shape[:3], slots)
 
 
-def observed_codes(q: Tensor, slots: Slots, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`observed` for slots that hold codes: steps and zero points of keys change logits, those of values weights."""
-    (batch, heads, num, dim), form, width = q.shape, slots.format, slots.filled
-    keys, values = (slots.stored(name).flatten(0, 1) for name in ("keys", "values"))
-    (key_steps, key_zeros), (steps, zeros) = (
-        form.steps(slots.stored(name).flatten(0, 1)) for name in ("key_scales", "value_scales")
-    )
-    rows = form.turned(q.float()).view(-1, num, dim)
-    total, parts = len(rows), key_steps.shape[1]
-    # A query of its own for each part of a row, zero elsewhere: products of whole rows are faster than of parts.
-    each = rows.unflatten(-1, (parts, -1)).transpose(1, 2)  # [total, parts, num, dim / parts]
-    products = times_keys(rows if parts == 1 else diagonal(each), keys, form)
-    logits = mask.view(-1, 1, width)
-    for part, step in zip(products.split(num, 1), key_steps.split(1, 1)):
-        logits = torch.addcmul(logits, part, step, value=scale)
-    if key_zeros is not None:
-        logits.baddbmm_(each.sum(-1).transpose(1, 2), key_steps * key_zeros, alpha=-scale)
-    weights = logits.softmax(-1)
-    lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
-    shares = weights * steps if parts == 1 else (weights[:, None] * steps[:, :, None]).flatten(1, 2)
-    sums = times_values(shares, values, form)
-    sums = sums.view(total, parts, num, parts, -1).diagonal(dim1=1, dim2=3).transpose(2, 3)
-    if zeros is not None:
-        sums = sums - torch.bmm(weights, (steps * zeros).transpose(1, 2))[..., None]
-    shape = batch, heads, num
-    return form.turned(sums.reshape(*shape, dim)), lse.view(shape), weights.view(*shape, width)
-
-
-def times_keys(rows: Tensor, codes: Tensor, form: SlotFormat) -> Tensor:
-    """Products [R, M, N] of rows [R, M, D] with the numbers of codes [R, N, ...]."""
-    if in_integers(codes):
-        return times_integers(rows, codes.transpose(1, 2))
-    out = rows.new_empty(*rows.shape[:2], codes.shape[1])
-    for some, numbers in stretches(codes, form):
-        torch.bmm(rows[some], numbers.transpose(1, 2), out=out[some])
-    return out
-
-
-def times_values(weights: Tensor, codes: Tensor, form: SlotFormat) -> Tensor:
-    """Sums [R, M, D] of the numbers of codes [R, N, ...], weights [R, M, N]."""
-    if in_integers(codes):
-        return times_integers(weights, codes)
-    out = weights.new_empty(*weights.shape[:2], form.dim(codes.shape[-1]))
-    for some, numbers in stretches(codes, form):
-        torch.bmm(weights[some], numbers, out=out[some])
-    return out
-
-
-def stretches(codes: Tensor, form: SlotFormat) -> Iterator[tuple[slice, Tensor]]:
-    """Codes [R, N, ...] as numbers [n, N, D] of n of the R at a time, which stay in the processor's cache; the next
-    ones overwrite them.
-    """
-    total, width = codes.shape[:2]
-    dim = form.dim(codes.shape[-1])
-    some = max(CACHED // (width * dim), 1)
-    room = torch.empty(min(some, total), width, dim, device="cpu")
-    for start in range(0, total, some):
-        stretch = slice(start, start + some)
-        yield stretch, form.numbers(codes[stretch], room[: total - start])
-
-
-@cache
-def multiplies_integers() -> bool:
-    """Whether the processor has instructions for sums in int32 of products of int8. Without, torch's are slow."""
-    supported = getattr(torch.cpu, "_is_vnni_supported", None)
-    return supported is not None and supported()
-
-
-def in_integers(codes: Tensor) -> bool:
-    """Whether products with codes [R, N, ...] are faster in integers, and fit."""
-    return codes.dtype == torch.int8 and codes.numel() >= MANY and codes.shape[1] < LARGEST and multiplies_integers()
-
-
-def times_integers(rows: Tensor, codes: Tensor) -> Tensor:
-    """rows [R, M, K] @ codes [R, K, N] int8, fp32.
-
-    Rows become three digits of 8 bits each, in a unit of their own, max |row| / (127 2^16), which no number is further
-    off. Products of digits with codes, and their sums, are exact. No code becomes a number of 32 bits.
-    """
-    total, num, size = rows.shape
-    unit = (rows.abs().amax(-1, keepdim=True) / (127 << 16)).clamp_(min=torch.finfo(torch.float32).tiny)
-    whole = (rows / unit).to(torch.int32)
-    digits = torch.empty(total, 3, num, size, dtype=torch.int8, device="cpu")
-    for place in (2, 1, 0):  # from -128 to 127, the lowest first
-        digits[:, place] = whole
-        whole.add_(128).bitwise_right_shift_(8)
-    found = torch.empty(total, 3 * num, codes.shape[-1], dtype=torch.int32, device="cpu")
-    for mine, theirs, out in zip(digits.flatten(1, 2), codes, found):
-        torch._int_mm(mine, theirs, out=out)
-    high, middle, low = found.float().unflatten(1, (3, num)).unbind(1)
-    return high.mul_(256).add_(middle).mul_(256).add_(low).mul_(unit)
-
-
-def diagonal(each: Tensor) -> Tensor:
-    """each [N, P, T, E] as rows [N, P T, P E]: those of part p have its E numbers in their place, zeros elsewhere."""
-    num, parts, queries, size = each.shape
-    whole = each.new_zeros(num, parts, queries, parts, size)
-    whole.diagonal(dim1=1, dim2=3).copy_(each.permute(0, 2, 3, 1))
-    return whole.view(num, parts * queries, -1)
-
-
 def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tensor:
     """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]; [1, 1, 1, slots] if all have one
     `length` in common.
@@ -256,18 +162,20 @@ def decode_step(
     (batch, num_heads, dim), heads, num = q.shape, state.heads, slots.filled
     groups, weights, coded = num_heads // heads, None, not slots.format.plain
     # The kernel uses the processor's bfloat16 instructions for several rows only.
-    native = groups > 1 and q.dtype == torch.bfloat16 and multiplies_bfloat16()
+    native = groups > 1 and q.dtype == torch.bfloat16 and not coded and multiplies_bfloat16()
     apart = slots.attention is None and groups <= FEW and not native and not coded
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
     each = groups if apart else 1
-    mask = adding(unused(slots.lengths, num, each, length), slots.biases(num), each)
-    if coded:
-        out, lse, weights = observed_codes(rows, slots, spec.scale, mask)
-    elif slots.attention is None:
-        pairs, dtype = (slots["keys"], slots["values"]), q.dtype if native else torch.float32
-        out, lse = attend(rows, *pairs, spec.scale, mask, dtype=dtype)
+    if coded and cpu_codes.serves(slots.format, dim):
+        weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
+        out, lse = cpu_codes.attend(rows, slots, spec.scale, weights)
     else:
-        out, lse, weights = observed(rows, slots["keys"], slots["values"], spec.scale, mask)
+        mask = adding(unused(slots.lengths, num, each, length), slots.biases(num), each)
+        pairs = slots["keys"], slots["values"]
+        if slots.attention is None:
+            out, lse = attend(rows, *pairs, spec.scale, mask, dtype=q.dtype if native else torch.float32)
+        else:
+            out, lse, weights = observed(rows, *pairs, spec.scale, mask)
     known, total = spec.evicted(state), lse
     if known is None:
         evicted = torch.full_like(lse, float("-inf"))
@@ -317,14 +225,35 @@ def decode_step_of_rows(
     return results
 
 
+def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
+    """`reference.encode_rows`."""
+    if not cpu_codes.serves(form, rows.shape[-1]):
+        return form.encode(rows)
+    return cpu_codes.encode(form, rows)
+
+
+def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None) -> Tensor:
+    """`reference.decode_rows`."""
+    if scales is None or not cpu_codes.serves(form, form.dim(codes.shape[-1])):
+        return form.decode(codes, scales)
+    return cpu_codes.decode(form, codes, scales)
+
+
 def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | None) -> None:
     """`reference.append`, by whole rows where all heads have one `length`."""
     if length is None:
         reference.append(slots, k, v, position)
         return
-    new = slots.encoded(k, v, position[:, None, None])
-    for name, rows in slots.moving().items():
-        rows.select(2, length).copy_(new[name].select(2, 0))
+    if not slots.format.plain and cpu_codes.serves(slots.format, k.shape[-1]):
+        cpu_codes.store(slots, k, v, length)
+        assert slots.positions is not None
+        slots.positions.select(2, length).copy_(position[:, None])
+        if slots.bias is not None:
+            slots.bias.select(2, length).zero_()
+    else:
+        new = slots.encoded(k, v, position[:, None, None])
+        for name, rows in slots.moving().items():
+            rows.select(2, length).copy_(new[name].select(2, 0))
     slots.lengths.add_(1)
 
 

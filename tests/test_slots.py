@@ -1,6 +1,7 @@
 """How keys and values are stored: in the model's dtype, or in 8 or 4 bits."""
 
 import copy
+import dataclasses
 import inspect
 import itertools
 import typing
@@ -9,9 +10,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, cpu, ops, reference
+from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, cpu, cpu_codes, ops, reference
 from fastkv.demo import load
 from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import layer_token_bytes
@@ -182,33 +184,90 @@ def test_a_cpu_attends_to_codes_as_the_reference_does(slots, dim, sizes, length,
     assert torch.allclose(*found, atol=1e-5)
 
 
-in_integers = pytest.mark.skipif(not cpu.multiplies_integers(), reason="needs a processor that adds up int8 in int32")
+COMPILED = cpu_codes.library()
+compiled = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"cpu_codes.cpp: {COMPILED}")
 
 
-@in_integers
-@given(st.integers(0, 999), st.sampled_from([1, 5, 64, 300]), st.sampled_from([-30, -3, 0, 4, 30]))
-def test_digits_are_exact_to_a_unit(seed, size, exponent):
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(2, 3, size, generator=generator) * 10.0**exponent
-    rows[0, 1] = 0
-    codes = torch.randint(-127, 128, (2, size, 7), dtype=torch.int8, generator=generator)
-    found, exact = cpu.times_integers(rows, codes).double(), rows.double() @ codes.double()
-    # Half a digit would be 2^15 units, and sums of large digits are rounded to fp32.
-    unit = rows.double().abs().amax(-1, keepdim=True) / (127 << 16)
-    allowed = 1.01 * unit * codes.double().abs().sum(1, keepdim=True) + 1e-6 * exact.abs()
-    assert bool(((found - exact).abs() <= allowed).all())
+def coded(name, heads, dim, filled, size=1.0, seed=0):
+    """Slots of two batch rows, up to `filled` of 80 in use, with biases where the seed is odd."""
+    generator, form = torch.Generator().manual_seed(seed), FORMATS[name]
+    keys, values = (size * torch.randn(2, heads, 80, dim, generator=generator) for _ in range(2))
+    (codes, scales), (value_codes, value_scales) = form.encode(keys), form.encode(values)
+    return reference.Slots(
+        keys=codes,
+        values=value_codes,
+        lengths=torch.randint(1, filled + 1, (2, heads), generator=generator, dtype=torch.int32),
+        bias=torch.randn(2, heads, 80, generator=generator) if seed % 2 else None,
+        filled=filled,
+        key_scales=scales,
+        value_scales=value_scales,
+        format=form,
+        decodes_to=torch.float32,
+    )
 
 
-@in_integers
+@compiled
+@settings(max_examples=examples(100))
+@given(
+    st.sampled_from(CODED),
+    st.sampled_from([32, 64, 96, 256]),
+    st.sampled_from([(1, 1), (2, 3), (3, 4), (1, 9)]),
+    st.integers(1, 70),
+    st.sampled_from([0.01, 1, 30]),
+    st.integers(0, 999),
+)
+def test_compiled_attention_is_that_of_decoded_slots(name, dim, sizes, filled, size, seed):
+    heads, groups = sizes
+    slots = coded(name, heads, dim, filled, size, seed)
+    q = torch.randn(2, heads, groups, dim, generator=torch.Generator().manual_seed(seed))
+    weights = torch.full((2, heads, groups, filled), float("nan"))
+    out, lse = cpu_codes.attend(q, slots, 0.2, weights)
+    mask = cpu.adding(cpu.unused(slots.lengths, filled, 1, None), slots.biases(filled))
+    want = cpu.observed(q, slots["keys"], slots["values"], 0.2, mask)
+    for found, exact, allowed in zip((out, lse, weights), want, (1e-4 * size, 1e-5 * (1 + size), 1e-4)):
+        assert torch.allclose(found, exact, rtol=1e-5, atol=allowed)
+    assert bool((weights.masked_select(~slots.valid[:, :, None]) == 0).all())
+
+
+@compiled
+@each_format
+def test_compiled_attention_depends_on_neither_batch_nor_threads(slots):
+    whole, q, threads = coded(slots, 3, 64, 50), torch.randn(2, 3, 5, 64), torch.get_num_threads()
+    out, lse = cpu_codes.attend(q, whole, 0.2, None)
+    torch.set_num_threads(1)
+    for row in range(2):
+        mine = {name: part[row : row + 1] for name, part in whole.moving().items()}
+        alone = dataclasses.replace(whole, **mine, lengths=whole.lengths[row : row + 1])
+        found = cpu_codes.attend(q[row : row + 1], alone, 0.2, None)
+        assert torch.equal(found[0][0], out[row]) and torch.equal(found[1][0], lse[row])
+    torch.set_num_threads(threads)
+
+
+@compiled
+@each_format
+def test_compiled_attention_copies_no_slots(slots):
+    given_slots, q, bound = coded(slots, 2, 64, 64), torch.randn(2, 2, 3, 64), 4096
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        cpu_codes.attend(q, given_slots, 0.2, None)
+    made = sum(max(event.self_cpu_memory_usage, 0) for event in found.key_averages())
+    assert made <= bound, f"{made} bytes"
+
+
+@each_format
 @pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-def test_products_in_integers_are_those_of_numbers(heads, monkeypatch):
+def test_slots_are_decoded_where_nothing_compiles(slots, heads, monkeypatch):
     options = {"policy": "snapkv", "heads": heads, "backend": "cpu", "prefill_block": 16}
-    plain = run(module("int8", **options))
-    calls, multiply = [], cpu.times_integers
-    monkeypatch.setattr(cpu, "times_integers", lambda *given: [calls.append(given), multiply(*given)][1])
-    monkeypatch.setattr(cpu, "MANY", 1)
-    assert torch.allclose(run(module("int8", **options)), plain, atol=1e-5)
-    assert len(calls) == 2 * 20  # keys and values of every step
+    plain = run(module(slots, **options))
+    monkeypatch.setattr(cpu_codes, "library", lambda: "no compiler")
+    assert torch.allclose(run(module(slots, **options)), plain, atol=1e-5)
+
+
+def test_a_missing_compiler_is_a_sentence(monkeypatch):
+    def load(*given, **options):
+        raise RuntimeError("No working C++ compiler found\nin: c++, g++")
+
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
+    assert cpu_codes.library.__wrapped__() == "RuntimeError: No working C++ compiler found"
 
 
 @each_format

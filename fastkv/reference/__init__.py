@@ -73,5 +73,19 @@ from .selection import (
     select_slots,
     slot_signals,
 )
-from .slots import AUTO, FORMATS, FP8, INT4, INT8, SlotFormat, hadamard, rotated, slot_format, step_of
+from .slots import (
+    AUTO,
+    FORMATS,
+    FP8,
+    INT4,
+    INT8,
+    SlotFormat,
+    Stored,
+    decode_rows,
+    encode_rows,
+    hadamard,
+    rotated,
+    slot_format,
+    step_of,
+)
 from .state import LayerState, Recovery, Slots, Spec

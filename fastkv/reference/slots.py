@@ -66,21 +66,15 @@ class SlotFormat:
         """The rows [..., D] that codes and scales stand for."""
         return codes
 
-    # The parts of `decode` where there are scales, for attention that does without decoded rows.
+    # The parts of `decode` where there are scales.
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
         """The codes as numbers [..., D], written into `out`, which is fp32 or wider."""
         return out.copy_(codes)
 
     def steps(self, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """s and z [..., P, N] of N rows, z None for 0: numbers c of each P-th part of a row stand for s (c - z), in
-        `turned`.
-        """
+        """s and z [..., P, N] of N rows, z None for 0: numbers c of each P-th part of a row stand for s (c - z)."""
         raise NotImplementedError
-
-    def turned(self, rows: Tensor) -> Tensor:
-        """rows [..., D] in the space that codes are made in, or back: it is orthogonal and its own inverse."""
-        return rows
 
 
 @dataclass(frozen=True)
@@ -185,10 +179,6 @@ class Grouped(SlotFormat):
         exponents, zeros = scales.transpose(-3, -1).to(torch.int32, memory_format=torch.contiguous_format).unbind(-3)
         return step_of(exponents), zeros.float()
 
-    def turned(self, rows: Tensor) -> Tensor:
-        """`rotated`."""
-        return rotated(rows)
-
 
 def step_of(exponents: Tensor) -> Tensor:
     """The step of each int32 m from -128 to 127: (1 + (m mod 8) / 8) 2^floor(m / 8), fp32 with three bits after the
@@ -226,6 +216,16 @@ INT8 = Scaled("int8")
 FP8 = Scaled("fp8", torch.float8_e4m3fn, torch.uint8, 448.0)
 INT4 = Grouped("int4")
 FORMATS: dict[str, SlotFormat] = {one.name: one for one in (AUTO, INT8, FP8, INT4)}
+
+
+def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
+    """`form.encode`."""
+    return form.encode(rows)
+
+
+def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None) -> Tensor:
+    """`form.decode`."""
+    return form.decode(codes, scales)
 
 
 def slot_format(name: str) -> SlotFormat:

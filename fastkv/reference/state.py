@@ -10,21 +10,29 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..backend import implementation
 from .gather import rows_at, unpack
 from .moments import Evicted, Moments
-from .slots import AUTO, SlotFormat
+from .slots import AUTO, SlotFormat, Stored, decode_rows, encode_rows
 
 if TYPE_CHECKING:
     from ..corrections import Correction
 
 
 SCALES = {"keys": "key_scales", "values": "value_scales"}  # what belongs to codes
+
+
+def fastest(function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
+    """The function of `slots`, or that of its name for rows on a CPU; what torch compiles it compiles whole."""
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return function
+    return implementation(function.__name__, "cpu", "cpu")
 
 
 @dataclass
@@ -85,6 +93,16 @@ class Slots:
         """The tensors that have a row for every token, by name."""
         return {name: rows for name in self.MOVING if (rows := getattr(self, name)) is not None}
 
+    def encode(self, rows: Tensor) -> Stored:
+        """`SlotFormat.encode`, on a CPU compiled."""
+        stored: Stored = fastest(encode_rows, rows)(self.format, rows)
+        return stored
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """`SlotFormat.decode`, on a CPU compiled."""
+        rows: Tensor = fastest(decode_rows, codes)(self.format, codes, scales)
+        return rows
+
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Rows for `moving` of new tokens: keys, values [B, Hkv, N, D] and positions [B, Hkv, N], as stored."""
         rest = {"positions": positions}
@@ -94,21 +112,21 @@ class Slots:
             pairs = {"keys": keys} if self.values is None else {"keys": keys, "values": values}
             return {**pairs, **rest}
         if keys.shape == values.shape and keys.shape[2] == 1:  # of a step, in half as many operators
-            (key_codes, codes), both = self.format.encode(torch.stack([keys, values]))
+            (key_codes, codes), both = self.encode(torch.stack([keys, values]))
             assert both is not None
             key_scales, scales = both
         else:
-            (key_codes, key_scales), (codes, scales) = self.format.encode(keys), self.format.encode(values)
+            (key_codes, key_scales), (codes, scales) = self.encode(keys), self.encode(values)
         rows = {"keys": key_codes, "values": codes, "key_scales": key_scales, "value_scales": scales}
         return {**rows, **rest}  # type: ignore[dict-item]
 
     def pairs_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, decoded, of the slots at index [B, Hkv, m] of heads of equally many."""
         rows = {name: rows_at(part, index) for name, part in self.moving().items() if name in self.PAIRS}
-        keys = self.format.decode(rows["keys"], rows.get("key_scales"))
+        keys = self.decode(rows["keys"], rows.get("key_scales"))
         if self.values is None:
             return keys, keys[..., : self.value_dim]
-        return keys, self.format.decode(rows["values"], rows.get("value_scales"))
+        return keys, self.decode(rows["values"], rows.get("value_scales"))
 
     def equal(self, num: int, room: int = 0) -> Slots:
         """A copy of the first `num` slots of every head and empty ones for `room` more tokens, equally many for all."""
@@ -148,7 +166,7 @@ class Slots:
         """
         codes = self.stored(name)
         plain = self.format.plain or name not in SCALES
-        return codes if plain else self.format.decode(codes, self.stored(SCALES[name]))
+        return codes if plain else self.decode(codes, self.stored(SCALES[name]))
 
     def stored(self, name: str) -> Tensor:
         """The first `filled` slots of every head of the named tensor as they are stored."""

@@ -1,0 +1,439 @@
+// Slots of codes on a CPU (`fastkv.cpu_codes`): rows to codes, codes to rows, and attention of a decode step to codes.
+//
+// Attention decodes a head's slots a tile at a time, so a number becomes fp32 in the nearest cache, once for all queries
+// of the head. int4: queries are turned instead of keys, sums instead of values. Vectors are those of the compiler, which
+// lowers them to what a processor has; sums depend on neither threads nor batch.
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int WIDE = 16;    // numbers of a vector
+constexpr int TILE = 16;    // slots decoded at a time
+constexpr int AT_ONCE = 4;  // queries for which a decoded vector is used while it is in a register
+constexpr int GROUP = 32;   // numbers of a row of int4 that share a scale
+constexpr int LONGEST = 512;  // numbers of a row
+constexpr float ROUNDING = 0x1.8p23f;  // adding it rounds numbers below 2^22 to whole ones, half to even
+constexpr float FAR = 1 << 20;         // codes so far from any are all clamped
+
+// Vectors in memory, wherever they begin.
+#define LANES(type, name, count) \
+    typedef type name __attribute__((vector_size(sizeof(type) * (count)), aligned(1), may_alias))
+LANES(float, Floats, WIDE);
+LANES(float, Half, WIDE / 2);
+LANES(float, Quarter, WIDE / 4);
+LANES(double, Doubles, WIDE / 2);
+LANES(int32_t, Ints, WIDE);
+LANES(uint8_t, Bytes, WIDE);
+
+inline Floats floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
+inline Bytes bytes(const uint8_t* at) { return *reinterpret_cast<const Bytes*>(at); }
+inline void store(float* at, Floats lanes) { *reinterpret_cast<Floats*>(at) = lanes; }
+
+// Of bytes that something was done to: gcc widens those that it has just read one after another.
+inline Ints widened(Bytes codes) { return __builtin_convertvector(codes, Ints); }
+inline Floats numbers(Bytes codes) { return __builtin_convertvector(widened(codes), Floats); }
+
+inline float of_bits(int32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof(number));
+    return number;
+}
+
+inline int32_t bits_of(float number) {
+    int32_t bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    return bits;
+}
+
+// The sum of 16 numbers in memory.
+inline float total(const float* at) {
+    float eight[WIDE / 2];
+    *reinterpret_cast<Half*>(eight) = *reinterpret_cast<const Half*>(at) + *reinterpret_cast<const Half*>(at + 8);
+    Quarter four = *reinterpret_cast<Quarter*>(eight) + *reinterpret_cast<Quarter*>(eight + 4);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// e^x for x <= 0, 0 below -87: x = n log 2 + r, |r| <= log(2) / 2, and Taylor's polynomial of e^r.
+inline Floats exponential(Floats x) {
+    Floats bounded = x < -87.0f ? Floats{} - 87.0f : x;
+    Floats shifted = bounded * 1.44269504f + ROUNDING;
+    Floats n = shifted - ROUNDING;
+    Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // log 2 in two parts
+    Floats sum = r * (1.0f / 5040) + (1.0f / 720);
+    for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * r + term;
+    Ints power = (Ints)shifted - (Ints)(Floats{} + ROUNDING) + 127;
+    return x < -87.0f ? Floats{} : sum * (Floats)(power << 23);
+}
+
+// Rows times the Hadamard matrix of the longest power of two that divides dim, in the type of their numbers.
+struct Single {
+    typedef float Number;
+    typedef Floats Lanes;
+};
+struct Double {
+    typedef double Number;
+    typedef Doubles Lanes;
+};
+
+template <typename Type>
+struct Hadamard {
+    typedef typename Type::Number Number;
+    typedef typename Type::Lanes Lanes;
+    static constexpr int SIZE = sizeof(Lanes) / sizeof(Number);
+    Number signs[SIZE][SIZE];  // of the matrix for one vector
+
+    Hadamard() {
+        for (int i = 0; i < SIZE; ++i)
+            for (int j = 0; j < SIZE; ++j) signs[i][j] = __builtin_parity(i & j) ? -1 : 1;
+    }
+
+    void turn(Number* row, int64_t dim, Number factor) const {
+        auto lanes = [](Number* at) -> Lanes& { return *reinterpret_cast<Lanes*>(at); };
+        for (int64_t i = 0; i < dim; i += SIZE) {
+            Lanes sum = {};
+            for (int j = 0; j < SIZE; ++j) sum += row[i + j] * *reinterpret_cast<const Lanes*>(signs[j]);
+            lanes(row + i) = sum;
+        }
+        for (int64_t half = SIZE; half < (dim & -dim); half *= 2)
+            for (int64_t first = 0; first < dim; first += 2 * half)
+                for (int64_t i = first; i < first + half; i += SIZE) {
+                    Lanes left = lanes(row + i), right = lanes(row + i + half);
+                    lanes(row + i) = left + right;
+                    lanes(row + i + half) = left - right;
+                }
+        for (int64_t i = 0; i < dim; i += SIZE) lanes(row + i) = lanes(row + i) * factor;
+    }
+};
+
+const Hadamard<Single> SINGLE;
+const Hadamard<Double> EXACT;
+
+// The formats of `fastkv.reference.slots`: how they write and read a row of dim numbers, a multiple of 16.
+
+inline float largest(const float* row, int64_t dim) {
+    Floats most = {};
+    for (int64_t i = 0; i < dim; i += WIDE) {
+        Floats size = (Floats)((Ints)floats(row + i) & 0x7FFFFFFF);
+        most = size > most ? size : most;
+    }
+    float top = 0;
+    for (int i = 0; i < WIDE; ++i) top = most[i] > top ? most[i] : top;
+    return top;
+}
+
+inline Floats clamped(Floats x, float low, float high) {
+    x = x < low ? Floats{} + low : x;
+    return x > high ? Floats{} + high : x;
+}
+
+inline Floats rounded(Floats x) { return (x + ROUNDING) - ROUNDING; }  // of |x| < 2^22
+
+// A code of 8 bits for each number, fp32 step = max |x| / LARGEST; all 0 where that is no normal number.
+template <typename Code>
+struct Scaled {
+    static constexpr bool TURNED = false;
+
+    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim, double) {
+        float step = largest(row, dim) / Code::LARGEST;
+        bool small = step < __FLT_MIN__;
+        float by = small ? __builtin_inff() : step;
+        for (int64_t i = 0; i < dim; i += WIDE)
+            Code::write(clamped(floats(row + i) / by, -Code::LARGEST, Code::LARGEST), codes + i);
+        *reinterpret_cast<float*>(scales) = small ? 0 : step;
+    }
+
+    static void read(const uint8_t* codes, const uint8_t* scales, float* row, int64_t dim) {
+        float step = *reinterpret_cast<const float*>(scales);
+        for (int64_t i = 0; i < dim; i += WIDE) store(row + i, Code::read(bytes(codes + i)) * step);
+    }
+};
+
+inline void narrowed(Ints codes, uint8_t* to) { *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(codes, Bytes); }
+
+struct Int8 {
+    static constexpr float LARGEST = 127;
+    static void write(Floats x, uint8_t* codes) { narrowed(__builtin_convertvector(rounded(x), Ints), codes); }
+    static Floats read(Bytes codes) { return numbers(codes ^ 0x80) - 128.0f; }
+};
+
+struct E4m3 {
+    static constexpr float LARGEST = 448;
+
+    static void write(Floats x, uint8_t* codes) {
+        Ints bits = (Ints)x, size = bits & 0x7FFFFFFF;
+        Ints normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - (120 << 3);  // half to even; exponents less 120
+        Ints below = __builtin_convertvector(rounded((Floats)size * 512.0f), Ints);  // of numbers below 2^-6
+        narrowed((size < (121 << 23) ? below : normal) | (bits >> 24 & 0x80), codes);
+    }
+
+    static Floats read(Bytes codes) {
+        Ints bits = widened(codes ^ 0x80) - 128;  // the sign in all upper bits
+        return (Floats)((bits << 20) & int32_t(0x87F00000)) * 0x1p120f;
+    }
+};
+
+// 4 bits for each number of the turned row, a step and a zero point for each 32 of them.
+struct Int4 {
+    static constexpr bool TURNED = true;
+
+    static float step_of(int8_t exponent) { return of_bits((exponent + 1016) * (1 << 20)); }
+
+    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim, double root) {
+        double exact[LONGEST];
+        float turned[LONGEST];
+        for (int64_t i = 0; i < dim; ++i) exact[i] = row[i];
+        EXACT.turn(exact, dim, root);
+        for (int64_t i = 0; i < dim; ++i) turned[i] = float(exact[i]);
+        for (int64_t group = 0; group < dim / GROUP; ++group) {
+            float *mine = turned + group * GROUP, low = mine[0], high = mine[0];
+            for (int i = 1; i < GROUP; ++i) {
+                low = mine[i] < low ? mine[i] : low;
+                high = mine[i] > high ? mine[i] : high;
+            }
+            float spread = (high - low) / 15, most = (high > -low ? high : -low) / 127;
+            int32_t need = bits_of(spread > most ? spread : most), exponent = ((need + 0xFFFFF) >> 20) - 1016;
+            exponent = exponent < -128 ? -128 : exponent > 127 ? 127 : exponent;
+            float step = step_of(int8_t(exponent));
+            Floats zero = rounded(clamped(Floats{} - low / step, -128, 127));
+            for (int i = 0; i < GROUP; i += WIDE) {
+                Floats whole = rounded(clamped(floats(mine + i) / step, -FAR, FAR));
+                store(mine + i, clamped(whole + zero, 0, 15));
+            }
+            scales[2 * group] = uint8_t(exponent);
+            scales[2 * group + 1] = uint8_t(int8_t(zero[0]));
+        }
+        for (int64_t i = 0; i < dim / 2; i += WIDE) {
+            Ints first = __builtin_convertvector(floats(turned + i), Ints);
+            Ints second = __builtin_convertvector(floats(turned + dim / 2 + i), Ints);
+            narrowed(first | second << 4, codes + i);
+        }
+    }
+
+    static void read(const uint8_t* codes, const uint8_t* scales, float* row, int64_t dim) {
+        float steps[LONGEST / GROUP], zeros[LONGEST / GROUP];
+        for (int64_t group = 0; group < dim / GROUP; ++group) {
+            steps[group] = step_of(int8_t(scales[2 * group]));
+            zeros[group] = -steps[group] * int8_t(scales[2 * group + 1]);
+        }
+        for (int64_t i = 0, j = dim / 2; j < dim; i += WIDE, j += WIDE) {  // products and their sums are exact
+            Bytes both = bytes(codes + i);
+            store(row + i, numbers(both & 15) * steps[i / GROUP] + zeros[i / GROUP]);
+            store(row + j, numbers(both >> 4) * steps[j / GROUP] + zeros[j / GROUP]);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Codes and scales of a tensor of the cache; strides in bytes, of batch rows, heads and slots.
+struct Coded {
+    uint8_t *codes, *scales;
+    int64_t code_strides[3], scale_strides[3];
+
+    uint8_t* codes_at(int64_t batch, int64_t head, int64_t slot) const {
+        return codes + batch * code_strides[0] + head * code_strides[1] + slot * code_strides[2];
+    }
+    uint8_t* scales_at(int64_t batch, int64_t head, int64_t slot) const {
+        return scales + batch * scale_strides[0] + head * scale_strides[1] + slot * scale_strides[2];
+    }
+};
+
+// rows [batch, heads, slots, dim] and their codes. root: 1 / sqrt of the size of their Hadamard matrix.
+struct Rows {
+    Coded coded;
+    float* rows;
+    int64_t batch, heads, slots, dim, threads;
+    double root;
+};
+
+// queries, out [batch, heads, rows, dim], lse [batch, heads, rows], lengths [batch, heads]; or none: weights [batch, heads,
+// rows, slots], bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that own stretches of one row.
+struct Attention {
+    Coded keys, values;
+    const int32_t *lengths, *starts;
+    const float *queries, *bias;
+    float *out, *lse, *weights;
+    int64_t batch, heads, rows, dim, slots, threads;
+    float scale, root;
+};
+}
+
+namespace {
+
+template <typename Format>
+class Head {
+    const Attention& all;
+    int64_t batch, head, place, start, length, width;  // width: length in whole tiles
+    std::vector<float> tile, queries, parts, weights;
+
+    // The next slots, at most TILE, decoded; zeros after the last.
+    void read(const Coded& from, int64_t first) {
+        int64_t count = length - first < TILE ? length - first : TILE;
+        for (int64_t i = 0, slot = start + first; i < count; ++i, ++slot)
+            Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), &tile[i * all.dim], all.dim);
+        for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(&tile[i], Floats{});
+    }
+
+    // Products of N queries with the tile's rows, to out[n * width + row].
+    template <int N>
+    void multiply(const float* query, float* out) {
+        for (int first = 0; first < TILE; first += AT_ONCE) {
+            Floats sums[N][AT_ONCE];
+            for (int n = 0; n < N; ++n)
+                for (int j = 0; j < AT_ONCE; ++j) sums[n][j] = Floats{};
+            for (int64_t i = 0; i < all.dim; i += WIDE) {
+                Floats rows[AT_ONCE];
+                for (int j = 0; j < AT_ONCE; ++j) rows[j] = floats(&tile[(first + j) * all.dim + i]);
+                for (int n = 0; n < N; ++n) {
+                    Floats numbers = floats(query + n * all.dim + i);
+                    for (int j = 0; j < AT_ONCE; ++j) sums[n][j] += numbers * rows[j];
+                }
+            }
+            for (int n = 0; n < N; ++n)
+                for (int j = 0; j < AT_ONCE; ++j) store(&parts[(n * TILE + first + j) * WIDE], sums[n][j]);
+        }
+        for (int n = 0; n < N; ++n)
+            for (int j = 0; j < TILE; ++j) out[n * width + j] = total(&parts[(n * TILE + j) * WIDE]);
+    }
+
+    // Adds to out [N, dim] the tile's rows times weights[n * width + row], V vectors at a time from number i on.
+    template <int N, int V>
+    int64_t add(const float* weights, int64_t i, float* out) {
+        for (; i + V * WIDE <= all.dim; i += V * WIDE) {
+            Floats sums[N][V];
+            for (int n = 0; n < N; ++n)
+                for (int v = 0; v < V; ++v) sums[n][v] = floats(out + n * all.dim + i + v * WIDE);
+            for (int j = 0; j < TILE; ++j) {
+                Floats rows[V];
+                for (int v = 0; v < V; ++v) rows[v] = floats(&tile[j * all.dim + i + v * WIDE]);
+                for (int n = 0; n < N; ++n)
+                    for (int v = 0; v < V; ++v) sums[n][v] += weights[n * width + j] * rows[v];
+            }
+            for (int n = 0; n < N; ++n)
+                for (int v = 0; v < V; ++v) store(out + n * all.dim + i + v * WIDE, sums[n][v]);
+        }
+        return i;
+    }
+
+    template <int N>
+    void add(const float* weights, float* out) {
+        add<N, 1>(weights, add<N, 2>(weights, 0, out), out);
+    }
+
+    int64_t at_once(int64_t row) const { return all.rows - row < AT_ONCE ? 1 : AT_ONCE; }
+
+    // The weights become e^(weight - the largest); returns the largest and sets their sum.
+    float exponentials(float* row, float* sum) {
+        float lanes[WIDE], top = -__builtin_inff();
+        Floats tops = floats(row), whole = {};
+        for (int64_t i = WIDE; i < width; i += WIDE) {
+            Floats some = floats(row + i);
+            tops = some > tops ? some : tops;
+        }
+        store(lanes, tops);
+        for (float one : lanes) top = one > top ? one : top;
+        for (int64_t i = 0; i < width; i += WIDE) {
+            Floats some = exponential(floats(row + i) - top);
+            store(row + i, some);
+            whole += some;
+        }
+        store(lanes, whole);
+        *sum = total(lanes);
+        return top;
+    }
+
+  public:
+    Head(const Attention& all, int64_t place)
+        : all(all), batch(place / all.heads), head(place % all.heads), place(place),
+          start(all.starts ? all.starts[place + batch] : 0),
+          length(all.lengths[place] < all.slots ? all.lengths[place] : all.slots), width((length + TILE - 1) / TILE * TILE), tile(TILE * all.dim),
+          queries(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim),
+          parts(AT_ONCE * TILE * WIDE), weights(all.rows * width) {}
+
+    void attend() {
+        const int64_t rows = all.rows, dim = all.dim;
+        float* out = all.out + place * rows * dim;
+        std::memset(out, 0, rows * dim * sizeof(float));
+        for (int64_t row = 0; row < rows; ++row) all.lse[place * rows + row] = -__builtin_inff();
+        if (!length) return;
+        for (int64_t row = 0; row < rows; ++row) {
+            float* query = &queries[row * dim];
+            if (Format::TURNED) SINGLE.turn(query, dim, all.root);
+            for (int64_t i = 0; i < dim; i += WIDE) store(query + i, floats(query + i) * all.scale);
+        }
+        for (int64_t first = 0; first < length; first += TILE) {
+            read(all.keys, first);
+            for (int64_t row = 0, some; row < rows; row += some) {
+                some = at_once(row);
+                float *query = &queries[row * dim], *out = &weights[row * width + first];
+                some == 1 ? multiply<1>(query, out) : multiply<AT_ONCE>(query, out);
+            }
+        }
+        std::vector<float> shares(rows);
+        for (int64_t row = 0; row < rows; ++row) {
+            float *mine = &weights[row * width], sum;
+            for (int64_t i = 0; all.bias && i < length; ++i) mine[i] += all.bias[place * all.slots + i];
+            for (int64_t i = length; i < width; ++i) mine[i] = -__builtin_inff();
+            float top = exponentials(mine, &sum);
+            all.lse[place * rows + row] = top + __builtin_logf(sum);
+            shares[row] = 1 / sum;
+        }
+        for (int64_t first = 0; first < length; first += TILE) {
+            read(all.values, first);
+            for (int64_t row = 0, some; row < rows; row += some) {
+                some = at_once(row);
+                const float* mine = &weights[row * width + first];
+                some == 1 ? add<1>(mine, out + row * dim) : add<AT_ONCE>(mine, out + row * dim);
+            }
+        }
+        for (int64_t row = 0; row < rows; ++row) {
+            float* mine = out + row * dim;
+            for (int64_t i = 0; i < dim; i += WIDE) store(mine + i, floats(mine + i) * shares[row]);
+            if (Format::TURNED) SINGLE.turn(mine, dim, all.root);
+            for (int64_t i = 0; all.weights && i < all.slots; ++i)
+                all.weights[(place * rows + row) * all.slots + i] = i < length ? weights[row * width + i] * shares[row] : 0;
+        }
+    }
+};
+
+template <typename Format>
+void attend(const Attention& all) {
+#pragma omp parallel for num_threads(all.threads)
+    for (int64_t place = 0; place < all.batch * all.heads; ++place) Head<Format>(all, place).attend();
+}
+
+template <typename Format>
+void each(const Rows& all, bool encode) {
+    const Coded& coded = all.coded;
+#pragma omp parallel for collapse(2) num_threads(all.threads)
+    for (int64_t place = 0; place < all.batch * all.heads; ++place)
+        for (int64_t slot = 0; slot < all.slots; ++slot) {
+            int64_t batch = place / all.heads, head = place % all.heads;
+            float* row = all.rows + (place * all.slots + slot) * all.dim;
+            uint8_t *codes = coded.codes_at(batch, head, slot), *scales = coded.scales_at(batch, head, slot);
+            if (encode) {
+                Format::write(row, codes, scales, all.dim, all.root);
+                continue;
+            }
+            Format::read(codes, scales, row, all.dim);
+            if (Format::TURNED) SINGLE.turn(row, all.dim, float(all.root));
+        }
+}
+
+}  // namespace
+
+#define FORMAT(name, Format)                                              \
+    void attend_##name(const Attention* all) { attend<Format>(*all); }     \
+    void encode_##name(const Rows* all) { each<Format>(*all, true); }      \
+    void decode_##name(const Rows* all) { each<Format>(*all, false); }
+
+extern "C" {
+FORMAT(int8, Scaled<Int8>)
+FORMAT(fp8, Scaled<E4m3>)
+FORMAT(int4, Int4)
+}

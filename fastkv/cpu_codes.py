@@ -1,0 +1,154 @@
+"""Slots of codes on a CPU, compiled from cpu_codes.cpp on first use.
+
+torch has no product of numbers with codes of 8 or 4 bits that is as fast as one of numbers alone, and decoding every
+slot takes longer than attention. torch's own compiler for CPUs builds the file for the processor at hand and keeps what
+it built. Where there is no C++ compiler, slots are decoded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .reference import FORMATS, SlotFormat, Slots, Stored
+from .reference.state import SCALES
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
+Three = c_int64 * 3
+
+
+class Coded(Structure):
+    """`Coded` of cpu_codes.cpp."""
+
+    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, first: int = 0) -> Coded:
+        """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...] from slot `first` on; or [B, N, ...] of heads that share
+        slots.
+        """
+        shared = codes.ndim == 3
+        pointers, strides = [], []
+        for part in (codes, scales):
+            batch, *rest = (size * part.element_size() for size in part.stride())
+            head, slot = (0, rest[0]) if shared else rest[:2]
+            pointers.append(part.data_ptr() + first * slot)
+            strides.append(Three(batch, head, slot))
+        return cls(*pointers, *strides)
+
+
+class Rows(Structure):
+    """`Rows` of cpu_codes.cpp."""
+
+    _fields_ = (
+        ("coded", Coded),
+        ("rows", c_void_p),
+        *((name, c_int64) for name in ("batch", "heads", "slots", "dim", "threads")),
+        ("root", c_double),
+    )
+
+
+class Attention(Structure):
+    """`Attention` of cpu_codes.cpp."""
+
+    _fields_ = (
+        *((name, Coded) for name in ("keys", "values")),
+        *((name, c_void_p) for name in ("lengths", "starts", "queries", "bias", "out", "lse", "weights")),
+        *((name, c_int64) for name in ("batch", "heads", "rows", "dim", "slots", "threads")),
+        *((name, c_float) for name in ("scale", "root")),
+    )
+
+
+TAKES = {"attend": Attention, "encode": Rows, "decode": Rows}
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The compiled functions, or why there are none."""
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        # Products and sums in one instruction, as torch's own kernels have them.
+        built = CppCodeCache.load(SOURCE.read_text(), extra_flags=("-ffp-contract=fast",))
+        for name in (name for name, form in FORMATS.items() if not form.plain):
+            for what, argument in TAKES.items():
+                function = getattr(built, f"{what}_{name}")
+                function.argtypes, function.restype = [POINTER(argument)], None
+    except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as problem:
+        return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+    return built
+
+
+def serves(form: SlotFormat, dim: int) -> bool:
+    """Whether rows of `dim` numbers are handled here. The first question compiles."""
+    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and not isinstance(library(), str)
+
+
+def call(what: str, form: SlotFormat, given: Structure) -> None:
+    """The compiled function of that name for a format."""
+    getattr(library(), f"{what}_{form.name}")(given)
+
+
+def root(dim: int) -> float:
+    """1 / sqrt(n), n the largest power of two that divides `dim`: `reference.rotated`."""
+    return float((dim & -dim) ** -0.5)
+
+
+def rows_of(rows: Tensor, codes: Tensor, scales: Tensor) -> Rows:
+    """rows [..., D], contiguous, and what they are stored as, of the same leading sizes, all of one device's memory."""
+    place, dim = rows.shape[:-1], rows.shape[-1]
+    if len(place) != 3:
+        codes, scales = (part.reshape(1, 1, *part.flatten(0, len(place) - 1).shape) for part in (codes, scales))
+        place = codes.shape[:3]
+    return Rows(Coded.of(codes, scales), rows.data_ptr(), *place, dim, torch.get_num_threads(), root(dim))
+
+
+def encode(form: SlotFormat, rows: Tensor) -> Stored:
+    """`form.encode(rows)` of rows [..., D], D as `serves` says; the same bits."""
+    rows = rows.float().contiguous()
+    codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
+    assert scales is not None
+    call("encode", form, rows_of(rows, codes, scales))
+    return codes, scales
+
+
+def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
+    """Keys and values [B, Hkv, 1, D] of a token, encoded, into that slot of every head, in place."""
+    for rows, (name, scales) in zip((k, v), SCALES.items()):
+        rows = rows.float().contiguous()
+        place = Coded.of(getattr(slots, name), getattr(slots, scales), slot)
+        sizes = *rows.shape, torch.get_num_threads()
+        call("encode", slots.format, Rows(place, rows.data_ptr(), *sizes, root(rows.shape[-1])))
+
+
+def decode(form: SlotFormat, codes: Tensor, scales: Tensor) -> Tensor:
+    """`form.decode(codes, scales)`, fp32 [..., D]; the same bits except for the order of sums that turn rows back."""
+    rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), device=codes.device)
+    call("decode", form, rows_of(rows, codes, scales))
+    return rows
+
+
+def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention of the G query heads of each KV head to its slots in use.
+
+    Args: q [B, Hkv, G, D] in any float dtype.  weights: None, or where they are written, fp32 [B, Hkv, G, N].
+    Returns: out [B, Hkv, G, D] and lse [B, Hkv, G], fp32.
+    """
+    (batch, heads, rows, dim), number = q.shape, slots.filled
+    lengths, starts = (None if part is None else part.contiguous() for part in (slots.lengths, slots.starts))
+    queries, bias = q.float().contiguous(), slots.biases(number)
+    bias = None if bias is None else bias.float().contiguous()
+    out, lse = (torch.empty(batch, heads, rows, *last, device=q.device) for last in ((dim,), ()))
+    pointers = (
+        None if part is None else part.data_ptr() for part in (lengths, starts, queries, bias, out, lse, weights)
+    )
+    coded = (Coded.of(getattr(slots, name), getattr(slots, scales)) for name, scales in SCALES.items())
+    sizes = batch, heads, rows, dim, number, torch.get_num_threads()
+    call("attend", slots.format, Attention(*coded, *pointers, *sizes, scale, root(dim)))
+    return out, lse
