@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from .errors import FastKVError
 
-MODULES = {"reference": ".reference", "cpu": ".cpu", "triton": ".kernels.operations"}
+MODULES = {"reference": ".reference", "cpu": ".cpu.operations", "triton": ".kernels.operations"}
 BACKENDS = ("auto", *MODULES)
 OLDEST_TRITON = Version("3.6")
 MAX_GROUPS, MAX_HEAD_DIM, MAX_EVICTED = 16, 512, 64  # what the kernels handle

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import transformers
 
-from . import __version__, cpu_codes, policies
+from . import __version__, policies
 from .backend import MODULES, why_not
 from .config import Config
+from .cpu import codes
 from .errors import FastKVError, not_installed
 from .integrations.transformers import TESTED, Survey, survey
 
@@ -62,9 +63,9 @@ def version(package: str) -> str:
 def backends() -> Lines:
     """What can compute fastkv's operations here, and why the rest cannot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = cpu_codes.library()
-    codes = f"decoded for every step, as nothing was compiled: {found}" if isinstance(found, str) else "compiled"
-    cpu = f"torch's fused attention; slots of 8 and 4 bits are {codes}"
+    found = codes.library()
+    how = f"decoded for every step, as nothing was compiled: {found}" if isinstance(found, str) else "compiled"
+    cpu = f"torch's fused attention; slots of 8 and 4 bits are {how}"
     about = {"reference": "plain torch, any device", "cpu": cpu, "triton": "the kernels"}
     problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
     return {name: f"not available: {why}" if why else f"available ({about[name]})" for name, why in problems.items()}

@@ -68,6 +68,38 @@ def counted(file: dict[str, Any] | None) -> str:
     return COUNTED + table(("model", "step", "kernels", "GB", "floor, GB", "ms", *over), rows)
 
 
+CODED = """
+## Slots of 8 and 4 bits on a CPU
+
+A layer's step and prompt with slots of so many bits over those with slots in the model's dtype, the same tokens, in
+turn in one process (`python -m perf.slot_steps`): {machine}; {threads} thread; commit {commit}. Quantiles at 20 and
+80 % over {rounds} eviction periods.
+
+"""
+
+
+def coded(file: dict[str, Any] | None) -> str:
+    """What slots of codes cost a CPU."""
+    if file is None:
+        return ""
+    formats, rows = [*file["rows"][0]["step"]], []
+    for row in file["rows"]:
+        shape, step = row["shape"], row["step"]
+        sizes = f"{shape['batch']} x {shape['queries']} / {shape['heads']} x {shape['dim']}"
+        ratios = [f"{step[name]['p50']:.2f} ({step[name]['p20']:.2f}-{step[name]['p80']:.2f})" for name in formats]
+        rows.append(
+            (
+                *(sizes, str(shape["kept"]), shape["dtype"], row["policy"], f"{row['step_us']:.0f}", *ratios),
+                *(f"{row['prompt_ms']:.0f}", *(f"{row['prompt'][name]:.2f}" for name in formats)),
+            )
+        )
+    facts, settings = file["environment"], file["settings"]
+    head = CODED.format(machine=f"{facts['cpu']}, torch {facts['torch']}", commit=facts["commit"], **settings)
+    sizes = ("batch x heads x numbers", "kept", "dtype", "policy")
+    prompts = ("prompt, ms", *(f"prompt, {name}" for name in formats))
+    return head + table((*sizes, "step, us", *formats, *prompts), rows)
+
+
 def write(folder: Path) -> Path:
     """Write the report of the folder's files. Returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +114,7 @@ def write(folder: Path) -> Path:
         environments(files),
         gpu.chapters(files),
         counted(files.get("step_count")),
+        coded(files.get("slot_steps")),
     ]
     drawn = gpu.plots(folder, gpu.timed(files))
     path = folder / "README.md"

@@ -57,6 +57,7 @@ def bug(what: str, file: str, original: str, replacement: str, *tests: str) -> M
     return Mutation(what, file, original, replacement, tuple(f"tests/test_{test}" for test in tests))
 
 
+COMPILED = "slots.py::test_compiled_"
 MERGING = "properties.py::test_merging_is_counting_together"
 DECODING = "properties.py::test_decoding_is_softmax_over_all_tokens"
 BLOCK = "properties.py::test_a_block_is_softmax_over_its_past"
@@ -391,14 +392,14 @@ MUTATIONS = [
     ),
     bug(
         "heads of a CPU step take the biases of their mirror images",
-        "cpu.py",
+        "cpu/operations.py",
         "bias.view(batch, heads, 1, 1, slots)",
         "bias.flip(1).view(batch, heads, 1, 1, slots)",
         "bias.py::test_a_step_counts_a_slot_as_often_as_its_bias_says",
     ),
     bug(
         "a zero point counts as it is, not in steps",
-        "cpu.py",
+        "cpu/operations.py",
         "key_steps * key_zeros, alpha",
         "key_zeros, alpha",
         f"{SLOTS}::test_the_cpu_agrees_with_the_reference",
@@ -742,7 +743,7 @@ MUTATIONS = [
     # What a CPU runs.
     bug(
         "a slot that is not in use is attended to",
-        "cpu.py",
+        "cpu/operations.py",
         'torch.arange(slots, device="cpu") < lengths.repeat_interleave',
         'torch.arange(slots, device="cpu") <= lengths.repeat_interleave',
         "cpu.py::test_a_step",
@@ -756,7 +757,7 @@ MUTATIONS = [
     ),
     bug(
         "digits of a query are not rounded to the nearest",
-        "cpu.py",
+        "cpu/operations.py",
         "whole.add_(128).bitwise_right_shift_(8)",
         "whole.bitwise_right_shift_(8)",
         "slots.py::test_digits_are_exact_to_a_unit",
@@ -770,77 +771,77 @@ MUTATIONS = [
     ),
     bug(
         "heads of one length do not see their last token",
-        "cpu.py",
+        "cpu/operations.py",
         "edge(slots)[slots - length : 2 * slots - length]",
         "edge(slots)[slots - length + 1 : 2 * slots - length + 1]",
         "cpu.py::test_a_step",
     ),
     bug(
         "a window forgets how many heads share a key",
-        "cpu.py",
+        "cpu/operations.py",
         "share = query_valid.float() / (groups * ",
         "share = query_valid.float() / (1 * ",
         "cpu.py::test_what_a_window_of_queries_gives",
     ),
     bug(
         "a centroid counts half of its tokens",
-        "cpu.py",
+        "cpu/operations.py",
         "logit += deviation",
         "logit += deviation - 0.6931472",
         "cpu.py::test_a_step",
     ),
     bug(
         "what was evicted gets the weight of what was kept",
-        "cpu.py",
+        "cpu/operations.py",
         "merge_partials(out, lse, value, evicted)",
         "merge_partials(out, evicted, value, lse)",
         "cpu.py::test_a_step",
     ),
     bug(
         "a step forgets the sinks",
-        "cpu.py",
+        "cpu/operations.py",
         "out, total = with_sink(out, total, state.sink_logits.view",
         "_ = with_sink(out, total, state.sink_logits.view",
         "cpu.py::test_a_step",
     ),
     bug(
         "slots receive what belongs to the sink",
-        "cpu.py",
+        "cpu/operations.py",
         "out, total = with_sink(out, total, state.sink_logits.view",
         "out, _ = with_sink(out, total, state.sink_logits.view",
         "cpu.py::test_a_step",
     ),
     bug(
         "a block forgets the sinks",
-        "cpu.py",
+        "cpu/operations.py",
         "out, lse = with_sink(",
         "_ = with_sink(",
         "cpu.py::test_a_block",
     ),
     bug(
         "a block sees its own future",
-        "cpu.py",
+        "cpu/operations.py",
         "showing(valid)[:, None, None], causal=True",
         "showing(valid)[:, None, None]",
         "cpu.py::test_a_block",
     ),
     bug(
         "of no token, what is attended to is no number",
-        "cpu.py",
+        "cpu/operations.py",
         "empty = k is None and not bool(slots.lengths.all())",
         "empty = False",
         "cpu.py::test_a_step_without_a_token",
     ),
     bug(
         "holes are filled with what leaves",
-        "cpu.py",
+        "cpu/operations.py",
         "descending=True",
         "descending=False",
         "cpu.py::test_an_eviction",
     ),
     bug(
         "empty slots are remembered as evicted",
-        "cpu.py",
+        "cpu/operations.py",
         "hiding(used.gather(-1, leaving))",
         "None",
         "cpu.py::test_an_eviction",
@@ -889,6 +890,49 @@ MUTATIONS = [
         "        _move_rows(values_ptr, drop, hole, victims, source, mine, D // 2, R, TILE)\n"
         "    else:\n",
         f"{RACES}[evict-int4-6]",
+    ),
+    # Slots of codes on a CPU.
+    bug(
+        "the compiled maximum of logits leaves out a vector",
+        "cpu/codes.cpp",
+        "        for (int64_t i = WIDE; i < width; i += WIDE) {\n            Floats some = floats(row + i);\n",
+        "        for (int64_t i = 2 * WIDE; i < width; i += WIDE) {\n            Floats some = floats(row + i);\n",
+        f"{COMPILED}attention_is_that_of_decoded_slots",
+    ),
+    bug(
+        "slots beyond the length of a head are attended to",
+        "cpu/codes.cpp",
+        "            for (int64_t i = length; i < width; ++i) mine[i] = -__builtin_inff();\n",
+        "            for (int64_t i = length; i < width; ++i) mine[i] = 0;\n",
+        f"{COMPILED}attention_is_that_of_decoded_slots",
+    ),
+    bug(
+        "the compiled sum of rotated values is not turned back",
+        "cpu/codes.cpp",
+        "            if (Format::TURNED) SINGLE.turn(mine, dim, all.root);\n",
+        "",
+        f"{COMPILED}attention_is_that_of_decoded_slots",
+    ),
+    bug(
+        "compiled codes of e4m3 round half up",
+        "cpu/codes.cpp",
+        "(size + 0x7FFFF + (size >> 20 & 1)) >> 20",
+        "(size + 0x80000) >> 20",
+        "slots.py::test_compiled_codes_round_half_to_even",
+    ),
+    bug(
+        "heads that own stretches are all read from the first slot",
+        "cpu/codes.cpp",
+        "start(all.starts ? all.starts[place + batch] : 0)",
+        "start(0)",
+        "slots.py::test_slots_are_decoded_where_nothing_compiles",
+    ),
+    bug(
+        "a compiled token goes to the slot before its own",
+        "cpu/codes.py",
+        "            pointers.append(part.data_ptr() + first * slot)\n",
+        "            pointers.append(part.data_ptr() + max(first - 1, 0) * slot)\n",
+        "slots.py::test_slots_are_decoded_where_nothing_compiles",
     ),
     # Kernels, whose programs run in any order.
     bug(

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv import cpu, ops, reference
+from fastkv import ops, reference
+from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, unpack
 
 from .conftest import examples

@@ -10,6 +10,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 import fastkv
+from fastkv.cpu import operations
 from fastkv.errors import FastKVError
 from fastkv.integrations.transformers.cache import is_static
 
@@ -173,8 +174,8 @@ def defaults():
     """Sets torch's default dtype and device for a test, after what was made with others is forgotten."""
 
     def set_to(dtype, device):
-        fastkv.cpu.fused_as_expected.cache_clear()
-        fastkv.cpu.edge.cache_clear()
+        operations.fused_as_expected.cache_clear()
+        operations.edge.cache_clear()
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
 
@@ -189,7 +190,7 @@ def test_the_default_dtype_does_not_matter(policy, dtype, defaults):
     model = fastkv.patch(build("llama"), policy, small(), evict_every=4, prefill_block=16)
     want = generate(model, ids, mask, new=15)
     defaults(dtype, None)
-    assert fastkv.cpu.serves(torch.ones(1, 8, dtype=torch.float32), 8, None)
+    assert operations.serves(torch.ones(1, 8, dtype=torch.float32), 8, None)
     assert torch.equal(generate(model, ids, mask, new=15), want)
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import fastkv
-from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, cpu, cpu_codes, ops, reference
+from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, ops, reference
+from fastkv.cpu import codes as compiled_codes
+from fastkv.cpu import operations as cpu
 from fastkv.demo import load
 from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import layer_token_bytes
@@ -28,6 +30,7 @@ from .test_saved import assert_same, contents, go_on, read_prompt
 B, HQ, HKV, D = 2, 4, 2, 64
 WIDE = {"head_dim": 32}  # what groups of four bits need
 CODED = ["int8", "fp8", "int4"]
+CPU = torch.device("cpu")
 each_format = pytest.mark.parametrize("slots", CODED)
 
 
@@ -184,8 +187,8 @@ def test_a_cpu_attends_to_codes_as_the_reference_does(slots, dim, sizes, length,
     assert torch.allclose(*found, atol=1e-5)
 
 
-COMPILED = cpu_codes.library()
-compiled = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"cpu_codes.cpp: {COMPILED}")
+COMPILED = compiled_codes.library()
+compiled = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"codes.cpp: {COMPILED}")
 
 
 def coded(name, heads, dim, filled, size=1.0, seed=0):
@@ -221,7 +224,7 @@ def test_compiled_attention_is_that_of_decoded_slots(name, dim, sizes, filled, s
     slots = coded(name, heads, dim, filled, size, seed)
     q = torch.randn(2, heads, groups, dim, generator=torch.Generator().manual_seed(seed))
     weights = torch.full((2, heads, groups, filled), float("nan"))
-    out, lse = cpu_codes.attend(q, slots, 0.2, weights)
+    out, lse = compiled_codes.attend(q, slots, 0.2, weights)
     mask = cpu.adding(cpu.unused(slots.lengths, filled, 1, None), slots.biases(filled))
     want = cpu.observed(q, slots["keys"], slots["values"], 0.2, mask)
     for found, exact, allowed in zip((out, lse, weights), want, (1e-4 * size, 1e-5 * (1 + size), 1e-4)):
@@ -230,15 +233,53 @@ def test_compiled_attention_is_that_of_decoded_slots(name, dim, sizes, filled, s
 
 
 @compiled
+@settings(max_examples=examples(100))
+@given(rows(), st.sampled_from(CODED), st.sampled_from([1e-38, 1e-20, 1.0, 1e30]))
+def test_compiled_codes_are_the_same_bits(x, name, size):
+    form, x = FORMATS[name], x * size
+    codes, scales = form.encode(x)
+    found = compiled_codes.encode(form, x)
+    assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
+    decoded, want = compiled_codes.decode(form, codes, scales), form.decode(codes, scales)
+    if name == "int4":  # turned back in another order
+        assert torch.allclose(decoded, want, rtol=0, atol=1e-6 * float(want.abs().max()))
+    else:
+        assert torch.equal(decoded, want)
+
+
+@compiled
+@pytest.mark.parametrize("slots", ["int8", "fp8"])
+def test_compiled_codes_round_half_to_even(slots):
+    form, x = FORMATS[slots], torch.zeros(1, 64)
+    x[0, 0] = form.largest  # the step is 1
+    x[0, 1:33] = torch.arange(32) + 0.5 if slots == "int8" else torch.arange(16, 32, 0.5)  # there every other is a code
+    x[0, 33:64] = torch.arange(31) / (2 if slots == "int8" else 1024)  # e4m3's below normal numbers are 1 / 512 apart
+    assert torch.equal(compiled_codes.encode(form, x)[0], form.encode(x)[0])
+
+
+@compiled
+@each_format
+def test_every_code_is_read_alike(slots):
+    form = FORMATS[slots]
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes & 0x7F != 0x7F] if slots == "fp8" else codes  # no NaN is written
+    codes = codes.repeat_interleave(32).view(form.empty((), 32, torch.float32, CPU)[0].dtype).view(len(codes), 32)
+    scales = form.empty((len(codes),), form.dim(32), torch.float32, CPU)[1]
+    scales = torch.randint(-100, 100, scales.shape, generator=torch.Generator().manual_seed(0)).to(scales.dtype)
+    found, want = compiled_codes.decode(form, codes, scales), form.decode(codes, scales)
+    assert torch.allclose(found, want, rtol=0, atol=1e-6 * float(want.abs().max()))
+
+
+@compiled
 @each_format
 def test_compiled_attention_depends_on_neither_batch_nor_threads(slots):
     whole, q, threads = coded(slots, 3, 64, 50), torch.randn(2, 3, 5, 64), torch.get_num_threads()
-    out, lse = cpu_codes.attend(q, whole, 0.2, None)
+    out, lse = compiled_codes.attend(q, whole, 0.2, None)
     torch.set_num_threads(1)
     for row in range(2):
         mine = {name: part[row : row + 1] for name, part in whole.moving().items()}
         alone = dataclasses.replace(whole, **mine, lengths=whole.lengths[row : row + 1])
-        found = cpu_codes.attend(q[row : row + 1], alone, 0.2, None)
+        found = compiled_codes.attend(q[row : row + 1], alone, 0.2, None)
         assert torch.equal(found[0][0], out[row]) and torch.equal(found[1][0], lse[row])
     torch.set_num_threads(threads)
 
@@ -248,7 +289,7 @@ def test_compiled_attention_depends_on_neither_batch_nor_threads(slots):
 def test_compiled_attention_copies_no_slots(slots):
     given_slots, q, bound = coded(slots, 2, 64, 64), torch.randn(2, 2, 3, 64), 4096
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        cpu_codes.attend(q, given_slots, 0.2, None)
+        compiled_codes.attend(q, given_slots, 0.2, None)
     made = sum(max(event.self_cpu_memory_usage, 0) for event in found.key_averages())
     assert made <= bound, f"{made} bytes"
 
@@ -258,7 +299,7 @@ def test_compiled_attention_copies_no_slots(slots):
 def test_slots_are_decoded_where_nothing_compiles(slots, heads, monkeypatch):
     options = {"policy": "snapkv", "heads": heads, "backend": "cpu", "prefill_block": 16}
     plain = run(module(slots, **options))
-    monkeypatch.setattr(cpu_codes, "library", lambda: "no compiler")
+    monkeypatch.setattr(compiled_codes, "library", lambda: "no compiler")
     assert torch.allclose(run(module(slots, **options)), plain, atol=1e-5)
 
 
@@ -267,7 +308,7 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch):
         raise RuntimeError("No working C++ compiler found\nin: c++, g++")
 
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
-    assert cpu_codes.library.__wrapped__() == "RuntimeError: No working C++ compiler found"
+    assert compiled_codes.library.__wrapped__() == "RuntimeError: No working C++ compiler found"
 
 
 @each_format

@@ -38,7 +38,7 @@ class Layout:
         attention: whether to add up the attention that slots receive.
         memory: whether the policy stores a number with each token.
         latent: whether values are the first numbers of keys, which are then stored alone.
-        format: how keys and values of pairs are stored.
+        format: how keys and values of pairs are stored.  backend: that converts them.
     """
 
     tokens: tuple[int, ...]
@@ -53,6 +53,7 @@ class Layout:
     memory: bool = False
     latent: bool = False
     format: SlotFormat = AUTO
+    backend: str = "reference"
 
     @property
     def ragged(self) -> bool:
@@ -119,6 +120,7 @@ class Layout:
             value_scales=value_scales,
             format=self.format,
             decodes_to=None if self.format.plain else like_keys.dtype,
+            backend=self.backend,
         )
         made.deal(capacities)
         return made
@@ -209,6 +211,7 @@ def layout_of(
         memory=policy.remembers,
         latent=latent,
         format=config.slots,
+        backend=config.backend,
     )
 
 

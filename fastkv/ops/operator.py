@@ -68,7 +68,8 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
         tensors.append(state.rows)
         names.append("rows")
     if not state.exact.format.plain:
-        names.append(f"{FORMAT}{state.exact.format.name} {str(state.exact.dtype).removeprefix('torch.')}")
+        exact = state.exact
+        names.append(f"{FORMAT}{exact.format.name} {str(exact.dtype).removeprefix('torch.')} {exact.backend}")
     numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit, tier.value_dim)]
     return tensors + state.scratch, " ".join(names), numbers
 
@@ -83,8 +84,8 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
         found.setdefault(owner, {})[attribute] = tensor
     filled, limit, value_dim = numbers[:3]
     if form:
-        named, dtype = form.split()
-        found["exact"] |= {"format": FORMATS[named], "decodes_to": getattr(torch, dtype)}
+        named, dtype, backend = form.split()
+        found["exact"] |= {"format": FORMATS[named], "decodes_to": getattr(torch, dtype), "backend": backend}
     exact = Slots(**{"values": None, **found["exact"]}, filled=filled, limit=limit, value_dim=value_dim)
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:

@@ -92,7 +92,8 @@ class Scaled(SlotFormat):
 
     def empty(self, place: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Zeros."""
-        return torch.zeros(*place, dim, dtype=self.stored, device=device), torch.zeros(*place, device=device)
+        codes = torch.zeros(*place, dim, dtype=self.stored, device=device)
+        return codes, torch.zeros(place, dtype=torch.float32, device=device)
 
     def encode(self, rows: Tensor) -> Stored:
         """c = round(x / s) with s = max |x| / largest; all 0 where s is no normal number."""
@@ -161,7 +162,9 @@ class Grouped(SlotFormat):
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """y ~ s (c - z), turned back."""
         assert scales is not None
-        numbers = self.numbers(codes, torch.empty(*codes.shape[:-1], self.dim(codes.shape[-1]), device=codes.device))
+        numbers = self.numbers(
+            codes, torch.empty(*codes.shape[:-1], self.dim(codes.shape[-1]), dtype=torch.float32, device=codes.device)
+        )
         step, zeros = (part.transpose(-1, -2)[..., None] for part in self.steps(scales))
         numbers.unflatten(-1, (-1, GROUP)).sub_(zeros).mul_(step)
         return rotated(numbers)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backend import implementation
+from ..backend import implementation, resolve
 from .gather import rows_at, unpack
 from .moments import Evicted, Moments
 from .slots import AUTO, SlotFormat, Stored, decode_rows, encode_rows
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 
 
 SCALES = {"keys": "key_scales", "values": "value_scales"}  # what belongs to codes
-
-
-def fastest(function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
-    """The function of `slots`, or that of its name for rows on a CPU; what torch compiles it compiles whole."""
-    if rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return function
-    return implementation(function.__name__, "cpu", "cpu")
 
 
 @dataclass
@@ -58,6 +51,7 @@ class Slots:
         key_scales, value_scales: of the codes, with the shapes of the format; None if it has none.
         format: how keys and values are stored.
         decodes_to: dtype of the model's keys and values, where those stored are codes; None where they have it.
+        backend: of `encode` and `decode`, may be "auto".
     """
 
     keys: Tensor
@@ -75,6 +69,7 @@ class Slots:
     value_scales: Tensor | None = None
     format: SlotFormat = AUTO
     decodes_to: torch.dtype | None = None
+    backend: str = "reference"
     # Tensors with a row for every token, which moves with it.
     MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions", "bias")
     PAIRS: ClassVar = MOVING[:4]  # what they are of
@@ -93,14 +88,19 @@ class Slots:
         """The tensors that have a row for every token, by name."""
         return {name: rows for name in self.MOVING if (rows := getattr(self, name)) is not None}
 
+    def own(self, function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
+        """The backend's function of that name. On a GPU kernels convert most rows, and torch compiles a step whole."""
+        compiled = resolve(self.backend, rows.device) == "cpu" and not torch.compiler.is_compiling()
+        return implementation(function.__name__, "cpu", "cpu") if compiled else function
+
     def encode(self, rows: Tensor) -> Stored:
-        """`SlotFormat.encode`, on a CPU compiled."""
-        stored: Stored = fastest(encode_rows, rows)(self.format, rows)
+        """`SlotFormat.encode`, as the backend does it."""
+        stored: Stored = self.own(encode_rows, rows)(self.format, rows)
         return stored
 
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """`SlotFormat.decode`, on a CPU compiled."""
-        rows: Tensor = fastest(decode_rows, codes)(self.format, codes, scales)
+        """`SlotFormat.decode`, as the backend does it."""
+        rows: Tensor = self.own(decode_rows, codes)(self.format, codes, scales)
         return rows
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Slots of codes on a CPU, compiled from cpu_codes.cpp on first use.
+"""Slots of codes on a CPU, compiled from codes.cpp on first use.
 
 torch has no product of numbers with codes of 8 or 4 bits that is as fast as one of numbers alone, and decoding every
 slot takes longer than attention. torch's own compiler for CPUs builds the file for the processor at hand and keeps what
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .reference import FORMATS, SlotFormat, Slots, Stored
-from .reference.state import SCALES
+from ..reference import FORMATS, SlotFormat, Slots, Stored
+from ..reference.state import SCALES
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
@@ -24,7 +24,7 @@ Three = c_int64 * 3
 
 
 class Coded(Structure):
-    """`Coded` of cpu_codes.cpp."""
+    """`Coded` of codes.cpp."""
 
     _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
 
@@ -44,7 +44,7 @@ class Coded(Structure):
 
 
 class Rows(Structure):
-    """`Rows` of cpu_codes.cpp."""
+    """`Rows` of codes.cpp."""
 
     _fields_ = (
         ("coded", Coded),
@@ -55,7 +55,7 @@ class Rows(Structure):
 
 
 class Attention(Structure):
-    """`Attention` of cpu_codes.cpp."""
+    """`Attention` of codes.cpp."""
 
     _fields_ = (
         *((name, Coded) for name in ("keys", "values")),
@@ -129,7 +129,7 @@ def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
 
 def decode(form: SlotFormat, codes: Tensor, scales: Tensor) -> Tensor:
     """`form.decode(codes, scales)`, fp32 [..., D]; the same bits except for the order of sums that turn rows back."""
-    rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), device=codes.device)
+    rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=torch.float32, device=codes.device)
     call("decode", form, rows_of(rows, codes, scales))
     return rows
 
@@ -144,7 +144,7 @@ def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tup
     lengths, starts = (None if part is None else part.contiguous() for part in (slots.lengths, slots.starts))
     queries, bias = q.float().contiguous(), slots.biases(number)
     bias = None if bias is None else bias.float().contiguous()
-    out, lse = (torch.empty(batch, heads, rows, *last, device=q.device) for last in ((dim,), ()))
+    out, lse = (torch.empty(batch, heads, rows, *last, dtype=torch.float32, device=q.device) for last in ((dim,), ()))
     pointers = (
         None if part is None else part.data_ptr() for part in (lengths, starts, queries, bias, out, lse, weights)
     )

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu_codes, reference
-from .reference import (
+from .. import reference
+from ..reference import (
     Centroids,
     Evicted,
     LayerState,
@@ -27,6 +27,7 @@ from .reference import (
     merge_partials,
     with_sink,
 )
+from . import codes as compiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
@@ -166,9 +167,9 @@ def decode_step(
     apart = slots.attention is None and groups <= FEW and not native and not coded
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
     each = groups if apart else 1
-    if coded and cpu_codes.serves(slots.format, dim):
+    if coded and compiled.serves(slots.format, dim):
         weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
-        out, lse = cpu_codes.attend(rows, slots, spec.scale, weights)
+        out, lse = compiled.attend(rows, slots, spec.scale, weights)
     else:
         mask = adding(unused(slots.lengths, num, each, length), slots.biases(num), each)
         pairs = slots["keys"], slots["values"]
@@ -227,16 +228,16 @@ def decode_step_of_rows(
 
 def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
     """`reference.encode_rows`."""
-    if not cpu_codes.serves(form, rows.shape[-1]):
+    if not compiled.serves(form, rows.shape[-1]):
         return form.encode(rows)
-    return cpu_codes.encode(form, rows)
+    return compiled.encode(form, rows)
 
 
 def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None) -> Tensor:
     """`reference.decode_rows`."""
-    if scales is None or not cpu_codes.serves(form, form.dim(codes.shape[-1])):
+    if scales is None or not compiled.serves(form, form.dim(codes.shape[-1])):
         return form.decode(codes, scales)
-    return cpu_codes.decode(form, codes, scales)
+    return compiled.decode(form, codes, scales)
 
 
 def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | None) -> None:
@@ -244,8 +245,8 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | N
     if length is None:
         reference.append(slots, k, v, position)
         return
-    if not slots.format.plain and cpu_codes.serves(slots.format, k.shape[-1]):
-        cpu_codes.store(slots, k, v, length)
+    if not slots.format.plain and compiled.serves(slots.format, k.shape[-1]):
+        compiled.store(slots, k, v, length)
         assert slots.positions is not None
         slots.positions.select(2, length).copy_(position[:, None])
         if slots.bias is not None:

@@ -1,4 +1,4 @@
-// Slots of codes on a CPU (`fastkv.cpu_codes`): rows to codes, codes to rows, and attention of a decode step to codes.
+// Slots of codes on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, and attention of a decode step to codes.
 //
 // Attention decodes a head's slots a tile at a time, so a number becomes fp32 in the nearest cache, once for all queries
 // of the head. int4: queries are turned instead of keys, sums instead of values. Vectors are those of the compiler, which
