@@ -897,7 +897,7 @@ MUTATIONS = [
         "cpu/codes.cpp",
         "        for (int64_t i = WIDE; i < width; i += WIDE) {\n            Floats some = floats(row + i);\n",
         "        for (int64_t i = 2 * WIDE; i < width; i += WIDE) {\n            Floats some = floats(row + i);\n",
-        f"{COMPILED}attention_is_that_of_decoded_slots",
+        f"{COMPILED}attention_finds_the_largest_logit",
     ),
     bug(
         "slots beyond the length of a head are attended to",

@@ -271,6 +271,18 @@ def test_every_code_is_read_alike(slots):
 
 
 @compiled
+@pytest.mark.parametrize("place", [0, 15, 16, 37, 48])
+def test_compiled_attention_finds_the_largest_logit(place):
+    slots = coded("int8", 2, 64, 49)
+    slots.lengths.fill_(49)
+    slots.bias = torch.zeros(2, 2, 80)
+    slots.bias[:, :, place] = 300
+    out, lse = compiled_codes.attend(torch.randn(2, 2, 3, 64), slots, 0.1, None)
+    assert torch.allclose(out, slots["values"][:, :, place, None].expand_as(out), atol=1e-5)
+    assert bool((lse > 200).all())
+
+
+@compiled
 @each_format
 def test_compiled_attention_depends_on_neither_batch_nor_threads(slots):
     whole, q, threads = coded(slots, 3, 64, 50), torch.randn(2, 3, 5, 64), torch.get_num_threads()
