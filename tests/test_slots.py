@@ -240,7 +240,8 @@ def test_compiled_codes_are_the_same_bits(x, name, size):
     codes, scales = form.encode(x)
     found = compiled_codes.encode(form, x)
     assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
-    decoded, want = compiled_codes.decode(form, codes, scales), form.decode(codes, scales)
+    decoded, want = compiled_codes.decode(form, codes, scales, torch.float32), form.decode(codes, scales)
+    assert torch.equal(compiled_codes.decode(form, codes, scales, torch.bfloat16), decoded.bfloat16())
     if name == "int4":  # turned back in another order
         assert torch.allclose(decoded, want, rtol=0, atol=1e-6 * float(want.abs().max()))
     else:
@@ -266,7 +267,7 @@ def test_every_code_is_read_alike(slots):
     codes = codes.repeat_interleave(32).view(form.empty((), 32, torch.float32, CPU)[0].dtype).view(len(codes), 32)
     scales = form.empty((len(codes),), form.dim(32), torch.float32, CPU)[1]
     scales = torch.randint(-100, 100, scales.shape, generator=torch.Generator().manual_seed(0)).to(scales.dtype)
-    found, want = compiled_codes.decode(form, codes, scales), form.decode(codes, scales)
+    found, want = compiled_codes.decode(form, codes, scales, torch.float32), form.decode(codes, scales)
     assert torch.allclose(found, want, rtol=0, atol=1e-6 * float(want.abs().max()))
 
 

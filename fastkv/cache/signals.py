@@ -61,7 +61,7 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
 def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
     """Keys and values in the model's dtype and positions in the slots of each tier."""
     exact = state.exact
-    stored = [(exact["keys"].to(exact.dtype), exact["values"].to(exact.dtype), exact["positions"])]
+    stored = [(exact.read("keys"), exact.read("values"), exact["positions"])]
     return stored if state.approx is None else [*stored, key_only.recovered(state.approx, exact, rule)]
 
 

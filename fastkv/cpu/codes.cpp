@@ -26,6 +26,7 @@ LANES(float, Half, WIDE / 2);
 LANES(float, Quarter, WIDE / 4);
 LANES(double, Doubles, WIDE / 2);
 LANES(int32_t, Ints, WIDE);
+LANES(uint16_t, Shorts, WIDE);
 LANES(uint8_t, Bytes, WIDE);
 
 inline Floats floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
@@ -243,10 +244,11 @@ struct Coded {
     }
 };
 
-// rows [batch, heads, slots, dim] and their codes. root: 1 / sqrt of the size of their Hadamard matrix.
+// rows [batch, heads, slots, dim] of fp32, or halves of bfloat16, and their codes. root: 1 / sqrt of the size of their Hadamard matrix.
 struct Rows {
     Coded coded;
     float* rows;
+    uint16_t* halves;
     int64_t batch, heads, slots, dim, threads;
     double root;
 };
@@ -413,8 +415,8 @@ void each(const Rows& all, bool encode) {
 #pragma omp parallel for collapse(2) num_threads(all.threads)
     for (int64_t place = 0; place < all.batch * all.heads; ++place)
         for (int64_t slot = 0; slot < all.slots; ++slot) {
-            int64_t batch = place / all.heads, head = place % all.heads;
-            float* row = all.rows + (place * all.slots + slot) * all.dim;
+            int64_t batch = place / all.heads, head = place % all.heads, at = (place * all.slots + slot) * all.dim;
+            float room[LONGEST], *row = all.halves ? room : all.rows + at;
             uint8_t *codes = coded.codes_at(batch, head, slot), *scales = coded.scales_at(batch, head, slot);
             if (encode) {
                 Format::write(row, codes, scales, all.dim, all.root);
@@ -422,6 +424,11 @@ void each(const Rows& all, bool encode) {
             }
             Format::read(codes, scales, row, all.dim);
             if (Format::TURNED) SINGLE.turn(row, all.dim, float(all.root));
+            for (int64_t i = 0; all.halves && i < all.dim; i += WIDE) {
+                Ints bits = (Ints)floats(row + i);
+                bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // half to even
+                *reinterpret_cast<Shorts*>(all.halves + at + i) = __builtin_convertvector(bits, Shorts);
+            }
         }
 }
 

@@ -48,7 +48,7 @@ class Rows(Structure):
 
     _fields_ = (
         ("coded", Coded),
-        ("rows", c_void_p),
+        *((name, c_void_p) for name in ("rows", "halves")),
         *((name, c_int64) for name in ("batch", "heads", "slots", "dim", "threads")),
         ("root", c_double),
     )
@@ -100,21 +100,24 @@ def root(dim: int) -> float:
     return float((dim & -dim) ** -0.5)
 
 
-def rows_of(rows: Tensor, codes: Tensor, scales: Tensor) -> Rows:
-    """rows [..., D], contiguous, and what they are stored as, of the same leading sizes, all of one device's memory."""
-    place, dim = rows.shape[:-1], rows.shape[-1]
-    if len(place) != 3:
-        codes, scales = (part.reshape(1, 1, *part.flatten(0, len(place) - 1).shape) for part in (codes, scales))
-        place = codes.shape[:3]
-    return Rows(Coded.of(codes, scales), rows.data_ptr(), *place, dim, torch.get_num_threads(), root(dim))
+def rows_of(rows: Tensor, coded: Coded) -> Rows:
+    """rows [B, Hkv, N, D], fp32 or bf16 and contiguous, and where they are codes."""
+    place = (None, rows.data_ptr()) if rows.dtype == torch.bfloat16 else (rows.data_ptr(), None)
+    return Rows(coded, *place, *rows.shape, torch.get_num_threads(), root(rows.shape[-1]))
+
+
+def in_four(part: Tensor, place: int) -> Tensor:
+    """A tensor whose first `place` axes are of rows, as one with three of them."""
+    return part if place == 3 else part.reshape(1, 1, -1, *part.shape[place:])
 
 
 def encode(form: SlotFormat, rows: Tensor) -> Stored:
     """`form.encode(rows)` of rows [..., D], D as `serves` says; the same bits."""
-    rows = rows.float().contiguous()
+    rows, place = rows.float().contiguous(), rows.ndim - 1
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
-    call("encode", form, rows_of(rows, codes, scales))
+    coded = Coded.of(in_four(codes, place), in_four(scales, place))  # views
+    call("encode", form, rows_of(in_four(rows, place), coded))
     return codes, scales
 
 
@@ -122,16 +125,19 @@ def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
     """Keys and values [B, Hkv, 1, D] of a token, encoded, into that slot of every head, in place."""
     for rows, (name, scales) in zip((k, v), SCALES.items()):
         rows = rows.float().contiguous()
-        place = Coded.of(getattr(slots, name), getattr(slots, scales), slot)
-        sizes = *rows.shape, torch.get_num_threads()
-        call("encode", slots.format, Rows(place, rows.data_ptr(), *sizes, root(rows.shape[-1])))
+        call("encode", slots.format, rows_of(rows, Coded.of(getattr(slots, name), getattr(slots, scales), slot)))
 
 
-def decode(form: SlotFormat, codes: Tensor, scales: Tensor) -> Tensor:
-    """`form.decode(codes, scales)`, fp32 [..., D]; the same bits except for the order of sums that turn rows back."""
-    rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=torch.float32, device=codes.device)
-    call("decode", form, rows_of(rows, codes, scales))
-    return rows
+def decode(form: SlotFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`form.decode(codes, scales)` [..., D] in that dtype; the same bits except for the order of sums that turn rows
+    back.
+    """
+    place = codes.ndim - 1
+    made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
+    parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
+    call("decode", form, rows_of(in_four(rows, place), Coded.of(*parts)))
+    return rows.to(dtype)
 
 
 def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tuple[Tensor, Tensor]:

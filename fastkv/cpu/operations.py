@@ -233,11 +233,11 @@ def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
     return compiled.encode(form, rows)
 
 
-def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`reference.decode_rows`."""
     if scales is None or not compiled.serves(form, form.dim(codes.shape[-1])):
-        return form.decode(codes, scales)
-    return compiled.decode(form, codes, scales)
+        return form.decode(codes, scales).to(dtype)
+    return compiled.decode(form, codes, scales, dtype)
 
 
 def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | None) -> None:

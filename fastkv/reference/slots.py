@@ -226,9 +226,9 @@ def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
     return form.encode(rows)
 
 
-def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None) -> Tensor:
-    """`form.decode`."""
-    return form.decode(codes, scales)
+def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`form.decode`, in that dtype."""
+    return form.decode(codes, scales).to(dtype)
 
 
 def slot_format(name: str) -> SlotFormat:

@@ -98,9 +98,11 @@ class Slots:
         stored: Stored = self.own(encode_rows, rows)(self.format, rows)
         return stored
 
-    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """`SlotFormat.decode`, as the backend does it."""
-        rows: Tensor = self.own(decode_rows, codes)(self.format, codes, scales)
+    def decode(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`SlotFormat.decode`, as the backend does it; codes in `dtype`, plain rows as they are."""
+        if self.format.plain:
+            return codes
+        rows: Tensor = self.own(decode_rows, codes)(self.format, codes, scales, dtype)
         return rows
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
@@ -164,9 +166,13 @@ class Slots:
         """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...], as read by attention:
         keys and values are decoded.
         """
+        return self.read(name, torch.float32)
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The named tensor as above, what is decoded in `dtype` or in the model's."""
         codes = self.stored(name)
         plain = self.format.plain or name not in SCALES
-        return codes if plain else self.decode(codes, self.stored(SCALES[name]))
+        return codes if plain else self.decode(codes, self.stored(SCALES[name]), dtype or self.dtype)
 
     def stored(self, name: str) -> Tensor:
         """The first `filled` slots of every head of the named tensor as they are stored."""
