@@ -13,7 +13,7 @@ import transformers
 from . import __version__, policies
 from .backend import MODULES, why_not
 from .config import Config
-from .cpu import codes
+from .cpu import compiled
 from .errors import FastKVError, not_installed
 from .integrations.transformers import TESTED, Survey, survey
 
@@ -63,7 +63,7 @@ def version(package: str) -> str:
 def backends() -> Lines:
     """What can compute fastkv's operations here, and why the rest cannot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = codes.library()
+    found = compiled.library("codes")
     how = f"decoded for every step, as nothing was compiled: {found}" if isinstance(found, str) else "compiled"
     cpu = f"torch's fused attention; slots of 8 and 4 bits are {how}"
     about = {"reference": "plain torch, any device", "cpu": cpu, "triton": "the kernels"}

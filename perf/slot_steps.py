@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastkv import Budget, FastKVAttention
-from fastkv.cpu import codes
+from fastkv.cpu import compiled
 from fastkv.reference import FORMATS
 
 from .engine import RESULTS, progress
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [(shape, policy) for shape in SHAPES if options.shapes in shape.name for policy in POLICIES]
     if not cases:
         parser.error(f"no shape contains {options.shapes!r}; there are {', '.join(shape.name for shape in SHAPES)}")
-    if isinstance(problem := codes.library(), str):
+    if isinstance(problem := compiled.library("codes"), str):
         parser.error(f"nothing was compiled, so that slots would be decoded for every step: {problem}")
     torch.set_num_threads(options.threads)
     rows = []

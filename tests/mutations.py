@@ -934,6 +934,41 @@ MUTATIONS = [
         "            pointers.append(part.data_ptr() + max(first - 1, 0) * slot)\n",
         "slots.py::test_slots_are_decoded_where_nothing_compiles",
     ),
+    bug(
+        "compiled joins take the first of the halves in every round",
+        "cpu/joins.cpp",
+        "used > all.num; half = 1 - half)",
+        "used > all.num; half = 0)",
+        "cpu.py::test_compiled_joins_are_those_of_the_reference",
+    ),
+    bug(
+        "a compiled join counts the spread of the mover only",
+        "cpu/joins.cpp",
+        "            if (grown[part]) moved[part] += count[part] * distance(part, part);\n",
+        "",
+        "cpu.py::test_compiled_joins_are_those_of_the_reference",
+    ),
+    bug(
+        "compiled rounds are fine for many centroids, too",
+        "cpu/joins.cpp",
+        "used <= all.roomy * all.num ? all.medium : all.coarse",
+        "all.medium",
+        "cpu.py::test_rounds_are_as_coarse_as_in_the_reference",
+    ),
+    bug(
+        "compiled means in bf16 are all rounded down",
+        "cpu/joins.cpp",
+        "        return (uint32_t(bits_of(number)) + threshold) >> 16;\n",
+        "        return uint32_t(bits_of(number)) >> 16;\n",
+        "cpu.py::test_compiled_joins_carry_what_is_rounded_away",
+    ),
+    bug(
+        "compiled joins read tokens that stay",
+        "cpu/joins.cpp",
+        "            if (all.inside[token])\n",
+        "",
+        "cpu.py::test_masked_tokens_are_not_read",
+    ),
     # Kernels, whose programs run in any order.
     bug(
         "a partial is stored after its ticket",

@@ -36,7 +36,7 @@ def test_what_a_backend_lacks_the_reference_does(name):
         own = getattr(module, function, None) or getattr(reference, function)
         found = implementation(function, name, "cpu")
         assert found is own and callable(found)
-    assert implementation("remember", "cpu", "cpu") is reference.remember
+    assert implementation("compact", "cpu", "cpu") is reference.compact
     assert implementation("select", "cpu", "cpu") is reference.select
     assert implementation("evict", "auto", "cpu") is cpu.evict
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import ops, reference
+from fastkv.cpu import compiled, joins
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, unpack
 
@@ -335,3 +336,108 @@ def test_a_kernel_that_does_something_else_is_not_used(how, monkeypatch):
     monkeypatch.setattr(cpu, "fused_as_expected", cpu.fused_as_expected.__wrapped__)
     q = torch.randn(1, 4, 16)
     assert not cpu.serves(q, q.shape[-1], None)
+
+
+JOINS = compiled.library("joins")
+joins_compiled = pytest.mark.skipif(isinstance(JOINS, str), reason=f"joins.cpp: {JOINS}")
+
+
+def leaving(batch, heads, num, dims, seed, share=0.9):
+    """Keys, values and which of them leave."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randn(batch, heads, num, dim, generator=generator) for dim in dims]
+    return *rows, torch.rand(batch, heads, num, generator=generator) < share
+
+
+def apart(parts):
+    """A copy."""
+    return Centroids(*(tensor.clone() for tensor in parts.tensors()))
+
+
+@joins_compiled
+@CASES
+@given(
+    st.integers(1, 40),
+    st.integers(1, 20),
+    st.sampled_from([(8, 8), (24, 40), (64, 64), (128, 16)]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0.0, 0.3, 1.1]),
+    st.integers(0, 999),
+)
+def test_compiled_joins_are_those_of_the_reference(num, fresh, dims, dtype, share, seed):
+    mine = Centroids.empty(2, 3, num, *dims, dtype=dtype)
+    for step in range(4):
+        rows = leaving(2, 3, fresh, dims, seed + step, share)
+        want = apart(mine).add(*rows)
+        joins.join(mine, *rows)
+        assert torch.equal(mine.count, want.count)
+        # A mean in bf16 is rounded up or down by its last bits.
+        allowed = 2e-6 if dtype == torch.float32 else 1 / 64
+        for found, exact in zip(mine.tensors(), want.tensors()):
+            assert torch.allclose(found.float(), exact.float(), rtol=allowed, atol=2e-6 * max(dims))
+
+
+@joins_compiled
+def test_rounds_are_as_coarse_as_in_the_reference():
+    mine = Centroids.empty(1, 2, 90, 16, 16)
+    rows = leaving(1, 2, 500, (16, 16), 0, 1.1)
+    want = mine.add(*rows)  # of 500, 250, 188, ...: more than ROOMY * 90, SETTLED and fewer
+    joins.join(mine, *rows)
+    assert torch.equal(mine.count, want.count)
+
+
+@joins_compiled
+def test_compiled_joins_carry_what_is_rounded_away():
+    """One centroid of tokens around 1, 1 / 300 apart: means in bf16 are 1 / 128 apart there."""
+    mine = Centroids.empty(1, 1, 1, 16, 16, dtype=torch.bfloat16)
+    want, ones = apart(mine), torch.ones(1, 1, 8, dtype=torch.bool)
+    for step in range(40):
+        keys = 1 + torch.arange(8 * 16).remainder(7 + step % 3).view(1, 1, 8, 16) / 300
+        want = want.add(keys, keys, ones)
+        joins.join(mine, keys, keys, ones)
+    assert torch.equal(mine.count, want.count)
+    apart_by = mine.keys.float() - want.keys.float()  # some differ by a bit, as many up as down
+    assert abs(float(apart_by.mean())) < 1e-3 and float(apart_by.abs().max()) < 0.01
+
+
+@joins_compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_joins_depend_on_neither_batch_nor_threads(dtype):
+    rows, threads = leaving(3, 2, 16, (64, 64), 5), torch.get_num_threads()
+    whole = Centroids.empty(3, 2, 9, 64, 64, dtype=dtype)
+    alone = [Centroids.empty(1, 2, 9, 64, 64, dtype=dtype) for _ in range(3)]
+    joins.join(whole, *rows)
+    torch.set_num_threads(1)
+    for row, parts in enumerate(alone):
+        joins.join(parts, *(part[row : row + 1] for part in rows))
+        assert all(torch.equal(one[0], many[row]) for one, many in zip(parts.tensors(), whole.tensors()))
+    torch.set_num_threads(threads)
+
+
+@joins_compiled
+def test_masked_tokens_are_not_read():
+    keys, values, inside = leaving(1, 2, 16, (16, 16), 3, 0.5)
+    want, mine = (Centroids.empty(1, 2, 5, 16, 16) for _ in range(2))
+    joins.join(want, keys, values, inside)
+    hidden = ~inside[..., None]
+    joins.join(mine, keys.masked_fill(hidden, float("nan")), values.masked_fill(hidden, float("nan")), inside)
+    assert all(torch.equal(found, exact) for found, exact in zip(mine.tensors(), want.tensors()))
+
+
+@pytest.mark.parametrize("library", ["compiled", "missing"])
+@pytest.mark.parametrize("most", [joins.FEW, joins.FEW + 1])
+def test_what_leaves_is_remembered(library, most, monkeypatch):
+    if library == "missing":
+        monkeypatch.setattr(compiled, "library", lambda name: "no compiler")
+    keys, values, kept = leaving(2, 2, 80, (16, 16), 7, 0.3)
+    positions = torch.arange(80, dtype=torch.int32).expand(2, 2, 80)
+    found = []
+    for backend in ("reference", "cpu"):
+        known = Moments.empty(2, 2, 16, 16, order=None)
+        lengths = torch.full((2, 2), 80, dtype=torch.int32)
+        state = make_state(keys, values, lengths, positions, torch.full((2,), 80), known)
+        state.parts = Centroids.empty(2, 2, 6, 16, 16)
+        ops.remember(keys, values, positions, torch.ones_like(kept), kept, most, state, make_spec(backend=backend))
+        found.append(state.parts)
+    assert torch.equal(found[0].count, found[1].count)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*(parts.tensors() for parts in found)))

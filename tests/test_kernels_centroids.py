@@ -195,7 +195,7 @@ def test_tokens_join_in_place():
     ops.remember(*pairs, places, inside, torch.zeros_like(inside), 30, state, make_spec(correction="centroids"))
     assert addresses == [t.data_ptr() for t in parts.tensors()]
     for got, want in zip(parts.tensors(), expected.tensors()):
-        assert torch.equal(got, want)
+        assert torch.allclose(got, want, rtol=0, atol=1e-6)  # sums of another order
 
 
 def test_wrong_centroids_are_refused():

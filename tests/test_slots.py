@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastkv
 from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, ops, reference
 from fastkv.cpu import codes as compiled_codes
+from fastkv.cpu import compiled as compilation
 from fastkv.cpu import operations as cpu
 from fastkv.demo import load
 from fastkv.demo.measure import make_questions
@@ -187,7 +188,7 @@ def test_a_cpu_attends_to_codes_as_the_reference_does(slots, dim, sizes, length,
     assert torch.allclose(*found, atol=1e-5)
 
 
-COMPILED = compiled_codes.library()
+COMPILED = compilation.library("codes")
 compiled = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"codes.cpp: {COMPILED}")
 
 
@@ -312,7 +313,7 @@ def test_compiled_attention_copies_no_slots(slots):
 def test_slots_are_decoded_where_nothing_compiles(slots, heads, monkeypatch):
     options = {"policy": "snapkv", "heads": heads, "backend": "cpu", "prefill_block": 16}
     plain = run(module(slots, **options))
-    monkeypatch.setattr(compiled_codes, "library", lambda: "no compiler")
+    monkeypatch.setattr(compilation, "library", lambda name: "no compiler")
     assert torch.allclose(run(module(slots, **options)), plain, atol=1e-5)
 
 
@@ -321,7 +322,7 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch):
         raise RuntimeError("No working C++ compiler found\nin: c++, g++")
 
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
-    assert compiled_codes.library.__wrapped__() == "RuntimeError: No working C++ compiler found"
+    assert compilation.library.__wrapped__("codes") == "RuntimeError: No working C++ compiler found"
 
 
 @each_format

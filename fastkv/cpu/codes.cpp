@@ -1,61 +1,17 @@
 // Slots of codes on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, and attention of a decode step to codes.
 //
 // Attention decodes a head's slots a tile at a time, so a number becomes fp32 in the nearest cache, once for all queries
-// of the head. int4: queries are turned instead of keys, sums instead of values. Vectors are those of the compiler, which
-// lowers them to what a processor has; sums depend on neither threads nor batch.
+// of the head. int4: queries are turned instead of keys, sums instead of values. Sums depend on neither threads nor batch.
 
-#include <cstdint>
-#include <cstring>
-#include <vector>
 
 namespace {
 
-constexpr int WIDE = 16;    // numbers of a vector
 constexpr int TILE = 16;    // slots decoded at a time
 constexpr int AT_ONCE = 4;  // queries for which a decoded vector is used while it is in a register
 constexpr int GROUP = 32;   // numbers of a row of int4 that share a scale
-constexpr int LONGEST = 512;  // numbers of a row
+constexpr int LONGEST = 512;           // numbers of a row
 constexpr float ROUNDING = 0x1.8p23f;  // adding it rounds numbers below 2^22 to whole ones, half to even
 constexpr float FAR = 1 << 20;         // codes so far from any are all clamped
-
-// Vectors in memory, wherever they begin.
-#define LANES(type, name, count) \
-    typedef type name __attribute__((vector_size(sizeof(type) * (count)), aligned(1), may_alias))
-LANES(float, Floats, WIDE);
-LANES(float, Half, WIDE / 2);
-LANES(float, Quarter, WIDE / 4);
-LANES(double, Doubles, WIDE / 2);
-LANES(int32_t, Ints, WIDE);
-LANES(uint16_t, Shorts, WIDE);
-LANES(uint8_t, Bytes, WIDE);
-
-inline Floats floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
-inline Bytes bytes(const uint8_t* at) { return *reinterpret_cast<const Bytes*>(at); }
-inline void store(float* at, Floats lanes) { *reinterpret_cast<Floats*>(at) = lanes; }
-
-// Of bytes that something was done to: gcc widens those that it has just read one after another.
-inline Ints widened(Bytes codes) { return __builtin_convertvector(codes, Ints); }
-inline Floats numbers(Bytes codes) { return __builtin_convertvector(widened(codes), Floats); }
-
-inline float of_bits(int32_t bits) {
-    float number;
-    std::memcpy(&number, &bits, sizeof(number));
-    return number;
-}
-
-inline int32_t bits_of(float number) {
-    int32_t bits;
-    std::memcpy(&bits, &number, sizeof(bits));
-    return bits;
-}
-
-// The sum of 16 numbers in memory.
-inline float total(const float* at) {
-    float eight[WIDE / 2];
-    *reinterpret_cast<Half*>(eight) = *reinterpret_cast<const Half*>(at) + *reinterpret_cast<const Half*>(at + 8);
-    Quarter four = *reinterpret_cast<Quarter*>(eight) + *reinterpret_cast<Quarter*>(eight + 4);
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
 
 // e^x for x <= 0, 0 below -87: x = n log 2 + r, |r| <= log(2) / 2, and Taylor's polynomial of e^r.
 inline Floats exponential(Floats x) {

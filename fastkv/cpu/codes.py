@@ -1,24 +1,20 @@
 """Slots of codes on a CPU, compiled from codes.cpp on first use.
 
 torch has no product of numbers with codes of 8 or 4 bits that is as fast as one of numbers alone, and decoding every
-slot takes longer than attention. torch's own compiler for CPUs builds the file for the processor at hand and keeps what
-it built. Where there is no C++ compiler, slots are decoded.
+slot takes longer than attention. Without a C++ compiler (`compiled`), slots are decoded.
 """
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
-from functools import cache
-from pathlib import Path
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from ..reference import FORMATS, SlotFormat, Slots, Stored
+from ..reference import SlotFormat, Slots, Stored
 from ..reference.state import SCALES
+from . import compiled
 
-SOURCE = Path(__file__).with_suffix(".cpp")
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
 Three = c_int64 * 3
 
@@ -65,34 +61,9 @@ class Attention(Structure):
     )
 
 
-TAKES = {"attend": Attention, "encode": Rows, "decode": Rows}
-
-
-@cache
-def library() -> ctypes.CDLL | str:
-    """The compiled functions, or why there are none."""
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        # Products and sums in one instruction, as torch's own kernels have them.
-        built = CppCodeCache.load(SOURCE.read_text(), extra_flags=("-ffp-contract=fast",))
-        for name in (name for name, form in FORMATS.items() if not form.plain):
-            for what, argument in TAKES.items():
-                function = getattr(built, f"{what}_{name}")
-                function.argtypes, function.restype = [POINTER(argument)], None
-    except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as problem:
-        return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
-    return built
-
-
 def serves(form: SlotFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
-    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and not isinstance(library(), str)
-
-
-def call(what: str, form: SlotFormat, given: Structure) -> None:
-    """The compiled function of that name for a format."""
-    getattr(library(), f"{what}_{form.name}")(given)
+    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
 
 
 def root(dim: int) -> float:
@@ -117,7 +88,7 @@ def encode(form: SlotFormat, rows: Tensor) -> Stored:
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
     coded = Coded.of(in_four(codes, place), in_four(scales, place))  # views
-    call("encode", form, rows_of(in_four(rows, place), coded))
+    compiled.call("codes", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
     return codes, scales
 
 
@@ -125,7 +96,11 @@ def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
     """Keys and values [B, Hkv, 1, D] of a token, encoded, into that slot of every head, in place."""
     for rows, (name, scales) in zip((k, v), SCALES.items()):
         rows = rows.float().contiguous()
-        call("encode", slots.format, rows_of(rows, Coded.of(getattr(slots, name), getattr(slots, scales), slot)))
+        compiled.call(
+            "codes",
+            f"encode_{slots.format.name}",
+            rows_of(rows, Coded.of(getattr(slots, name), getattr(slots, scales), slot)),
+        )
 
 
 def decode(form: SlotFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,7 +111,7 @@ def decode(form: SlotFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) 
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
     parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
-    call("decode", form, rows_of(in_four(rows, place), Coded.of(*parts)))
+    compiled.call("codes", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*parts)))
     return rows.to(dtype)
 
 
@@ -156,5 +131,5 @@ def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tup
     )
     coded = (Coded.of(getattr(slots, name), getattr(slots, scales)) for name, scales in SCALES.items())
     sizes = batch, heads, rows, dim, number, torch.get_num_threads()
-    call("attend", slots.format, Attention(*coded, *pointers, *sizes, scale, root(dim)))
+    compiled.call("codes", f"attend_{slots.format.name}", Attention(*coded, *pointers, *sizes, scale, root(dim)))
     return out, lse

@@ -27,7 +27,8 @@ from ..reference import (
     merge_partials,
     with_sink,
 )
-from . import codes as compiled
+from . import codes as slot_codes
+from . import joins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
@@ -167,9 +168,9 @@ def decode_step(
     apart = slots.attention is None and groups <= FEW and not native and not coded
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
     each = groups if apart else 1
-    if coded and compiled.serves(slots.format, dim):
+    if coded and slot_codes.serves(slots.format, dim):
         weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
-        out, lse = compiled.attend(rows, slots, spec.scale, weights)
+        out, lse = slot_codes.attend(rows, slots, spec.scale, weights)
     else:
         mask = adding(unused(slots.lengths, num, each, length), slots.biases(num), each)
         pairs = slots["keys"], slots["values"]
@@ -228,16 +229,16 @@ def decode_step_of_rows(
 
 def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
     """`reference.encode_rows`."""
-    if not compiled.serves(form, rows.shape[-1]):
+    if not slot_codes.serves(form, rows.shape[-1]):
         return form.encode(rows)
-    return compiled.encode(form, rows)
+    return slot_codes.encode(form, rows)
 
 
 def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`reference.decode_rows`."""
-    if scales is None or not compiled.serves(form, form.dim(codes.shape[-1])):
+    if scales is None or not slot_codes.serves(form, form.dim(codes.shape[-1])):
         return form.decode(codes, scales).to(dtype)
-    return compiled.decode(form, codes, scales, dtype)
+    return slot_codes.decode(form, codes, scales, dtype)
 
 
 def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | None) -> None:
@@ -245,8 +246,8 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | N
     if length is None:
         reference.append(slots, k, v, position)
         return
-    if not slots.format.plain and compiled.serves(slots.format, k.shape[-1]):
-        compiled.store(slots, k, v, length)
+    if not slots.format.plain and slot_codes.serves(slots.format, k.shape[-1]):
+        slot_codes.store(slots, k, v, length)
         assert slots.positions is not None
         slots.positions.select(2, length).copy_(position[:, None])
         if slots.bias is not None:
@@ -412,3 +413,24 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         rows = part.flatten(0, 2)  # a view: the slots are contiguous
         rows.index_copy_(0, target, rows.index_select(0, source))
     lengths.clamp_(max=tokens)
+
+
+def remember(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    kept: Tensor,
+    most: int,
+    state: LayerState,
+    spec: Spec,
+) -> None:
+    """`reference.remember`; of few tokens, as leave in a decode step, without an operator for each term."""
+    parts = state.parts
+    if most > joins.FEW or not isinstance(parts, Centroids) or not joins.serves(parts):
+        reference.remember(keys, values, positions, valid, kept, most, state, spec)
+        return
+    gone = valid & ~kept
+    index = reference.in_order(positions, gone)[..., :most]
+    new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
+    joins.join(parts, new_keys, new_values, gone.gather(2, index))

@@ -1,0 +1,189 @@
+// Tokens that leave in a decode step join their head's centroids, on a CPU: `fastkv.reference.Centroids.add`, in place.
+//
+// Few tokens and centroids: an operator of torch would cost more than what it does. A head is one row after another of
+// means, keys and then values, each in whole vectors; sums depend on neither threads nor batch.
+
+extern "C" {
+
+// count, spread [places, num]; keys [places, num, key_dim] and values, fp32 or, where `halves`, bf16; fresh_keys [places,
+// fresh, key_dim] and values, fp32; inside [places, fresh]. The rest: constants of the reference.
+struct Joining {
+    float *count, *spread;
+    void *keys, *values;
+    const float *fresh_keys, *fresh_values;
+    const uint8_t* inside;
+    int64_t places, num, fresh, key_dim, value_dim, halves, threads;
+    int64_t fine, medium, coarse, settled, roomy, step, turn;
+};
+}
+
+namespace {
+
+inline int64_t whole(int64_t dim) { return (dim + WIDE - 1) / WIDE * WIDE; }
+
+class Parts {
+    const Joining& all;
+    int64_t place, keys, width, used;  // keys: numbers before the values of a row
+    std::vector<float> count, spread, means, points, squares;
+
+    float* mean(int64_t part) { return &means[part * width]; }
+
+    template <typename Read>
+    void take(float tokens, float moved, Read read) {  // the next part; read(dimension of values or keys, number)
+        for (int64_t i = 0; i < all.key_dim; ++i) mean(used)[i] = read(false, i);
+        for (int64_t i = 0; i < all.value_dim; ++i) mean(used)[keys + i] = read(true, i);
+        count[used] = tokens;
+        spread[used++] = moved;
+    }
+
+    // Of columns [from, to): what is away from the mean of all tokens, in units of their deviation.
+    void standardise(int64_t from, int64_t to, float total) {
+        std::vector<float> middle(to - from);
+        for (int64_t part = 0; part < used; ++part)
+            for (int64_t i = from; i < to; i += WIDE)
+                store(&middle[i - from], floats(&middle[i - from]) + count[part] * floats(mean(part) + i));
+        for (int64_t i = from; i < to; i += WIDE) store(&middle[i - from], floats(&middle[i - from]) / total);
+        float variance = 0;
+        for (int64_t part = 0; part < used; ++part) {
+            Floats sum = {};
+            for (int64_t i = from; i < to; i += WIDE) {
+                Floats away = floats(mean(part) + i) - floats(&middle[i - from]);
+                store(&points[part * width + i], away);
+                sum += away * away;
+            }
+            variance += count[part] * total_of(sum);
+        }
+        float unit = __builtin_sqrtf(1 / std::max(variance / total, __FLT_MIN__));
+        for (int64_t part = 0; part < used; ++part)
+            for (int64_t i = from; i < to; i += WIDE)
+                store(&points[part * width + i], floats(&points[part * width + i]) * unit);
+    }
+
+    float product(int64_t one, int64_t other) {
+        Floats sum = {};
+        for (int64_t i = 0; i < width; i += WIDE)
+            sum += floats(&points[one * width + i]) * floats(&points[other * width + i]);
+        return total_of(sum);
+    }
+
+    // Every second part, from `half` on, may join the part of the others that costs least; the cheapest `joins` do.
+    void round(int64_t joins, int64_t half) {
+        float total = 0;
+        for (int64_t part = 0; part < used; ++part) total += count[part];
+        standardise(0, keys, total);
+        standardise(keys, width, total);
+        for (int64_t part = 0; part < used; ++part) squares[part] = product(part, part);
+        struct Pair {
+            float cost;
+            int64_t mover, partner;
+        };
+        std::vector<Pair> pairs;
+        for (int64_t mover = half; mover < used; mover += 2) {
+            Pair best{__builtin_inff(), mover, mover};
+            for (int64_t partner = 1 - half; partner < used; partner += 2) {
+                float distance = std::max(squares[mover] + squares[partner] - 2 * product(mover, partner), 0.0f);
+                float cost = distance / (1 / count[mover] + 1 / count[partner]);
+                if (cost < best.cost) best = {cost, mover, partner};
+            }
+            pairs.push_back(best);
+        }
+        std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.cost < b.cost; });
+        pairs.resize(joins);
+        merge(pairs);
+    }
+
+    template <typename Pairs>
+    void merge(const Pairs& pairs) {
+        std::vector<float> tokens(count), moved(spread), means_before(means);
+        for (const auto& pair : pairs) tokens[pair.partner] += count[pair.mover];
+        auto share = [&](int64_t part, int64_t of) { return count[part] / tokens[of]; };
+        std::vector<uint8_t> grown(used), gone(used);
+        for (const auto& pair : pairs) {
+            if (!grown[pair.partner])
+                for (int64_t i = 0; i < width; ++i) mean(pair.partner)[i] *= share(pair.partner, pair.partner);
+            grown[pair.partner] = gone[pair.mover] = true;
+            for (int64_t i = 0; i < width; ++i)
+                mean(pair.partner)[i] += share(pair.mover, pair.partner) * means_before[pair.mover * width + i];
+        }
+        auto distance = [&](int64_t part, int64_t to) {  // of keys, squared, mean over coordinates
+            Floats sum = {};
+            for (int64_t i = 0; i < keys; i += WIDE) {
+                Floats away = floats(&means_before[part * width + i]) - floats(mean(to) + i);
+                sum += away * away;
+            }
+            return total_of(sum) / all.key_dim;
+        };
+        for (int64_t part = 0; part < used; ++part)
+            if (grown[part]) moved[part] += count[part] * distance(part, part);
+        for (const auto& pair : pairs)
+            moved[pair.partner] += spread[pair.mover] + count[pair.mover] * distance(pair.mover, pair.partner);
+        int64_t left = 0;
+        for (int64_t part = 0; part < used; ++part) {
+            if (gone[part]) continue;
+            count[left] = tokens[part];
+            spread[left] = moved[part];
+            if (left != part) std::copy(mean(part), mean(part) + width, mean(left));
+            ++left;
+        }
+        used = left;
+    }
+
+    uint16_t half_of(float number, int64_t part, int64_t i) const {
+        uint32_t threshold = uint32_t(int64_t(count[part]) * all.step + i * all.turn) >> 16;
+        return (uint32_t(bits_of(number)) + threshold) >> 16;
+    }
+
+    void put(void* to, int64_t from, int64_t dim) {
+        for (int64_t part = 0; part < all.num; ++part)
+            for (int64_t i = 0; i < dim; ++i) {
+                float number = part < used ? mean(part)[from + i] : 0;
+                int64_t at = (place * all.num + part) * dim + i;
+                if (all.halves)
+                    static_cast<uint16_t*>(to)[at] = part < used ? half_of(number, part, i) : 0;
+                else
+                    static_cast<float*>(to)[at] = number;
+            }
+    }
+
+    float stored(const void* from, int64_t at) const {
+        return all.halves ? of_bits(int32_t(uint32_t(static_cast<const uint16_t*>(from)[at]) << 16))
+                          : static_cast<const float*>(from)[at];
+    }
+
+  public:
+    Parts(const Joining& all, int64_t place)
+        : all(all), place(place), keys(whole(all.key_dim)), width(keys + whole(all.value_dim)), used(0),
+          count(all.num + all.fresh), spread(count.size()), means(count.size() * width), points(means.size()),
+          squares(count.size()) {
+        for (int64_t part = place * all.num; part < (place + 1) * all.num; ++part)
+            if (all.count[part] > 0)
+                take(all.count[part], all.spread[part], [&](bool value, int64_t i) {
+                    return stored(value ? all.values : all.keys, part * (value ? all.value_dim : all.key_dim) + i);
+                });
+        for (int64_t token = place * all.fresh; token < (place + 1) * all.fresh; ++token)
+            if (all.inside[token])
+                take(1, 0, [&](bool value, int64_t i) {
+                    return value ? all.fresh_values[token * all.value_dim + i] : all.fresh_keys[token * all.key_dim + i];
+                });
+    }
+
+    void join() {
+        for (int64_t half = 0; used > all.num; half = 1 - half) {
+            int64_t share = used <= all.settled ? all.fine : used <= all.roomy * all.num ? all.medium : all.coarse;
+            round(std::min(used - all.num, std::max<int64_t>(used / share, 1)), half);
+        }
+        put(all.keys, 0, all.key_dim);
+        put(all.values, keys, all.value_dim);
+        for (int64_t part = 0; part < all.num; ++part) {
+            all.count[place * all.num + part] = part < used ? count[part] : 0;
+            all.spread[place * all.num + part] = part < used ? spread[part] : 0;
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" void join_centroids(const Joining* all) {
+#pragma omp parallel for num_threads(all->threads)
+    for (int64_t place = 0; place < all->places; ++place) Parts(*all, place).join();
+}

@@ -1,0 +1,57 @@
+// Vectors of the compiler, which lowers them to what a processor has. Every other file here is compiled behind this one.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int WIDE = 16;  // numbers of a vector
+
+// Vectors in memory, wherever they begin.
+#define LANES(type, name, count) \
+    typedef type name __attribute__((vector_size(sizeof(type) * (count)), aligned(1), may_alias))
+LANES(float, Floats, WIDE);
+LANES(float, Half, WIDE / 2);
+LANES(float, Quarter, WIDE / 4);
+LANES(double, Doubles, WIDE / 2);
+LANES(int32_t, Ints, WIDE);
+LANES(uint16_t, Shorts, WIDE);
+LANES(uint8_t, Bytes, WIDE);
+
+inline Floats floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
+inline Bytes bytes(const uint8_t* at) { return *reinterpret_cast<const Bytes*>(at); }
+inline void store(float* at, Floats lanes) { *reinterpret_cast<Floats*>(at) = lanes; }
+
+// Of bytes that something was done to: gcc widens those that it has just read one after another.
+inline Ints widened(Bytes codes) { return __builtin_convertvector(codes, Ints); }
+inline Floats numbers(Bytes codes) { return __builtin_convertvector(widened(codes), Floats); }
+
+inline float of_bits(int32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof(number));
+    return number;
+}
+
+inline int32_t bits_of(float number) {
+    int32_t bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    return bits;
+}
+
+// The sum of 16 numbers in memory.
+inline float total(const float* at) {
+    float eight[WIDE / 2];
+    *reinterpret_cast<Half*>(eight) = *reinterpret_cast<const Half*>(at) + *reinterpret_cast<const Half*>(at + 8);
+    Quarter four = *reinterpret_cast<Quarter*>(eight) + *reinterpret_cast<Quarter*>(eight + 4);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline float total_of(Floats lanes) {
+    float parts[WIDE];
+    store(parts, lanes);
+    return total(parts);
+}
+
+}  // namespace
