@@ -133,6 +133,19 @@ became the rule, with half of them a round above 256 in place of 288, 0.0067, 0.
 - Further with equal weights: a third a round 0.0084, 0.0060, 0.0027 and 0.0092, 0.0063, 0.0026; a third, and a fourth
   below 256, 0.0074, 0.0051, 0.0024 on the former; a fourth, then an eighth 0.0075, 0.0047, 0.0022 and 0.0077, 0.0049,
   0.0022; half, then a sixteenth 0.0074, 0.0046, 0.0022. The last rounds decide, the first may take half.
+
+In search of how many bytes centroids should take (20 stretches and 20 questions of each task from 700000; KL of prose
+at L = 32, 64, 128, 256; later, of the bundled model at L = 32, 64 and of the second at L = 64, 128), a sixteenth has
+0.0084, 0.0057, 0.0038, 0.0019; 0.70, 0.14; 2.63, 0.41:
+
+- An eighth 0.0057, 0.0043, 0.0028, 0.0016; 0.83, 0.25; 2.86, 0.57. A fourth 0.0047, 0.0039, 0.0025, 0.0013; 1.16,
+  0.39; 2.99, 0.91. Since joins are finer, prose gains a third from more centroids; retrieval loses, it wants tokens.
+- A second reading, 0.0061, 0.0040, 0.0023, 0.0011 on prose: with an eighth 0.0046, 0.0031, 0.0020, 0.0011, a fourth
+  0.0042, 0.0029, 0.0019, 0.0011, a third 0.0040, 0.0030, 0.0019, 0.0012, half 0.0042, 0.0032, 0.0021, 0.0012. With a
+  fourth, 8 questions of each task of the second model: KL 0.598, 0.179, 0.094 at L = 32, 64, 128 where it has 0.439,
+  0.160, 0.045, later 3.57, 1.53, 0.264 where it has 3.29, 1.18, 0.103.
+- Heads that trade slots (10 stretches): a second reading 0.0050, 0.0038, 0.0028, 0.0023 where it has 0.0052, 0.0034,
+  0.0021, 0.0012.
 """
 
 
