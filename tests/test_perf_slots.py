@@ -1,12 +1,14 @@
 """perf.quality.slots: slots of 16, 8 and 4 bits measured in the same bytes."""
 
+import json
 import shutil
 
 import pytest
 import torch
 import transformers
 
-from perf.engine import Unmeasured
+from perf import report, slot_steps
+from perf.engine import RESULTS, Unmeasured
 from perf.quality import slots as measured
 from perf.quality.slots import LANGUAGE, LANGUAGE_MODEL, OUT, QUANTIZED, SHARES, Bench, Case, Settings, write_report
 
@@ -57,3 +59,22 @@ def test_the_page_is_written_from_the_results(tmp_path):
         shutil.copy(file, tmp_path)
     write_report(tmp_path)
     assert (tmp_path / "README.md").read_text() == (OUT / "README.md").read_text()
+
+
+def test_steps_of_formats_take_turns(capsys):
+    threads = str(torch.get_num_threads())
+    assert slot_steps.main(["--shapes", "b1-h2-d64-256-float32", "--rounds", "2", "--threads", threads]) == 0
+    said = capsys.readouterr().out
+    rows = json.loads(said[said.index("[\n") :])
+    assert [row["policy"] for row in rows] == list(slot_steps.POLICIES)
+    assert all(set(row["step"]) == {"int8", "fp8", "int4"} and row["step_us"] > 0 for row in rows)
+    with pytest.raises(SystemExit):
+        slot_steps.main(["--shapes", "b9"])
+    assert "no shape contains 'b9'; there are b1-h2-d64-256-float32" in capsys.readouterr().err
+
+
+def test_published_steps_are_of_every_shape():
+    file = json.loads((RESULTS / "slot_steps.json").read_text())
+    cases = [(shape.name, policy) for shape in slot_steps.SHAPES for policy in slot_steps.POLICIES]
+    assert [(slot_steps.Shape(**row["shape"]).name, row["policy"]) for row in file["rows"]] == cases
+    assert report.coded(file) in (RESULTS / "README.md").read_text()

@@ -1,8 +1,8 @@
-// Slots of codes on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, and attention of a decode step to codes.
+// Slots of codes on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, attention of a decode step to codes.
 //
-// Attention decodes a head's slots a tile at a time, so a number becomes fp32 in the nearest cache, once for all queries
-// of the head. int4: queries are turned instead of keys, sums instead of values. Sums depend on neither threads nor batch.
-
+// Attention decodes a head's slots a tile at a time, so a number becomes fp32 in the nearest cache, once for all
+// queries of the head. int4: queries are turned instead of keys, sums instead of values. Sums depend on neither threads
+// nor batch.
 
 namespace {
 
@@ -150,9 +150,8 @@ struct Int4 {
                 low = mine[i] < low ? mine[i] : low;
                 high = mine[i] > high ? mine[i] : high;
             }
-            float spread = (high - low) / 15, most = (high > -low ? high : -low) / 127;
-            int32_t need = bits_of(spread > most ? spread : most), exponent = ((need + 0xFFFFF) >> 20) - 1016;
-            exponent = exponent < -128 ? -128 : exponent > 127 ? 127 : exponent;
+            float need = std::max((high - low) / 15, std::max(high, -low) / 127);
+            int32_t exponent = std::clamp(((bits_of(need) + 0xFFFFF) >> 20) - 1016, -128, 127);
             float step = step_of(int8_t(exponent));
             Floats zero = rounded(clamped(Floats{} - low / step, -128, 127));
             for (int i = 0; i < GROUP; i += WIDE) {
@@ -200,7 +199,8 @@ struct Coded {
     }
 };
 
-// rows [batch, heads, slots, dim] of fp32, or halves of bfloat16, and their codes. root: 1 / sqrt of the size of their Hadamard matrix.
+// rows [batch, heads, slots, dim] of fp32, or halves of bfloat16, and their codes. root: 1 / sqrt of the size of their
+// Hadamard matrix.
 struct Rows {
     Coded coded;
     float* rows;
@@ -209,8 +209,9 @@ struct Rows {
     double root;
 };
 
-// queries, out [batch, heads, rows, dim], lse [batch, heads, rows], lengths [batch, heads]; or none: weights [batch, heads,
-// rows, slots], bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that own stretches of one row.
+// queries, out [batch, heads, rows, dim], lse [batch, heads, rows], lengths [batch, heads]; or none: weights [batch,
+// heads, rows, slots], bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that own stretches of
+// one row.
 struct Attention {
     Coded keys, values;
     const int32_t *lengths, *starts;
@@ -231,9 +232,10 @@ class Head {
 
     // The next slots, at most TILE, decoded; zeros after the last.
     void read(const Coded& from, int64_t first) {
-        int64_t count = length - first < TILE ? length - first : TILE;
+        int64_t count = std::min<int64_t>(length - first, TILE);
         for (int64_t i = 0, slot = start + first; i < count; ++i, ++slot)
-            Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), &tile[i * all.dim], all.dim);
+            Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), &tile[i * all.dim],
+                         all.dim);
         for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(&tile[i], Floats{});
     }
 
@@ -309,7 +311,8 @@ class Head {
     Head(const Attention& all, int64_t place)
         : all(all), batch(place / all.heads), head(place % all.heads), place(place),
           start(all.starts ? all.starts[place + batch] : 0),
-          length(all.lengths[place] < all.slots ? all.lengths[place] : all.slots), width((length + TILE - 1) / TILE * TILE), tile(TILE * all.dim),
+          length(std::min<int64_t>(all.lengths[place], all.slots)), width((length + TILE - 1) / TILE * TILE),
+          tile(TILE * all.dim),
           queries(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim),
           parts(AT_ONCE * TILE * WIDE), weights(all.rows * width) {}
 
@@ -317,7 +320,8 @@ class Head {
         const int64_t rows = all.rows, dim = all.dim;
         float* out = all.out + place * rows * dim;
         std::memset(out, 0, rows * dim * sizeof(float));
-        for (int64_t row = 0; row < rows; ++row) all.lse[place * rows + row] = -__builtin_inff();
+        std::fill_n(all.lse + place * rows, rows, -__builtin_inff());
+        if (all.weights) std::fill_n(all.weights + place * rows * all.slots, rows * all.slots, 0.0f);
         if (!length) return;
         for (int64_t row = 0; row < rows; ++row) {
             float* query = &queries[row * dim];
@@ -353,8 +357,8 @@ class Head {
             float* mine = out + row * dim;
             for (int64_t i = 0; i < dim; i += WIDE) store(mine + i, floats(mine + i) * shares[row]);
             if (Format::TURNED) SINGLE.turn(mine, dim, all.root);
-            for (int64_t i = 0; all.weights && i < all.slots; ++i)
-                all.weights[(place * rows + row) * all.slots + i] = i < length ? weights[row * width + i] * shares[row] : 0;
+            for (int64_t i = 0; all.weights && i < length; ++i)
+                all.weights[(place * rows + row) * all.slots + i] = weights[row * width + i] * shares[row];
         }
     }
 };

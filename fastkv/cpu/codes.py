@@ -95,12 +95,8 @@ def encode(form: SlotFormat, rows: Tensor) -> Stored:
 def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
     """Keys and values [B, Hkv, 1, D] of a token, encoded, into that slot of every head, in place."""
     for rows, (name, scales) in zip((k, v), SCALES.items()):
-        rows = rows.float().contiguous()
-        compiled.call(
-            "codes",
-            f"encode_{slots.format.name}",
-            rows_of(rows, Coded.of(getattr(slots, name), getattr(slots, scales), slot)),
-        )
+        rows, coded = rows.float().contiguous(), Coded.of(getattr(slots, name), getattr(slots, scales), slot)
+        compiled.call("codes", f"encode_{slots.format.name}", rows_of(rows, coded))
 
 
 def decode(form: SlotFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

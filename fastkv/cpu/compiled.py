@@ -21,7 +21,7 @@ def library(name: str) -> ctypes.CDLL | str:
         # Products and sums in one instruction, as torch's own kernels have them.
         return CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))  # type: ignore[no-any-return]
     except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as problem:
-        return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+        return f"{type(problem).__name__}: {(str(problem).strip() or 'no reason given').splitlines()[0]}"
 
 
 def available(name: str) -> bool:

@@ -5,8 +5,8 @@
 
 extern "C" {
 
-// count, spread [places, num]; keys [places, num, key_dim] and values, fp32 or, where `halves`, bf16; fresh_keys [places,
-// fresh, key_dim] and values, fp32; inside [places, fresh]. The rest: constants of the reference.
+// count, spread [places, num]; keys [places, num, key_dim] and values, fp32 or, where `halves`, bf16; fresh_keys
+// [places, fresh, key_dim] and values, fp32; inside [places, fresh]. The rest: constants of the reference.
 struct Joining {
     float *count, *spread;
     void *keys, *values;
@@ -163,7 +163,8 @@ class Parts {
         for (int64_t token = place * all.fresh; token < (place + 1) * all.fresh; ++token)
             if (all.inside[token])
                 take(1, 0, [&](bool value, int64_t i) {
-                    return value ? all.fresh_values[token * all.value_dim + i] : all.fresh_keys[token * all.key_dim + i];
+                    return value ? all.fresh_values[token * all.value_dim + i]
+                                 : all.fresh_keys[token * all.key_dim + i];
                 });
     }
 

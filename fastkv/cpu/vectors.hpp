@@ -1,4 +1,4 @@
-// Vectors of the compiler, which lowers them to what a processor has. Every other file here is compiled behind this one.
+// Vectors of the compiler, which lowers them to what a processor has. The other files are compiled behind this one.
 
 #include <algorithm>
 #include <cstdint>

@@ -162,9 +162,8 @@ class Grouped(SlotFormat):
     def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """y ~ s (c - z), turned back."""
         assert scales is not None
-        numbers = self.numbers(
-            codes, torch.empty(*codes.shape[:-1], self.dim(codes.shape[-1]), dtype=torch.float32, device=codes.device)
-        )
+        size = *codes.shape[:-1], self.dim(codes.shape[-1])
+        numbers = self.numbers(codes, torch.empty(size, dtype=torch.float32, device=codes.device))
         step, zeros = (part.transpose(-1, -2)[..., None] for part in self.steps(scales))
         numbers.unflatten(-1, (-1, GROUP)).sub_(zeros).mul_(step)
         return rotated(numbers)
