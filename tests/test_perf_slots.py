@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import transformers
 
 from perf import report, slot_steps
 from perf.engine import RESULTS, Unmeasured
@@ -40,7 +39,7 @@ def test_a_quantized_cache_without_its_library_is_refused(bench, monkeypatch):
     def missing(*given, **more):
         raise ImportError("no such library")
 
-    monkeypatch.setattr(transformers, "QuantizedCache", missing)
+    monkeypatch.setattr(measured.transformers, "QuantizedCache", missing)
     with pytest.raises(Unmeasured, match="needs hqq, which is not installed: no such library"):
         bench.run(Case(QUANTIZED, "hqq", 0, "auto", beside=(4, 64)))
 
