@@ -321,7 +321,7 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch):
     def load(*given, **options):
         raise RuntimeError("No working C++ compiler found\nin: c++, g++")
 
-    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
+    monkeypatch.setattr(compilation, "built", load)
     assert compilation.library.__wrapped__("codes") == "RuntimeError: No working C++ compiler found"
 
 
