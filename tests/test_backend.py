@@ -1,5 +1,6 @@
 """Which backend runs, why one cannot, and that each runs what it says."""
 
+import shutil
 from importlib import import_module
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from fastkv import FastKVError, backend, ops, reference
 from fastkv.backend import BACKENDS, MODULES, check_backend, implementation, resolve, why_not
+from fastkv.cpu import compiled
 from fastkv.cpu import operations as cpu
 
 from .processes import run
@@ -112,6 +114,13 @@ def test_the_reference_calls_no_other_backend(name, poisoned):
     poisoned(operations)
     arguments, options = CASES[name]("reference")
     getattr(ops, name.split()[0])(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["codes", "joins"])
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
+def test_what_is_compiled_for_a_cpu_compiles(name):
+    """Where it does not, all else goes on without it, and the tests of it are skipped."""
+    assert compiled.available(name), compiled.library(name)
 
 
 def test_poison_works(poisoned):

@@ -378,6 +378,14 @@ def test_compiled_joins_are_those_of_the_reference(num, fresh, dims, dtype, shar
 
 
 @joins_compiled
+def test_no_token_is_lost_where_costs_overflow():
+    mine = Centroids.empty(1, 2, 4, 16, 16)
+    keys, values, inside = leaving(1, 2, 16, (16, 16), 0)
+    joins.join(mine, 1e30 * keys, values, inside)
+    assert torch.equal(mine.count.sum(-1), inside.sum(-1).float())
+
+
+@joins_compiled
 def test_rounds_are_as_coarse_as_in_the_reference():
     mine = Centroids.empty(1, 2, 90, 16, 16)
     rows = leaving(1, 2, 500, (16, 16), 0, 1.1)

@@ -79,7 +79,7 @@ class Parts {
         };
         std::vector<Pair> pairs;
         for (int64_t mover = half; mover < used; mover += 2) {
-            Pair best{__builtin_inff(), mover, mover};
+            Pair best{__builtin_inff(), mover, 1 - half};  // where no cost is finite, no token may be lost
             for (int64_t partner = 1 - half; partner < used; partner += 2) {
                 float distance = std::max(squares[mover] + squares[partner] - 2 * product(mover, partner), 0.0f);
                 float cost = distance / (1 / count[mover] + 1 / count[partner]);
