@@ -28,11 +28,11 @@ def built(name: str) -> Path:
 
     Raises: RuntimeError, OSError or ImportError if it cannot be built here.
     """
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+    from torch._inductor.cpp_builder import CppBuilder, CppOptions
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    # Products and sums in one instruction, as torch's own kernels have them.
-    options = CppTorchOptions(extra_flags=("-ffp-contract=fast",))
+    # Products and sums in one instruction, as torch's own kernels have them, and its threads.
+    options = CppOptions(extra_flags=("-ffp-contract=fast", "-fopenmp"))
     source = "\n".join((HERE / file).read_text() for file in ("vectors.hpp", f"{name}.cpp"))
     asked = CppBuilder(name, f"{name}.cpp", options).get_command_line()
     key = hashlib.sha256("\n".join((source, asked, instructions())).encode()).hexdigest()[:16]
