@@ -641,6 +641,34 @@ MUTATIONS = [
         "reread.py::test_refitted_values_are_those_of_ridge_regression",
     ),
     bug(
+        "tokens of a second reading weigh alike",
+        "reference/centroids.py",
+        "share = torch.where(inside, weight.to(dtype)[..., None], 0)",
+        "share = inside.to(dtype)",
+        "reread.py::test_settled_centroids_are_weighted_means_of_the_nearest_tokens",
+    ),
+    bug(
+        "an unused centroid takes tokens",
+        "reference/centroids.py",
+        "torch.where(self.count > 0, squares, float",
+        "torch.where(self.count >= 0, squares, float",
+        "reread.py::test_settled_centroids_are_weighted_means_of_the_nearest_tokens",
+    ),
+    bug(
+        "tokens weigh what attention they received, not its root",
+        "cache/refit.py",
+        "received.sqrt()",
+        "received",
+        "reread.py::test_centroids_of_a_second_reading_lie_where_it_attends",
+    ),
+    bug(
+        "a second reading has no more centroids than one reading",
+        "policies/fastkv.py",
+        '"fine-centroids" if self.reread else "centroids"',
+        '"centroids"',
+        "reread.py::test_by_name_and_by_option",
+    ),
+    bug(
         "a second reading leaves out what the last queries look at",
         "policies/fastkv.py",
         "known_or_mean(signals) + beside",
@@ -1150,7 +1178,7 @@ MUTATIONS = [
     bug(
         "centroids cost nothing",
         "corrections/centroids.py",
-        "sketch=shape.heads * shape.pair / SHARE, part=part, least=LEAST * part",
+        "sketch=shape.heads * shape.pair / self.share, part=part, least=LEAST * part",
         "part=part",
         "corrections.py::test_the_cost_is_what_the_state_holds",
     ),

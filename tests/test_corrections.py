@@ -16,12 +16,14 @@ from .states import make_spec, make_state
 
 B, HKV, D, DV = 2, 3, 16, 8
 NAMES = corrections.names()
+SHARES = {"centroids": 16, "fine-centroids": 8}  # of the bytes of the pairs, one of so many
 MIXED_IN = {  # order of the moments, whether they have a spread; another class; or nothing
     "none": None,
     "mean": (0, False),
     "moments": (1, False),
     "cosh": (1, True),
     "centroids": Centroids,
+    "fine-centroids": Centroids,
     "ridge": None,
     "matching": None,
     "vector": None,
@@ -77,12 +79,12 @@ def test_what_is_mixed_in(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_remembered_besides_moments(name):
-    """Nothing, or centroids in a sixteenth of the bytes of the pairs that stay: no fewer than four of a head."""
+    """Nothing, or centroids in their share of the bytes of the pairs that stay: no fewer than four of a head."""
     correction, device = corrections.get(name), torch.device("cpu")
     for tokens, itemsize in ((1, 2), (700, 2), (1000, 4)):
         shape = Shape(HKV, D, DV, itemsize)
         found = correction.empty(B, shape, tokens, device)
-        if name != "centroids":
+        if name not in SHARES:
             assert found is None and correction.kind is None
             continue
         assert found.kind == correction.kind == "centroids" and not any(part.any() for part in found.tensors())
@@ -90,7 +92,7 @@ def test_what_is_remembered_besides_moments(name):
         assert {found.keys.dtype, found.values.dtype} == {torch.bfloat16}
         assert {found.count.dtype, found.spread.dtype} == {torch.float32}
         assert found.nbytes() == B * HKV * found.num * (2 * (D + DV) + 8)
-        room = B * HKV * tokens * (D + DV) * itemsize / 16
+        room = B * HKV * tokens * (D + DV) * itemsize / SHARES[name]
         one = found.nbytes() // found.num
         assert found.nbytes() <= room < found.nbytes() + one or (found.num == 4 and room < 5 * one)
 
@@ -108,7 +110,7 @@ def test_the_cost_is_what_the_state_holds(name, dtype, slope):
 @pytest.mark.parametrize("name", NAMES)
 def test_only_what_is_made_costs(name):
     pairs = LayerCost(10.0, 7)
-    assert (corrections.get(name).cost(Shape(HKV, D, DV, 4), pairs) == pairs) == (name != "centroids")
+    assert (corrections.get(name).cost(Shape(HKV, D, DV, 4), pairs) == pairs) == (name not in SHARES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,7 +119,7 @@ def test_layouts_have_the_moments_that_are_read(name):
     correction = corrections.get(name)
     assert state.moments.order == correction.order
     assert (state.moments.spread is not None) == correction.spread == (name == "cosh")
-    assert (state.parts is not None) == (name == "centroids")
+    assert (state.parts is not None) == (name in SHARES)
     assert (state.approx is not None) == correction.key_only == name.startswith("vector")
 
 

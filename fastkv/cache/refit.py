@@ -63,13 +63,18 @@ def _attention(
 def refit_centroids(
     told: Signals, kept: Tensor, again: signals.SecondReading, state: LayerState, rule: LayerConfig
 ) -> None:
-    """Refit the centroids, if the layer has any, to the queries of a second reading; see `Centroids.refitted`.
+    """Refit the centroids, if the layer has any, to a second reading; see `Centroids.settled` and `refitted`.
+
+    A token weighs the square root of the most attention it received: less would blur what is looked at, more would
+    leave the others to whatever is near.
 
     Args: kept [B, Hkv, N] bool, of the candidates, all of them from the prompt, those that stayed.
     """
-    parts, spec = state.parts, rule.spec
-    if not isinstance(parts, Centroids):
+    spec = rule.spec
+    if not isinstance(state.parts, Centroids):
         return
+    received = again.received.clamp(min=torch.finfo(again.received.dtype).tiny)
+    parts = state.parts.settled(told.keys, told.values, told.valid & ~kept, received.sqrt())
     values = told.values.to(compute_dtype(told.values))[:, :, None]
     asked = again.asked[:, None, None, :, None]
     found: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
@@ -79,7 +84,7 @@ def refit_centroids(
             weights, lse = masked_softmax(logits, visible[:, :, None, None] & real)
             results.append((weights @ values, lse))
     full, rest = ((torch.cat(o, 3).flatten(2, 3), torch.cat(z, 3).flatten(2, 3)) for o, z in (zip(*f) for f in found))
-    parts.copy_(parts.refitted(again.queries, full, rest, spec.scale, spec.softcap))
+    state.parts.copy_(parts.refitted(again.queries, full, rest, spec.scale, spec.softcap))
 
 
 def match(told: Signals, again: signals.SecondReading, state: LayerState, rule: LayerConfig) -> None:

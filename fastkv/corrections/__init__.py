@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..errors import FastKVError
 from ..reference import LayerState
 from .base import COSH, MEAN, MOMENTS, Correction, Pairs, Shape
-from .centroids import CENTROIDS
+from .centroids import CENTROIDS, FINE_CENTROIDS
 from .matching import MATCHING
 from .ridge import RIDGE
 from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 
 NONE = Correction()
-ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
+ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, FINE_CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
 
 __all__ = ["ALL", "NONE", "Correction", "Pairs", "Shape", "get", "names", "reading"]
 

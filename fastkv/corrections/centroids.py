@@ -1,4 +1,4 @@
-"""A few weighted pairs that stand for all evicted tokens, in a sixteenth of the bytes of those that stay.
+"""A few weighted pairs that stand for all evicted tokens, in a sixteenth or an eighth of the bytes of those that stay.
 
 Where slots hold codes of 8 or 4 bits, bytes are those that the same tokens would take in 2-byte numbers: how many
 centroids the evicted need depends on what was evicted, not on how finely the others are stored.
@@ -14,17 +14,20 @@ from ..budget import LayerCost
 from ..reference import Centroids, Evicted, LayerState
 from .base import Correction, Shape
 
-SHARE = 16  # centroids take one byte where pairs take so many (`Shape.pair`)
 MEANS = torch.bfloat16  # of their keys and values, whatever the model computes in
 LEAST = 4  # centroids of a head
 
 
 @dataclass(frozen=True)
 class CentroidCorrection(Correction):
-    """Mixes in what the centroids say (`reference.centroid_estimate`); as many of them as the bytes allow."""
+    """Mixes in what the centroids say (`reference.centroid_estimate`); as many of them as the bytes allow.
+
+    Attributes: share: centroids take one byte where pairs take so many (`Shape.pair`).
+    """
 
     name: str = "centroids"
     kind: str | None = "centroids"
+    share: int = 16
 
     def evicted(self, state: LayerState) -> Evicted | None:
         """The centroids."""
@@ -32,13 +35,13 @@ class CentroidCorrection(Correction):
 
     def empty(self, batch: int, shape: Shape, tokens: int, device: torch.device) -> Evicted | None:
         """Unused centroids, equally many for all heads."""
-        num = max(tokens * shape.pair // (SHARE * nbytes(shape)), LEAST)
+        num = max(tokens * shape.pair // (self.share * nbytes(shape)), LEAST)
         return Centroids.empty(batch, shape.heads, num, shape.key_dim, shape.value_dim, device, MEANS)
 
     def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
         """With the centroids, which come whole."""
         part = shape.heads * nbytes(shape)
-        return replace(pairs, sketch=shape.heads * shape.pair / SHARE, part=part, least=LEAST * part)
+        return replace(pairs, sketch=shape.heads * shape.pair / self.share, part=part, least=LEAST * part)
 
 
 def nbytes(shape: Shape) -> int:
@@ -47,3 +50,4 @@ def nbytes(shape: Shape) -> int:
 
 
 CENTROIDS = CentroidCorrection()
+FINE_CENTROIDS = CentroidCorrection("fine-centroids", share=8)

@@ -102,13 +102,16 @@ class Policy:
 
     Class attributes:
         name: what `fastkv.patch(model, policy=name)` calls it.
-        correction: what `correction="auto"` gives it; "none" for a plain eviction baseline.
         adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
     """
 
     name: ClassVar[str]
-    correction: ClassVar[str] = "none"
     adaptive: ClassVar[bool] = True
+
+    @property
+    def correction(self) -> str:
+        """What `correction="auto"` gives it; "none" for a plain eviction baseline."""
+        return "none"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -22,7 +22,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,8 +33,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fastkv import Budget, FastKVError, patched
-from fastkv.corrections import centroids
+from fastkv import Budget, FastKVError, corrections, patched
+from fastkv.corrections import CENTROIDS
 from fastkv.demo import MODEL_DIR, load
 from fastkv.demo.measure import make_questions
 from fastkv.demo.tasks import TASKS
@@ -183,7 +183,8 @@ class Bench:
             raise Unmeasured(str(error)) from error
         correction = "none" if case.share == 0 else "auto"
         settings: dict[str, Any] = {"slots": case.slots, "correction": correction}
-        shared = mock.patch.object(centroids, "SHARE", case.share or centroids.SHARE)
+        parts = replace(CENTROIDS, share=case.share) if case.share else CENTROIDS
+        shared = mock.patch.object(corrections, "ALL", [parts if one is CENTROIDS else one for one in corrections.ALL])
         with shared, patched(self.model, case.policy, same if case.same else bound, **settings), torch.no_grad():
             cache = self.model(self.first, use_cache=True).past_key_values
             if not case.same:
