@@ -650,8 +650,8 @@ MUTATIONS = [
     bug(
         "an unused centroid takes tokens",
         "reference/centroids.py",
-        "torch.where(self.count > 0, squares, float",
-        "torch.where(self.count >= 0, squares, float",
+        "centres.square().sum(-1).masked_fill(self.count == 0, float",
+        "centres.square().sum(-1).masked_fill(self.count < 0, float",
         "reread.py::test_settled_centroids_are_weighted_means_of_the_nearest_tokens",
     ),
     bug(
@@ -1273,7 +1273,7 @@ MUTATIONS = [
         "reference/centroids.py",
         "return distance.div_(share[..., movers, None] + share[..., None, partners])",
         "return distance",
-        "centroid_cache.py::test_a_window_with_the_centroids_of_the_rest",
+        "reference_centroids.py::test_a_round_joins_the_cheapest_pairs_of_the_two_halves",
     ),
     bug(
         "a centroid weighs as much as one token",
@@ -1287,7 +1287,7 @@ MUTATIONS = [
         "reference/selection.py",
         "gone = valid & ~kept",
         "gone = valid",
-        "centroid_cache.py::test_centroids_are_of_what_was_evicted",
+        "kernels_remember.py::test_an_eviction",
     ),
     bug(
         "every block has the padding of the first",

@@ -12,7 +12,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from fastkv import Budget, FastKVCache, FastKVError, corrections, patched
+from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
 from fastkv.cache.layout import Layout
 from fastkv.cli import main
 from fastkv.demo import load
@@ -21,7 +21,7 @@ from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.integrations.transformers import modules
 from fastkv.integrations.transformers.layer import FastKVLayer
-from fastkv.view.command import RECENT, SINKS, pieces_of
+from fastkv.view.command import RECENT, REMEMBERS, SINKS, pieces_of
 from fastkv.view.page import LEVELS, TEMPLATE, TOP, coded, packed
 from fastkv.view.trace import Reading, follow, read_full, trace
 
@@ -133,6 +133,24 @@ def test_centroids_are_those_of_the_cache(bundled, data, ids):
                     # A part has been rounded to bf16 whenever others joined it, at most to its own last bit.
                     limit = 2**-7 * keys.abs().amax(0)
                     assert ((keys.mean(0) - found).abs() <= limit).all()
+
+
+def test_of_every_policy_it_is_known_what_it_remembers():
+    assert set(REMEMBERS) == {policies.get(name).correction for name in policies.names() if name != "duoattention"}
+
+
+@pytest.mark.parametrize("policy", ["fastkv-reread", "kvzip"])
+def test_a_text_read_twice_is_followed(policy, tmp_path):
+    """Errors are of the first reading; centroids of the second are followed bit for bit, or there would be no page."""
+    path = tmp_path / "view.html"
+    sizes = [f"--context={CONTEXT}", "--prefill-block=whole", f"--steps={STEPS}", "--budgets=28"]
+    assert main(["view", *sizes, f"--policies={policy}", "--out", str(path)]) == 0
+    data = data_of(path.read_text())
+    (cache,) = data["caches"]
+    gone = array(data, cache, "gone")
+    assert cache["events"][0] == CONTEXT - STEPS and set(gone.unique().tolist()) == set(range(len(cache["events"]) + 1))
+    if policy == "fastkv-reread":
+        assert torch.equal(array(data, cache, "centroid") > 0, gone > 0)
 
 
 @pytest.mark.parametrize("slots, bytes_of_a_token", [("int8", 2 * (64 + 4) + 4), ("int4", 2 * (32 + 2 * 2) + 4)])
@@ -249,7 +267,7 @@ def test_layers_that_cannot_be_drawn_are_refused():
         (["--model", "/nowhere"], "/nowhere"),
         (["--text", "/nowhere"], "/nowhere"),
         (["--policies", "nope"], "momentkv"),
-        (["--policies", "kvzip"], "prefill_block"),
+        (["--policies", "kvzip"], "add --prefill-block whole"),
         (["--budgets", "8"], "sinks"),
         (["--context", "10"], "context"),
         (["--context", "100000"], "context"),

@@ -206,32 +206,36 @@ class Centroids(Evicted):
         """`centroid_estimate` with the cosh mass."""
         return centroid_estimate(q, self, scale, softcap)
 
-    def settled(self, keys: Tensor, values: Tensor, mask: Tensor, weight: Tensor) -> Centroids:
-        """The same tokens, all of them at hand, each with the nearest of these centroids; means are weighted.
+    def nearest(self, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Which centroid is nearest to each token, [B, Hkv, N] int64, in the units of a merge's costs.
 
-        One step of Lloyd's algorithm, with distances in the units of a merge's costs. Means are nearest to the tokens
-        that attention would miss most: k_c = sum_j w_j k_j / sum_j w_j, and v_c alike. n_c stays the number of tokens,
-        sigma_c^2 their mean squared deviation from k_c.
-
-        Args: keys [B, Hkv, N, Dk], values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, which tokens these centroids stand
-            for; weight [B, Hkv, N], w > 0 of each of them.
+        Args: keys [B, Hkv, N, Dk], values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, which tokens count.
         """
         dtype, inside = self.count.dtype, mask[..., None]
         number = inside.sum(2, keepdim=True).clamp(min=1)
         points, means = [], []
-        rows = [torch.where(inside, part.to(dtype), 0) for part in (keys, values)]
-        for part, own in zip(rows, (self.keys, self.values)):
-            middle = part.sum(2, keepdim=True) / number
-            away = torch.where(inside, part - middle, 0)
+        for rows, own in ((keys, self.keys), (values, self.values)):
+            middle = torch.where(inside, rows.to(dtype), 0).sum(2, keepdim=True) / number
+            away = torch.where(inside, rows.to(dtype) - middle, 0)
             variance = away.square().sum((2, 3), keepdim=True) / number
             unit = variance.clamp(min=torch.finfo(dtype).tiny).rsqrt()
             points.append(away * unit)
             means.append((own.to(dtype) - middle) * unit)
-        nearest, squares = torch.cat(means, -1), sum(part.square().sum(-1) for part in means)
-        squares = torch.where(self.count > 0, squares, float("inf"))[:, :, None]
-        places = torch.arange(self.num, device=keys.device)
-        blocks = torch.cat(points, -1).split(BLOCK, 2)  # bounds the tables at [B, Hkv, BLOCK, M]
-        chosen = torch.cat([(squares - 2 * part @ nearest.mT).argmin(-1) for part in blocks], 2)
+        centres = torch.cat(means, -1)
+        squares = centres.square().sum(-1).masked_fill(self.count == 0, float("inf"))[:, :, None]
+        blocks = torch.cat(points, -1).split(BLOCK, 2)  # bounds the table of distances
+        return torch.cat([(squares - 2 * part @ centres.mT).argmin(-1) for part in blocks], 2)
+
+    def settled(self, keys: Tensor, values: Tensor, mask: Tensor, weight: Tensor) -> Centroids:
+        """The same tokens, all of them at hand, each with the `nearest` of these centroids; means are weighted.
+
+        One step of Lloyd's algorithm. Means are closest to the tokens that attention would miss most: k_c = sum_j w_j
+        k_j / sum_j w_j, and v_c alike. n_c is the number of tokens, sigma_c^2 their mean squared deviation from k_c.
+
+        Args: as of `nearest`, where these centroids stand for the tokens of the mask; weight [B, Hkv, N], w > 0.
+        """
+        dtype, inside = self.count.dtype, mask[..., None]
+        chosen, places = self.nearest(keys, values, mask), torch.arange(self.num, device=keys.device)
 
         def totals(tokens: Tensor) -> Tensor:  # of [B, Hkv, N, D], by centroid; no atomic addition on a GPU
             both = zip(chosen.split(BLOCK, 2), tokens.split(BLOCK, 2))
@@ -239,6 +243,7 @@ class Centroids(Evicted):
 
         share = torch.where(inside, weight.to(dtype)[..., None], 0)
         total = totals(share).clamp(min=torch.finfo(dtype).tiny)
+        rows = [torch.where(inside, part.to(dtype), 0) for part in (keys, values)]
         new_keys, new_values = (totals(share * part) / total for part in rows)
         moved = torch.where(inside, (rows[0] - rows_at(new_keys, chosen)).square().mean(-1, keepdim=True), 0)
         count, spread = totals(inside.to(dtype))[..., 0], totals(moved)[..., 0]

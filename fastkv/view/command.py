@@ -28,6 +28,9 @@ REMEMBERS = {  # what of an evicted token there still is, by correction
     "none": "nothing of it is remembered",
     "moments": "it is part of the mean and the covariance of all evicted tokens",
     "centroids": "it is part of a centroid",
+    "fine-centroids": "it is part of a centroid",
+    "ridge": "the values of what stayed were refitted to its attention",
+    "matching": "biases and values of what stayed were fitted to its attention",
 }
 
 
@@ -90,8 +93,7 @@ def checked(options: argparse.Namespace) -> None:
     """Raise FastKVError for what is wrong before a model is loaded."""
     common.check_some("policies", options.policies)
     common.check_some("budgets", options.budgets)
-    for policy in options.policies:
-        policies.get(policy) if options.model != common.DEMO else policy_of(policy)
+    chosen = [policies.get(name) if options.model != common.DEMO else policy_of(name) for name in options.policies]
     for tokens in options.budgets:
         Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
     if options.context < common.SHORTEST:
@@ -99,6 +101,11 @@ def checked(options: argparse.Namespace) -> None:
     block = options.prefill_block
     if block != "whole" and not (block.isdecimal() and int(block) > 1):
         raise FastKVError(f"prefill-block must be whole or a number of at least 2 tokens, got {block!r}")
+    twice = next((policy.name for policy in chosen if policy.rereads), None)
+    if twice and block != "whole":
+        raise FastKVError(
+            f"policy {twice!r} reads twice, got blocks of {block} tokens; add --prefill-block whole"
+        )
     if options.steps is not None and options.steps < 1:
         raise FastKVError(f"steps must be at least 1, got {options.steps}")
 
