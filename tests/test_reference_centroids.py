@@ -96,31 +96,30 @@ def test_rounds_become_finer(num):
     assert total.num == num
 
 
-@given(num=st.integers(4, 12), half=st.integers(0, 1), seed=st.integers(0, 2**31))
-def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, half, seed):
-    keys, values = pairs(num, seed)
-    state, drop = empty(num).add(keys, values), 2
+@given(num=st.integers(4, 12), more=st.integers(0, 20), half=st.integers(0, 1), seed=st.integers(0, 2**31))
+def test_a_round_joins_the_cheapest_pairs_of_the_two_halves(num, more, half, seed):
+    """Of tokens, or of parts that others have joined before."""
+    state, drop = empty(num).add(*pairs(num + more, seed)), 2
     merged = state.joined(state.targets(torch.full((2, 3), drop), half))
     merged = merged.at(merged.order(num - drop))
     for row, head in itertools.product(range(2), range(3)):
-        k, v = keys[row, head], values[row, head]
-        spread_k, spread_v = (rows.var(0, unbiased=False).sum() for rows in (k, v))
+        n, k, v = state.count[row, head], state.keys[row, head], state.values[row, head]
+        share = (n / n.sum())[:, None]
+        spread_k, spread_v = ((share * (rows - (share * rows).sum(0)) ** 2).sum() for rows in (k, v))
+        apart = sum((rows[:, None] - rows).square().sum(-1) / size for rows, size in ((k, spread_k), (v, spread_v)))
+        cost = (n[:, None] * n / (n[:, None] + n) * apart).tolist()
         offers = []
         for one in range(half, num, 2):
-            cost, other = min(
-                (
-                    float(((k[one] - k[to]) ** 2).sum() / spread_k + ((v[one] - v[to]) ** 2).sum() / spread_v),
-                    to,
-                )
-                for to in range(1 - half, num, 2)
-            )
-            offers.append((cost, one, other))
+            cheapest, other = min((cost[one][to], to) for to in range(1 - half, num, 2))
+            offers.append((cheapest, one, other))
         groups = {index: [index] for index in range(num)}
         for _, one, other in sorted(offers)[:drop]:
             groups[other] += groups.pop(one)
-        expected = torch.stack([k[members].mean(0) for members in groups.values()])
+        expected = torch.stack(
+            [(n[members, None] * k[members]).sum(0) / n[members].sum() for members in groups.values()]
+        )
         torch.testing.assert_close(merged.keys[row, head], expected)
-        assert merged.count[row, head].tolist() == [len(members) for members in groups.values()]
+        assert merged.count[row, head].tolist() == [float(n[members].sum()) for members in groups.values()]
 
 
 @given(num=st.integers(1, 60), seed=st.integers(0, 2**31), scale=st.floats(0.01, 4.0), size=st.integers(1, 12))
