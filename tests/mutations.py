@@ -678,8 +678,8 @@ MUTATIONS = [
     bug(
         "samples of a second reading depend on padding",
         "cache/wrappers.py",
-        "torch.arange(SAMPLES, device=q.device) * fed // SAMPLES",
-        "torch.arange(SAMPLES, device=q.device) * (0 * fed + valid.shape[1]) // SAMPLES",
+        "torch.arange(num, device=q.device) * fed // num",
+        "torch.arange(num, device=q.device) * (0 * fed + valid.shape[1]) // num",
         "reread.py::test_a_row_does_not_depend_on_its_padding",
     ),
     bug(
@@ -779,8 +779,8 @@ MUTATIONS = [
     bug(
         "a step's codes of keys and values are swapped",
         "reference/state.py",
-        "(key_codes, codes), both = self.format",
-        "(codes, key_codes), both = self.format",
+        "(key_codes, codes), both = self.encode",
+        "(codes, key_codes), both = self.encode",
         "slots.py::test_moving_never_rounds",
     ),
     bug(

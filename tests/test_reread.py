@@ -205,7 +205,7 @@ def test_equal_bytes():
 
 def test_by_name_and_by_option():
     assert get("fastkv", reread=True).rereads and not FastKV().rereads
-    assert (FastKVReread().reread, FastKVReread().correction, FastKVReread().chunk) == (True, "fine-centroids", 2048)
+    assert (FastKVReread().reread, FastKVReread().correction, FastKVReread().chunk) == (True, "fine-centroids", 512)
     assert get("fastkv", reread=True).correction == "fine-centroids" and FastKV().correction == "centroids"
     assert (KVzip().chunk, KVzip(chunk=5, prompt=[1]).prompt) == (2048, (1,)) and not KVzip().refits
 

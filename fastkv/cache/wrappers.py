@@ -16,7 +16,7 @@ from .layout import LayerConfig
 from .prefill import without_padding
 from .signals import SecondReading
 
-SAMPLES = 128  # of the queries of each chunk of a second reading, for a refit
+SAMPLED, FEWEST = 16, 64  # of a second reading one query in so many, and no fewer of a chunk, are there for a refit
 
 Attends = tuple[float, float | None, Tensor | None, Tensor | None]  # what `LayerCache.configure` takes
 
@@ -100,9 +100,9 @@ class HeldPrompt:
         return out, lse
 
     def _sample(self, again: SecondReading, q: Tensor, valid: Tensor) -> None:
-        """Keep SAMPLES of the queries, evenly spaced in each row: its own, as padding is on the right."""
-        fed = valid.sum(-1, keepdim=True)
-        index = torch.arange(SAMPLES, device=q.device) * fed // SAMPLES
+        """Keep some of the queries, evenly spaced in each row: its own, as padding is on the right."""
+        fed, num = valid.sum(-1, keepdim=True), max(self.cache.config.policy.chunk // SAMPLED, FEWEST)
+        index = torch.arange(num, device=q.device) * fed // num
         some = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
         again.queries = torch.cat([again.queries, some], 2)
         again.asked = torch.cat([again.asked, (fed > 0).expand_as(index)], 1)

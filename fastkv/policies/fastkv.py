@@ -38,13 +38,15 @@ class FastKV(SnapKV):
     Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
     `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
 
-    With `reread` the prompt is fed a second time, and
+    With `reread` the prompt is fed a second time, in chunks of 512, and
 
         score_j = max over its queries of their attention to j + 2 a_j / (s c)
 
-    instead: what the model looks at while it reads the same again is what it needs to go on. Tokens that were read
-    once, generated ones and those of later prompts, have the mean of the others in place of the maximum. The values of
-    the centroids are then refitted to the attention of some queries of the second reading (`Centroids.refitted`).
+    instead: what the model looks at while it reads the same again is what it needs to go on. The shorter the chunks,
+    the less of their attention goes to themselves; retrieval wants them longer. Tokens that were read once, generated
+    ones and those of later prompts, have the mean of the others in place of the maximum. Centroids take an eighth of
+    the bytes then. They settle among the evicted tokens by that maximum (`Centroids.settled`), and their values are
+    refitted to the attention of some queries of the second reading (`Centroids.refitted`).
 
     Args:
         window: observation window, queries.
@@ -52,10 +54,11 @@ class FastKV(SnapKV):
         weight: of the attention, in standard deviations of distance, for a head that looks at all tokens and keeps them
             all; 0 for ManifoldKV's choice.
         reread: read the prompt twice, which takes about twice as long and, until it ends, the memory of the whole
-            cache (as KVzip, arXiv:2505.23416, whose chunks and scores these are); `policy="fastkv-reread"`.
+            cache (as KVzip, arXiv:2505.23416, whose scores these are); `policy="fastkv-reread"`.
     """
 
     name = "fastkv"
+    chunk = 512
 
     weight: float = 4.0
     reread: bool = False

@@ -7,6 +7,8 @@ So does a learned sink s of a query head, (s, 1, 0): out = sigmoid(log Z - s) f,
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -317,9 +319,16 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     check_shape("most_attended", "lse", lse, q.shape[:3])
     dtype = compute_dtype(q)
     most = torch.full((batch, heads, length), float("-inf"), dtype=dtype, device=q.device)
-    for part, total in zip(q.split(QUERY_CHUNK, 2), lse.to(dtype).split(QUERY_CHUNK, 2)):
-        logits = grouped_logits(part, keys, scale, softcap)
-        most = torch.maximum(most, logits.sub_(total.reshape(*logits.shape[:-1], 1)).flatten(2, 3).amax(2))
+    groups = check_groups("most_attended", q.shape[1], heads)
+    q, total = q.unflatten(1, (heads, groups)), lse.to(dtype).unflatten(1, (heads, groups))
+    # One head at a time on a CPU, in whose cache its logits fit.
+    rows, some = (1, 1) if q.device.type == "cpu" else (batch, heads)
+    for row, head in itertools.product(range(0, batch, rows), range(0, heads, some)):
+        own = slice(row, row + rows), slice(head, head + some)
+        known, best = keys[own].to(dtype), most[own]
+        for part, mass in zip(q[own].split(QUERY_CHUNK, 3), total[own].split(QUERY_CHUNK, 3)):
+            logits = grouped_logits(part.flatten(1, 2), known, scale, softcap)
+            torch.maximum(best, logits.sub_(mass[..., None]).flatten(2, 3).amax(2), out=best)
     return most.exp()
 
 
