@@ -14,9 +14,11 @@ from .targets import SPEED_TARGETS
 
 BEGIN = "<!-- how fast: written by `python -m perf.report --readme` from perf/results, do not edit -->"
 END = "<!-- how fast: end -->"
-PAGE = ROOT / "docs" / "performance.md"
-HEADLINES = {"cpu_context": 16_384, "gpu_llama_3_1_8b_context": 32_768}  # part and context of the page's tables
-SHOWN = (*HEADLINES, "cpu_batch", "cpu_flat", "gpu_llama_3_1_8b_batch", "gpu_llama_3_1_8b_flat")  # figures there
+FRONT_BEGIN = "<!-- time: written by `python -m perf.report --readme` from perf/results, do not edit -->"
+FRONT_END = "<!-- time: end -->"
+PAGE = "docs/performance.md"
+HEADLINE, CONTEXT = "cpu_context", 16_384  # part and context of the pages' tables
+SHOWN = (HEADLINE, "cpu_batch", "cpu_flat")  # figures there
 COLUMNS = (
     "model",
     "tokens seen",
@@ -91,24 +93,6 @@ def part_table(speed: Speed, part: str) -> str:
         for point in row.get("flat", ()):
             numbers = [f"{point['ms']['p50']:.3f}", f"{point['over_first'] - 1:+.1%}"]
             flats.append([row["model"], row["cache"], str(point["seen"]), *numbers])
-    profiles = [
-        [row["model"], row["cache"], phase, ", ".join(f"{name} {share:.0%}" for name, share in found)]
-        for row in rows
-        for phase, found in row.get("profile", {}).items()
-    ]
-    text += table(("model", "cache", "of", "where the time goes"), profiles)
-    steps = [
-        [
-            row["model"],
-            row["cache"],
-            f"{row['steps']['usual']:.2f}",
-            f"{row['steps']['slowest']:.2f}",
-            str(row["period"]),
-        ]
-        for row in rows
-        if "steps" in row
-    ]
-    text += table(("model", "cache", "usual step, ms", "slowest step, ms", "of so many in turn"), steps)
     made = ("budget", "new tokens", "generate, s", "new tokens/s")
     header = ("model", "prompt", "batch", "cache", *made, "peak, MiB", "rounds")
     text += table(header, wholes)
@@ -200,22 +184,37 @@ def machine(file: Row) -> str:
 
 def section(files: dict[str, Row], folder: str = "../perf/results") -> str:
     """What stands between the markers of docs/performance.md, markers included."""
-    speed, text = Speed(files), ""
-    for part, context in HEADLINES.items():
-        rows = speed.all(part=part, context=context, what="decode")
-        if not rows:
-            continue
-        file = files[PREFIX + part]
-        peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
-        title = SHAPES[rows[0]["model"]].title
-        text += f"{title}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; commit "
-        text += f"{file['environment']['commit']}. {command(part)}:\n\n{decode_table(speed, rows)}\n"
-    if not text:
+    speed = Speed(files)
+    rows = speed.all(part=HEADLINE, context=CONTEXT, what="decode")
+    if not rows:
         return f"{BEGIN}\n\nNot measured yet; `make perf` measures it.\n\n{END}"
-    shown = [figure for figure in figures(speed) if figure.part in SHOWN]
-    text += "".join(figure.link(folder) for figure in shown)
+    file = files[PREFIX + HEADLINE]
+    peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
+    text = (
+        f"{SHAPES[rows[0]['model']].title}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; "
+    )
+    text += f"commit {file['environment']['commit']}. {command(HEADLINE)}:\n\n{decode_table(speed, rows)}\n"
+    text += "".join(figure.link(folder) for figure in figures(speed) if figure.part in SHOWN)
     text += f"Targets:\n\n{targets(speed, SPEED_TARGETS)}\nWhere fastkv needs more:\n\n{slower(speed)}"
     return f"{BEGIN}\n\n{text}\nEverything measured: [perf/results/README.md]({folder}/README.md).\n\n{END}"
+
+
+def front(files: dict[str, Row]) -> str:
+    """The README's table between its markers, markers included: time and memory beside the full cache."""
+    rows = Speed(files).all(part=HEADLINE, context=CONTEXT, what="decode")
+    lines = [
+        (
+            *(row["cache"], str(row["kept"]), f"{row['first_s']:.1f}", f"{row['ms']['p50']:.1f}"),
+            *(f"{row['cache_bytes'] / MIB:.1f}", f"{row['peak_bytes'] / MIB:.0f}"),
+        )
+        for row in rows
+    ]
+    header = ("cache", "tokens kept", "first token, s", "ms per step", "cache, MiB", "peak above the model, MiB")
+    text = (
+        f"Time and memory after {CONTEXT} tokens, batch {rows[0]['batch']}: {SHAPES[rows[0]['model']].title}, random "
+        f"weights, {rows[0]['dtype']};\n{machine(files[PREFIX + HEADLINE])} (`make perf`):\n\n{table(header, lines)}"
+    )
+    return f"{FRONT_BEGIN}\n\n{text}\n{FRONT_END}"
 
 
 def current(text: str, begin: str = BEGIN, end: str = END) -> str:
@@ -225,7 +224,11 @@ def current(text: str, begin: str = BEGIN, end: str = END) -> str:
     return text[text.index(begin) : text.index(end) + len(end)]
 
 
-def write_section(files: dict[str, Row], path: Path = PAGE) -> None:
-    """Replace what stands between the markers of the page."""
-    page = path.read_text()
-    path.write_text(page.replace(current(page), section(files)))
+def write_sections(files: dict[str, Row], root: Path = ROOT) -> None:
+    """Replace what stands between the markers of docs/performance.md and of the README."""
+    for path, begin, end, text in (
+        (root / PAGE, BEGIN, END, section(files)),
+        (root / "README.md", FRONT_BEGIN, FRONT_END, front(files)),
+    ):
+        page = path.read_text()
+        path.write_text(page.replace(current(page, begin, end), text))
