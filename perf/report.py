@@ -45,15 +45,13 @@ def write(folder: Path) -> Path:
     parts = [
         HEADER,
         chapter(files, folder),
-        gpu.promises(files),
         f"\nFiles that are not finished: {', '.join(unfinished)}.\n" if unfinished else "",
         "\n## Measured on\n\n",
         environments(files),
         gpu.chapters(files),
     ]
-    drawn = gpu.plots(folder, gpu.timed(files))
     path = folder / "README.md"
-    path.write_text("".join(parts) + (f"\n## Plots\n\n{drawn}" if drawn else ""))
+    path.write_text("".join(parts))
     return path
 
 

@@ -56,7 +56,7 @@ def plot(
     lines: dict[str, list[tuple[float, float]]],
     log: bool = False,
 ) -> str:
-    """A PNG of lines with one marker a measurement; "copy" and "byte floor" are dashed. `labels`: of x and y.
+    """A PNG of lines with one marker a measurement. `labels`: of x and y.
 
     Returns: its Markdown, or nothing without points.
     """
@@ -65,9 +65,7 @@ def plot(
         return ""
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for label, points in drawn.items():
-        floor = label.startswith(("copy", "byte floor"))
-        style = {"ls": "--", "lw": 1, "marker": ""} if floor else {"lw": 2 if label.startswith("fastkv") else 1}
-        axes.plot(*zip(*points), **({"marker": "o", "ms": 4, "label": label} | style))
+        axes.plot(*zip(*points), marker="o", ms=4, label=label, lw=2 if label.startswith("fastkv") else 1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({x for points in drawn.values() for x, _ in points}))
     axes.xaxis.set_major_formatter(ScalarFormatter())

@@ -54,9 +54,8 @@ class Case:
 
     Attributes:
         part, op: for the tables; op names the peer or variant.  build: makes the work, or raises to say why not.
-        operation: in `code.OPERATIONS`, what of the library is timed; empty for somebody else's code, which may be
-            unable to run.
-        seconds, compiling: predicted, to measure it and to compile what it needs.
+        memory: what fastkv remembers evicted tokens by; empty for somebody else's code, which may be unable to run.
+        seconds: predicted.
     """
 
     part: str
@@ -65,14 +64,13 @@ class Case:
     batch: int
     length: int
     build: Callable[[Case, Place], Work] = field(compare=False)
-    operation: str = ""
+    memory: str = ""
     seconds: float = 0.8
-    compiling: float = 0.0
 
     @property
     def peer(self) -> bool:
         """Whether it is somebody else's."""
-        return not self.operation
+        return not self.memory
 
     @property
     def name(self) -> str:
@@ -82,7 +80,7 @@ class Case:
 
 def num_sets(place: Place, size: int, once: bool = False) -> int:
     """Sets of `size` bytes to rotate: more than four of small ones, fewer only if four exceed half the memory."""
-    if place.brief or place.toy:
+    if place.toy:
         return 1
     properties = place.cuda.get_device_properties(place.device)
     wanted = max(20 if once and size < 2**28 else 4, -(-2 * properties.L2_cache_size // size))

@@ -9,8 +9,6 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import fastkv
-from fastkv.calibration.files import fingerprint
-from fastkv.calibration.vector_map import VectorMap
 
 from .place import Place
 
@@ -33,22 +31,17 @@ class Kind:
 
     def patch(self, place: Place, model: Any, backend: str, **settings: Any) -> None:
         """Give the model such a cache, small enough for evictions all the time."""
-        vector = some_map(model) if self.correction.startswith("vector") else None
         budget = fastkv.Budget(tokens=16 if place.toy else 64, sinks=2, recent=4, heads=self.heads)
-        same: dict[str, Any] = dict(correction=self.correction, evict_every=EVERY, vector=vector)
+        same: dict[str, Any] = dict(correction=self.correction, evict_every=EVERY)
         fastkv.patch(model, self.policy, budget, backend=backend, **same, **settings)
 
 
-# The default first; then moments, cosh, unequal heads, sums of attention, tokens without values in all or some heads.
+# The default first; then moments, unequal heads, sums of attention.
 KINDS = (
     Kind("fastkv"),
     Kind("momentkv"),
-    Kind("keydiff", "cosh"),
     Kind("keydiff", "none", "adaptive"),
     Kind("h2o", "mean"),
-    Kind("fastkv", "auto", "adaptive"),
-    Kind("keydiff", "vector"),
-    Kind("keydiff", "vector+moments"),
 )
 
 
@@ -73,13 +66,3 @@ def small_model(place: Place, family: str) -> Any:
         layers = ["sliding_attention", "full_attention"]
         made = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=24, layer_types=layers))
     return made.to(place.device, torch.float32 if place.toy else torch.bfloat16).eval()
-
-
-def some_map(model: Any) -> VectorMap:
-    """A seeded random map from keys to values; one head of the second layer does without."""
-    config = model.config
-    heads, dim = config.num_key_value_heads, config.head_dim
-    torch.manual_seed(1)
-    weights = {layer: torch.randn(heads, dim, dim, device=model.device) / dim for layer in range(2)}
-    r2 = {layer: torch.tensor([0.9, 0.9 - 0.8 * layer], dtype=torch.float64) for layer in range(2)}
-    return VectorMap(weights, r2, threshold=0.5, fingerprint=fingerprint(config), model="random", tokens=1)

@@ -29,14 +29,10 @@ class Place:
     Attributes:
         device: of all tensors.
         toy: a dry run on tiny shapes: the reference stands in for kernels, and `StandIn` for CUDA.
-        interpret: in a dry run, the kernels themselves in Triton's interpreter instead of the reference.
-        brief: only what compiles kernels: one set of buffers, few repetitions.
     """
 
     device: torch.device
     toy: bool = False
-    interpret: bool = False
-    brief: bool = False
 
     @property
     def cuda(self) -> Any:
@@ -46,12 +42,12 @@ class Place:
     @property
     def backend(self) -> str:
         """Of the operations that are checked and timed."""
-        return "reference" if self.toy and not self.interpret else "triton"
+        return "reference" if self.toy else "triton"
 
     @property
     def half(self) -> torch.dtype:
-        """What is timed: bf16; fp16 in the interpreter, which cannot compute in bf16."""
-        return torch.float16 if self.interpret else torch.bfloat16
+        """What is timed."""
+        return torch.bfloat16
 
     @property
     def stance(self) -> Any:
@@ -67,15 +63,6 @@ class Place:
     def slots(self) -> int:
         """Slots per head; not a multiple of any tile on the GPU."""
         return 40 if self.toy else 1008
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Slots where the kernels choose by size: below and above one scan."""
-        return (self.slots,) if self.toy else (self.slots, 4112)
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type, or the one that the interpreter can compute in."""
-        return torch.float16 if self.interpret else dtype
 
     def heads(self, heads: Heads) -> Heads:
         """The heads, or few and small ones of that name."""
@@ -145,10 +132,3 @@ class FlashInferStandIn:
         """Attention of q [B, Hq, D] over pages [pages, 16, Hkv, D] of equally many tokens each."""
         keys, values = (rows.reshape(len(q), -1, *rows.shape[2:]).transpose(1, 2) for rows in paged)
         return plain_attention(q, keys, values, self.scale)
-
-    def single_decode_with_kv_cache(
-        self, q: Tensor, keys: Tensor, values: Tensor, *, kv_layout: str, sm_scale: float
-    ) -> Tensor:
-        """Attention of q [Hq, D] over keys, values [L, Hkv, D]."""
-        keys, values = (rows[None].transpose(1, 2) for rows in (keys, values))
-        return plain_attention(q[None], keys, values, sm_scale)[0]
