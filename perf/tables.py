@@ -1,10 +1,9 @@
-"""What every report is made of: result files, Markdown tables, plots, and targets beside what was measured."""
+"""What every report is made of: result files, Markdown tables, plots."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,6 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import ScalarFormatter
 
 NONE = "not measured"
-Answer = tuple[str, bool | None]  # what was measured, in words, and whether the target is met
-
-
-@dataclass(frozen=True)
-class Target:
-    """A promise.
-
-    Attributes:
-        what, wanted: in words.  kind: target or prediction.  answer: from the measurements; None if there are none.
-    """
-
-    what: str
-    wanted: str
-    kind: str
-    answer: Callable[[Any], Answer | None]
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -80,14 +64,3 @@ def plot(
     figure.savefig(folder / f"{name}.png", dpi=120)
     plt.close(figure)
     return f"![{title}]({name}.png)\n"
-
-
-def targets(measured: Any, promises: tuple[Target, ...]) -> str:
-    """Targets and predictions beside what was measured."""
-    rows = []
-    for target in promises:
-        answer = target.answer(measured)
-        wanted = target.wanted + (" (prediction)" if target.kind == "prediction" or answer is None else "")
-        met = "" if answer is None or answer[1] is None else "yes" if answer[1] else "no"
-        rows.append((target.what, wanted, NONE if answer is None else answer[0], met))
-    return table(("what", "target or prediction", "measured", "met"), rows)

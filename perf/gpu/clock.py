@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..engine import Row
 from .heads import Heads
-from .place import Place
+from .place import HALF, Place
 
 LAUNCHES = 100  # in one graph, if the buffers are small
 MAX_PASSES = 5  # over the sets in one graph: a decode step appends this often before its lengths are restored
+WARM, LEAST, MOST, SECONDS = 3, 10, 100, 0.25  # replays that are thrown away; samples; seconds spent on them
 COPY_BYTES = 1 << 30  # of each of the two buffers of the bandwidth measurement
 
 
@@ -137,12 +138,11 @@ def measure(work: Work, place: Place) -> Row:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / launches)
 
-    sampling = place.sampling
-    for _ in range(sampling.warmup):
+    for _ in range(1 if place.toy else WARM):
         replay()
-    rounds = int(min(sampling.most, max(sampling.least, sampling.seconds * 1e6 / (times[-1] * launches))))
+    rounds = int(min(MOST, max(LEAST, SECONDS * 1e6 / (times[-1] * launches))))
     times.clear()
-    for _ in range(rounds):
+    for _ in range(2 if place.toy else rounds):
         replay()
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     row: Row = {"needed_bytes": work.needed, "sets": work.sets, "error": work.error}
@@ -161,7 +161,7 @@ def copy_work(place: Place, size: int, sets: int) -> Work:
 
 def randn(place: Place, *shape: int) -> Tensor:
     """Random half-precision numbers, never zeros: zeros run faster than data."""
-    return torch.randn(*shape, device=place.device, dtype=place.half)
+    return torch.randn(*shape, device=place.device, dtype=HALF)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

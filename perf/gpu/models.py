@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import fastkv
 
+from ..speed.models import build
 from .place import Place
 
-FAMILIES = ("llama", "gemma3")  # the second has rings of sliding-window layers beside the cache
+FAMILIES = ("llama", "gemma-3")  # the second has layers with a window
 EVERY = 4  # tokens between evictions
 
 
@@ -46,23 +46,6 @@ KINDS = (
 
 
 def small_model(place: Place, family: str) -> Any:
-    """A random model with real head sizes, seeded."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 256,
-        "hidden_size": 64 if place.toy else 512,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16 if place.toy else 128,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.3 if place.toy else 0.1,
-        "eos_token_id": None,
-    }
-    if family == "llama":
-        made: Any = LlamaForCausalLM(LlamaConfig(**sizes))
-    else:
-        layers = ["sliding_attention", "full_attention"]
-        made = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=24, layer_types=layers))
-    return made.to(place.device, torch.float32 if place.toy else torch.bfloat16).eval()
+    """A small model with seeded weights; its layers with a window have rings beside the cache."""
+    dtype = torch.float32 if place.toy else torch.bfloat16
+    return build(f"{family}-toy" if place.toy else f"{family}-small", place.device, dtype)

@@ -11,15 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .heads import Heads
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How often the clock launches: replays that are thrown away, least and most samples, seconds spent on them."""
-
-    warmup: int = 3
-    least: int = 10
-    most: int = 100
-    seconds: float = 0.25
+HALF = torch.bfloat16  # what is timed
 
 
 @dataclass(frozen=True)
@@ -45,19 +37,9 @@ class Place:
         return "reference" if self.toy else "triton"
 
     @property
-    def half(self) -> torch.dtype:
-        """What is timed."""
-        return torch.bfloat16
-
-    @property
     def stance(self) -> Any:
         """A with block in which `torch.compile` compiles, or in a dry run leaves functions as they are."""
         return torch.compiler.set_stance("force_eager" if self.toy else "default")
-
-    @property
-    def sampling(self) -> Sampling:
-        """How often the clock launches."""
-        return Sampling(1, 2, 2, 0.0) if self.toy else Sampling()
 
     @property
     def slots(self) -> int:

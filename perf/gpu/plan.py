@@ -56,11 +56,10 @@ def sections(place: Place) -> list[Section]:
     """Everything, the most important first."""
     first, *others = KINDS
     device = [device_check(place, LLAMA, name, c) for name in checks.PER_HEADS for c in checks.CORRECTIONS]
-    device += [sync_check(place, policy) for policy in ("fastkv", "momentkv")]
     device += [steps_check(place, "llama", first, how) for how in ("captured", "compiled")]
     steps = [steps_check(place, family, kind, "captured") for kind in KINDS for family in FAMILIES][1:]
     steps += [steps_check(place, "llama", kind, "compiled") for kind in others]
-    steps += [steps_check(place, "gemma3", first, "compiled")]
+    steps += [steps_check(place, "gemma-3", first, "compiled")]
     heads = [device_check(place, GEMMA, name, c) for name in checks.PER_HEADS for c in checks.CORRECTIONS]
     kernels = check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)
     return [
@@ -94,11 +93,6 @@ def device_check(place: Place, heads: Heads, name: str, correction: str) -> Task
     return check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
 
 
-def sync_check(place: Place, policy: str) -> Task:
-    """Of a patched model."""
-    return check(place, f"sync[{policy}]", {"op": "sync", "policy": policy}, checks.check_sync, 15.0, policy=policy)
-
-
 def steps_check(place: Place, family: str, kind: Kind, how: str) -> Task:
     """Of whole steps of one model, captured or compiled."""
     name, seconds = f"{how}[{family}-{kind.name}]", 40.0 if how == "compiled" else 10.0
@@ -125,7 +119,7 @@ def whole(place: Place, case: Whole) -> Task:
 
     mine = case.contender == "fastkv"
     needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS]
-    needs += ["sync[fastkv]", f"{case.step}[llama-{KINDS[0].name}]"]
+    needs += [f"{case.step}[llama-{KINDS[0].name}]"]
     job = Job(case.name, {"part": "model", **case.as_row()}, run, code_of(measure_model), optional=not mine)
     return Task("gpu_model", job, CONTENDERS[case.contender, case.step], tuple(needs) if mine else ())
 

@@ -23,7 +23,7 @@ from .checks import CRASHES, still_there
 from .clock import COPY_BYTES, MAX_PASSES, Case, Work, copy_work, measure, num_sets, randn, relative_error
 from .heads import GEMMA, KEY, LLAMA, OTHERS, Heads, decode_bytes
 from .peers import PEERS, WORST
-from .place import Place
+from .place import HALF, Place
 
 FREE = 16  # slots beyond L: what is appended between two evictions
 TOY_LENGTH = 32  # in a dry run
@@ -49,7 +49,7 @@ def decode(correction: str, attention: bool = False, slots: str = "auto") -> Cal
         for index in range(sets):
             sizes = batch, heads.num_kv_heads, heads.head_dim, case.length
             kept = dict(free=FREE, correction=correction, attention=attention, slots=slots)
-            state = filled(*sizes, **kept, dtype=place.half, device=place.device)  # type: ignore[arg-type]
+            state = filled(*sizes, **kept, dtype=HALF, device=place.device)  # type: ignore[arg-type]
             state.exact.lengths = lengths[index]  # those of all layers are restored at once
             q = randn(place, batch, heads.num_heads, heads.head_dim)
             k, v = (randn(place, batch, heads.num_kv_heads, 1, heads.head_dim) for _ in "kv")
