@@ -203,6 +203,12 @@ def test_a_red_test_of_a_kernel_is_a_finding(monkeypatch):
     done.returncode, done.stdout = 2, "no module named hypothesis"
     assert "hypothesis" in checks.row_of(lambda: checks.check_kernels(CPU), CPU)["error"]
 
+    def late(*args, **kwargs):
+        raise checks.subprocess.TimeoutExpired("pytest", 1)
+
+    monkeypatch.setattr(checks.subprocess, "run", late)
+    assert "not finished" in checks.row_of(lambda: checks.check_kernels(CPU), CPU)["error"]
+
 
 def test_the_stand_in_has_only_what_torch_has():
     with pytest.raises(AttributeError, match="nothing called"):

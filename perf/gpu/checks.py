@@ -26,15 +26,17 @@ from fastkv import ops
 
 from ..engine import LIMIT, ROOT, Row
 from ..micro.states import filled, spec
+from ..speed.models import build
 from .clock import nothing, randn, record
 from .heads import Heads
-from .models import EVERY, Kind, small_model
 from .place import HALF, Place, forget_compiled
 
 BROKEN = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError)
 CRASHES = (*BROKEN, OSError, ImportError, TritonError)
 LAUNCHES, PER_GRAPH = 100_000, 100
 CORRECTIONS = ("centroids", "moments")
+FAMILIES = ("llama", "gemma-3")  # the second has layers with a window
+EVERY = 4  # tokens between evictions
 # Median over steps of |compiled - eager| / |eager| of the logits. An inductor graph keeps in float32 what eager steps
 # round to bf16 in between (2^-8 each), and a close choice of what to evict may fall the other way.
 COMPILED = 0.05
@@ -98,7 +100,10 @@ def check_kernels(place: Place) -> list[Finding]:
     if importlib.util.find_spec("xdist") and not place.toy:
         how += ["-n", "16"]
     command = [sys.executable, "-m", "pytest", "-q", *how, *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT)
+    except subprocess.TimeoutExpired as late:
+        raise RuntimeError(f"not finished after {LIMIT} seconds") from late
     if done.returncode > 1:
         raise RuntimeError((done.stdout + done.stderr).strip()[-500:])
     red = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
@@ -224,6 +229,41 @@ def syncs_raise(place: Place) -> Iterator[None]:
         yield
     finally:
         place.cuda.set_sync_debug_mode("default")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cache: policy, correction, and whether heads are equal."""
+
+    policy: str
+    correction: str = "auto"
+    heads: str = "uniform"
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+        return f"{self.policy}-{self.correction}-{self.heads}"
+
+    def patch(self, place: Place, model: Any, backend: str, **settings: Any) -> None:
+        """Give the model such a cache, small enough for evictions all the time."""
+        budget = fastkv.Budget(tokens=16 if place.toy else 64, sinks=2, recent=4, heads=self.heads)
+        same: dict[str, Any] = dict(correction=self.correction, evict_every=EVERY)
+        fastkv.patch(model, self.policy, budget, backend=backend, **same, **settings)
+
+
+# The default first; then moments, unequal heads, sums of attention.
+KINDS = (
+    Kind("fastkv"),
+    Kind("momentkv"),
+    Kind("keydiff", "none", "adaptive"),
+    Kind("h2o", "mean"),
+)
+
+
+def small_model(place: Place, family: str) -> Any:
+    """A small model with seeded weights; its layers with a window have rings beside the cache."""
+    dtype = torch.float32 if place.toy else torch.bfloat16
+    return build(f"{family}-toy" if place.toy else f"{family}-small", place.device, dtype)
 
 
 def logits_of(place: Place, model: Any, ids: Tensor, fed: Tensor, how: str) -> Tensor:

@@ -20,7 +20,6 @@ from ..speed.worker import measure as measure_model
 from . import checks, timings
 from .clock import Case
 from .heads import GEMMA, LLAMA, Heads
-from .models import FAMILIES, KINDS, Kind
 from .place import Place
 
 FILES = ("gpu_checks", "gpu_timings", "gpu_model")
@@ -54,10 +53,10 @@ class Section:
 
 def sections(place: Place) -> list[Section]:
     """Everything, the most important first."""
-    first, *others = KINDS
+    first, *others = checks.KINDS
     device = [device_check(place, LLAMA, name, c) for name in checks.PER_HEADS for c in checks.CORRECTIONS]
     device += [steps_check(place, "llama", first, how) for how in ("captured", "compiled")]
-    steps = [steps_check(place, family, kind, "captured") for kind in KINDS for family in FAMILIES][1:]
+    steps = [steps_check(place, family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES][1:]
     steps += [steps_check(place, "llama", kind, "compiled") for kind in others]
     steps += [steps_check(place, "gemma-3", first, "compiled")]
     heads = [device_check(place, GEMMA, name, c) for name in checks.PER_HEADS for c in checks.CORRECTIONS]
@@ -93,7 +92,7 @@ def device_check(place: Place, heads: Heads, name: str, correction: str) -> Task
     return check(place, f"{name}[{heads.name}-{correction}]", case, checks.PER_HEADS[name], seconds, **given)
 
 
-def steps_check(place: Place, family: str, kind: Kind, how: str) -> Task:
+def steps_check(place: Place, family: str, kind: checks.Kind, how: str) -> Task:
     """Of whole steps of one model, captured or compiled."""
     name, seconds = f"{how}[{family}-{kind.name}]", 40.0 if how == "compiled" else 10.0
     case = {"op": how, "family": family, "kind": kind.name}
@@ -119,7 +118,7 @@ def whole(place: Place, case: Whole) -> Task:
 
     mine = case.contender == "fastkv"
     needs = [f"{name}[{LLAMA.name}-centroids]" for name in checks.PER_HEADS]
-    needs += [f"{case.step}[llama-{KINDS[0].name}]"]
+    needs += [f"{case.step}[llama-{checks.KINDS[0].name}]"]
     job = Job(case.name, {"part": "model", **case.as_row()}, run, code_of(measure_model), optional=not mine)
     return Task("gpu_model", job, CONTENDERS[case.contender, case.step], tuple(needs) if mine else ())
 
