@@ -8,7 +8,7 @@ import torch
 from fastkv import corrections
 from perf.engine import RESULTS
 from perf.micro import __main__ as command
-from perf.micro import conftest, states
+from perf.micro import conftest, states, test_layers
 
 from .processes import of_module, run
 
@@ -98,6 +98,15 @@ def test_layers_hold_what_they_say(correction):
     assert all(
         tensor.any() for name, tensor in state.named_tensors() if name != "exact.attention" and "approx.att" not in name
     )
+
+
+@pytest.mark.parametrize("policy", test_layers.POLICIES)
+def test_every_layer_that_is_timed_can_be_made(policy, monkeypatch):
+    monkeypatch.setattr(test_layers, "KEPT", 64)
+    monkeypatch.setattr(test_layers, "PROMPT", 80)
+    corrected = test_layers.CORRECTIONS if policy == "snapkv" else ["auto"]
+    for correction in corrected:
+        assert test_layers.steps(policy, correction=correction)[0].stored().max() <= 64
 
 
 # The committed report.

@@ -17,10 +17,11 @@ PROMPT, KEPT, PERIOD = 1024, 512, 16
 # Than a layer by itself is given.
 NEEDS_MORE = (
     "compactor", "leverage", "criticalkv", "kvzip", "fastkv-reread", "duoattention", "expected-attention",
-    "triattention",
+    "triattention", "attention-matching",
 )  # fmt: skip
 POLICIES = [name for name in policies.names() if name not in NEEDS_MORE]
-CORRECTIONS = [one.name for one in corrections.ALL if not one.key_only]  # those need a map from keys to values
+# The others need a map from keys to values, or a second reading.
+CORRECTIONS = [one.name for one in corrections.ALL if not (one.key_only or one.biases)]
 
 
 @pytest.fixture
