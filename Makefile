@@ -18,7 +18,7 @@ STAMP = $(VENV)/installed-
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
-demo: $(STAMP)base ## questions to a model, with its full cache and smaller ones (ARGS=--help)
+demo: $(STAMP)base ## questions to the bundled model, with its full cache and smaller ones (ARGS=--all: all)
 	$(BIN)/fastkv demo $(ARGS)
 
 test: $(STAMP)dev ## the tests of every day: all that are not slow, with few random cases each
