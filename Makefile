@@ -4,7 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 PARALLEL = -n $(JOBS) --dist worksteal
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test test-all coverage mutations eval-report verdict smoke: export OMP_WAIT_POLICY ?= passive
+demo test test-all coverage mutations smoke: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 VLLM ?= .venv-vllm
@@ -12,7 +12,7 @@ INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
 .PHONY: help demo test test-all test-vllm check coverage test-matrix models mutations aot bench perf perf-report \
-	eval-report verdict docs dist smoke clean
+	docs dist smoke clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -50,8 +50,8 @@ mutations: $(STAMP)dev ## seeded bugs, each of which some test must notice
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
 bench: export OMP_WAIT_POLICY ?= passive
-bench: $(STAMP)perf ## every operator and whole layers under pytest-benchmark (ARGS=--benchmark-json=FILE)
-	$(BIN)/python -m pytest perf/micro $(ARGS)
+bench: $(STAMP)perf ## every operator and whole layers under pytest-benchmark, into perf/results/micro.json and micro.md
+	$(BIN)/python -m perf.micro $(ARGS)
 
 perf: $(STAMP)perf ## speed of whole models on this machine, against the full cache and kvpress (ARGS=--help)
 	$(BIN)/python -m perf.speed $(ARGS)
@@ -59,16 +59,8 @@ perf: $(STAMP)perf ## speed of whole models on this machine, against the full ca
 aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and check registers, spills and loads
 	$(BIN)/python -m perf.aot --arch all $(ARGS)
 
-perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, docs/performance.md, and what README shows
+perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, docs/performance.md, and README's table
 	$(BIN)/python -m perf.report --readme $(ARGS)
-
-eval-report: export OMP_NUM_THREADS ?= 1
-eval-report: $(STAMP)perf ## quality of every policy and ablation on the bundled model: measures what is missing, writes tables
-	$(BIN)/python -m perf.quality $(ARGS)
-
-verdict: export OMP_NUM_THREADS ?= 1
-verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
-	$(BIN)/python -m perf.quality.verdict $(ARGS)
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error

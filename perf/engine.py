@@ -29,8 +29,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "perf" / "results"
 COMPLETE, FAILED, REFUSED, LEFT = 0, 1, 2, 3  # exit codes
-MODELS = ("model", "second model", "language model", "held-out text")
-SAME = ("device", "driver", "torch", "triton", "transformers", *MODELS, "dry_run")
+SAME = ("device", "driver", "torch", "triton", "transformers", "dry_run")
 LIMIT = 900  # seconds after which a process is given up
 
 

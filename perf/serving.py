@@ -5,7 +5,7 @@
     python -m perf.serving --toy                                    # a small model with random weights, made here
 
 Needs vLLM (`make test-vllm` makes an environment for a CPU: .venv-vllm/bin/python -m perf.serving). All requests of a
-case arrive at once; each engine runs in a process of its own. Writes <device>.json, a table and a plot. The machine
+case arrive at once; each engine runs in a process of its own. Writes <device>.json and a table. The machine
 should have nothing else to do: its load stands beside every number.
 """
 
@@ -55,17 +55,9 @@ def toy(directory: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=32768,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 32768}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(directory)
 
 
 def engine_of(options: argparse.Namespace) -> Any:
@@ -148,25 +140,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Tokens per second over requests at once, a line for each engine and length."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for length in sorted({row["prompt"] for row in rows}):
-        for engine, style in ((STOCK, "--"), (OURS, "-")):
-            own = sorted(
-                (r["requests"], r["tokens_per_s"]) for r in rows if (r["prompt"], r["engine"]) == (length, engine)
-            )
-            axes.plot(*zip(*own), style, marker="o", label=f"{engine}, prompts of {length}")
-    axes.set(xlabel="requests at once", ylabel="tokens of answers per second", xscale="log", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run both engines, each in a process of its own."""
     options = parse(arguments)
@@ -191,7 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
     path.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1) + "\n")
     said = ", ".join(f"{name} {value}" for name, value in settings.items())
     path.with_suffix(".md").write_text(f"Written by `python -m perf.serving`: {said}.\n\n{table(rows)}\n")
-    plot(rows, path.with_suffix(".png"))
     print(table(rows))
     return 0
 

@@ -1,10 +1,9 @@
-"""What every report is made of: result files, Markdown tables, plots, and targets beside what was measured."""
+"""What every report is made of: result files, Markdown tables, plots."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,6 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import ScalarFormatter
 
 NONE = "not measured"
-Answer = tuple[str, bool | None]  # what was measured, in words, and whether the target is met
-
-
-@dataclass(frozen=True)
-class Target:
-    """A promise.
-
-    Attributes:
-        what, wanted: in words.  kind: target or prediction.  answer: from the measurements; None if there are none.
-    """
-
-    what: str
-    wanted: str
-    kind: str
-    answer: Callable[[Any], Answer | None]
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -56,7 +40,7 @@ def plot(
     lines: dict[str, list[tuple[float, float]]],
     log: bool = False,
 ) -> str:
-    """A PNG of lines with one marker a measurement; "copy" and "byte floor" are dashed. `labels`: of x and y.
+    """A PNG of lines with one marker a measurement. `labels`: of x and y.
 
     Returns: its Markdown, or nothing without points.
     """
@@ -65,9 +49,7 @@ def plot(
         return ""
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for label, points in drawn.items():
-        floor = label.startswith(("copy", "byte floor"))
-        style = {"ls": "--", "lw": 1, "marker": ""} if floor else {"lw": 2 if label.startswith("fastkv") else 1}
-        axes.plot(*zip(*points), **({"marker": "o", "ms": 4, "label": label} | style))
+        axes.plot(*zip(*points), marker="o", ms=4, label=label, lw=2 if label.startswith("fastkv") else 1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({x for points in drawn.values() for x, _ in points}))
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -82,14 +64,3 @@ def plot(
     figure.savefig(folder / f"{name}.png", dpi=120)
     plt.close(figure)
     return f"![{title}]({name}.png)\n"
-
-
-def targets(measured: Any, promises: tuple[Target, ...]) -> str:
-    """Targets and predictions beside what was measured."""
-    rows = []
-    for target in promises:
-        answer = target.answer(measured)
-        wanted = target.wanted + (" (prediction)" if target.kind == "prediction" or answer is None else "")
-        met = "" if answer is None or answer[1] is None else "yes" if answer[1] else "no"
-        rows.append((target.what, wanted, NONE if answer is None else answer[0], met))
-    return table(("what", "target or prediction", "measured", "met"), rows)

@@ -1,10 +1,14 @@
 """perf/micro as code: every operator runs and is right, and the clock of a GPU divides by the launches of a graph."""
 
+import json
+
 import pytest
 import torch
 
 from fastkv import corrections
-from perf.micro import conftest, states
+from perf.engine import RESULTS
+from perf.micro import __main__ as command
+from perf.micro import conftest, states, test_layers
 
 from .processes import of_module, run
 
@@ -94,3 +98,65 @@ def test_layers_hold_what_they_say(correction):
     assert all(
         tensor.any() for name, tensor in state.named_tensors() if name != "exact.attention" and "approx.att" not in name
     )
+
+
+@pytest.mark.parametrize("policy", test_layers.POLICIES)
+def test_every_layer_that_is_timed_can_be_made(policy, monkeypatch):
+    monkeypatch.setattr(test_layers, "KEPT", 64)
+    monkeypatch.setattr(test_layers, "PROMPT", 80)
+    corrected = test_layers.CORRECTIONS if policy == "snapkv" else ["auto"]
+    for correction in corrected:
+        assert test_layers.steps(policy, correction=correction)[0].stored().max() <= 64
+
+
+# The committed report.
+
+
+def benchmark(name, median):
+    stats = {"median": median, "q1": 0.9 * median, "q3": 1.1 * median, "rounds": 7, "mean": 1.0, "stddev": 1.0}
+    return {"name": name, "stats": stats}
+
+
+REPORT = {
+    "benchmarks": [benchmark("test_evict[cpu-llama-1024]", 1e-3), benchmark("test_select", 2.5e-4)],
+    "machine_info": {"node": "secret", "fastkv": {"cpu": "CPU X", "torch": "2.0", "commit": "abc"}},
+    "datetime": "2026-01-02T03:04:05",
+    "version": "5.0",
+}
+
+
+def test_the_report_has_medians_quartiles_machine_versions_and_commit(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "measure", lambda only: (0, command.trimmed(REPORT) | {"load": [0.1, 1.0]}))
+    assert command.main(["--out", str(tmp_path), "--only", "evict"]) == 0 and not list(tmp_path.iterdir())
+    assert "| cpu-llama-1024 | 1000.0 | 900.0-1100.0 | 7 |" in capsys.readouterr().out
+    assert command.main(["--out", str(tmp_path)]) == 0
+    file, text = json.loads((tmp_path / "micro.json").read_text()), (tmp_path / "micro.md").read_text()
+    assert [row["median_us"] for row in file["rows"]] == [1000.0, 250.0] and "secret" not in json.dumps(file)
+    for line in (
+        "pytest-benchmark 5.0; cpu CPU X, torch 2.0, commit abc; load before and after 0.1 and 1.0.",
+        "## Evict",
+    ):
+        assert line in text, line
+    assert "| all | 250.0 | 225.0-275.0 | 7 |" in text
+    (tmp_path / "micro.md").unlink()
+    assert command.main(["--out", str(tmp_path), "--report"]) == 0 and (tmp_path / "micro.md").read_text() == text
+
+
+def test_a_run_that_fails_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "measure", lambda only: (1, None))
+    assert command.main(["--out", str(tmp_path)]) == 1 and not list(tmp_path.iterdir())
+    assert "nothing is written" in capsys.readouterr().out
+
+
+def test_the_committed_table_is_that_of_the_committed_numbers():
+    """`python -m perf.micro --report` has been run since the last measurement."""
+    path = RESULTS / command.NAME
+    file = json.loads(path.read_text()) if path.exists() else None
+    assert path.with_suffix(".md").read_text() == command.page(file)
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_measured():
+    code, file = command.measure("test_select and not compact and 1024 and llama")
+    assert code == 0 and file["rows"] and all(row["median_us"] > 0 for row in file["rows"])
+    assert {"cpu", "torch", "commit"} <= file["environment"].keys()

@@ -1,11 +1,9 @@
 """Benchmarks of whole models as code: cases, the worker on toy models, runs that stop and go on, their report."""
 
 import json
-import subprocess
 import sys
 import types
 import zlib
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import ClassVar
 
@@ -15,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from perf import commands, engine, front, paired_steps, report
+from perf import engine, report
 from perf.engine import RESULTS, ROOT, Unmeasured
-from perf.quality import results as quality
 from perf.speed import __main__ as command
 from perf.speed import contenders, models, worker
 from perf.speed import report as speed_report
@@ -25,7 +22,6 @@ from perf.speed.cases import Case, toy
 from perf.speed.contenders import FastKV, Full, KVPress
 from perf.speed.parts import PARTS, interleaved
 from perf.speed.results import FIRST, STEP, Speed, floor_ms
-from perf.speed.targets import SPEED_TARGETS, verdict
 from perf.speed.worker import Memory, decode, measure, spread
 
 CPU = torch.device("cpu")
@@ -41,9 +37,8 @@ FACTS = {"device": "cpu", "cpu": "CPU X", "threads": 2, "torch": "2.0", "transfo
 def test_cases_have_names_of_their_own_and_toys_too():
     for part, cases in PARTS.items():
         assert len({case.name for case in cases}) == len(cases) > 0, part
-        assert len({toy(case).name for case in cases}) == len(cases) or part.startswith("gpu"), part
+        assert len({toy(case).name for case in cases}) == len(cases), part
         for case in cases:
-            assert case.device == ("cuda" if part.startswith("gpu") else "cpu")
             assert (case.contender == "full") == (case.policy == "") == (case.budget == 0)
             assert case.contender != "kvpress" or (case.policy in contenders.PRESSES and case.block is None)
             assert case.contender != "full" or case.step != "captured"
@@ -86,32 +81,6 @@ def test_a_step_reads_all_weights_but_an_untied_embedding(name, tables):
 def test_prompts_are_seeded():
     one, two = (models.prompt("llama-toy", 2, 30, CPU) for _ in range(2))
     assert torch.equal(one, two) and one.shape == (2, 30) and 3 <= one.min() and one.max() < 97
-
-
-# Two trees.
-
-
-def test_two_trees_take_turns(monkeypatch, capsys):
-    turns = []
-
-    def answer(tree, policy):
-        turns.append((tree.name, policy))
-        return "2.0" if tree.name == "old" else "1.5"
-
-    monkeypatch.setattr(paired_steps, "served", lambda tree, context: nullcontext(tree))
-    monkeypatch.setattr(paired_steps, "answer", answer)
-    paired_steps.main(["--before", "old", "--after", "new", "--minutes", "0"])
-    assert turns == [(tree, policy) for policy in paired_steps.POLICIES for tree in ("old", "new")] * paired_steps.LEAST
-    out = capsys.readouterr().out
-    assert out.count("after / before 0.750 (0.750 to 0.750)") == 3 and "16384 tokens seen, 512 kept, batch 4" in out
-
-
-@pytest.mark.slow
-def test_a_tree_against_itself(capsys):
-    paired_steps.main(["--before", str(engine.ROOT), "--context", "600", "--rounds", "5"])
-    assert "5 rounds" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="has no fastkv"), paired_steps.served(engine.ROOT / "docs", 600):
-        pass
 
 
 # The worker.
@@ -172,23 +141,6 @@ def test_rows_of_the_worker(threads, monkeypatch):
     flat = measure(replace(KEPT, what="flat", context=4096, block=128, batch=1))["flat"]
     assert [point["seen"] for point in flat] == [128, 256, 512, 1024, 2048, 4096]
     assert flat[0]["over_first"] == 1 and all(point["over_first"] > 0 for point in flat)
-
-
-def test_profiles_are_shares_of_what_ran(threads, monkeypatch):
-    monkeypatch.setitem(worker.COPY_BYTES, "cpu", 1 << 20)
-    row = measure(replace(KEPT, block=16, what="profile"))
-    found = row["profile"]
-    assert 0 < row["steps"]["usual"] <= row["steps"]["slowest"]
-    for phase in ("prompt", "step"):
-        parts = [share for _, share in found[phase]]
-        assert len(parts) == 8 and parts == sorted(parts, reverse=True) and 0.2 < sum(parts) <= 1
-    assert {"aten::mm", "aten::addmm"} & set(dict(found["step"]))
-
-
-def test_shares_leave_out_what_is_called():
-    events = [types.SimpleNamespace(key=f"op{i}", self_cpu_time_total=i, self_device_time_total=0) for i in range(10)]
-    assert worker.shares(events, cuda=False)[:2] == [("op9", 0.2), ("op8", 8 / 45)]
-    assert worker.shares(events, cuda=True)[0][1] == 0.0
 
 
 def test_fastkv_reports_its_own_bytes():
@@ -297,29 +249,6 @@ def test_a_worker_in_its_own_process():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("start", [1, 8, 64])
-@pytest.mark.parametrize("capacity", [0, 1, 5, 8, 31, 64, 100, 5000])
-def test_the_largest_batch_is_found_by_doubling(start, capacity):
-    asked = []
-
-    def measured(case):
-        asked.append(case.batch)
-        return {"out_of_memory": True} if case.batch > capacity else {"ms": {"p50": case.batch}}
-
-    row = command.largest(replace(TOY, batch=start, what="largest"), measured)
-    want = max((b for b in (2**i for i in range(13)) if b <= capacity), default=None)
-    assert row.get("batch") == want and row["tried"] == asked and len(set(asked)) == len(asked)
-    assert row.get("out_of_memory", False) == (want is None) and (want is None or row["ms"]["p50"] == want)
-
-
-def test_a_largest_batch_that_fails_otherwise_has_its_reason():
-    def broken(case):
-        raise Unmeasured("broken")
-
-    with pytest.raises(Unmeasured, match="broken"):
-        command.largest(TOY, broken)
-
-
 CASES = [TOY, KEPT, replace(KEPT, contender="kvpress")]
 
 
@@ -371,12 +300,9 @@ def test_a_peer_with_other_logits_does_not_count(part):
     assert "skipped" not in file["rows"][1]
 
 
-def test_dry_runs_leave_the_results_alone(monkeypatch):
+def test_dry_runs_leave_the_results_alone():
     with pytest.raises(SystemExit, match="does not write into perf/results"):
         command.main(["--dry-run", "--out", str(RESULTS)])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        command.main(["--parts", "gpu_qwen3_4b_flat"])
 
 
 # The report.
@@ -424,12 +350,6 @@ MADE_UP = files(
             for n, t in ((4096, 4.0), (8192, 4.1), (16_384, 4.0), (131_072, 3.8))
         ],
     ),
-    row(
-        "cpu_profile",
-        long("full", 8192, what="profile"),
-        profile={"step": [["aten::mm", 0.625], ["aten::add", 0.1]]},
-        steps={"usual": 1.25, "slowest": 3.5},
-    ),
     {
         "part": "cpu_long",
         "id": long("kvpress", 32_768).name,
@@ -437,10 +357,6 @@ MADE_UP = files(
         "skipped": "Error: a | b",
     },
 )
-
-
-def answers(content):
-    return {target.what: target.answer(Speed(content)) for target in SPEED_TARGETS}
 
 
 def test_rounds_of_a_case_become_one_row_of_medians():
@@ -465,45 +381,6 @@ def test_rounds_of_a_case_become_one_row_of_medians():
     assert one["flat"] == points[2]
 
 
-def test_targets_are_answered_from_rows_and_say_by_how_much_they_are_missed():
-    found = answers(MADE_UP)
-    assert found["CPU, 16K seen, batch 4, 512 kept: step against the full cache"] == (
-        "keydiff, blocks 25x; keydiff 18.2x; missed by 9%",
-        False,
-    )
-    assert found["CPU, the same: step over kvpress's"] == ("keydiff, blocks 0.8x; keydiff 1.1x; missed by 10%", False)
-    assert found["CPU, 8K: first token in blocks over kvpress's"] == ("keydiff, blocks 0.4x", True)
-    assert found["CPU, 8K: generate in blocks against kvpress"] == ("keydiff, blocks 1.75x; missed by 12%", False)
-    assert found["CPU, 8K: peak memory of generate in blocks over kvpress's"] == ("keydiff, blocks 1x", True)
-    assert found["CPU: step from 4K to 128K seen"] == ("fastkv keydiff -5.0% at 131072", False)
-    assert all(answer is None for what, answer in found.items() if what.startswith("GPU"))
-    assert all(answer is None for answer in answers({}).values())
-
-
-def test_gpu_targets():
-    def case(contender, step, batch, context=32_768, **more):
-        policy = {} if contender == "full" else {"policy": "keydiff", "budget": 1024}
-        return Case("llama-3.1-8b", contender, context, batch, step=step, device="cuda", **policy | more)
-
-    batch, big, eager = ("gpu_llama_3_1_8b_" + name for name in ("batch", "largest", "eager"))
-    content = files(
-        row(batch, case("full", "compiled", 8), 9.0),
-        row(batch, case("fastkv", "captured", 8, block=512), 3.0),
-        row(batch, case("fastkv", "captured", 16, block=512), 1.24),
-        row(big, case("full", "compiled", 16, what="largest"), 10.0),
-        row(eager, case("full", "eager", 1, 131_072), 30.0, first=10.0),
-        row(eager, case("fastkv", "eager", 1, 131_072, block=512), 30.0, first=7.0),
-        row(eager, case("fastkv", "eager", 1, 131_072), 30.0, first=12.0),
-    )
-    found = [answer for what, answer in answers(content).items() if what.startswith("GPU")]
-    assert found[:2] == [
-        ("keydiff, blocks, captured 3x", True),
-        ("fastkv keydiff, blocks, captured at batch 16 8.06x", True),
-    ]
-    assert found[2] == ("worst 3.00x (fastkv keydiff, blocks, captured, 32768 tokens, batch 8; 2 shapes)", False)
-    assert found[3] == ("keydiff, blocks 0.7x", True)
-
-
 def test_floors_and_pairs():
     speed = Speed(MADE_UP)
     assert floor_ms(speed.rows[0], 12.0) == pytest.approx(1.0)
@@ -522,12 +399,6 @@ def test_floors_and_pairs():
     for one in captured["speed_p"]["rows"]:
         one["what"] = "generate"
     assert len(list(Speed(captured).pairs("kvpress"))) == 1
-
-
-def test_verdicts():
-    assert verdict([], 1.0, True) is None
-    assert verdict([("a", 2.0), ("b", 4.0)], 2.0, upper=False) == ("a 2x; b 4x", True)
-    assert verdict([("a", 2.0), ("b", 4.0)], 2.0, upper=True) == ("a 2x; b 4x; missed by 100%", False)
 
 
 def test_what_is_slower_is_named():
@@ -549,8 +420,6 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
     for line in (
         "| llama-small | 16384 | 4 | fastkv keydiff, blocks | 512 | 6.00 | 4.00 (3.90-4.10) | 1000 | 1.00 | 25.0x |",
         "| llama-small | 8192 | 4 | kvpress keydiff | 512 | 128 | 7.00 | 9 | 1.0 |",
-        "| llama-small | full | step | aten::mm 62%, aten::add 10% |",
-        "| llama-small | full | 1.25 | 3.50 | 16 |",
         "| llama-small | fastkv keydiff | 131072 | 3.800 | -5.0% |",
         "| cpu_long | decode-llama-small-n32768-b4-kvpress-keydiff-512 | Error: a / b |",
         "`python -m perf.speed --parts cpu_context --kvpress-python PATH`",
@@ -558,65 +427,40 @@ def test_the_report_has_tables_plots_and_commands(tmp_path):
         assert line in text, line
     for name in ("speed_cpu_context", "speed_cpu_context_memory", "speed_cpu_flat"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in text
-    lines = speed_report.figures(Speed(MADE_UP))[0].lines
-    assert lines["byte floor, full"] == [(16_384, pytest.approx(4000.0)), (8192, pytest.approx(4000.0))]
-    assert lines["full"] == [(16_384, 40.0), (8192, 80.0)]
 
 
 def test_the_section_goes_between_its_markers_and_nowhere_else(tmp_path):
-    readme = tmp_path / "page.md"
+    readme, front = tmp_path / speed_report.PAGE, tmp_path / "README.md"
+    readme.parent.mkdir()
     readme.write_text(f"# A\n\n{speed_report.BEGIN}\nold\n{speed_report.END}\n\n## B\n")
-    speed_report.write_section(MADE_UP, readme)
+    front.write_text(f"{speed_report.FRONT_BEGIN}\nold\n{speed_report.FRONT_END}\n")
+    speed_report.write_sections(MADE_UP, tmp_path)
     text = readme.read_text()
     assert text.startswith(
         f"# A\n\n{speed_report.BEGIN}\n\nLlama, 4 layers of 256, random weights, float32; 2 threads of CPU X"
     )
     assert text.endswith(f"{speed_report.END}\n\n## B\n") and "old" not in text
     picture = "(../perf/results/speed_cpu_context.png)"
-    for piece in ("kvpress 0.5", "commit abc", picture, "missed by 9%", "worst 1.10x"):
+    for piece in ("kvpress 0.5", "commit abc", picture, "25.0x", "worst 1.10x"):
         assert piece in text, piece
-    speed_report.write_section(MADE_UP, readme)
+    assert (
+        "| fastkv keydiff, blocks | 512 | 6.0 | 4.0 | 1.9 | 1 |" in front.read_text() and "old" not in front.read_text()
+    )
+    speed_report.write_sections(MADE_UP, tmp_path)
     assert readme.read_text() == text
     readme.write_text("# A\n")
     with pytest.raises(SystemExit, match="needs these two lines"):
-        speed_report.write_section(MADE_UP, readme)
+        speed_report.write_sections(MADE_UP, tmp_path)
     assert "Not measured yet" in speed_report.section({})
 
 
 def test_pages_say_what_was_measured():
-    """`python -m perf.report --readme` has been run since the last measurement of speed and of quality."""
-    files, results = report.read(RESULTS), quality.load(RESULTS / "evaluation")
-    assert speed_report.current(speed_report.PAGE.read_text()) == speed_report.section(files)
-    readme = (ROOT / "README.md").read_text()
-    assert speed_report.current(readme, front.BEGIN, front.END) == front.section(files, results)
-    pages = {readme, (ROOT / front.STARTED).read_text()}
-    assert {front.timed(page, files["commands"]) for page in pages} == pages
-    printed = {found[1] for page in pages for found in front.COMMAND.finditer(page)}
-    assert printed == set(commands.COMMANDS)
-
-
-def test_times_of_commands():
-    """Those that were measured, in place of what stood there before."""
-    page = f"pip install x    # all\nmake it  # 9.5 min: now\nfastkv a # b\n{front.TIMES_BEGIN}old{front.TIMES_END}\n"
-    rows = [{"command": "pip install x", "seconds": 99.4}, {"command": "make it", "seconds": 150.0}]
-    said = front.timed(page, {"environment": FACTS, "rows": rows})
-    assert said.startswith("pip install x    # 99 s: all\nmake it  # 2.5 min: now\nfastkv a # b\n<!-- times")
-    assert "old" not in said and "`python -m perf.commands`" in said
-    assert front.timed(said, {"environment": FACTS, "rows": rows}) == said
-
-
-def test_a_newcomer_types(tmp_path, monkeypatch):
-    """With the environment's programs first and without settings of threads; what fails has no time."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    newcomer = commands.Newcomer(tmp_path)
-    newcomer.typed(f'test -z "$OMP_NUM_THREADS" && test "${{PATH%%:*}}" = {tmp_path}/env/bin && touch there', tmp_path)
-    assert (tmp_path / "there").exists()
-    with pytest.raises(subprocess.CalledProcessError):
-        newcomer.typed("false", tmp_path)
-
-
-def test_labels_of_the_picture_do_not_touch():
-    assert front.apart([0.1, 0.11, 0.5]) == [0.1, pytest.approx(0.16), 0.5]
+    """`python -m perf.report --readme` has been run since the last measurement of speed."""
+    files = report.read(RESULTS)
+    page, readme = ((ROOT / name).read_text() for name in (speed_report.PAGE, "README.md"))
+    assert speed_report.current(page) == speed_report.section(files)
+    marks = speed_report.FRONT_BEGIN, speed_report.FRONT_END
+    assert speed_report.current(readme, *marks) == speed_report.front(files)
 
 
 def test_rows_survive_json():

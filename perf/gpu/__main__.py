@@ -1,18 +1,17 @@
 """A GPU in half an hour: checks, then timings, the most important first, in calls that go on with each other's files.
 
     python -m perf.gpu --minutes 9                       # again, until it says "complete"
-    python -m perf.gpu --only llama key                  # some sections; --list names them
+    python -m perf.gpu --only device key                 # some sections; --list names them
     python -m perf.gpu --dry-run                         # no GPU: every line on toy shapes, with stand-ins
 
-A call first fills the compile cache by up to 16 processes. A timing waits for the checks of its operation at its head
-shape: what is red blocks only these. An error that breaks the device ends the run; what it would have said of later
-rows is not written. Exit code: 0 complete, 1 something failed, 3 the time was over.
+A timing of fastkv waits for the checks at its head shape and is compared with the reference before it is timed. An
+error that breaks the device ends the run; what it would have said of later rows is not written. Exit code: 0 complete,
+1 something failed, 3 the time was over.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -28,8 +27,7 @@ from ..environment import environment
 if TYPE_CHECKING:
     from .plan import Section, Task
 
-NAMES = ("llama", "device", "key", "model", "steps", "kinds", "heads", "decode", "evict", "select", "scores", "prefill")
-SECTIONS = (*NAMES, "flex")
+SECTIONS = ("device", "key", "model", "kernels", "steps", "decode")
 SAID = {COMPLETE: "complete", FAILED: "something failed", LEFT: "not finished: call again"}
 
 
@@ -40,29 +38,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="some sections; see --list")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains this")
-    parser.add_argument(
-        "--skip", nargs="+", default=[], metavar="TEXT", help="no cases whose name contains one of these"
-    )
-    parser.add_argument("--no-warm-up", action="store_true", help="compile one after the other, as it comes")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="no cases that contain one of these")
     parser.add_argument("--dry-run", action="store_true", help="toy shapes and stand-ins on a CPU; claims no timings")
     engine.add_options(parser, minutes=9.0)
     return parser.parse_args(arguments)
-
-
-def printed(sections: Sequence[Section], minutes: float) -> None:
-    """Print the plan: predicted minutes of each section, and in which call it is done."""
-    from .plan import calls
-
-    planned = calls([task for section in sections for task in section.tasks], minutes)
-    turn = {task.job.name: number for number, some in enumerate(planned, 1) for task in some}
-    for section in sections:
-        turns = sorted({turn[task.job.name] for task in section.tasks})
-        print(
-            f"{section.name:8s} {len(section.tasks):4d} rows {section.seconds / 60:5.1f} minutes, "
-            f"call {' and '.join(map(str, turns))}: {section.title}"
-        )
-    total = sum(section.seconds for section in sections) / 60
-    print(f"{len(turn)} rows, {total:.1f} minutes and warming up, in {len(planned)} calls of {minutes:g}", flush=True)
 
 
 class Run:
@@ -87,33 +66,19 @@ class Run:
         """Whether it has no row yet."""
         return not self.files[task.file].has(task.job.name)
 
-    def red(self, task: Task) -> list[str]:
-        """The checks that it needs and that are not green."""
-        from .checks import red
-
-        return red(self.files["gpu_checks"].rows, task.needs)
-
     def go(self, tasks: Sequence[Task], deadline: Deadline) -> None:
         """Do what fits, in order. Raises: DeviceLost, with everything before it stored."""
-        waiting = sum(task.seconds for task in tasks)
         for number, task in enumerate(tasks, 1):
-            waiting -= task.seconds
-            red = self.red(task)
+            green = {row["id"] for row in self.files["gpu_checks"].rows if row.get("passed")}
+            red = [name for name in task.needs if name not in green]
             if red:
                 self.blocked.setdefault(", ".join(red), []).append(task.job.name)
-                continue
-            if deadline.left < task.seconds:
-                continue
-            begun = deadline.elapsed
-            row = engine.row_of(task.job)
-            self.files[task.file].add(row)
-            clock, took = deadline.elapsed, deadline.elapsed - begun
-            state = row.get("skipped") or ("RED" if row.get("passed") is False else "")
-            print(
-                f"{int(clock // 60)}:{clock % 60:04.1f} {number}/{len(tasks)} {task.job.name} {took:.1f} s, "
-                f"predicted {task.seconds:.1f}; {abs(waiting) / 60:.1f} minutes to go {state}".rstrip(),
-                flush=True,
-            )
+            elif deadline.left >= task.seconds:
+                row = engine.row_of(task.job)
+                self.files[task.file].add(row)
+                state = row.get("skipped") or ("RED" if row.get("passed") is False else "")
+                name = f"{deadline.elapsed:.0f} s {number}/{len(tasks)} {task.job.name}"
+                print(f"{name} {row['seconds']:.1f} s, predicted {task.seconds:.1f} {state}".rstrip(), flush=True)
 
     def concluded(self) -> int:
         """Say what failed and what was blocked. Returns: the exit code."""
@@ -134,24 +99,19 @@ def main(arguments: list[str] | None = None) -> int:
     options.out = engine.folder(options)
     from .checks import DeviceLost
     from .place import Place
-    from .plan import calls, groups, sections
-    from .warmup import launch, warm_up
+    from .plan import sections
 
-    gc.freeze()  # modules stay: what is collected between cases is looked for among what cases made
-    toy = options.dry_run
-    everything = sections(Place(torch.device("cpu" if toy or options.list else "cuda"), toy))
+    everything = sections(Place(torch.device("cpu" if options.dry_run or options.list else "cuda"), options.dry_run))
     chosen = [section for section in everything if section.name in (options.only or SECTIONS)]
     if options.list:
         return engine.listed({section.name: [task.job.name for task in section.tasks] for section in chosen})
-    facts = environment(options.commit, toy)
+    facts = environment(options.commit, options.dry_run)
     print(" ".join(f"{key}={value}" for key, value in facts.items()), flush=True)
-    printed(chosen, options.minutes)
+    for section in chosen:
+        print(f"{section.name:8s} {len(section.tasks):4d} rows {section.seconds / 60:5.1f} minutes: {section.title}")
     run = Run(options.out, facts, everything, options.fresh, options.retry_skipped)
     named = [task for section in chosen for task in section.tasks if options.match in task.job.name]
     tasks = [task for task in named if run.lacks(task) and not any(one in task.job.name for one in options.skip)]
-    if tasks and not options.no_warm_up:
-        soon = calls(tasks, options.minutes)[0]  # of the others, the next call, perhaps on another machine
-        launch([some[0] for some in groups(soon)]) if toy else warm_up(soon)
     try:
         run.go(tasks, deadline)
     except DeviceLost as lost:

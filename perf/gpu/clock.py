@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..engine import Row
 from .heads import Heads
-from .place import Place
+from .place import HALF, Place
 
 LAUNCHES = 100  # in one graph, if the buffers are small
 MAX_PASSES = 5  # over the sets in one graph: a decode step appends this often before its lengths are restored
+WARM, LEAST, MOST, SECONDS = 3, 10, 100, 0.25  # replays that are thrown away; samples; seconds spent on them
 COPY_BYTES = 1 << 30  # of each of the two buffers of the bandwidth measurement
 
 
@@ -54,9 +55,8 @@ class Case:
 
     Attributes:
         part, op: for the tables; op names the peer or variant.  build: makes the work, or raises to say why not.
-        operation: in `code.OPERATIONS`, what of the library is timed; empty for somebody else's code, which may be
-            unable to run.
-        seconds, compiling: predicted, to measure it and to compile what it needs.
+        memory: what fastkv remembers evicted tokens by; empty for somebody else's code, which may be unable to run.
+        seconds: predicted.
     """
 
     part: str
@@ -65,14 +65,13 @@ class Case:
     batch: int
     length: int
     build: Callable[[Case, Place], Work] = field(compare=False)
-    operation: str = ""
+    memory: str = ""
     seconds: float = 0.8
-    compiling: float = 0.0
 
     @property
     def peer(self) -> bool:
         """Whether it is somebody else's."""
-        return not self.operation
+        return not self.memory
 
     @property
     def name(self) -> str:
@@ -82,7 +81,7 @@ class Case:
 
 def num_sets(place: Place, size: int, once: bool = False) -> int:
     """Sets of `size` bytes to rotate: more than four of small ones, fewer only if four exceed half the memory."""
-    if place.brief or place.toy:
+    if place.toy:
         return 1
     properties = place.cuda.get_device_properties(place.device)
     wanted = max(20 if once and size < 2**28 else 4, -(-2 * properties.L2_cache_size // size))
@@ -139,12 +138,11 @@ def measure(work: Work, place: Place) -> Row:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / launches)
 
-    sampling = place.sampling
-    for _ in range(sampling.warmup):
+    for _ in range(1 if place.toy else WARM):
         replay()
-    rounds = int(min(sampling.most, max(sampling.least, sampling.seconds * 1e6 / (times[-1] * launches))))
+    rounds = int(min(MOST, max(LEAST, SECONDS * 1e6 / (times[-1] * launches))))
     times.clear()
-    for _ in range(rounds):
+    for _ in range(2 if place.toy else rounds):
         replay()
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     row: Row = {"needed_bytes": work.needed, "sets": work.sets, "error": work.error}
@@ -163,7 +161,7 @@ def copy_work(place: Place, size: int, sets: int) -> Work:
 
 def randn(place: Place, *shape: int) -> Tensor:
     """Random half-precision numbers, never zeros: zeros run faster than data."""
-    return torch.randn(*shape, device=place.device, dtype=place.half)
+    return torch.randn(*shape, device=place.device, dtype=HALF)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -24,15 +24,9 @@ LLAMA = Heads("llama-3.1-8b", 32, 8, 128)  # Qwen3-4B has the same heads
 GEMMA = Heads("gemma-3-12b", 16, 8, 256)
 TOY = Heads("toy", 4, 2, 32)
 ODD = (Heads("d80-group7", 14, 2, 80), Heads("d96-group3", 6, 2, 96), Heads("d64-mha", 4, 4, 64))
-SAME_HEADS = {"llama-3.1-8b": ("Llama-3.1-8B", "Qwen3-4B"), "gemma-3-12b": ("Gemma-3-12B",), "toy": ("toy",)}
 HALF = 2  # bytes of a half-precision element
-LENGTHS, BATCHES = (128, 256, 512, 1024, 4096, 16_384), (1, 8, 32, 128)
-FIRST = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (1, 512), (8, 4096), (128, 1024), (1, 128))
-
-
-def shapes() -> list[tuple[int, int]]:
-    """(batch, tokens), the most important first."""
-    return [*FIRST, *((b, n) for b in BATCHES for n in LENGTHS if (b, n) not in FIRST)]
+KEY = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (8, 4096))  # batch and tokens, what counts most first
+OTHERS = ((1, 512), (128, 1024), (1, 128), (128, 4096))
 
 
 def moment_bytes(dim: int, order: int | None) -> int:

@@ -25,7 +25,6 @@ from ..micro.states import SCALE
 from .clock import Case, Work, copy_work, num_sets, randn, relative_error
 from .heads import Heads
 from .place import FlashInferStandIn, Place, forget_compiled, plain_attention
-from .split_kv import choose_splits, scratch, split_kv_attention
 
 WORST = 2e-2  # relative error in half precision beyond which a peer is not what it should be
 PAGE = 16  # tokens of a FlashInfer page
@@ -70,38 +69,17 @@ def sdpa(backend: SDPBackend) -> Builder:
     return build
 
 
-def split_kv(case: Case, place: Place) -> Work:
-    """The baseline of this directory: split and merge as two Triton kernels."""
-    heads = case.heads
-    splits = choose_splits(case.batch * heads.num_kv_heads, case.length)
-    room: list[tuple[Tensor, Tensor]] = []
+def flex(case: Case, place: Place) -> Work:
+    """FlexAttention, compiled for this one shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    forget_compiled()
+    run: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if not room:
-            room.append(scratch(q, keys, splits))
-        if place.backend != "triton":
-            return plain_attention(q, keys, values, SCALE)
-        return split_kv_attention(q, keys, values, SCALE, room[0], splits)
+        return run(q[:, :, None], keys, values, scale=SCALE, enable_gqa=True)[:, :, 0]
 
     return peer(attend, case, place)
-
-
-def flex(mode: str | None = None, **options: int) -> Builder:
-    """FlexAttention, compiled for this one shape; `options` are its kernel options, `mode` the compiler's."""
-
-    def build(case: Case, place: Place) -> Work:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        forget_compiled()
-        run: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
-        extra = {"kernel_options": dict(options)} if options else {}
-
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return run(q[:, :, None], keys, values, scale=SCALE, enable_gqa=True, **extra)[:, :, 0]
-
-        return peer(attend, case, place)
-
-    return build
 
 
 def import_flashinfer(place: Place) -> Any:
@@ -149,16 +127,6 @@ def flashinfer(tensor_cores: bool) -> Builder:
     return build
 
 
-def flashinfer_single(case: Case, place: Place) -> Work:
-    """FlashInfer's decode of one sequence."""
-    package = import_flashinfer(place)
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return package.single_decode_with_kv_cache(q[0], keys[0], values[0], kv_layout="NHD", sm_scale=SCALE)[None]
-
-    return peer(attend, case, place, token_major=True)
-
-
 def copy(case: Case, place: Place) -> Work:
     """A device copy that moves as many bytes as a peer has to: what a launch of this size can reach at best."""
     size = peer_bytes(case.heads, case.batch, case.length) // 2
@@ -166,16 +134,10 @@ def copy(case: Case, place: Place) -> Work:
 
 
 PEERS: dict[str, Builder] = {
-    "split-KV Triton": split_kv,
+    "copy": copy,
     "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
     "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
     "FlashInfer": flashinfer(tensor_cores=False),
     "FlashInfer tensor cores": flashinfer(tensor_cores=True),
-    "FlashInfer single": flashinfer_single,
-    "copy": copy,
-}
-FLEX: dict[str, Builder] = {
-    "FlexAttention": flex(),
-    "FlexAttention 3 stages": flex(BLOCK_N=64, num_stages=3, num_warps=4),
-    "FlexAttention autotuned": flex(mode="max-autotune-no-cudagraphs"),
+    "FlexAttention": flex,
 }

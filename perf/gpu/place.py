@@ -11,15 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .heads import Heads
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How often the clock launches: replays that are thrown away, least and most samples, seconds spent on them."""
-
-    warmup: int = 3
-    least: int = 10
-    most: int = 100
-    seconds: float = 0.25
+HALF = torch.bfloat16  # what is timed
 
 
 @dataclass(frozen=True)
@@ -29,14 +21,10 @@ class Place:
     Attributes:
         device: of all tensors.
         toy: a dry run on tiny shapes: the reference stands in for kernels, and `StandIn` for CUDA.
-        interpret: in a dry run, the kernels themselves in Triton's interpreter instead of the reference.
-        brief: only what compiles kernels: one set of buffers, few repetitions.
     """
 
     device: torch.device
     toy: bool = False
-    interpret: bool = False
-    brief: bool = False
 
     @property
     def cuda(self) -> Any:
@@ -46,12 +34,7 @@ class Place:
     @property
     def backend(self) -> str:
         """Of the operations that are checked and timed."""
-        return "reference" if self.toy and not self.interpret else "triton"
-
-    @property
-    def half(self) -> torch.dtype:
-        """What is timed: bf16; fp16 in the interpreter, which cannot compute in bf16."""
-        return torch.float16 if self.interpret else torch.bfloat16
+        return "reference" if self.toy else "triton"
 
     @property
     def stance(self) -> Any:
@@ -59,23 +42,9 @@ class Place:
         return torch.compiler.set_stance("force_eager" if self.toy else "default")
 
     @property
-    def sampling(self) -> Sampling:
-        """How often the clock launches."""
-        return Sampling(1, 2, 2, 0.0) if self.toy else Sampling()
-
-    @property
     def slots(self) -> int:
         """Slots per head; not a multiple of any tile on the GPU."""
         return 40 if self.toy else 1008
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Slots where the kernels choose by size: below and above one scan."""
-        return (self.slots,) if self.toy else (self.slots, 4112)
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type, or the one that the interpreter can compute in."""
-        return torch.float16 if self.interpret else dtype
 
     def heads(self, heads: Heads) -> Heads:
         """The heads, or few and small ones of that name."""
@@ -145,10 +114,3 @@ class FlashInferStandIn:
         """Attention of q [B, Hq, D] over pages [pages, 16, Hkv, D] of equally many tokens each."""
         keys, values = (rows.reshape(len(q), -1, *rows.shape[2:]).transpose(1, 2) for rows in paged)
         return plain_attention(q, keys, values, self.scale)
-
-    def single_decode_with_kv_cache(
-        self, q: Tensor, keys: Tensor, values: Tensor, *, kv_layout: str, sm_scale: float
-    ) -> Tensor:
-        """Attention of q [Hq, D] over keys, values [L, Hkv, D]."""
-        keys, values = (rows[None].transpose(1, 2) for rows in (keys, values))
-        return plain_attention(q[None], keys, values, sm_scale)[0]

@@ -9,6 +9,7 @@ import torch
 
 import fastkv
 from fastkv import corrections, policies
+from fastkv.reference import FORMATS
 from perf.gpu.heads import LLAMA
 from perf.speed import models
 
@@ -16,10 +17,11 @@ PROMPT, KEPT, PERIOD = 1024, 512, 16
 # Than a layer by itself is given.
 NEEDS_MORE = (
     "compactor", "leverage", "criticalkv", "kvzip", "fastkv-reread", "duoattention", "expected-attention",
-    "triattention",
+    "triattention", "attention-matching",
 )  # fmt: skip
 POLICIES = [name for name in policies.names() if name not in NEEDS_MORE]
-CORRECTIONS = [one.name for one in corrections.ALL if not one.key_only]  # those need a map from keys to values
+# The others need a map from keys to values, or a second reading.
+CORRECTIONS = [one.name for one in corrections.ALL if not (one.key_only or one.biases)]
 
 
 @pytest.fixture
@@ -28,17 +30,11 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def steps(policy: str, correction: str = "auto") -> tuple:
+def steps(policy: str, **options: Any) -> tuple:
     """A layer that has read a prompt, and the tokens of an eviction period, which always evicts once."""
     heads = LLAMA
     layer = fastkv.FastKVAttention(
-        heads.num_heads,
-        heads.num_kv_heads,
-        heads.head_dim,
-        policy,
-        KEPT,
-        correction=correction,
-        evict_every=PERIOD,
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, policy, KEPT, evict_every=PERIOD, **options
     )
 
     def new(num: int) -> list[torch.Tensor]:
@@ -61,7 +57,13 @@ def test_layer_by_policy(timed: Any, policy: str) -> None:
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_layer_by_correction(timed: Any, correction: str) -> None:
-    timed(lambda: steps("snapkv", correction), period)
+    timed(lambda: steps("snapkv", correction=correction), period)
+
+
+@pytest.mark.parametrize("slots", FORMATS)
+@pytest.mark.parametrize("policy", ["keydiff", "fastkv"])
+def test_layer_by_slots(timed: Any, policy: str, slots: str) -> None:
+    timed(lambda: steps(policy, slots=slots), period)
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "momentkv", "fastkv"])

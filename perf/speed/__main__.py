@@ -2,7 +2,7 @@
 
     python -m perf.speed --list                                         # parts and their cases
     python -m perf.speed --parts cpu_context --kvpress-python PATH      # one part, at most 8 minutes
-    python -m perf.speed                                                # every part for this device, in turn
+    python -m perf.speed                                                # every part, in turn
     python -m perf.speed --dry-run                                      # toy models; claims no timings
 
 Each part has one file, speed_<part>.json, written after every case, so that a run may be stopped at any time and
@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
-
-import torch
+from dataclasses import asdict
 
 from .. import engine
 from ..engine import Deadline, Job, Results, Row, Unmeasured, closure, digest
@@ -26,8 +23,6 @@ from .cases import Case, toy
 from .parts import PARTS
 
 SPARE = 45  # seconds that must be left when a case starts
-MOST = 4096  # sequences; doubling ends here at the latest
-Worker = Callable[[Case], Row]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -36,39 +31,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress")
     parser.add_argument("--dry-run", action="store_true", help="toy models on this CPU; claims no timings")
     options = parser.parse_args(arguments)
-    device = "gpu" if torch.cuda.is_available() else "cpu"
-    mine = [name for name in PARTS if name.startswith(device)]
-    options.parts = options.parts or (list(PARTS) if options.list else mine)
+    options.parts = options.parts or list(PARTS)
     return options
-
-
-def largest(case: Case, worker: Worker) -> Row:
-    """The row of the largest batch that fits: doubled until it does not, or halved until it does."""
-    best: Row = {"out_of_memory": True}
-    batch, tried = case.batch, []
-    while 1 <= batch <= MOST:
-        tried.append(batch)
-        try:
-            row = worker(replace(case, what="decode", batch=batch))
-        except Unmeasured:
-            if "batch" not in best:
-                raise
-            break
-        fits = not row.get("out_of_memory")
-        if fits:
-            best = row | {"batch": batch}
-        if batch != case.batch and fits == (batch < case.batch):
-            break  # the batch on the way here did not fit, or fitted
-        batch = 2 * batch if fits else batch // 2
-    return best | {"tried": tried}
 
 
 def job(case: Case, python: str, checksums: dict[str, str]) -> Job:
     """The case in a process of that interpreter. checksums: of the logits of each model, which all processes share."""
 
     def run() -> Row:
-        worker: Worker = lambda one: engine.in_process("perf.speed.worker", asdict(one), python)  # noqa: E731
-        row = largest(case, worker) if case.what == "largest" else worker(case)
+        row = engine.in_process("perf.speed.worker", asdict(case), python)
         if not row.get("out_of_memory") and checksums.setdefault(case.model, row["checksum"]) != row["checksum"]:
             raise Unmeasured("its model computes other logits than those of the cases before it")
         return row
@@ -103,8 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         return engine.listed({part: [case.name for case in PARTS[part]] for part in options.parts})
     options.out = engine.folder(options)
-    if not options.dry_run and not torch.cuda.is_available() and any(part.startswith("gpu") for part in options.parts):
-        raise SystemExit("no CUDA device: run GPU parts where there is one, or try --dry-run")
     facts = environment(options.commit, options.dry_run)
     return engine.worst(run_part(part, options, facts | {"threads": PARTS[part][0].threads}) for part in options.parts)
 

@@ -11,12 +11,11 @@ class Case:
 
     Attributes:
         model: name in `models.SHAPES`.  contender: full, fastkv or kvpress.  context: prompt tokens.
-        batch: sequences; with `what` "largest" where doubling starts.
+        batch: sequences.
         policy, budget: which tokens stay and how many per KV head; none for the full cache.
         block: the prompt is read in blocks of that many tokens; None reads it whole.
         step: eager, compiled (static shapes; with CUDA graphs on a GPU) or captured (`fastkv.capture_decode`).
-        what: decode (prompt, then steps), generate (a whole call), flat (steps at growing lengths), largest (decode at
-            the largest batch that fits, found by doubling), profile (where the time of prompt and steps goes).
+        what: decode (prompt, then steps), generate (a whole call), flat (steps at growing lengths).
         round: how many processes before it measured the same, and one.
         new: tokens that generate makes.  samples, period: decode samples, and steps in each: a whole eviction period.
     """
@@ -72,9 +71,7 @@ class Case:
 def toy(case: Case) -> Case:
     """The same case on a toy model, for dry runs: shorter, two samples of a few steps, nothing compiled."""
     model = "gemma-3-toy" if case.model.startswith("gemma") else "llama-toy"
-    context = case.context // (64 if case.device == "cuda" else 16)
-    small = {"context": min(context, 2048), "budget": case.budget // 4, "period": 4, "samples": 2, "new": 4}
+    small = {"context": min(case.context // 16, 2048), "budget": case.budget // 4, "period": 4, "samples": 2, "new": 4}
     where = {"device": "cpu", "dtype": "float32", "threads": 1, "step": "eager"}
-    what = "decode" if case.what == "largest" else case.what  # on a CPU nothing ends the doubling
     block = case.block and case.block // 4
-    return replace(case, model=model, batch=min(case.batch, 4), block=block, what=what, **small, **where)  # type: ignore[arg-type]
+    return replace(case, model=model, batch=min(case.batch, 4), block=block, **small, **where)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ SMALL = "llama-small"
 BUDGETS = (256, 512, 1024, 2048)
 
 
-def cpu_parts() -> dict[str, list[Case]]:
+def parts() -> dict[str, list[Case]]:
     """Two cores, fp32, small models: each part takes a few minutes."""
     budgets = [
         kept(who, SMALL, policy, n, block=512 if who == "fastkv" else None)
@@ -77,49 +77,10 @@ def cpu_parts() -> dict[str, list[Case]]:
                 what="flat",
             )
         ),
-        "cpu_profile": grid(rivals(SMALL), (8192,), (4,), what="profile"),
         "cpu_compiled": grid(compiled, (16_384,), (4,)),
         "cpu_families": [*families, *grid(gemma, (2048, 8192), (4,))],
         "cpu_long": grid(rivals(SMALL), (32_768,), (1,)),
     }
 
 
-GPU = {"device": "cuda", "dtype": "bfloat16"}
-LARGE = ("llama-3.1-8b", "llama-3.2-3b", "qwen3-4b", "gemma-3-12b")
-
-
-def gpu_parts() -> dict[str, list[Case]]:
-    """bf16, real shapes, graphs on both sides; prompts of the full cache are fed in blocks too, so that they fit."""
-    parts = {}
-    for model in LARGE:
-        compiled = [
-            full(model, block=2048, step="compiled"),
-            *(kept("fastkv", model, policy, 1024, block=512, step="captured") for policy in ("keydiff", "momentkv")),
-        ]
-        eager = [full(model), kept("fastkv", model, "keydiff", 1024, block=512)]
-        budgets = [
-            kept("fastkv", model, policy, n, block=512, step="captured")
-            for n in (256, 512, 2048, 4096)
-            for policy in ("keydiff", "momentkv", "snapkv")
-        ]
-        peers = [] if model.startswith("gemma") else [kept("kvpress", model, "keydiff", 1024)]
-        whole = kept("fastkv", model, "keydiff", 1024)
-        calls = [full(model), full(model, step="compiled"), replace(whole, step="compiled"), *peers]
-        calls += [replace(one, step="compiled") for one in compiled[1:]]
-        flat = [kept("fastkv", model, "keydiff", 1024, block=512, step="captured", samples=16)]
-        short = model.replace("-", "_").replace(".", "_")
-        contexts = (32_768, 4096, 131_072, 8192, 16_384, 65_536)
-        parts |= {
-            f"gpu_{short}_context": grid(compiled, contexts, (1,)),
-            f"gpu_{short}_batch": grid(compiled, (32_768,), (8, 4, 16, 2, 32, 64)),
-            f"gpu_{short}_largest": grid(compiled, (32_768,), (8,), what="largest"),
-            f"gpu_{short}_budget": grid(budgets, (32_768,), (8,)),
-            f"gpu_{short}_eager": grid([*eager, whole, *peers], (32_768, 8192, 131_072), (1,)),
-            f"gpu_{short}_generate": grid(calls, (32_768,), (1,), what="generate"),
-            f"gpu_{short}_profile": grid(compiled, (32_768,), (8,), what="profile"),
-            f"gpu_{short}_flat": grid(flat, (131_072,), (1,), what="flat"),
-        }
-    return {name: [replace(case, **GPU) for case in cases] for name, cases in parts.items()}  # type: ignore[arg-type]
-
-
-PARTS = cpu_parts() | gpu_parts()
+PARTS = parts()

@@ -1,62 +1,31 @@
-"""End-to-end speed in reports: tables, plots, targets, and the page on performance, from perf/results/speed_*.json."""
+"""End-to-end speed in reports: tables, plots, and the page on performance, from perf/results/speed_*.json."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..engine import ROOT
-from ..tables import NONE, plot, table, targets
+from ..tables import NONE, plot, table
 from .models import SHAPES
 from .results import METRICS, PREFIX, Metric, Row, Speed, floor_ms, gbps
-from .targets import SPEED_TARGETS
 
 BEGIN = "<!-- how fast: written by `python -m perf.report --readme` from perf/results, do not edit -->"
 END = "<!-- how fast: end -->"
-PAGE = ROOT / "docs" / "performance.md"
-HEADLINES = {"cpu_context": 16_384, "gpu_llama_3_1_8b_context": 32_768}  # part and context of the page's tables
-SHOWN = (*HEADLINES, "cpu_batch", "cpu_flat", "gpu_llama_3_1_8b_batch", "gpu_llama_3_1_8b_flat")  # figures there
-COLUMNS = (
-    "model",
-    "tokens seen",
-    "batch",
-    "cache",
-    "kept",
-    "first token, s",
-    "ms per step (p20-p80)",
-    "tokens/s",
-    "byte floor, ms",
-    "against full",
-    "peak, MiB",
-    "cache, MiB",
-    "rounds",
-)
+FRONT_BEGIN = "<!-- time: written by `python -m perf.report --readme` from perf/results, do not edit -->"
+FRONT_END = "<!-- time: end -->"
+PAGE = "docs/performance.md"
+HEADLINE, CONTEXT = "cpu_context", 16_384  # part and context of the pages' tables
+SHOWN = (HEADLINE, "cpu_batch", "cpu_flat")  # figures there
+HEADER = "model, tokens seen, batch, cache, kept, first token (s), ms per step (p20-p80), tokens/s, byte floor (ms)"
+COLUMNS = (*HEADER.split(", "), "against full", "peak, MiB", "cache, MiB", "rounds")
 MIB = 2**20
+AXES = {"context": "prompt tokens", "batch": "sequences", "seen": "tokens seen"}
 
 
 def command(part: str) -> str:
     """What was run for a part."""
     return f"`python -m perf.speed --parts {part} --kvpress-python PATH`"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A plot that is not drawn yet; `lines` maps a legend to points."""
-
-    part: str
-    name: str
-    title: str
-    labels: tuple[str, str]
-    lines: dict[str, list[tuple[float, float]]]
-
-    def draw(self, folder: Path) -> str:
-        """Write the PNG. Returns its Markdown with the command below."""
-        return plot(folder, self.name, self.title, self.labels, self.lines, log=True) + f"\n{command(self.part)}\n\n"
-
-    def link(self, folder: str) -> str:
-        """The same Markdown, seen from elsewhere."""
-        return f"![{self.title}]({folder}/{self.name}.png)\n\n{command(self.part)}\n\n"
 
 
 def decode_table(speed: Speed, rows: list[Row]) -> str:
@@ -91,71 +60,45 @@ def part_table(speed: Speed, part: str) -> str:
         for point in row.get("flat", ()):
             numbers = [f"{point['ms']['p50']:.3f}", f"{point['over_first'] - 1:+.1%}"]
             flats.append([row["model"], row["cache"], str(point["seen"]), *numbers])
-    profiles = [
-        [row["model"], row["cache"], phase, ", ".join(f"{name} {share:.0%}" for name, share in found)]
-        for row in rows
-        for phase, found in row.get("profile", {}).items()
-    ]
-    text += table(("model", "cache", "of", "where the time goes"), profiles)
-    steps = [
-        [
-            row["model"],
-            row["cache"],
-            f"{row['steps']['usual']:.2f}",
-            f"{row['steps']['slowest']:.2f}",
-            str(row["period"]),
-        ]
-        for row in rows
-        if "steps" in row
-    ]
-    text += table(("model", "cache", "usual step, ms", "slowest step, ms", "of so many in turn"), steps)
     made = ("budget", "new tokens", "generate, s", "new tokens/s")
     header = ("model", "prompt", "batch", "cache", *made, "peak, MiB", "rounds")
     text += table(header, wholes)
     return text + table(("model", "cache", "tokens seen", "ms per step", "against the first"), flats)
 
 
-def figures(speed: Speed) -> list[Figure]:
-    """Throughput and memory over context, time per step over batch, time per step over tokens seen."""
-    found = []
-    for part in speed.parts():
-        rows = speed.all(part=part, what="decode")
-        title = SHAPES[speed.all(part=part)[0]["model"]].title
+def figures(speed: Speed, parts: Sequence[str], folder: str, draw: Path | None = None) -> str:
+    """Markdown of the plots of these parts: throughput and memory over context, steps over batch or tokens seen.
+
+    Args: folder: of the PNGs, as the page sees it.  draw: where they are drawn, if they are.
+    """
+    text = ""
+    for part in parts:
+        rows = speed.all(part=part)
+        title, name = SHAPES[rows[0]["model"]].title, f"{PREFIX}{part}"
         if part.endswith("_context"):
             title += f", batch {rows[0]['batch']}"
-            lines = _lines(rows, "context", lambda row: row["tokens_per_s"])
-            floors = _floors(rows, "context", lambda row, ms: row["batch"] / ms * 1e3)
-            labels = ("prompt tokens", "tokens per second")
-            found.append(Figure(part, f"{PREFIX}{part}", f"Throughput, {title}", labels, lines | floors))
-            lines = _lines(rows, "context", lambda row: row["peak_bytes"] / MIB)
-            labels = ("prompt tokens", "peak above the model, MiB")
-            found.append(Figure(part, f"{PREFIX}{part}_memory", f"Memory, {title}", labels, lines))
-        if part.endswith("_batch"):
+            drawn = [(name, "Throughput", "tokens per second", "context", lambda row: row["tokens_per_s"])]
+            drawn += [(f"{name}_memory", "Memory", "peak above the model, MiB", "context", _peak)]
+        elif part.endswith("_batch"):
             title += f", {rows[0]['context']} tokens"
-            lines = _lines(rows, "batch", lambda row: row["ms"]["p50"]) | _floors(rows, "batch", lambda row, ms: ms)
-            found.append(Figure(part, f"{PREFIX}{part}", f"Step, {title}", ("sequences", "ms per step"), lines))
-        if part.endswith("_flat"):
-            drawn = {row["cache"]: [(p["seen"], p["ms"]["p50"]) for p in row["flat"]] for row in speed.all(part=part)}
-            found.append(Figure(part, f"{PREFIX}{part}", f"Step, {title}", ("tokens seen", "ms per step"), drawn))
-    return found
+            drawn = [(name, "Step", "ms per step", "batch", lambda row: row["ms"]["p50"])]
+        elif part.endswith("_flat"):
+            rows = [{"cache": row["cache"], **point} for row in rows for point in row["flat"]]
+            drawn = [(name, "Step", "ms per step", "seen", lambda row: row["ms"]["p50"])]
+        else:
+            continue
+        for file, what, unit, over, value in drawn:
+            if draw is not None:
+                lines: dict[str, list[tuple[float, float]]] = {}
+                for row in rows:
+                    lines.setdefault(row["cache"], []).append((row[over], value(row)))
+                plot(draw, file, f"{what}, {title}", (AXES[over], unit), lines, log=True)
+            text += f"![{what}, {title}]({folder}{file}.png)\n\n{command(part)}\n\n"
+    return text
 
 
-def _lines(rows: list[Row], key: str, value: Any) -> dict[str, list[tuple[float, float]]]:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        lines.setdefault(row["cache"], []).append((row[key], value(row)))
-    return lines
-
-
-def _floors(rows: list[Row], key: str, value: Any) -> dict[str, list[tuple[float, float]]]:
-    """The byte floors of the full cache and of one compressed one."""
-    mine = next((row["cache"] for row in rows if row["contender"] == "fastkv"), None)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row["contender"] == "full" or row["cache"] == mine:
-            point = (row[key], value(row, floor_ms(row, gbps(rows))))
-            lines.setdefault(f"byte floor, {row['cache']}", []).append(point)
-    return lines
+def _peak(row: Row) -> float:
+    return row["peak_bytes"] / MIB
 
 
 def slower(speed: Speed) -> str:
@@ -186,9 +129,8 @@ def chapter(files: dict[str, Row], folder: Path) -> str:
     """The chapter of results/README.md; draws the plots into the folder."""
     speed = Speed(files)
     parts = "".join(f"\n### {part}\n\n{command(part)}\n\n{part_table(speed, part)}" for part in speed.parts())
-    drawn = "".join(figure.draw(folder) for figure in figures(speed))
-    lost = f"\nWhere fastkv needs more:\n\n{slower(speed)}"
-    return "\n## End to end\n\n" + targets(speed, SPEED_TARGETS) + lost + parts + failures(speed) + "\n" + drawn
+    drawn = figures(speed, speed.parts(), "", folder)
+    return f"\n## End to end\n\nWhere fastkv needs more:\n\n{slower(speed)}{parts}{failures(speed)}\n{drawn}"
 
 
 def machine(file: Row) -> str:
@@ -200,22 +142,37 @@ def machine(file: Row) -> str:
 
 def section(files: dict[str, Row], folder: str = "../perf/results") -> str:
     """What stands between the markers of docs/performance.md, markers included."""
-    speed, text = Speed(files), ""
-    for part, context in HEADLINES.items():
-        rows = speed.all(part=part, context=context, what="decode")
-        if not rows:
-            continue
-        file = files[PREFIX + part]
-        peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
-        title = SHAPES[rows[0]["model"]].title
-        text += f"{title}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; commit "
-        text += f"{file['environment']['commit']}. {command(part)}:\n\n{decode_table(speed, rows)}\n"
-    if not text:
+    speed = Speed(files)
+    rows = speed.all(part=HEADLINE, context=CONTEXT, what="decode")
+    if not rows:
         return f"{BEGIN}\n\nNot measured yet; `make perf` measures it.\n\n{END}"
-    shown = [figure for figure in figures(speed) if figure.part in SHOWN]
-    text += "".join(figure.link(folder) for figure in shown)
-    text += f"Targets:\n\n{targets(speed, SPEED_TARGETS)}\nWhere fastkv needs more:\n\n{slower(speed)}"
+    file = files[PREFIX + HEADLINE]
+    peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
+    text = (
+        f"{SHAPES[rows[0]['model']].title}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; "
+    )
+    text += f"commit {file['environment']['commit']}. {command(HEADLINE)}:\n\n{decode_table(speed, rows)}\n"
+    text += figures(speed, [part for part in speed.parts() if part in SHOWN], f"{folder}/")
+    text += f"Where fastkv needs more:\n\n{slower(speed)}"
     return f"{BEGIN}\n\n{text}\nEverything measured: [perf/results/README.md]({folder}/README.md).\n\n{END}"
+
+
+def front(files: dict[str, Row]) -> str:
+    """The README's table between its markers, markers included: time and memory beside the full cache."""
+    rows = Speed(files).all(part=HEADLINE, context=CONTEXT, what="decode")
+    lines = [
+        (
+            *(row["cache"], str(row["kept"]), f"{row['first_s']:.1f}", f"{row['ms']['p50']:.1f}"),
+            *(f"{row['cache_bytes'] / MIB:.1f}", f"{row['peak_bytes'] / MIB:.0f}"),
+        )
+        for row in rows
+    ]
+    header = ("cache", "tokens kept", "first token, s", "ms per step", "cache, MiB", "peak above the model, MiB")
+    text = (
+        f"Time and memory after {CONTEXT} tokens, batch {rows[0]['batch']}: {SHAPES[rows[0]['model']].title}, random "
+        f"weights, {rows[0]['dtype']};\n{machine(files[PREFIX + HEADLINE])} (`make perf`):\n\n{table(header, lines)}"
+    )
+    return f"{FRONT_BEGIN}\n\n{text}\n{FRONT_END}"
 
 
 def current(text: str, begin: str = BEGIN, end: str = END) -> str:
@@ -225,7 +182,11 @@ def current(text: str, begin: str = BEGIN, end: str = END) -> str:
     return text[text.index(begin) : text.index(end) + len(end)]
 
 
-def write_section(files: dict[str, Row], path: Path = PAGE) -> None:
-    """Replace what stands between the markers of the page."""
-    page = path.read_text()
-    path.write_text(page.replace(current(page), section(files)))
+def write_sections(files: dict[str, Row], root: Path = ROOT) -> None:
+    """Replace what stands between the markers of docs/performance.md and of the README."""
+    for path, begin, end, text in (
+        (root / PAGE, BEGIN, END, section(files)),
+        (root / "README.md", FRONT_BEGIN, FRONT_END, front(files)),
+    ):
+        page = path.read_text()
+        path.write_text(page.replace(current(page, begin, end), text))

@@ -146,44 +146,7 @@ def measure_flat(contender: Full, ids: Tensor) -> dict[str, Any]:
     return {"flat": [{"seen": mark, "ms": spread(mine), "over_first": ratio} for mark, mine, ratio in points]}
 
 
-def shares(events: Any, cuda: bool) -> list[tuple[str, float]]:
-    """Operations by their share of the time, without what they call; the largest eight."""
-    kind = "self_device_time_total" if cuda else "self_cpu_time_total"
-    times = {event.key: getattr(event, kind) for event in events}
-    total = sum(times.values()) or 1.0
-    largest = sorted(times, key=lambda key: times[key], reverse=True)[:8]
-    return [(key, times[key] / total) for key in largest]
-
-
-def measure_profile(contender: Full, ids: Tensor) -> dict[str, Any]:
-    """Where the time goes: of the prompt and of a period of steps, whose profiled runs are slower, so that these are
-    shares only; and, without a profiler, milliseconds of the steps of a period, the slowest of which is the eviction.
-    """
-    case, cuda = contender.case, ids.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
-    cache = contender.new_cache(ids.shape[1])
-    with torch.profiler.profile(activities=activities) as reading:
-        token = contender.read(ids, cache)[:, -1:].argmax(-1)
-    position = torch.full_like(token, ids.shape[1])
-    step = contender.step(cache)
-    token = decode(step, token, position, case.period + 1)
-    with torch.profiler.profile(activities=activities) as stepping:
-        token = decode(step, token, position, case.period)
-    found = {"prompt": reading, "step": stepping}
-    periods: list[list[float]] = [[] for _ in range(case.period)]
-    for _ in range(case.samples):
-        for times in periods:
-            start = now()
-            token = decode(step, token, position, 1)
-            times.append((now() - start) * 1e3)
-    steps = sorted(statistics.median(times) for times in periods)
-    return {
-        "profile": {name: shares(one.key_averages(), cuda) for name, one in found.items()},
-        "steps": {"usual": statistics.median(steps), "slowest": steps[-1]},
-    }
-
-
-MEASURES = {"profile": measure_profile, "decode": measure_decode, "generate": measure_generate, "flat": measure_flat}
+MEASURES = {"decode": measure_decode, "generate": measure_generate, "flat": measure_flat}
 
 
 @torch.no_grad()

@@ -1,1 +1,0 @@
-"""The bundled model with every policy, budget and ablation: measurements, tables, plots, and the page for choosing."""
