@@ -1,0 +1,126 @@
+"""A text that is read once and compressed as often as asked.
+
+A layer is compressed after its own attention, so that a prompt read whole leaves the same queries, keys and values to
+every policy, budget, correction, slot format and choice of heads. `Reading` keeps them:
+
+    reading = Reading.of(model, ids)
+    cache = reading.compressed("keydiff", Budget(keep=0.25))   # a FastKVCache; `model` is patched for it
+
+The cache is, bit for bit, the one that `model(ids)` makes with these settings. It works as long as the model stays
+patched; the next `compressed` patches it anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ..api import patch, patched
+from ..budget import Budget
+from ..cache.signals import SecondReading
+from ..cache.wrappers import Attends, HeldPrompt
+from ..config import Config
+from ..errors import FastKVError
+from ..integrations.transformers import modules
+from ..integrations.transformers.cache import FastKVCache
+from ..integrations.transformers.deferred import read_again
+from ..integrations.transformers.prompt import Prompt
+from ..policies import Policy, get
+
+ROOM = 1 << 20  # tokens: nothing is evicted while a text is only read
+
+
+@dataclass(frozen=True)
+class HeldLayer:
+    """What a layer holds of a text: q [1, Hq, N, D], k, v [1, Hkv, N, D], valid [1, N], and how it attends."""
+
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor]
+    attends: Attends
+
+    def give(self, prompt: HeldPrompt, again: SecondReading | None) -> None:
+        """Let this be what a layer has read."""
+        prompt.held, prompt.attends, prompt.again = self.tokens, self.attends, again
+
+
+class Reading:
+    """A prompt that a model has read once.
+
+    Attributes: model.  ids: [1, N] int64.  logits: [V] fp32 after the last token.  layers: one for each compressed layer.
+    """
+
+    def __init__(self, model: Module, ids: Tensor, logits: Tensor, layers: list[HeldLayer]) -> None:
+        self.model, self.ids, self.logits, self.layers = model, ids, logits, layers
+        self.again: dict[tuple[Any, ...], list[SecondReading]] = {}
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: Any, ids: Tensor) -> Reading:
+        """Read `ids` [1, N] whole; takes what one forward takes and holds all queries, keys and values.
+
+        Raises: FastKVError for more than one sequence, or for a model with layers that no policy compresses.
+        """
+        if ids.ndim != 2 or ids.shape[0] != 1:
+            raise FastKVError(f"a reading is of one sequence, got tokens of shape {list(ids.shape)}; read each alone")
+        with patched(model, "streaming", ROOM):
+            cache = FastKVCache(model, static=False)
+            if len(cache.compressed) < len(cache.layers) or cache.is_compileable or modules.sources(model):
+                raise FastKVError(
+                    f"{type(model).__name__} has layers that are not compressed or share keys, expected full attention "
+                    "in every layer; run the model for each policy"
+                )
+            held = [layer.hold() for layer in cache.compressed]
+            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+        layers = []
+        for prompt in held:
+            assert prompt.held is not None
+            layers.append(HeldLayer(prompt.held, prompt.attends))
+        return cls(model, ids, logits, layers)
+
+    @torch.no_grad()
+    def compressed(self, policy: str | Policy, budget: int | Budget, **settings: Any) -> FastKVCache:
+        """The cache of this text under a policy and a budget; the model is then patched with them.
+
+        Args: settings: more arguments of `fastkv.patch`.  A policy that reads twice does so once for all budgets.
+        Raises: FastKVError as `patch` does, and for prompts in blocks and quality budgets, which are read for each.
+        """
+        chosen = get(policy)
+        if settings.get("prefill_block") is not None or Budget.of(budget).quality is not None:
+            raise FastKVError("blocks and Budget(quality=...) decide while a text is read; run the model for each")
+        patch(self.model, chosen, budget, **settings)
+        cache = FastKVCache(self.model)
+        again = self._second(cache) if cache.config.policy.rereads else [None] * len(self.layers)
+        attentions = modules.attentions(self.model)
+        for layer, held, second in zip(cache.compressed, self.layers, again):
+            _, k, v, _ = held.tokens
+            layer.lazy_initialization(k, v)
+            layer.seen = k.shape[2]
+            if cache.config.needs("output"):
+                scale, softcap, _, sinks = held.attends
+                output = modules.output_projection(attentions[layer.cache.layer], v.shape[-1])
+                held = replace(held, attends=(scale, softcap, output, sinks))
+            held.give(layer.hold(), second)
+            layer.commit(None)
+        return cache
+
+    def _second(self, cache: FastKVCache) -> list[SecondReading]:
+        """A second reading with the chunks and the request of the policy; made once for each."""
+        config: Config = cache.config
+        key = (config.policy.chunk, tuple(config.policy.prompt), config.samples_queries)
+        if key not in self.again:
+            base = self.model.get_decoder()  # type: ignore[operator]
+            held = [layer.hold() for layer in cache.compressed]
+            for layer, prompt, one in zip(cache.compressed, held, self.layers):
+                one.give(prompt, None)
+                layer.lazy_initialization(*one.tokens[1:3])
+                layer.seen = self.ids.shape[1]
+            with cache.reading(Prompt(None, None)):
+                read_again(base, cache, held, self.ids, torch.ones_like(self.ids))
+            found = [prompt.again for prompt in held]
+            self.again[key] = [one for one in found if one is not None]
+            for layer in cache.compressed:
+                layer.reset()
+        return [replace(one) for one in self.again[key]]

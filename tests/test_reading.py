@@ -1,0 +1,77 @@
+"""A text that is read once gives the caches that reading it for each policy gives, bit for bit."""
+
+import pytest
+import torch
+
+import fastkv
+from fastkv import Budget, FastKVCache, FastKVError, policies
+from fastkv.evaluation.reading import Reading
+from .models import build
+
+KINDS = [name for name in policies.names() if name not in ("duoattention", "triattention")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def reading(model):
+    return Reading.of(model, ids_of(model))
+
+
+def ids_of(model):
+    return torch.randint(0, model.config.vocab_size, (1, 150), generator=torch.Generator().manual_seed(0))
+
+
+def same(model, one, other):
+    """The same tokens, and the same logits of 20 more of them, an eviction among them, bit for bit."""
+    for layer in range(len(one.layers)):
+        assert torch.equal(one.stored(layer), other.stored(layer))
+    for _ in range(20):
+        got, want = (model(torch.tensor([[5]]), past_key_values=cache).logits for cache in (one, other))
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("policy", KINDS)
+def test_compressed_is_what_the_model_makes(model, reading, policy):
+    cache = reading.compressed(policy, 48)
+    other = FastKVCache(model)
+    model(reading.ids, past_key_values=other)
+    same(model, cache, other)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slots": "int8"},
+        {"slots": "fp8"},
+        {"correction": "moments"},
+        {"correction": "centroids"},
+        {"backend": "reference"},
+        {"budget": Budget(keep=0.4, heads="adaptive")},
+    ],
+    ids=str,
+)
+def test_settings_of_patch(model, reading, settings):
+    cache = reading.compressed("keydiff", **{"budget": 64, **settings})
+    other = FastKVCache(model)
+    model(reading.ids, past_key_values=other)
+    same(model, cache, other)
+
+
+def test_logits_are_the_stock_models(model, reading):
+    fastkv.unpatch(model)
+    assert torch.equal(reading.logits, model(reading.ids, logits_to_keep=1).logits[0, -1].float())
+
+
+@pytest.mark.parametrize("settings", [dict(prefill_block=64), dict(budget=Budget(quality=0.9))], ids=str)
+def test_what_decides_while_reading_is_refused(reading, settings):
+    with pytest.raises(FastKVError, match="run the model for each"):
+        reading.compressed("keydiff", settings.pop("budget", 48), **settings)
+
+
+def test_several_sequences_are_refused(model):
+    with pytest.raises(FastKVError, match="one sequence"):
+        Reading.of(model, torch.zeros(2, 8, dtype=torch.long))
