@@ -31,7 +31,7 @@ class Kind:
 
     Attributes:
         name: of the kind.  text: the sentence, of a subject {0} and a value {1}.
-        literal: the question in the sentence's words.  reworded: in words that the sentence does not use.
+        literal: the question in the sentence's words.  reworded: with another verb or noun than the sentence has.
         subjects, values: to draw from; values None: numbers of seven digits.
     """
 
@@ -50,7 +50,7 @@ class Question:
     Attributes:
         kind: of the fact.  fact: the sentence in the text.  text: the question.  answer: what has to be in the reply.
         ids: tokens of the rest of the chat turn, from the question to where the reply begins.  reworded: whether it
-        avoids the words of the sentence.
+        avoids the words of the sentence where it can.
     """
 
     kind: str
@@ -92,7 +92,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "number",
             "One of the special magic numbers for {0} is: {1}.",
             "What is the special magic number for {0} mentioned in the text?",
-            "Which lucky figure belongs to {0}?",
+            "Which magic number does {0} have?",
             "Lisbon Oslo Cairo Quito Hanoi",
             None,
         ),
@@ -100,7 +100,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "ingredient",
             "The secret ingredient in {0}'s soup is {1}.",
             "What is the secret ingredient in {0}'s soup?",
-            "What does {0} hide in the broth?",
+            "What does {0} put into the soup?",
             "Martha Rosalind Agnes Beatrice",
             "saffron cardamom tarragon fennel turmeric nutmeg",
         ),
@@ -108,7 +108,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "ship",
             "The old ship of captain {0} was called the {1}.",
             "What was the old ship of captain {0} called?",
-            "What is the name of the vessel that {0} commanded?",
+            "Which ship did {0} command?",
             "Morrow Hargrave Pellew Draycott",
             "Heron Dolphin Sparrow Walrus Falcon",
         ),
@@ -116,7 +116,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "password",
             "The password for the {0} door is {1}.",
             "What is the password for the {0} door?",
-            "Which word opens the {0} entrance?",
+            "Which word opens the {0} door?",
             "green north cellar garden",
             "marmalade umbrella hurricane porcupine cathedral telescope",
         ),
@@ -124,7 +124,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "phone",
             "The phone number of doctor {0} is {1}.",
             "What is the phone number of doctor {0}?",
-            "Which digits do I dial to call the physician {0}?",
+            "Which number do I dial to call doctor {0}?",
             "Alvarez Whitcombe Okafor Lindqvist",
             None,
         ),
@@ -132,7 +132,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "festival",
             "The annual cheese festival of {0} takes place in {1}.",
             "When does the annual cheese festival of {0} take place?",
-            "In which month is the yearly celebration in {0}?",
+            "In which month is the festival in {0}?",
             "Bramford Oakhurst Tilbury Wexcombe",
             "January March August October November",
         ),
@@ -140,7 +140,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "dog",
             "The dog of the lighthouse keeper {0} is named {1}.",
             "What is the dog of the lighthouse keeper {0} named?",
-            "How does {0} call his pet at the lighthouse?",
+            "What does {0} call the dog?",
             "Ingram Kerrigan Tremaine Farley",
             "Biscuit Thunder Pepper Shadow Marble",
         ),
@@ -156,17 +156,17 @@ BANKS: dict[str, tuple[Kind, ...]] = {
     "reported": _kinds(
         (
             "locker",
-            "The combination of locker {0} is {1}.",
-            "What is the combination of locker {0}?",
-            "Which code unlocks the cabinet {0}?",
-            "A17 B42 C63 D88 E29",
+            "The locker of {0} opens with the code {1}.",
+            "With which code does the locker of {0} open?",
+            "What is the combination for {0}?",
+            "Nathaniel Sebastian Octavia Marguerite",
             None,
         ),
         (
             "colour",
             "The kitchen of {0} has been painted {1}.",
             "What colour has the kitchen of {0} been painted?",
-            "Which colour are the walls where {0} cooks?",
+            "Which colour are the kitchen walls of {0}?",
             "Winifred Gideon Harriet Percival",
             "turquoise crimson lavender orange emerald",
         ),
@@ -174,15 +174,15 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "horse",
             "The horse that {0} rode in the great race was called {1}.",
             "What was the horse called that {0} rode in the great race?",
-            "Name the animal on which {0} competed.",
+            "Which animal did {0} compete on?",
             "Mortimer Isadora Fitzroy Clementine",
             "Lightning Buttercup Midnight Tornado Juniper",
         ),
         (
             "town",
-            "After the war, {0} moved to the town of {1}.",
-            "To which town did {0} move after the war?",
-            "Where did {0} settle when the fighting was over?",
+            "{0} moved to the town of {1} after the war.",
+            "To which town did {0} move?",
+            "Where does {0} live now?",
             "Bartholomew Eleanor Ludovic Rosamund",
             "Ashbourne Penzance Kilkenny Montrose Tavistock",
         ),
@@ -190,7 +190,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "account",
             "The account number of the {0} company is {1}.",
             "What is the account number of the {0} company?",
-            "Which digits identify the bank record of the firm {0}?",
+            "What is the bank number of the firm {0}?",
             "Halloway Brixton Castleford Danvers",
             None,
         ),
@@ -198,14 +198,14 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "weekday",
             "The library in {0} stays closed on {1}.",
             "On which day does the library in {0} stay closed?",
-            "Which weekday can nobody borrow books in {0}?",
+            "When can nobody borrow books in the library of {0}?",
             "Elmswood Fairhaven Kingsbury Northgate",
             "Monday Tuesday Wednesday Thursday Friday",
         ),
         (
             "profession",
-            "Before he became famous, {0} worked as a {1}.",
-            "What did {0} work as before he became famous?",
+            "{0} used to work as a {1} before he became famous.",
+            "What did {0} use to work as?",
             "What was the former profession of {0}?",
             "Crispin Thaddeus Valentin Ignatius",
             "plumber baker carpenter butcher gardener tailor",
@@ -214,7 +214,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "fruit",
             "The favourite fruit of the painter {0} is the {1}.",
             "What is the favourite fruit of the painter {0}?",
-            "What does the artist {0} like to eat most?",
+            "Which fruit does {0} like to eat most?",
             "Benedetta Oswald Lavinia Rupert",
             "pomegranate apricot mango pineapple cherry",
         ),
@@ -222,7 +222,7 @@ BANKS: dict[str, tuple[Kind, ...]] = {
             "treasure",
             "The treasure of {0} was buried under the {1}.",
             "Where was the treasure of {0} buried?",
-            "Below what did {0} conceal the gold?",
+            "Where did {0} hide the treasure?",
             "Redbeard Blackwell Silvers Graves",
             "windmill chapel bridge fountain stable",
         ),

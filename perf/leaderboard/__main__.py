@@ -1,0 +1,136 @@
+"""Measure what is missing of the leaderboard, cell by cell, and write its page.
+
+    python -m perf.leaderboard                       # everything, some hours; killed, it goes on where it was
+    python -m perf.leaderboard --quick               # two texts
+    python -m perf.leaderboard --page                # the page alone, from what is measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkv import policies
+from fastkv.evaluation import facts
+from fastkv.evaluation.pretrained import load
+from perf.environment import environment
+
+from . import measure, page
+
+RESULTS = Path(__file__).parents[1] / "results" / "leaderboard"
+KEEPS = (0.5, 0.25, 0.125, 0.0625)
+FITTED = ("duoattention", "triattention")  # need a file fitted to the model
+ALL = tuple(name for name in policies.names() if name not in FITTED)
+SOME = (
+    "momentkv", "keydiff", "manifold", "compactor", "fastkv", "fastkv-reread", "kvzip", "expected-attention", "noncausal",
+    "leverage", "snapkv", "tova", "streaming",
+)  # fmt: skip
+TWICE = tuple(name for name in ALL if policies.get(name).rereads)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the leaderboard.
+
+    Attributes: length: tokens of a text.  names: of policies.  question: "later" or "seen".  equal: "bytes" or "tokens".
+    settings: more arguments of `fastkv.patch`.  texts: how many; seeds count from 0, the same for all tables.
+    """
+
+    title: str
+    length: int = 2048
+    names: tuple[str, ...] = SOME
+    question: str = "later"
+    equal: str = "bytes"
+    settings: dict[str, Any] = field(default_factory=dict)
+    texts: int = 12
+    keeps: tuple[float, ...] = KEEPS
+
+
+ONCE = tuple(name for name in SOME if name not in TWICE)
+TABLES = {
+    "later_2048": Table("2,048 tokens, compressed before the question", names=ALL),
+    "blocks_2048": Table("2,048 tokens in blocks of 256", names=ONCE, settings={"prefill_block": 256}, texts=8),
+    "seen_2048": Table("2,048 tokens, read together with the question", question="seen", texts=8),
+    "tokens_2048": Table("2,048 tokens, at equal tokens", equal="tokens", texts=12),
+    "later_1024": Table("1,024 tokens, compressed before the question", length=1024),
+    "later_4096": Table("4,096 tokens, compressed before the question", length=4096),
+    "later_8000": Table("8,000 tokens, compressed before the question", length=8000, texts=8),
+    "int8_2048": Table("2,048 tokens in slots of 8 bits", settings={"slots": "int8"}),
+    "int4_2048": Table("2,048 tokens in slots of 4 bits", settings={"slots": "int4"}),
+}
+QUICK = 2  # texts
+
+
+def done(file: Path) -> set[tuple[Any, ...]]:
+    """The cells that a file holds."""
+    if not file.is_file():
+        return set()
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return {(row["seed"], row["part"], row["policy"], row["keep"]) for row in rows}
+
+
+def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[measure.Text]:
+    """The text of a seed; one for each question where it is seen."""
+    sample = facts.sample(tokenizer, table.length, seed)
+    if table.question == "seen":
+        yield from measure.seen(model, tokenizer, sample)
+    else:
+        yield measure.read(model, tokenizer, sample)
+
+
+def run(name: str, model: Any, tokenizer: Any, quick: bool, told: dict[str, Any]) -> None:
+    """Measure the cells of a table that its file lacks."""
+    table, file = TABLES[name], RESULTS / f"{name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    have, begun, made = done(file), time.monotonic(), 0
+    seeds = range(QUICK if quick else table.texts)
+    parts = facts.ASKED if table.question == "seen" else 1
+    cells = [(p, k) for p in table.names for k in table.keeps]
+    left = sum((seed, part, *cell) not in have for seed in seeds for part in range(parts) for cell in cells)
+    for seed in seeds:
+        if all((seed, part, *cell) in have for part in range(parts) for cell in cells):
+            continue
+        with torch.no_grad():
+            for part, text in enumerate(texts_of(table, model, tokenizer, seed)):
+                for policy, keep in cells:
+                    if (seed, part, policy, keep) in have:
+                        continue
+                    found = measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
+                    row = {"seed": seed, "part": part, "policy": policy, "keep": keep, "read_s": text.seconds}
+                    with file.open("a") as out:
+                        out.write(json.dumps(row | found | told) + "\n")
+                    made += 1
+                    rest = (time.monotonic() - begun) / made * (left - made) / 60
+                    print(f"{name}: {made}/{left} cells, some {rest:.0f} min left in this table", flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m perf.leaderboard", description=__doc__.split("\n")[0])
+    parser.epilog = "example: python -m perf.leaderboard --tables later_2048 --quick"
+    parser.add_argument("--tables", default=",".join(TABLES), metavar="NAME,...", help="which, all by default")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} texts in each table")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write docs/results.md")
+    parser.add_argument("--model", default="smollm2", help="smollm2, a directory or a GGUF file")
+    options = parser.parse_args()
+    names = options.tables.split(",")
+    unknown = [name for name in names if name not in TABLES]
+    if unknown:
+        parser.error(f"unknown table {unknown[0]}; there are {', '.join(TABLES)}")
+    if not options.page:
+        model, tokenizer = load(options.model)
+        told = {key: value for key, value in environment().items() if key in ("commit", "torch", "transformers", "cpu")}
+        for name in names:
+            run(name, model, tokenizer, options.quick, told | {"model": options.model})
+    page.write(RESULTS, TABLES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""One cell of the leaderboard: what a cache of a text answers, and how far its next tokens are from the full cache's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fastkv import Budget, FastKVCache, patched, policies, unpatch
+from fastkv.cache.layout import cost
+from fastkv.evaluation import facts
+from fastkv.evaluation.reading import Reading
+
+NEW = 24  # tokens of an answer at most
+ITEMSIZE = 2  # bytes are counted in bfloat16, whatever the model computes in
+STEPS = 32  # decoded tokens by which a step is timed
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the full cache says to a question.
+
+    Attributes: ids: tokens up to the end of the fact's value.  log_probs: [len(ids), V] of the full cache.
+    """
+
+    question: facts.Question
+    ids: list[int]
+    log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that was read, and what the full cache makes of it.
+
+    Attributes: asked: questions in all.  answers: those that the full cache answers.  next: [T, V] log-probabilities of
+    the text that goes on.  seconds: of reading.
+    """
+
+    sample: facts.Sample
+    reading: Reading
+    asked: int
+    answers: list[Answer]
+    next: Tensor
+    seconds: float
+
+
+def full_cache(reading: Reading) -> DynamicCache:
+    """transformers' cache of a text that was read."""
+    cache = DynamicCache()
+    for index, layer in enumerate(reading.layers):
+        cache.update(layer.tokens[1].clone(), layer.tokens[2].clone(), index)
+    return cache
+
+
+def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
+    """Read a text and ask the full cache."""
+    begun = time.perf_counter()
+    reading = Reading.of(unpatch(model), torch.tensor([sample.prefix]))
+    seconds = time.perf_counter() - begun
+    num, cache, answers = len(sample.prefix), full_cache(reading), []
+    for question in sample.questions:
+        spoken = generated(model, tokenizer, cache, [question])[0]
+        crop(cache, num)
+        end = next((n for n in range(1, len(spoken) + 1) if answers_to(tokenizer, question, spoken[:n])), None)
+        if end is not None:
+            fed = torch.tensor([question.ids + spoken[: end - 1]])
+            log_probs = model(fed, past_key_values=cache).logits[0, -end:].float().log_softmax(-1)
+            crop(cache, num)
+            answers.append(Answer(question, spoken[:end], log_probs))
+    goes_on = model(torch.tensor([sample.continuation]), past_key_values=cache).logits[0].float().log_softmax(-1)
+    return Text(sample, reading, len(sample.questions), answers, goes_on, seconds)
+
+
+def crop(cache: DynamicCache, length: int) -> None:
+    """Forget what came after `length` tokens; the method's argument differs between versions of transformers."""
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+
+
+def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool:
+    """Whether tokens contain the answer."""
+    return question.answered_by(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def generated(model: Any, tokenizer: Any, cache: Any, questions: list[facts.Question]) -> list[list[int]]:
+    """Greedy replies to questions, one a row of the cache, at most `NEW` tokens each."""
+    ids, mask = padded([question.ids for question in questions], left=True)
+    seen = cache.get_seq_length()
+    past = torch.ones(len(questions), seen, dtype=torch.long)
+    mask, ended = torch.cat([past, mask], 1), torch.zeros(len(questions), dtype=torch.bool)
+    spoken: list[Tensor] = []
+    for _ in range(NEW):
+        positions = mask.cumsum(-1)[:, -ids.shape[1] :] - 1
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits
+        ids = logits[:, -1].argmax(-1, keepdim=True)
+        ended |= ids[:, 0] == tokenizer.eos_token_id
+        spoken.append(ids)
+        if bool(ended.all()):
+            break
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return [[token for token in row if token != tokenizer.eos_token_id] for row in torch.cat(spoken, 1).tolist()]
+
+
+def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+    """Rows of tokens [B, T] and their mask."""
+    longest = max(map(len, rows))
+    fill = [[0] * (longest - len(row)) for row in rows]
+    marks = [[1] * len(row) for row in rows]
+    joined = [(gap + row, gap + mark) if left else (row + gap, mark + gap) for row, mark, gap in zip(rows, marks, fill)]
+    return torch.tensor([row for row, _ in joined]), torch.tensor([mark for _, mark in joined])
+
+
+def budget_of(model: Any, keep: float, num: int, equal: str, policy: policies.Policy, settings: dict[str, Any]) -> Budget:
+    """The share `keep` of the text's tokens, or the tokens that fit into that share of the bytes of a bf16 cache."""
+    heads = settings.get("heads", "uniform")
+    if equal == "tokens":
+        return Budget(keep=keep, heads=heads)
+    text = model.config
+    hkv, dim, layers = text.num_key_value_heads, text.head_dim, text.num_hidden_layers
+    total = int(keep * num * layers * hkv * 2 * dim * ITEMSIZE)
+    rows = torch.empty(1, hkv, 1, dim, dtype=torch.bfloat16, device="meta")
+    bounded, patching = Budget(bytes=total, heads=heads), {k: v for k, v in settings.items() if k != "heads"}
+    with patched(model, policy, bounded, **patching):
+        caches = [layer.cache for layer in FastKVCache(model).compressed]
+        budget = caches[0].config.budget
+        each = [
+            budget.layer_tokens(
+                cache.place, layers, num, cost(rows, rows, lambda n, c=cache: c.layout(hkv, n, None, torch.device("cpu")))
+            )
+            for cache in caches
+        ]
+    return replace(bounded, bytes=None, tokens=sum(each) // layers)
+
+
+def caches(model: Any, text: Text, policy: Any, budget: Budget, settings: dict[str, Any]) -> FastKVCache:
+    """The cache of a text; read for itself if it is read in blocks."""
+    if settings.get("prefill_block") is None:
+        return text.reading.compressed(policy, budget, **settings)
+    from fastkv import patch
+
+    patch(model, policy, budget, **settings)
+    cache = FastKVCache(model)
+    model(text.reading.ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+@torch.no_grad()
+def cell(model: Any, tokenizer: Any, text: Text, name: str, keep: float, equal: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Right answers, KL of answers and of the text that goes on, bytes and seconds of one cache."""
+    policy = policies.get(name)
+    budget = budget_of(model, keep, len(text.sample.prefix), equal, policy, settings)
+    begun = time.perf_counter()
+    own = {key: value for key, value in settings.items() if key != "heads"}
+    cache = caches(model, text, policy, budget, own)
+    compressing = time.perf_counter() - begun
+    found: dict[str, Any] = {"tokens": budget.tokens, "nbytes": cache.nbytes(), "compress_s": compressing}
+    if text.answers:
+        found |= judged(model, tokenizer, text.answers, cache)
+    goes_on = model(torch.tensor([text.sample.continuation]), past_key_values=cache.clone()).logits[0].float()
+    next_ids = torch.tensor(text.sample.continuation[1:])
+    log_probs = goes_on.log_softmax(-1)
+    found["text_kl"] = kl(text.next, log_probs).mean().item()
+    found["top1"] = (text.next.argmax(-1) == log_probs.argmax(-1)).float().mean().item()
+    found["nll"] = -log_probs[:-1].gather(-1, next_ids[:, None]).mean().item()
+    found["full_nll"] = -text.next[:-1].gather(-1, next_ids[:, None]).mean().item()
+    return found
+
+
+def judged(model: Any, tokenizer: Any, answers: list[Answer], cache: FastKVCache) -> dict[str, Any]:
+    """How many answers a cache generates too, and the KL along the full cache's answers, mean over questions."""
+    questions = [answer.question for answer in answers]
+    begun = time.perf_counter()
+    spoken = generated(model, tokenizer, cache.fork(len(answers)), questions)
+    seconds = time.perf_counter() - begun
+    right = [answers_to(tokenizer, question, ids) for question, ids in zip(questions, spoken)]
+    ids, mask = padded([answer.question.ids + answer.ids[:-1] for answer in answers], left=False)
+    past = torch.ones(len(ids), cache.get_seq_length(), dtype=torch.long)
+    logits = model(ids, attention_mask=torch.cat([past, mask], 1), past_key_values=cache.fork(len(ids))).logits
+    apart = []
+    for answer, row, real in zip(answers, logits, mask.sum(-1).tolist()):
+        apart.append(kl(answer.log_probs, row[real - len(answer.ids) : real].float().log_softmax(-1)).mean().item())
+    reworded = [answer.question.reworded for answer in answers]
+    return {
+        "asked": len(answers),
+        "right": sum(right),
+        "asked_reworded": sum(reworded),
+        "right_reworded": sum(yes for yes, other in zip(right, reworded) if other),
+        "answer_kl": sum(apart) / len(apart),
+        "answer_s": seconds,
+        "replies": [tokenizer.decode(ids) for ids in spoken],
+    }
+
+
+def kl(full: Tensor, other: Tensor) -> Tensor:
+    """KL in nats of each row of log-probabilities [T, V]."""
+    return (full.exp() * (full - other)).sum(-1)
+
+
+def seen(model: Any, tokenizer: Any, sample: facts.Sample) -> Iterator[Text]:
+    """A text for each question, which is read with it: the prefix then ends before the question's last token."""
+    for question in sample.questions:
+        with_question = [*sample.prefix, *question.ids[:-1]]
+        alone = replace(question, ids=question.ids[-1:])
+        yield read(model, tokenizer, replace(sample, prefix=with_question, questions=[alone]))
