@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from .. import Budget, FastKVError, demo, policies
-from ..evaluation import common
+from ..evaluation import common, pretrained
 from ..evaluation.common import FULL
 from ..evaluation.equal_bytes import equal_bytes
 from .measure import Case, Settings, Timed, contender, free_bytes, measure, warm_up
@@ -170,7 +170,7 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Any, str]:
     if options.model == common.DEMO:
         return common.load(common.DEMO, str(device))[0], common.DEMO
     if options.model:
-        with common.loading(f"a model from {options.model}", "give a directory that save_pretrained wrote, or --shape"):
+        with pretrained.loading(f"a model from {options.model}", "give a directory that save_pretrained wrote, or --shape"):
             kind: Any = DTYPES.get(options.dtype, "auto")
             made = AutoModelForCausalLM.from_pretrained(options.model, dtype=kind).eval()
         return made.to(device), options.model

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from .. import demo
 from ..errors import FastKVError
-from . import TASK_FILES, check_harness, common
+from . import TASK_FILES, check_harness, common, pretrained
 
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config", "git_hash")
@@ -162,7 +162,7 @@ def load_model(pretrained: str, options: argparse.Namespace) -> Any:
 
     from .plugins import FastKVLM
 
-    with common.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
+    with pretrained.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
         arguments = simple_parse_args_string(options.model_args)
         where = {"batch_size": options.batch_size, "device": options.device or common.default_device()}
         return FastKVLM(pretrained, policy=common.FULL, **where, **arguments)
@@ -259,7 +259,7 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
             ) from error
         except ImportError as error:
             raise FastKVError(
-                f"task {task} needs a package that is not installed: {common.first_line(error)}"
+                f"task {task} needs a package that is not installed: {pretrained.first_line(error)}"
             ) from error
         except (OSError, ValueError) as error:  # what `datasets` raises without a connection, a file or a configuration
             name = culprit(manager, task)
@@ -267,7 +267,7 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
             dataset = (entry.cfg if entry is not None else {}).get("dataset_path") or "its dataset"
             source = entry.yaml_path if entry is not None else name
             raise FastKVError(
-                f"task {name} cannot load {dataset} ({common.first_line(error)}); {advice(source, Path(name).stem)}"
+                f"task {name} cannot load {dataset} ({pretrained.first_line(error)}); {advice(source, Path(name).stem)}"
             ) from error
     return manager
 
@@ -307,7 +307,7 @@ def metadata_of(words: list[str]) -> dict[str, Any]:
             found |= parsed if isinstance(parsed, dict) else key_val_to_dict(word)
         except ValueError as error:
             raise FastKVError(
-                f"metadata must be K=V or a JSON object, got {word!r} ({common.first_line(error)}); for example "
+                f"metadata must be K=V or a JSON object, got {word!r} ({pretrained.first_line(error)}); for example "
                 "max_seq_lengths=[4096,8192]"
             ) from error
     return found
