@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from itertools import product
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..calibration.files import replace_file
 from ..demo.tasks import generate
 from ..errors import FastKVError
 from ..reference import FORMATS
+from . import pretrained
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes, is_full
 
 DEMO = "demo"  # the bundled model, or texts in its language, on a command line
@@ -49,29 +50,10 @@ DASHED: dict[str, Any] = {"color": "#444444", "linestyle": (0, (4, 3)), "linewid
 # Models.
 
 
-def load(name: str, device: str | None = None) -> tuple[Any, Any]:
-    """A stock model in eval mode, by default on a GPU if there is one, and its tokenizer; name: also "demo"."""
-    model: Any
-    tokenizer: Any
-    with loading(f"a model and its tokenizer from {name}", "give a directory that save_pretrained wrote, or demo"):
-        if name == DEMO:
-            model, tokenizer = demo.load()
-        else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-            tokenizer = AutoTokenizer.from_pretrained(name)
+def load(name: str, device: str | None = None, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
+    """A model and its tokenizer as in `pretrained.load`, by default on a GPU if there is one."""
+    model, tokenizer = pretrained.load(name, dtype, attn_implementation=None)
     return model.to(device or default_device()), tokenizer
-
-
-@contextmanager
-def loading(what: str, advice: str) -> Iterator[None]:
-    """Without progress bars. Raises FastKVError, with the advice, if that is not possible."""
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    except (OSError, TypeError, ValueError) as error:
-        raise FastKVError(f"cannot load {what} ({first_line(error)}); {advice}") from error
-    finally:
-        transformers.utils.logging.enable_progress_bar()
 
 
 def default_device() -> str:
@@ -360,11 +342,6 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 def versions(**others: str) -> dict[str, str]:
     """Of what a result may depend on."""
     return {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__, **others}
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says first, to stand inside a sentence."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 # Tables and pictures.
