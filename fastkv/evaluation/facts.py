@@ -1,0 +1,291 @@
+"""Facts hidden in real text, and questions about them: half in the words of the text, half in other words.
+
+    from fastkv.evaluation import facts
+
+    sample = facts.sample(tokenizer, length=2048, seed=0)
+    model(torch.tensor([sample.prefix + sample.questions[0].ids]))
+
+Tuning and reporting never share a text or a fact: `split="tuning"` takes Python's language reference and one set of
+facts, `split="reported"` docstrings of the standard library and another.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..errors import FastKVError
+from . import texts
+
+ASKED = 6  # facts of a text, each asked for once
+GOES_ON = 64  # tokens of the text after the prefix
+MARK = "\x00"  # the place of the text in a chat template
+SPLITS = {"tuning": "topics", "reported": "library"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fact.
+
+    Attributes:
+        name: of the kind.  text: the sentence, of a subject {0} and a value {1}.
+        literal: the question in the sentence's words.  reworded: in words that the sentence does not use.
+        subjects, values: to draw from; values None: numbers of seven digits.
+    """
+
+    name: str
+    text: str
+    literal: str
+    reworded: str
+    subjects: tuple[str, ...]
+    values: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a fact.
+
+    Attributes:
+        kind: of the fact.  fact: the sentence in the text.  text: the question.  answer: what has to be in the reply.
+        ids: tokens of the rest of the chat turn, from the question to where the reply begins.  reworded: whether it
+        avoids the words of the sentence.
+    """
+
+    kind: str
+    fact: str
+    text: str
+    answer: str
+    ids: list[int]
+    reworded: bool
+
+    def answered_by(self, reply: str) -> bool:
+        """Whether a reply contains the answer, case and separators of digits aside."""
+        return plain(self.answer) in plain(reply)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text with facts in it: the first tokens of a chat turn, questions, and how the text goes on.
+
+    Attributes: prefix: tokens, `length` or a few less.  questions: one a fact.  continuation: tokens after the prefix.
+    """
+
+    prefix: list[int]
+    questions: list[Question]
+    continuation: list[int]
+
+
+def plain(text: str) -> str:
+    """Lower case, without the commas, dashes and spaces that a model writes into numbers."""
+    return text.lower().replace(",", "").replace("-", "").replace(" ", "")
+
+
+def _kinds(*rows: tuple[str, str, str, str, str, str | None]) -> tuple[Kind, ...]:
+    return tuple(Kind(*row[:4], tuple(row[4].split()), None if row[5] is None else tuple(row[5].split())) for row in rows)
+
+
+BANKS: dict[str, tuple[Kind, ...]] = {
+    "tuning": _kinds(
+        (
+            "number",
+            "One of the special magic numbers for {0} is: {1}.",
+            "What is the special magic number for {0} mentioned in the text?",
+            "Which lucky figure belongs to {0}?",
+            "Lisbon Oslo Cairo Quito Hanoi",
+            None,
+        ),
+        (
+            "ingredient",
+            "The secret ingredient in {0}'s soup is {1}.",
+            "What is the secret ingredient in {0}'s soup?",
+            "What does {0} hide in the broth?",
+            "Martha Rosalind Agnes Beatrice",
+            "saffron cardamom tarragon fennel turmeric nutmeg",
+        ),
+        (
+            "ship",
+            "The old ship of captain {0} was called the {1}.",
+            "What was the old ship of captain {0} called?",
+            "What is the name of the vessel that {0} commanded?",
+            "Morrow Hargrave Pellew Draycott",
+            "Heron Dolphin Sparrow Walrus Falcon",
+        ),
+        (
+            "password",
+            "The password for the {0} door is {1}.",
+            "What is the password for the {0} door?",
+            "Which word opens the {0} entrance?",
+            "green north cellar garden",
+            "marmalade umbrella hurricane porcupine cathedral telescope",
+        ),
+        (
+            "phone",
+            "The phone number of doctor {0} is {1}.",
+            "What is the phone number of doctor {0}?",
+            "Which digits do I dial to call the physician {0}?",
+            "Alvarez Whitcombe Okafor Lindqvist",
+            None,
+        ),
+        (
+            "festival",
+            "The annual cheese festival of {0} takes place in {1}.",
+            "When does the annual cheese festival of {0} take place?",
+            "In which month is the yearly celebration in {0}?",
+            "Bramford Oakhurst Tilbury Wexcombe",
+            "January March August October November",
+        ),
+        (
+            "dog",
+            "The dog of the lighthouse keeper {0} is named {1}.",
+            "What is the dog of the lighthouse keeper {0} named?",
+            "How does {0} call his pet at the lighthouse?",
+            "Ingram Kerrigan Tremaine Farley",
+            "Biscuit Thunder Pepper Shadow Marble",
+        ),
+        (
+            "instrument",
+            "Every evening {0} practises the {1} in the attic.",
+            "What does {0} practise every evening in the attic?",
+            "Which musical instrument does {0} play?",
+            "Leopold Cordelia Anselm Philippa",
+            "trombone accordion violin bassoon harp",
+        ),
+    ),
+    "reported": _kinds(
+        (
+            "locker",
+            "The combination of locker {0} is {1}.",
+            "What is the combination of locker {0}?",
+            "Which code unlocks the cabinet {0}?",
+            "A17 B42 C63 D88 E29",
+            None,
+        ),
+        (
+            "colour",
+            "The kitchen of {0} has been painted {1}.",
+            "What colour has the kitchen of {0} been painted?",
+            "Which colour are the walls where {0} cooks?",
+            "Winifred Gideon Harriet Percival",
+            "turquoise crimson lavender orange emerald",
+        ),
+        (
+            "horse",
+            "The horse that {0} rode in the great race was called {1}.",
+            "What was the horse called that {0} rode in the great race?",
+            "Name the animal on which {0} competed.",
+            "Mortimer Isadora Fitzroy Clementine",
+            "Lightning Buttercup Midnight Tornado Juniper",
+        ),
+        (
+            "town",
+            "After the war, {0} moved to the town of {1}.",
+            "To which town did {0} move after the war?",
+            "Where did {0} settle when the fighting was over?",
+            "Bartholomew Eleanor Ludovic Rosamund",
+            "Ashbourne Penzance Kilkenny Montrose Tavistock",
+        ),
+        (
+            "account",
+            "The account number of the {0} company is {1}.",
+            "What is the account number of the {0} company?",
+            "Which digits identify the bank record of the firm {0}?",
+            "Halloway Brixton Castleford Danvers",
+            None,
+        ),
+        (
+            "weekday",
+            "The library in {0} stays closed on {1}.",
+            "On which day does the library in {0} stay closed?",
+            "Which weekday can nobody borrow books in {0}?",
+            "Elmswood Fairhaven Kingsbury Northgate",
+            "Monday Tuesday Wednesday Thursday Friday",
+        ),
+        (
+            "profession",
+            "Before he became famous, {0} worked as a {1}.",
+            "What did {0} work as before he became famous?",
+            "What was the former profession of {0}?",
+            "Crispin Thaddeus Valentin Ignatius",
+            "plumber baker carpenter butcher gardener tailor",
+        ),
+        (
+            "fruit",
+            "The favourite fruit of the painter {0} is the {1}.",
+            "What is the favourite fruit of the painter {0}?",
+            "What does the artist {0} like to eat most?",
+            "Benedetta Oswald Lavinia Rupert",
+            "pomegranate apricot mango pineapple cherry",
+        ),
+        (
+            "treasure",
+            "The treasure of {0} was buried under the {1}.",
+            "Where was the treasure of {0} buried?",
+            "Below what did {0} conceal the gold?",
+            "Redbeard Blackwell Silvers Graves",
+            "windmill chapel bridge fountain stable",
+        ),
+    ),
+}
+
+
+@cache
+def _tokens(tokenizer: Any, source: str) -> list[int]:
+    return list(tokenizer(texts.read(source), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def stretch(tokenizer: Any, source: str, length: int, draw: random.Random) -> list[int]:
+    """`length` tokens of a source from a random place.
+
+    Raises: FastKVError if the text is shorter.
+    """
+    ids = _tokens(tokenizer, source)
+    if len(ids) < length:
+        raise FastKVError(f"{source} has {len(ids)} tokens, expected at least {length}; give a longer text or ask for less")
+    start = draw.randrange(len(ids) - length + 1)
+    return ids[start : start + length]
+
+
+def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
+    """Tokens before and after the text in a chat turn that ends with a question; without a template, plain lines."""
+    if tokenizer.chat_template is None:
+        before, after = "", f"\n\nQuestion: {question}\nAnswer:"
+    else:
+        turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
+        before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split(MARK)
+    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))  # type: ignore
+
+
+def sample(
+    tokenizer: Any, length: int, seed: int, source: str | None = None, split: str = "reported", asked: int = ASKED
+) -> Sample:
+    """A text of `length` tokens in all, with one fact of each of `asked` kinds at random places.
+
+    Args: source: as in `texts.read`, by default that of the split.  split: whose facts, "tuning" or "reported".
+    Raises: FastKVError if the text is too short, or another split is asked for.
+    """
+    if split not in BANKS:
+        raise FastKVError(f"split must be one of {', '.join(BANKS)}, got {split!r}")
+    draw = random.Random(f"{split} {seed}")
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    found: list[tuple[list[int], Question]] = []
+    head: list[int] = []
+    for place, kind in enumerate(draw.sample(BANKS[split], asked)):
+        subject = draw.choice(kind.subjects)
+        value = str(draw.randrange(1_000_000, 10_000_000)) if kind.values is None else draw.choice(kind.values)
+        reworded = place % 2 == 1
+        asks = (kind.reworded if reworded else kind.literal).format(subject) + " Answer in a few words."
+        head, ids = around(tokenizer, asks)
+        fact = kind.text.format(subject, value)
+        found.append((encode(f" {fact}\n"), Question(kind.name, fact, asks, value, ids, reworded)))
+    room = length - len(head) - sum(len(ids) for ids, _ in found)
+    if room < asked:
+        raise FastKVError(f"a text of {length} tokens has no room for {asked} facts; ask for a longer one")
+    text = stretch(tokenizer, source or SPLITS[split], room + GOES_ON, draw)
+    text, goes_on = text[:room], text[room:]
+    depths = sorted((draw.randrange(room + 1) for _ in found), reverse=True)
+    order = draw.sample(range(asked), asked)
+    for depth, index in zip(depths, order):
+        text = text[:depth] + found[index][0] + text[depth:]
+    return Sample(head + text, [question for _, question in found], goes_on)
