@@ -17,7 +17,7 @@ from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.fit_context import FILLERS, Triple, demo_text, english_text, fit, make_triples, residual
 from fastkv.calibration.quality import QualityCurve, context_nll, keep_for, retained, save
-from fastkv.demo import MODEL_DIR, load
+from .toy import MODEL_DIR, load
 
 from .models import FAMILIES, build
 

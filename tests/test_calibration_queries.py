@@ -10,8 +10,8 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.calibration.fit_queries import add_arguments, fit, run
 from fastkv.calibration.query_calibration import QueryCalibration
-from fastkv.demo import MODEL_DIR
-from fastkv.demo.tasks import generate
+from .toy import MODEL_DIR
+from .toy import generate
 from fastkv.evaluation import common
 from fastkv.policies import QueryStatistics
 

@@ -19,8 +19,8 @@ from fastkv.calibration import fit_vector
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.fit_vector import TASKS, Sums, add_arguments, fit, pre_rope_pairs, run
 from fastkv.calibration.vector_map import FILE, VectorMap, required_r2
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.tasks import generate
+from .toy import MODEL_DIR, load
+from .toy import generate
 from fastkv.evaluation import common
 from fastkv.integrations.transformers import rotations
 

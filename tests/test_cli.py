@@ -13,9 +13,9 @@ import transformers
 import fastkv
 from fastkv import Budget
 from fastkv.cli import main
-from fastkv.demo import load, policy_of
-from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.demo.tasks import generate
+from .toy import load, policy_of
+from .toy import make_questions, measure, relative_error
+from .toy import generate
 from fastkv.evaluation import demo
 from fastkv.evaluation.comparison import cached
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fastkv
-from fastkv.demo import MODEL_DIR, load, policy_of
-from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.demo.tasks import TASKS, VOCABULARY, generate
+from .toy import MODEL_DIR, load, policy_of
+from .toy import make_questions, measure, relative_error
+from .toy import TASKS, VOCABULARY, generate
 from tools.demo_model.card import accuracy
 
 

@@ -19,7 +19,7 @@ import transformers
 import fastkv
 from fastkv import demo
 from fastkv.cli import build_parser
-from fastkv.demo.tasks import generate
+from .toy import generate
 from fastkv.integrations.vllm import settings
 
 from .test_docs import OURS, PAGES, ROOT, code

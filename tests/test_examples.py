@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.tasks import generate
+from .toy import MODEL_DIR, load
+from .toy import generate
 from tools.notebook import execute, printed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

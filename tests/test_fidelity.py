@@ -15,8 +15,8 @@ from rich.console import Console
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, reference
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.measure import make_questions
+from .toy import MODEL_DIR, load
+from .toy import make_questions
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
 from fastkv.evaluation.fidelity import add_arguments, compare, measure, read_full, run
 from fastkv.integrations.transformers.layer import FastKVLayer

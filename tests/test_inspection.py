@@ -13,8 +13,8 @@ from rich.console import Console
 from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM
 
 from fastkv import FastKVError
-from fastkv.demo import load
-from fastkv.demo.tasks import generate
+from .toy import load
+from .toy import generate
 from fastkv.evaluation import inspection as geometry
 from fastkv.evaluation.inspection import (
     DEMO_CONTEXT,

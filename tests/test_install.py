@@ -78,7 +78,7 @@ sys.modules["rich"] = sys.modules["matplotlib"] = None  # as if they were not in
 import torch
 import fastkv
 from fastkv.cli import main
-from fastkv.demo import load
+from .toy import load
 
 print(fastkv.__file__)
 model, tokenizer = load()

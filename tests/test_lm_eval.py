@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fastkv
 import fastkv.evaluation
 from fastkv import Budget, FastKVError
-from fastkv.demo import MODEL_DIR
-from fastkv.demo.tasks import generate
+from .toy import MODEL_DIR
+from .toy import generate
 from fastkv.evaluation import FastKVLM, ruler
 from fastkv.evaluation.common import FULL, to_budget
 from fastkv.evaluation.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
@@ -174,7 +174,7 @@ def looped(model, tokenizer, policy, budget, edges_of, settings):
 
 @pytest.fixture(scope="module")
 def plain():
-    return fastkv.demo.load(dtype=torch.float64)
+    return load(dtype=torch.float64)
 
 
 @pytest.mark.parametrize("policy", ["momentkv", "keydiff"])

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastkv.demo import load
-from fastkv.demo.tasks import VOCABULARY
+from .toy import load
+from .toy import VOCABULARY
 from perf import long_decoding
 from perf.long_decoding import CHAINS, FULL, LANGUAGE, WORDS, Bench, Settings, Stream, cases, decode, report
 

@@ -10,7 +10,7 @@ from rich.console import Console
 import fastkv
 from fastkv import FastKVError
 from fastkv.cli import build_parser
-from fastkv.demo import MODEL_DIR, load
+from .toy import MODEL_DIR, load
 from fastkv.evaluation import needles
 from fastkv.evaluation.needles import Grid, Row, table_of
 

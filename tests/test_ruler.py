@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.demo import load
-from fastkv.demo.tasks import TASKS as DEMO_TASKS
-from fastkv.demo.tasks import generate as demo_text
+from .toy import load
+from .toy import TASKS as DEMO_TASKS
+from .toy import generate as demo_text
 from fastkv.evaluation import TASK_FILES, needles, ruler
 from fastkv.evaluation.haystack import NOISE, SENTENCES, Request, Units, longest, prose, scatter
 from fastkv.evaluation.ruler import english_words, string_match_all, string_match_part

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import fastkv
 from fastkv import FastKVCache, FastKVError, corrections, reference
-from fastkv.demo import load
-from fastkv.demo.tasks import generate as write_text
+from .toy import load
+from .toy import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 from fastkv.policies.fastkv import FastKV

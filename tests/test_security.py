@@ -103,7 +103,7 @@ seen = []
 sys.addaudithook(lambda event, args: seen.append(event) if event.startswith(WATCHED) else None)
 
 import fastkv, fastkv.cli
-from fastkv.demo import load
+from .toy import load
 model, tokenizer = load()
 ids = tokenizer("the code of amber ferret is 84 36 92 . " * 12, return_tensors="pt").input_ids
 budget = fastkv.Budget(tokens=48, sinks=2, recent=8)

@@ -17,8 +17,8 @@ from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, ops, refer
 from fastkv.cpu import codes as compiled_codes
 from fastkv.cpu import compiled as compilation
 from fastkv.cpu import operations as cpu
-from fastkv.demo import load
-from fastkv.demo.measure import make_questions
+from .toy import load
+from .toy import make_questions
 from fastkv.evaluation.equal_bytes import layer_token_bytes
 from fastkv.ops.operator import flat, flat_state, state_of
 from fastkv.reference import AUTO, FORMATS, FP8, INT4, INT8, rotated, step_of

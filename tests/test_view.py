@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
 from fastkv.cache.layout import Layout
 from fastkv.cli import main
-from fastkv.demo import load
-from fastkv.demo.tasks import generate
+from .toy import load
+from .toy import generate
 from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.integrations.transformers import modules

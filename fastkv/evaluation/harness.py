@@ -22,7 +22,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import demo
 from ..errors import FastKVError
 from . import TASK_FILES, check_harness, common, pretrained
 
@@ -115,10 +114,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     common.check_some("tasks", tasks)
     shared = ("model", "tasks", "mode", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
     plan = common.planned(options, {name: getattr(options, name) for name in shared})
-    pretrained = str(demo.MODEL_DIR) if options.model == common.DEMO else options.model
-    metadata = {"pretrained": pretrained, "seed": options.seed, **metadata_of(options.metadata)}
+    where = pretrained.directory(options.model)
+    metadata = {"pretrained": where, "seed": options.seed, **metadata_of(options.metadata)}
     manager = load_tasks(tasks, options.include_path, metadata)
-    lm = load_model(pretrained, options)
+    lm = load_model(where, options)
     console = console or common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
     longest = max(lengths) if isinstance(lengths, list) else lengths
@@ -156,7 +155,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     return rows
 
 
-def load_model(pretrained: str, options: argparse.Namespace) -> Any:
+def load_model(where: str, options: argparse.Namespace) -> Any:
     """The harness's model with the stock cache. Raises FastKVError if it cannot be loaded."""
     from lm_eval.utils import simple_parse_args_string
 
@@ -164,8 +163,8 @@ def load_model(pretrained: str, options: argparse.Namespace) -> Any:
 
     with pretrained.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
         arguments = simple_parse_args_string(options.model_args)
-        where = {"batch_size": options.batch_size, "device": options.device or common.default_device()}
-        return FastKVLM(pretrained, policy=common.FULL, **where, **arguments)
+        how = {"batch_size": options.batch_size, "device": options.device or common.default_device()}
+        return FastKVLM(where, policy=common.FULL, **how, **arguments)
 
 
 def evaluate(lm: Any, cache: common.Planned, tasks: list[str], manager: Any, options: argparse.Namespace) -> Row | None:

@@ -46,12 +46,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..api import patch, unpatch
 from ..budget import Budget
-from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from ..policies import Policy
 from . import ruler
-from .common import FOREIGN, FULL, loading, to_budget, unknown_share
+from .common import FOREIGN, FULL, to_budget, unknown_share
 from .haystack import Sample, Tokenizer
+from .pretrained import directory, loading
+from .recording import cache_bytes
 
 MODES = ("auto", "stream", "prefix")
 SETTINGS = ("prefill_block", "evict_every", "correction", "slots", "mode", "vector")  # of `set_cache`
@@ -267,7 +268,7 @@ def written(
         if unknown > FOREIGN:
             warnings.warn(
                 f"the tokenizer does not know {unknown:.0%} of the words of {kind}, so that its score means nothing; "
-                "the bundled model reads the tasks of fastkv needles and fastkv demo",
+                "take another model",
                 stacklevel=2,
             )
     return found
@@ -284,7 +285,7 @@ def tokenizer_of(given: str | Tokenizer | None) -> Tokenizer:
     if not isinstance(given, str):
         return given
     with loading(f"a tokenizer from {given}", "name another with --metadata tokenizer=PATH"):
-        return AutoTokenizer.from_pretrained(given)
+        return AutoTokenizer.from_pretrained(directory(given))
 
 
 def whole_numbers(name: str, value: Any, most: int | None = None, least: int = 1) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def packed() -> Path:
     """The GGUF in the installed package. Raises FastKVError without it, or if it is not the one that is known."""
     check_installed(f"the model {SMOLLM2}", "real")
     spec = importlib.util.find_spec(PACKAGE)
-    path = Path((spec and spec.submodule_search_locations or [""])[0]) / FILE
+    path = Path(((spec and spec.submodule_search_locations) or [""])[0]) / FILE
     found = sha256(path) if path.is_file() else "none"
     if found != DIGEST:
         raise FastKVError(
