@@ -9,21 +9,19 @@ from fractions import Fraction
 import pytest
 import torch
 import transformers
+from fastkv.evaluation.comparison import cached
+from fastkv.evaluation.story import bar
 
 import fastkv
 from fastkv import Budget
 from fastkv.cli import main
-from .toy import load, policy_of
-from .toy import make_questions, measure, relative_error
-from .toy import generate
 from fastkv.evaluation import demo
-from fastkv.evaluation.comparison import cached
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.evaluation.pictures import labelled, spread
-from fastkv.evaluation.story import bar
 
 from .pairwise import each
 from .processes import of_module, run
+from .toy import generate, load, make_questions, measure, policy_of, relative_error
 
 OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--all", "--quick")
 POLICIES = ("momentkv", "streaming")  # of --all --quick

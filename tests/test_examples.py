@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .toy import MODEL_DIR, load
-from .toy import generate
 from tools.notebook import execute, printed
+
+from .toy import MODEL_DIR, generate, load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))

@@ -15,14 +15,14 @@ from rich.console import Console
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, reference
-from .toy import MODEL_DIR, load
-from .toy import make_questions
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
 from fastkv.evaluation.fidelity import add_arguments, compare, measure, read_full, run
 from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .models import build, policy, prompt
 from .test_vector_cache import mapping
+from .toy import MODEL, MODEL_DIR, load, make_questions
+from .toy import text as toy_text
 
 STEPS = 12
 
@@ -358,7 +358,8 @@ def fidelity(*arguments):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     told = io.StringIO()
-    rows = run(parser.parse_args([str(argument) for argument in arguments]), Console(file=told, width=112))
+    given = ("--model", MODEL, "--text", toy_text(), *arguments)
+    rows = run(parser.parse_args([str(argument) for argument in given]), Console(file=told, width=112))
     return rows, told.getvalue()
 
 
@@ -366,7 +367,7 @@ QUICK = ("--context", 160, "--steps", 8, "--seeds", 2)
 
 
 def test_the_command_compares_and_writes(tmp_path):
-    policies, out = ["momentkv", "snapkv", "duoattention", "kvzip"], tmp_path / "out"
+    policies, out = ["momentkv", "snapkv", "keydiff", "kvzip"], tmp_path / "out"
     command = (*QUICK, "--policies", ",".join(policies), "--budgets", "64,256", "--out", out)
     rows, told = fidelity(*command)
     assert [(row.policy, row.budget) for row in rows] == [(name, size) for size in (64, 256) for name in policies]
@@ -392,10 +393,11 @@ def test_the_command_compares_and_writes(tmp_path):
 @pytest.mark.parametrize("correction", ["vector", "vector+mean", "vector+moments"])
 def test_the_command_takes_the_vector_corrections(correction, tmp_path):
     """With the map beside the bundled weights; at equal bytes, where dropped values make room for more keys."""
-    chosen = [] if correction == "vector" else ["--policies", "keydiff"]
+    chosen = ["--policies", "all" if correction == "vector" else "keydiff"]
     rows, _ = fidelity(*QUICK, "--correction", correction, "--budgets", 80, "--out", tmp_path, *chosen)
-    if not chosen:
-        assert [row.policy for row in rows] == [name for name in fastkv.policies.names() if name != "duoattention"]
+    if correction == "vector":
+        fitted = {"duoattention", "triattention"}
+        assert [row.policy for row in rows] == [name for name in fastkv.policies.names() if name not in fitted]
     by_name = {row.policy: row for row in rows}
     fewer = correction == "vector+moments"  # they cost more than the values that were dropped
     assert (by_name["keydiff"].kept < 80) == fewer and (by_name["keydiff"].gap is None) == (correction == "vector")

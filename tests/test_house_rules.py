@@ -44,7 +44,6 @@ ROOMS = [
     "integrations",
     "module",
     "api",
-    "demo",
     "evaluation",
     "bench",
     "view",

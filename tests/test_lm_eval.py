@@ -21,13 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fastkv
 import fastkv.evaluation
 from fastkv import Budget, FastKVError
-from .toy import MODEL_DIR
-from .toy import generate
 from fastkv.evaluation import FastKVLM, ruler
 from fastkv.evaluation.common import FULL, to_budget
 from fastkv.evaluation.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
 
 from .test_ruler import toy_bpe
+from .toy import MODEL_DIR, generate
 
 LARGE = 1024  # more than any text here
 FLOAT64 = {"dtype": "float64", "device": "cpu"}

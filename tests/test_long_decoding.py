@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from .toy import load
-from .toy import VOCABULARY
 from perf import long_decoding
 from perf.long_decoding import CHAINS, FULL, LANGUAGE, WORDS, Bench, Settings, Stream, cases, decode, report
+
+from .toy import VOCABULARY, load
 
 SMALL = Settings(rows=2, tokens=512, chains=2, bins=2, budget=96, prose=160, prompt=32, kept=48)
 

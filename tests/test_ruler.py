@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import FastKVError
-from .toy import load
-from .toy import TASKS as DEMO_TASKS
-from .toy import generate as demo_text
 from fastkv.evaluation import TASK_FILES, needles, ruler
 from fastkv.evaluation.haystack import NOISE, SENTENCES, Request, Units, longest, prose, scatter
 from fastkv.evaluation.ruler import english_words, string_match_all, string_match_part
 
 from .conftest import examples
+from .toy import TASKS as TOY_TASKS
+from .toy import generate as toy_text
+from .toy import load, placed
 
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
 ELEVEN = [*NIAH, "vt", "cwe", "fwe"]
@@ -408,13 +408,13 @@ def test_metrics_refuse_what_is_no_list_of_answers(answers):
             metric("text", answers)
 
 
-@pytest.mark.parametrize("task", DEMO_TASKS)
+@pytest.mark.parametrize("task", TOY_TASKS)
 @pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
 def test_bundled_needles_are_moved_and_nothing_else(task, depth, bundled):
     tokenizer = bundled[1]
     for seed in range(5):
-        sample = needles.placed(task, tokenizer, 300, depth, seed)
-        original = demo_text(task, 300, seed)
+        sample = placed(task, 300, depth, seed)
+        original = toy_text(task, 300, seed)
         assert Counter(sample.context.split()) == Counter(original.context.split())
         assert sample.question == original.questions[0] and sample.prompt == f"{sample.context} {sample.question}"
         assert len(tokenizer(f"{sample.prompt} {original.answers[0]}").input_ids) == 300

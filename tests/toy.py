@@ -20,9 +20,11 @@ The bar separates `Sample.questions` from `Sample.answers`.
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import cast
@@ -33,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from fastkv import policies
 from fastkv.calibration.fit_context import Sample
+from fastkv.evaluation import haystack
 from fastkv.evaluation.recording import cache_bytes, kept_tokens, record_attention
 from fastkv.evaluation.words import (
     ADJECTIVES,
@@ -238,6 +241,21 @@ def policy_of(name: str) -> policies.Policy:
     return policies.get(name, **({"pattern": str(PATTERN)} if name == "duoattention" else {}))
 
 
+def write(path: Path, texts: int, tokens: int = 512) -> str:
+    """Write a file with so many texts of all tasks in turn, and return its path."""
+    path.write_text("\n".join(told(TASKS[index % len(TASKS)], tokens, -1 - index) for index in range(texts)))
+    return str(path)
+
+
+PLACE = tempfile.TemporaryDirectory(prefix="fastkv-toy-")  # until the process ends
+
+
+@cache
+def text() -> str:
+    """The path of a file of 9000 tokens in the toy's language."""
+    return write(Path(PLACE.name) / "toy.txt", 18)
+
+
 def told(task: str, tokens: int, seed: int) -> str:
     """A text of so many tokens that ends with a question and its answer."""
     sample = generate(task, tokens, seed)
@@ -260,6 +278,28 @@ def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int)
     again = cycle(sorted(filler, key=len)[middle : middle + 2])  # of middle length, which keeps that of the text
     words = " ".join(sentence if fact else next(again) for sentence, fact in zip(sentences, stated))
     return Sample(words, sample.questions, sample.answers)
+
+
+def placed(task: str, length: int, depth: float, seed: int) -> haystack.Sample:
+    """A text of `generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
+
+    It has the same words, exactly `length` tokens with the answer.
+    """
+    told = generate(task, length, seed)
+    question, reply = told.questions[0], told.answers[0]
+    asked = _asked(question, reply)
+    sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
+    rest = [sentence for sentence in sentences if sentence not in asked]
+    context = " ".join(haystack.scatter(rest, asked, [depth] * len(asked)))
+    prompt, tokens = f"{context} {question}", len(reply.split())
+    metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
+    return haystack.Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
+
+
+def _asked(question: str, reply: str) -> list[str]:
+    """The sentences of the text that the answer repeats, in order; `pairs` leaves their first three words out."""
+    said = f"{question.partition('answer : ')[2]} {reply}".removesuffix(" .").split(" and ")
+    return [f"{one} ." if one.startswith("the ") else f"the code of {one} ." for one in said]
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, option = parser.add_argument, partial(common.option, parser)
     common.add_model(parser, "fastkv-demo")
     option("--text", common.TEXT, f"{', '.join(texts.SOURCES)} of Python, or a file in UTF-8", "FILE")
-    option("--context", 2048, "tokens that are read: the text with six facts in it")
+    option("--context", 1024, "tokens that are read: the text with six facts in it")
     option("--policies", ("fastkv", "kvzip", "streaming"), "policies to compare", "NAME")
     sizes = "shares of the full cache, or tokens per KV head"
     option("--budgets", (Fraction(1, 4), Fraction(1, 8)), sizes).type = common.listed(size)
     option("--words", 24, "tokens of an answer, at most")
-    option("--seed", 0, "of the facts and their places")
+    option("--seed", 1, "of the facts and their places")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
     common.add_slots(parser)
     add("--quick", action="store_true", help="a shorter run: two policies, one budget, 512 tokens")
@@ -151,8 +151,8 @@ def tell(tokenizer: Any, sample: facts.Sample, settings: argparse.Namespace, con
     first, text = sample.questions[0], tokenizer.decode(sample.prefix)
     before, _, after = (" ".join(part.split()) for part in text.partition(first.fact))
     console.print(
-        f"{settings.model} reads {len(sample.prefix)} tokens of {settings.text} once, with six facts in them. Each cache "
-        "is cut to its size; only then come the questions.\n"
+        f"{settings.model} reads {len(sample.prefix)} tokens of {settings.text} once, with six facts in them. Each "
+        "cache is cut to its size; only then come the questions.\n"
     )
     console.print(f"  ... {before[-AROUND:]} [{first.fact}] {after[:AROUND]} ...\n", markup=False)
     for number, question in enumerate(sample.questions, 1):

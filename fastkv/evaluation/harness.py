@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import FastKVError
-from . import TASK_FILES, check_harness, common, pretrained
+from . import TASK_FILES, asking, check_harness, common, pretrained
 
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config", "git_hash")
@@ -95,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "continuation; auto (the default) is stream with --prefill-block, prefix without"
     )
     add("--mode", choices=("auto", "stream", "prefix"), default="auto", help=mode)
+    asks = f"{asking.HELP}, for tasks that generate and say where the question begins, as fastkv's do"
+    add("--question", choices=asking.QUESTION, default="seen", help=f"{asks} (default: seen)")
     add("--limit", type=float, metavar="N", help="questions of each task, or the share of them below 1")
     add("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")
     option("--batch-size", "1", "sequences in a batch, or auto")
@@ -112,7 +114,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     check_harness()
     tasks = list(common.listed()(options.tasks))
     common.check_some("tasks", tasks)
-    shared = ("model", "tasks", "mode", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
+    shared = ("model", "tasks", "mode", "question", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
     plan = common.planned(options, {name: getattr(options, name) for name in shared})
     where = pretrained.directory(options.model)
     metadata = {"pretrained": where, "seed": options.seed, **metadata_of(options.metadata)}
@@ -128,13 +130,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         )
     caches = [common.arguments(one, options, lm.patched) for one in plan]
     for one, cache in zip(plan, caches):  # what cannot be used is refused before anything slow
-        lm.set_cache(**cache, mode=options.mode)
+        lm.set_cache(**cache, mode=options.mode, question=options.question)
         common.check_first(one.name, lm.patched, cache["budget"])
     rows = []
     for place, (one, cache) in enumerate(zip(plan, caches), 1):
         if one.record is None:
             console.print(f"{place}/{len(plan)} {one.name}")
-            lm.set_cache(**cache, mode=options.mode)
+            lm.set_cache(**cache, mode=options.mode, question=options.question)
             row = evaluate(lm, one, tasks, manager, options)
         else:
             console.print(f"{place}/{len(plan)} {one.name} is in {options.out} already")
