@@ -17,13 +17,13 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.calibration import fit_vector
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.fit_vector import TASKS, Sums, add_arguments, fit, pre_rope_pairs, run
+from fastkv.calibration.fit_vector import Sums, add_arguments, fit, pre_rope_pairs, run
 from fastkv.calibration.vector_map import FILE, VectorMap, required_r2
 from fastkv.evaluation import common
 from fastkv.integrations.transformers import rotations
 
 from .models import FAMILIES, VOCAB, build, prompt
-from .toy import MODEL, MODEL_DIR, generate, load, write
+from .toy import MODEL, MODEL_DIR, TASKS, generate, load, write
 
 FULL_LAYERS = {"llama": [0, 1, 2, 3], "qwen3": [0, 1, 2, 3], "gemma3": [1, 3]}
 families = pytest.mark.parametrize("name", FULL_LAYERS)

@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "continuation; auto (the default) is stream with --prefill-block, prefix without"
     )
     add("--mode", choices=("auto", "stream", "prefix"), default="auto", help=mode)
-    asks = f"{asking.HELP}, for tasks that generate and say where the question begins, as fastkv's do"
+    asks = f"{asking.HELP}, for tasks that name their question, as fastkv's do"
     add("--question", choices=asking.QUESTION, default="seen", help=f"{asks} (default: seen)")
     add("--limit", type=float, metavar="N", help="questions of each task, or the share of them below 1")
     add("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")

@@ -74,8 +74,8 @@ class FastKVLM(HFLM):
             stock cache.
         budget: tokens per KV head, "keep=0.25", "bytes=2000000", "quality=0.95", or a `Budget`.
         mode: how log-likelihoods are measured, see above; "auto" is stream with a prefill_block and prefix without.
-        question: "seen" for prompts that are read as a whole, "later" for texts that are read, and compressed, before the
-            question is known; the tasks of fastkv say where it begins.
+        question: "seen" for prompts that are read as a whole, "later" for texts that are read, and compressed, before it
+            is known; the tasks of fastkv say where it begins.
         sinks, recent, layers, heads: as in `Budget`.
         kwargs: everything else that the harness's own model takes.
 
@@ -188,8 +188,8 @@ class FastKVLM(HFLM):
         """Score requests in the chosen mode; the harness calls this for every kind of likelihood."""
         if self.question == "later":
             raise FastKVError(
-                "question 'later' needs tasks whose answers are generated, got one with log-likelihoods, whose contexts "
-                "do not say where a question begins; choose question 'seen'"
+                "question 'later' needs tasks whose answers are generated, got one with log-likelihoods, whose "
+                "contexts do not say where a question begins; choose question 'seen'"
             )
         if self.compressed and self.mode == "prefix":
             return self._score_after_contexts(requests, disable_tqdm)
