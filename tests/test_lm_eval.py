@@ -463,7 +463,7 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
         (["--policies", ","], "policies must name at least one"),
         (["--budgets", "half"], "budget must be a number of tokens"),
         (["--budgets", "8"], "smaller than sinks"),
-        (["--budgets", "64"], "leaves 0 tokens per KV head"),
+        (["--budgets", "64"], "leaves 30 tokens per KV head"),
         (["--policies", "kvzip", "--prefill-block", "64"], "whole context"),
         (["--mode", "stream"], "mode stream needs prefill_block"),
         (["--model", str(MODEL_DIR.parent)], "cannot load a model from"),

@@ -116,10 +116,10 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     common.check_some("tasks", tasks)
     shared = ("model", "tasks", "mode", "question", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
     plan = common.planned(options, {name: getattr(options, name) for name in shared})
-    where = pretrained.directory(options.model)
-    metadata = {"pretrained": where, "seed": options.seed, **metadata_of(options.metadata)}
+    where, gguf = pretrained.place(options.model)
+    metadata = {"pretrained": where, "seed": options.seed, "tokenizer": options.model, **metadata_of(options.metadata)}
     manager = load_tasks(tasks, options.include_path, metadata)
-    lm = load_model(where, options)
+    lm = load_model(where, gguf, options)
     console = console or common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
     longest = max(lengths) if isinstance(lengths, list) else lengths
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     return rows
 
 
-def load_model(where: str, options: argparse.Namespace) -> Any:
+def load_model(where: str, gguf: dict[str, str], options: argparse.Namespace) -> Any:
     """The harness's model with the stock cache. Raises FastKVError if it cannot be loaded."""
     from lm_eval.utils import simple_parse_args_string
 
@@ -166,7 +166,7 @@ def load_model(where: str, options: argparse.Namespace) -> Any:
     with pretrained.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
         arguments = simple_parse_args_string(options.model_args)
         how = {"batch_size": options.batch_size, "device": options.device or common.default_device()}
-        return FastKVLM(where, policy=common.FULL, **how, **arguments)
+        return FastKVLM(where, policy=common.FULL, **gguf, **how, **arguments)
 
 
 def evaluate(lm: Any, cache: common.Planned, tasks: list[str], manager: Any, options: argparse.Namespace) -> Row | None:

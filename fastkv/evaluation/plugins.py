@@ -51,7 +51,7 @@ from ..policies import Policy
 from . import asking, ruler
 from .common import FOREIGN, FULL, to_budget, unknown_share
 from .haystack import Sample, Tokenizer
-from .pretrained import directory, loading
+from .pretrained import loading, place
 from .recording import cache_bytes
 
 MODES = ("auto", "stream", "prefix")
@@ -324,7 +324,8 @@ def tokenizer_of(given: str | Tokenizer | None) -> Tokenizer:
     if not isinstance(given, str):
         return given
     with loading(f"a tokenizer from {given}", "name another with --metadata tokenizer=PATH"):
-        return AutoTokenizer.from_pretrained(directory(given))
+        path, gguf = place(given)
+        return AutoTokenizer.from_pretrained(path, **gguf)
 
 
 def whole_numbers(name: str, value: Any, most: int | None = None, least: int = 1) -> tuple[int, ...]:

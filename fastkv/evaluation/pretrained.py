@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -45,21 +46,26 @@ def load(
         attn_implementation: as in `from_pretrained`; None for its default.
     Raises: FastKVError if there is no such model, or if it has no tokenizer or is damaged.
     """
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    path, gguf = place(name)
+    return _read(path, {"dtype": dtype, "attn_implementation": attn_implementation}, **gguf)
+
+
+def place(name: str | Path) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` takes for a name of `load`: a path, and options that name the GGUF file, if it is one.
+
+    Raises: FastKVError for what is neither there nor could be on a hub.
+    """
+    path = Path(name)
     if name == SMOLLM2:
-        return _read(str(unpacked()), options)
-    if str(name).endswith(".gguf"):
-        check_installed(f"reading {name}", "gguf")
-        path = Path(name)
+        return str(unpacked()), {}
+    if path.suffix == ".gguf":
         if not path.is_file():
             raise FastKVError(f"cannot load a model from {name}, there is no such file; {ADVICE}")
-        return _read(str(path.parent), options, gguf_file=path.name)
-    return _read(str(name), options)
-
-
-def directory(name: str) -> str:
-    """What `from_pretrained` takes for a name of `load`: the unpacked directory of smollm2, else the name itself."""
-    return str(unpacked()) if name == SMOLLM2 else name
+        check_installed(f"reading {name}", "gguf")
+        return str(path.parent), {"gguf_file": path.name}
+    if not path.exists() and (path.is_absolute() or len(path.parts) != 2 or path.parts[0] in (".", "..")):
+        raise FastKVError(f"cannot load a model from {name}, there is nothing; {ADVICE}")
+    return str(name), {}
 
 
 def _read(where: str, options: dict[str, Any], **gguf: str) -> tuple[Any, Any]:
@@ -162,7 +168,7 @@ def loading(what: str, advice: str) -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     try:
         yield
-    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+    except (ImportError, KeyError, OSError, TypeError, ValueError, struct.error) as error:
         raise FastKVError(f"cannot load {what} ({first_line(error)}); {advice}") from error
     finally:
         transformers.utils.logging.enable_progress_bar()
