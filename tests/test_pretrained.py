@@ -79,9 +79,7 @@ def test_a_damaged_package_is_noticed_and_nothing_written(home, monkeypatch):
     assert not home.exists()
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stopped"]
-)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stop"])
 def test_nothing_is_left_half_written(error, home, monkeypatch):
     def fail(self, folder, **options):
         (folder / "config.json").write_text("{}")
@@ -136,7 +134,9 @@ def test_models_that_cannot_be_read(tmp_path):
         assert len(str(refused.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["demo", "fidelity", "needles", "inspect", "view", "bench", "eval --tasks x", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["demo", "fidelity", "needles", "inspect", "view", "bench", "eval --tasks x", "doctor"]
+)
 def test_every_command_refuses_an_unknown_model_in_one_sentence(command, tmp_path, capsys):
     out = [] if command == "doctor" else ["--out", str(tmp_path / "out")]
     assert main([*command.split(), "--model", "smollm3", *out]) == 2
@@ -159,9 +159,8 @@ def test_smollm2_answers(smollm2):
     model, tokenizer = smollm2
     sample = facts.sample(tokenizer, 1024, 1, "topics", "tuning")
     seen, asked = torch.tensor([sample.prefix]), [question.ids for question in sample.questions]
-    texts = [
-        tokenizer.decode(one) for one in asking.answers(model, tokenizer, asking.read(model, seen), seen, asked, 24)
-    ]
+    said = asking.answers(model, tokenizer, asking.read(model, seen), seen, asked, 24)
+    texts = [tokenizer.decode(one) for one in said]
     assert sum(question.answered_by(text) for question, text in zip(sample.questions, texts)) >= 3
     with fastkv.patched(model, "kvzip", fastkv.Budget(tokens=1100)):  # holds everything
         kept = asking.answers(model, tokenizer, asking.read(model, seen), seen, asked, 24)

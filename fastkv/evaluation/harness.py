@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "continuation; auto (the default) is stream with --prefill-block, prefix without"
     )
     add("--mode", choices=("auto", "stream", "prefix"), default="auto", help=mode)
-    asks = f"{asking.HELP}, for tasks that name their question, as fastkv's do"
+    asks = f"{asking.HELP}, for tasks that name it, as fastkv's do"
     add("--question", choices=asking.QUESTION, default="seen", help=f"{asks} (default: seen)")
     add("--limit", type=float, metavar="N", help="questions of each task, or the share of them below 1")
     add("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")
@@ -114,7 +114,18 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     check_harness()
     tasks = list(common.listed()(options.tasks))
     common.check_some("tasks", tasks)
-    shared = ("model", "tasks", "mode", "question", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
+    shared = (
+        "model",
+        "tasks",
+        "mode",
+        "question",
+        "limit",
+        "num_fewshot",
+        "metadata",
+        "batch_size",
+        "seed",
+        "model_args",
+    )
     plan = common.planned(options, {name: getattr(options, name) for name in shared})
     where, gguf = pretrained.place(options.model)
     metadata = {"pretrained": where, "seed": options.seed, "tokenizer": options.model, **metadata_of(options.metadata)}
