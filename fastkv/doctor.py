@@ -24,20 +24,15 @@ UNTESTED = "not tested: compared with the stock model when it is patched"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    what = "smollm2, a directory or a .gguf file, of which only the config is read"
-    parser.add_argument("--model", metavar="PATH", help=what)
+    parser.add_argument(
         "--model", metavar="PATH", help="smollm2, a directory or a .gguf file, of which only the config is read"
     )
-    what = "smollm2, a directory or a .gguf file, of which only the config is read"
-    parser.add_argument("--model", metavar="PATH", help=what)"--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
-    what = "smollm2, a directory or a .gguf file, of which only the config is read"
-    parser.add_argument("--model", metavar="PATH", help=what)"--budget", type=int, default=1024, metavar="N", help="tokens kept per KV head (1024)")
-    what = "smollm2, a directory or a .gguf file, of which only the config is read"
-    parser.add_argument("--model", metavar="PATH", help=what)
+    parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
+    parser.add_argument("--budget", type=int, default=1024, metavar="N", help="tokens kept per KV head (1024)")
+    parser.add_argument(
         "--slots", default="auto", help="auto, int8, fp8 or int4: how keys and values are stored (auto)"
     )
-    what = "smollm2, a directory or a .gguf file, of which only the config is read"
-    parser.add_argument("--model", metavar="PATH", help=what)"--policy", default="momentkv", help=f"one of {', '.join(policies.names())} (momentkv)")
+    parser.add_argument("--policy", default="momentkv", help=f"one of {', '.join(policies.names())} (momentkv)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -74,8 +74,8 @@ class FastKVLM(HFLM):
             stock cache.
         budget: tokens per KV head, "keep=0.25", "bytes=2000000", "quality=0.95", or a `Budget`.
         mode: how log-likelihoods are measured, see above; "auto" is stream with a prefill_block and prefix without.
-        question: "seen" for prompts that are read as a whole, "later" for texts that are read, and compressed, before it
-            is known; the tasks of fastkv say where it begins.
+        question: "seen" for prompts that are read as a whole, "later" for texts that are read, and compressed,
+            before it is known; the tasks of fastkv say where it begins.
         sinks, recent, layers, heads: as in `Budget`.
         kwargs: everything else that the harness's own model takes.
 
