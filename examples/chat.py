@@ -9,6 +9,7 @@ import argparse
 import torch
 
 import fastkv
+from fastkv.evaluation import pretrained
 
 SAY = (
     "Hello! My name is Rosalind, and I have a dog called Biscuit.",
@@ -61,9 +62,8 @@ def main(argv=None):
         said = tokenizer.decode(ids[0, start:], skip_special_tokens=True)
         held.append((cache.nbytes(), said))
         seen = cache.get_seq_length()
-        print(
-            f"{turn + 1:4} {seen:7} {cache.nbytes() / 2**10:11.0f} {seen * full / 2**10:16.0f}  {' '.join(said.split())}"
-        )
+        sizes = f"{cache.nbytes() / 2**10:11.0f} {seen * full / 2**10:16.0f}"
+        print(f"{turn + 1:4} {seen:7} {sizes}  {' '.join(said.split())}")
     return held
 
 
