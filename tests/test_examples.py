@@ -15,18 +15,7 @@ SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 SMALL = {
     "long_document": ["--length", "400", "--budget", "128"],
     "chat": ["--words", "4"],
-    "custom_policy": [
-        "--length",
-        "256",
-        "--texts",
-        "2",
-        "--budget",
-        "64",
-        "--words",
-        "4",
-        "--against",
-        "manifold,random",
-    ],
+    "custom_policy": "--length 256 --texts 2 --budget 64 --words 4 --against manifold,random".split(),
 }
 
 
