@@ -12,7 +12,7 @@ import transformers
 
 import fastkv
 from fastkv.cli import main
-from fastkv.evaluation import asking, facts
+from fastkv.evaluation import asking, demo, facts
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.evaluation.pictures import labelled, spread
 from fastkv.evaluation.recording import cache_bytes
@@ -132,6 +132,13 @@ def test_the_demo_asks_every_cache(capsys, tmp_path):
     for name in ("demo.png", "demo-memory.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert record["versions"]["fastkv"] == fastkv.__version__
+
+
+def test_the_demo_stores_keys_and_values_as_it_is_told(bundled):
+    for slots in ("int4", "auto"):
+        with demo.cached(bundled[0], "fastkv", fastkv.Budget(tokens=48, recent=16), slots) as model:
+            cache = model(torch.ones(1, 4, dtype=torch.int64)).past_key_values
+        assert {layer.state.exact.format.name for layer in cache.layers} == {slots}
 
 
 def test_the_demo_asks_as_if_each_question_were_the_only_one(bundled):

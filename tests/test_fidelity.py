@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,6 +16,9 @@ from rich.console import Console
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, reference
+from fastkv.cli import build_parser
+from fastkv.evaluation import common
+from fastkv.evaluation import fidelity as module
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
 from fastkv.evaluation.fidelity import add_arguments, compare, measure, read_full, run
 from fastkv.integrations.transformers.layer import FastKVLayer
@@ -427,6 +431,45 @@ def test_a_text_of_ones_own(tmp_path):
     assert len(rows) == 1 and rows[0].perplexity_ratio > 0
 
 
+@pytest.mark.parametrize("question", ["later", "seen"])
+def test_a_question_about_the_text(question, tmp_path, bundled, monkeypatch):
+    """What is fed is the full cache's own answer; with everything kept it is found whenever the question comes."""
+    monkeypatch.setattr(common, "check_known", lambda *what: None)  # the toy knows few words of any real text
+    command = (*QUICK, "--text", "topics", "--question", question, "--policies", "snapkv,kvzip", "--out", tmp_path)
+    rows, _ = fidelity(*command, "--budgets", "64,256")
+    for row in rows:
+        assert row.context == 160 and len(row.by_text["kl"]) == 2
+        assert row.kl < 1e-8 if row.budget == 256 else row.kl > 0
+    assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["question"] == question
+    # By hand: the first text, snapkv.
+    model, tokenizer = bundled
+    options = build_parser().parse_args(["fidelity", *map(str, command), "--model", MODEL])
+    ids, steps, apart = module.asked(model, tokenizer, options, 160, 0)
+    split = ids.shape[1] - steps - apart
+    assert (apart > 0) == (question == "later")
+    logits = {}
+    for name in ("full", "snapkv"):
+        budget = equal_bytes(model.config, 64, model.dtype, sinks=4, recent=16)
+        with nullcontext() if name == "full" else fastkv.patched(model, "snapkv", budget):
+            cache = model(ids[:, :split]).past_key_values
+            if apart:
+                model(ids[:, split : split + apart], past_key_values=cache)
+            fed = [model(one, past_key_values=cache).logits[0, -1] for one in ids[:, split + apart :].split(1, 1)]
+            logits[name] = torch.stack(fed).double().log_softmax(-1)
+    kl = (logits["full"].exp() * (logits["full"] - logits["snapkv"])).sum(-1)
+    assert kl[: min(steps, 2)].mean() > 0
+    assert torch.equal(logits["full"][: steps - 2].argmax(-1), ids[0, split + apart + 1 :][: steps - 2])
+
+
+def test_equal_tokens(tmp_path):
+    """As papers compare: policies that store more than pairs keep as many tokens, in more bytes."""
+    command = (*QUICK, "--policies", "momentkv,snapkv", "--budgets", 64, "--out", tmp_path)
+    moments, snap = fidelity(*command, "--equal", "tokens")[0]
+    assert moments.kept == snap.kept == 64 and moments.nbytes > snap.nbytes
+    fewer, same = fidelity(*command)[0]
+    assert fewer.kept < same.kept <= 64 and fewer.nbytes <= 1.02 * same.nbytes
+
+
 @pytest.mark.parametrize(
     "arguments,names",
     [
@@ -434,6 +477,7 @@ def test_a_text_of_ones_own(tmp_path):
         (["--context", 300, "--figure", 2], "384"),
         (["--context", 9000], "8192"),
         (["--steps", 1], "steps"),
+        (["--question", "later", "--text", "short.txt"], "short.txt has 4 tokens"),
         (["--steps", 1024], "steps"),
         (["--seeds", 0], "seeds"),
         (["--policies", "nothing"], "nothing"),

@@ -176,8 +176,9 @@ def load_model(where: str, gguf: dict[str, str], options: argparse.Namespace) ->
 
     with pretrained.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
         arguments = simple_parse_args_string(options.model_args)
-        how = {"batch_size": options.batch_size, "device": options.device or common.default_device()}
-        return FastKVLM(where, policy=common.FULL, **gguf, **how, **arguments)
+        device = options.device or common.default_device()
+        how: dict[str, Any] = {"batch_size": options.batch_size, "device": device, **gguf}
+        return FastKVLM(where, policy=common.FULL, **how, **arguments)
 
 
 def evaluate(lm: Any, cache: common.Planned, tasks: list[str], manager: Any, options: argparse.Namespace) -> Row | None:
