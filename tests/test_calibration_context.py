@@ -15,11 +15,11 @@ import fastkv
 from fastkv.calibration import fit_context as context
 from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.fit_context import FILLERS, Triple, demo_text, english_text, fit, make_triples, residual
+from fastkv.calibration.fit_context import FILLERS, Triple, english_text, fit, make_triples, residual
 from fastkv.calibration.quality import QualityCurve, context_nll, keep_for, retained, save
-from fastkv.demo import MODEL_DIR, load
 
 from .models import FAMILIES, build
+from .toy import MODEL, MODEL_DIR, calibration_text, load
 
 STEEPNESS = st.floats(-50, 50)
 SHARE = st.floats(0, 1)
@@ -321,7 +321,7 @@ def test_save_refuses_and_leaves_the_old_file(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["context.json"]
 
 
-@pytest.mark.parametrize("text", [demo_text, english_text])
+@pytest.mark.parametrize("text", [calibration_text, english_text])
 def test_texts_hold_their_answers(text, bundled):
     _, tokenizer = bundled
     for seed in range(-1, -13, -1):
@@ -348,11 +348,11 @@ def test_triples_of_the_bundled_model(bundled):
     """The NLL is the model's own, everything kept loses nothing, and KeyDiff answers from half, random cannot."""
     model, tokenizer = bundled
     texts = []
-    options = {"keeps": (0.05, 0.5, 1.0), "lengths": (512,), "samples": 2, "text": "demo"}
+    options = {"keeps": (0.05, 0.5, 1.0), "lengths": (512,), "samples": 2, "write": calibration_text}
     triples = make_triples(model, tokenizer, "keydiff", progress=lambda: texts.append(1), **options)
     assert len(texts) == 2 and len(triples) == 6
     for index in range(2):
-        ids = tokenizer(demo_text(tokenizer, 512, -1 - index).context, return_tensors="pt").input_ids
+        ids = tokenizer(calibration_text(tokenizer, 512, -1 - index).context, return_tensors="pt").input_ids
         loss = model(ids, labels=ids).loss
         group = triples[3 * index : 3 * index + 3]
         assert [triple.nll for triple in group] == pytest.approx([float(loss)] * 3, abs=1e-5)
@@ -368,11 +368,11 @@ def test_triples_of_the_bundled_model(bundled):
 def test_quality_is_the_nll_ratio_of_the_answers_alone(aware, bundled):
     """Recomputed one question at a time, without sharing a cache: stock in one pass, compressed in two."""
     model, tokenizer = bundled
-    options = {"keeps": (0.15,), "lengths": (256,), "samples": 3, "text": "demo", "query_aware": aware}
+    options = {"keeps": (0.15,), "lengths": (256,), "samples": 3, "write": calibration_text, "query_aware": aware}
     triples = make_triples(model, tokenizer, "keydiff", **options)
     budget = fastkv.Budget(keep=0.15, sinks=4, recent=16)
     for index, triple in enumerate(triples):
-        sample = demo_text(tokenizer, 256, -1 - index)
+        sample = calibration_text(tokenizer, 256, -1 - index)
         prompt = tokenizer(sample.context).input_ids
         lost = {"full": [], "compressed": []}
         for question, answer in list(zip(sample.questions, sample.answers))[: 1 if aware else None]:
@@ -393,7 +393,7 @@ def test_quality_is_the_nll_ratio_of_the_answers_alone(aware, bundled):
 
 def test_a_known_question_survives_stronger_compression(bundled):
     model, tokenizer = bundled
-    options = {"keeps": (0.5,), "lengths": (512,), "samples": 6, "text": "demo"}
+    options = {"keeps": (0.5,), "lengths": (512,), "samples": 6, "write": calibration_text}
     known, unknown = (make_triples(model, tokenizer, "snapkv", query_aware=aware, **options) for aware in (True, False))
     assert sum(one.quality for one in known) > 1 + sum(one.quality for one in unknown)
 
@@ -430,7 +430,6 @@ def test_triples_of_any_model_and_tokenizer(name):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"text": "poem"}, "english"),
         ({"keeps": ()}, "keeps"),
         ({"keeps": (0.5, 1.5)}, "keeps"),
         ({"lengths": (8,)}, "lengths"),
@@ -455,7 +454,7 @@ def test_make_triples_refuses_a_patched_model(bundled):
 def options_of(*arguments):
     parser = argparse.ArgumentParser()
     context.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return parser.parse_args(("--model", MODEL, *arguments))
 
 
 def test_command_writes_the_file_and_the_picture(tmp_path, capsys, bundled):

@@ -10,12 +10,10 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.calibration.fit_queries import add_arguments, fit, run
 from fastkv.calibration.query_calibration import QueryCalibration
-from fastkv.demo import MODEL_DIR
-from fastkv.demo.tasks import generate
-from fastkv.evaluation import common
 from fastkv.policies import QueryStatistics
 
 from .models import build, prompt, query_calibration
+from .toy import MODEL, MODEL_DIR, generate, load, write
 
 
 def sequences(rows=4, length=40):
@@ -119,15 +117,30 @@ def test_the_command_writes_what_fit_finds(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     path = tmp_path / "queries.safetensors"
-    run(parser.parse_args(["--length", "128", "--tokens", "300", "--out", str(path)]))
-    model, _ = common.load("demo")
+    run(
+        parser.parse_args(
+            [
+                "--model",
+                MODEL,
+                "--text",
+                write(tmp_path / "text.txt", 3),
+                "--length",
+                "128",
+                "--tokens",
+                "300",
+                "--out",
+                str(path),
+            ]
+        )
+    )
+    model, _ = load()
     read = QueryCalibration.load(path, model.config)
     assert read.tokens == 256
     assert f'fastkv.policies.get("triattention", calibration="{path}")' in capsys.readouterr().out
 
 
 def test_the_bundled_file_is_about_the_bundled_model():
-    model, tokenizer = common.load("demo")
+    model, tokenizer = load()
     stored = QueryCalibration.load(MODEL_DIR / "queries.safetensors", model.config)
     assert list(stored.layers) == [0, 1, 2, 3] and stored.tokens == 198_656
     sample = generate("facts", 512, 3)

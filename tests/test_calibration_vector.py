@@ -17,14 +17,13 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.calibration import fit_vector
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.fit_vector import TASKS, Sums, add_arguments, fit, pre_rope_pairs, run
+from fastkv.calibration.fit_vector import Sums, add_arguments, fit, pre_rope_pairs, run
 from fastkv.calibration.vector_map import FILE, VectorMap, required_r2
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.tasks import generate
 from fastkv.evaluation import common
 from fastkv.integrations.transformers import rotations
 
 from .models import FAMILIES, VOCAB, build, prompt
+from .toy import MODEL, MODEL_DIR, TASKS, generate, load, write
 
 FULL_LAYERS = {"llama": [0, 1, 2, 3], "qwen3": [0, 1, 2, 3], "gemma3": [1, 3]}
 families = pytest.mark.parametrize("name", FULL_LAYERS)
@@ -513,15 +512,11 @@ def test_a_tokenizer_without_a_start_token_gets_none(bundled, tmp_path):
     assert ids.flatten().tolist() == [tokenizer.vocab[word] for word in WORDS]
 
 
-def test_demo_texts_are_generated_and_nobody_elses(bundled):
+def test_a_text_that_comes_with_python(bundled):
     _, tokenizer = bundled
-    ids = list(fit_vector.sequences("demo", tokenizer, 128, 1000))
+    ids = list(fit_vector.sequences("topics", tokenizer, 128, 1000))
     assert [batch.shape for batch in ids] == [(1, 128)] * 7
     assert all((batch[:, 0] == tokenizer.bos_token_id).all() for batch in ids)
-    again = list(fit_vector.sequences("demo", tokenizer, 128, 1000))
-    assert all(torch.equal(one, other) for one, other in zip(ids, again))
-    assert len({tuple(batch[0].tolist()) for batch in ids}) == 7
-    assert tokenizer.unk_token_id not in torch.cat(ids)
 
 
 def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
@@ -537,7 +532,6 @@ def test_text_that_cannot_be_read_is_refused(bundled, tmp_path):
     refused("2 tokens", read, path)
     path.write_bytes(b"\xff\xfe\x00")
     refused("UTF-8", read, path)
-    refused("at least 96", read, "demo")
     refused("length 1", read, path, length=1)
     refused("7 tokens", read, path, tokens=7)
 
@@ -554,10 +548,13 @@ def calibrate(*arguments):
 def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
     model, tokenizer = bundled
     path = tmp_path / "v.safetensors"
-    calibrate("--length", "128", "--tokens", "1300", "--out", str(path), "--boundary", "0.5")
+    text = write(tmp_path / "text.txt", 3)
+    calibrate(
+        "--model", MODEL, "--text", text, "--length", "128", "--tokens", "1300", "--out", str(path), "--boundary", "0.5"
+    )
     printed = capsys.readouterr().out
     read = VectorMap.load(path, model.config)
-    direct = fit(model, fit_vector.sequences("demo", tokenizer, 128, 1300), boundary=0.5)
+    direct = fit(model, fit_vector.sequences(text, tokenizer, 128, 1300), boundary=0.5)
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
     for layer, r2 in read.r2.items():

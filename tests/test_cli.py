@@ -1,8 +1,8 @@
-"""The command line: help, doctor, mistakes, and the demo on the bundled model."""
+"""The command line: help, doctor, mistakes, and the demo on the toy."""
 
-import argparse
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,22 +11,17 @@ import torch
 import transformers
 
 import fastkv
-from fastkv import Budget
 from fastkv.cli import main
-from fastkv.demo import load, policy_of
-from fastkv.demo.measure import make_questions, measure, relative_error
-from fastkv.demo.tasks import generate
-from fastkv.evaluation import demo
-from fastkv.evaluation.comparison import cached
+from fastkv.evaluation import asking, demo, facts
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.evaluation.pictures import labelled, spread
-from fastkv.evaluation.story import bar
+from fastkv.evaluation.recording import cache_bytes
 
 from .pairwise import each
 from .processes import of_module, run
+from .toy import MODEL, generate, load, make_questions, measure, policy_of, relative_error
 
-OPTIONS = ("--context", "--budgets", "--policies", "--tasks", "--samples", "--seed", "--out", "--all", "--quick")
-POLICIES = ("momentkv", "streaming")  # of --all --quick
+OPTIONS = ("--model", "--text", "--context", "--budgets", "--policies", "--seed", "--out", "--quick")
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +72,17 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
         (["demo", "--budgets", "8"], "sinks"),
         (["demo", "--budgets", "-1"], "-1"),
         (["demo", "--budgets", "1/200"], "sinks"),
-        (["demo", "--budgets", "1/4,1/100"], "tokens per KV head, fewer than"),
+        (["demo", "--budgets", "1/4,1/100"], "sinks"),
         (["demo", "--budgets", "3/2"], "3/2"),
         (["demo", "--budgets", "1/0"], "1/0"),
-        (["demo", "--all", "--budgets", "8"], "sinks"),
         (["demo", "--policies", "nope"], "momentkv"),
         (["demo", "--policies", ","], "policies"),
-        (["demo", "--tasks", "riddles"], "facts"),
         (["demo", "--context", "10"], "context"),
         (["demo", "--context", "1000000"], "context"),
-        (["demo", "--samples", "0"], "samples"),
+        (["demo", "--words", "0"], "words"),
+        (["demo", "--text", "/nowhere"], "/nowhere"),
+        (["demo", "--text", __file__, "--context", "6000"], "give a longer text or ask for less"),
+        (["demo", "--model", "/nowhere"], "cannot load a model from /nowhere"),
         (["demo", "--equal", "luck"], "luck"),
         (["demo", "--slots", "int2"], "int8"),
         (["view", "--slots", "int2"], "int8"),
@@ -96,7 +92,7 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
 )
 def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_path):
     if arguments[:1] == ["demo"]:
-        arguments = [*arguments, "--out", str(tmp_path / "out")]
+        arguments = ["demo", "--model", MODEL, *arguments[1:], "--out", str(tmp_path / "out")]
     try:
         code = main(arguments)
     except SystemExit as stop:
@@ -109,48 +105,72 @@ def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_demo_stores_keys_and_values_as_it_is_told(bundled):
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    for words, slots in ((["--slots", "int4"], "int4"), ([], "auto")):
-        settings = demo.settings_of(parser.parse_args(words))
-        with cached(bundled[0], "fastkv", Budget(tokens=48, recent=16), settings.slots) as model:
+DEMO = ("demo", "--model", MODEL, "--context", "300", "--words", "4")
+
+
+def test_the_demo_asks_every_cache(capsys, tmp_path):
+    """Answers as they are, right or wrong; a row, a line and a point for each cache; memory that stops growing."""
+    out = tmp_path / "results"
+    assert main([*DEMO, "--policies", "fastkv,kvzip", "--budgets", "1/4,1/2", "--out", str(out)]) == 0
+    text, record = capsys.readouterr().out, json.loads((out / "demo.json").read_text())
+    tokenizer = load()[1]
+    sample = facts.sample(tokenizer, 300, 1, "topics", "tuning")
+    assert [one["text"] for one in record["questions"]] == [question.text for question in sample.questions]
+    assert all(question.text in " ".join(text.split()) for question in sample.questions)
+    rows = record["rows"]
+    caches = [(row["policy"], row["budget"]) for row in rows]
+    assert caches == [("full", 300), ("fastkv", "1/4"), ("kvzip", "1/4"), ("fastkv", "1/2"), ("kvzip", "1/2")]
+    for row in rows:
+        marks = [question.answered_by(said) for question, said in zip(sample.questions, row["answers"], strict=True)]
+        assert row["right"] == sum(marks) and row["kl"] >= 0 and min(row["seconds"]) > 0
+    assert len(re.findall("^  [✓✗] [1-6] ", text, re.M)) == 6 * len(rows)
+    for row in rows[1:]:
+        assert row["kl"] > 0 and row["nbytes"] <= rows[0]["nbytes"] * Fraction(row["budget"])
+    full, small = record["memory"]
+    assert full["tokens"] == small["tokens"] == [256, 300] and full["nbytes"][-1] == rows[0]["nbytes"]
+    assert small["policy"] == "fastkv" and max(small["nbytes"]) <= rows[0]["nbytes"] / 4
+    for name in ("demo.png", "demo-memory.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert record["versions"]["fastkv"] == fastkv.__version__
+
+
+def test_the_demo_stores_keys_and_values_as_it_is_told(bundled):
+    for slots in ("int4", "auto"):
+        with demo.cached(bundled[0], "fastkv", fastkv.Budget(tokens=48, recent=16), slots) as model:
             cache = model(torch.ones(1, 4, dtype=torch.int64)).past_key_values
         assert {layer.state.exact.format.name for layer in cache.layers} == {slots}
 
 
-def test_demo_tells_a_story(capsys, tmp_path):
-    """A few answers of each cache, a line for each policy, two pictures, and all of it in a file."""
-    out = tmp_path / "results"
-    assert main(["demo", "--quick", "--tasks", "facts", "--out", str(out)]) == 0
-    text, record = capsys.readouterr().out, json.loads((out / "demo.json").read_text())
-    sample = generate("facts", 512, 0, 3)
-    assert sample.questions[0] in text and "--all" in text
-    lines = [line for line in text.splitlines() if line.strip().startswith(("full cache", "fastkv", "streaming"))]
-    assert len(lines) == 2 * 3
-    for line in lines[:3]:
-        answers = re.findall("[✓✗] ([^✓✗]+)", line)
-        marks = ["✓" if said.strip() == answer else "✗" for said, answer in zip(answers, sample.answers, strict=True)]
-        assert re.findall("[✓✗]", line) == marks
-    rows = record["rows"]
-    assert [(row["policy"], row["budget"]) for row in rows] == [
-        ("full", 512), ("fastkv", "1/8"), ("fastkv", "1/4"), ("streaming", "1/8"), ("streaming", "1/4")
-    ]  # fmt: skip
-    for row in rows[1:]:
-        assert 0 < row["share"] <= Fraction(row["budget"]) and row["error"] > 0
-    for line, counts in zip(lines[3:], ([rows[0]], rows[1:3], rows[3:])):
-        said = re.findall(r"(\d+) [█▏▎▍▌▋▊▉]*", line.removesuffix(line.split()[-1]).removesuffix(line.split()[-2]))
-        assert [4 * row["accuracy"] for row in counts] == [int(one) for one in said[: len(counts)]]
-    full, small = record["memory"]
-    assert full["tokens"] == small["tokens"] and full["nbytes"][-1] > 1.9 * rows[0]["nbytes"]
-    assert max(small["nbytes"]) <= rows[0]["nbytes"] / 8 and len(set(small["nbytes"])) == 1
-    for name in ("demo.png", "demo-memory.png"):
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
+def test_the_demo_asks_as_if_each_question_were_the_only_one(bundled):
+    """Forked caches, stock and compressed, against text and question one after the other; the cache stays as it was."""
+    model, tokenizer = bundled
+    sample = generate("facts", 400, 5, questions=3)
+    seen = tokenizer(sample.context, return_tensors="pt").input_ids
+    asked = [tokenizer(question, add_special_tokens=False).input_ids for question in sample.questions]
+    asked[1] = asked[1][-5:]  # they may differ in length
+    for how in (nullcontext(), fastkv.patched(model, "fastkv", fastkv.Budget(tokens=128, recent=16))):
+        with how:
+            cache = asking.read(model, seen)
+            before = cache_bytes(cache)
+            together = asking.answers(model, tokenizer, cache, seen, asked, 4)
+            apart = [asking.answers(model, tokenizer, asking.read(model, seen), seen, [one], 4)[0] for one in asked]
+            assert together == apart and cache_bytes(cache) == before and cache.get_seq_length() == seen.shape[1]
+            plain = []
+            for one in asked:
+                past, new, written = asking.read(model, seen), torch.tensor([one]), []
+                for _ in range(4):
+                    new = model(new, past_key_values=past).logits[:, -1:].argmax(-1)
+                    written.append(int(new))
+                plain.append(written)
+        assert [own[: len(one)] for own, one in zip(plain, together)] == together
+        answers = [tokenizer(answer, add_special_tokens=False).input_ids for answer in sample.answers]
+        if isinstance(how, nullcontext):
+            assert together[0] == answers[0] and together[2] == answers[2]
 
 
 def test_at_most_six_lines_have_a_name():
     names = labelled(fastkv.policies.names())
-    assert names == ["fastkv", "snapkv", "h2o", "streaming", "keydiff"]  # and the full cache
+    assert names == ["kvzip", "fastkv", "compactor", "streaming", "snapkv"]  # and the full cache
     assert labelled(("tova", "knorm", "fastkv")) == ["fastkv", "tova", "knorm"]
 
 
@@ -160,31 +180,6 @@ def test_labels_are_moved_apart(heights):
     assert all(low + 0.1 <= high + 1e-9 for low, high in zip(moved, moved[1:])) and 0 <= moved[0] and moved[-1] <= 1
     if heights == [0.5]:
         assert moved == heights
-
-
-@pytest.mark.parametrize("share, shown", [(0, ""), (0.5, "█████"), (1, "██████████"), (0.9625, "█████████▋")])
-def test_a_bar_has_the_length_of_its_share(share, shown):
-    assert bar(share) == f"{shown:<10}"
-
-
-def test_demo_all_writes_table_json_and_picture(capsys, tmp_path):
-    out = tmp_path / "results"
-    assert main(["demo", "--all", "--quick", "--out", str(out)]) == 0
-    text = capsys.readouterr().out
-    record = json.loads((out / "demo.json").read_text())
-    rows = record["rows"]
-    assert len(rows) == 1 + 2 * 2 * 2  # the full cache; two policies, two budgets, two prefill modes
-    table = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in ("full", *POLICIES)]
-    assert [(line[0], line[1], int(line[2])) for line in table] == [
-        (row["policy"], row["prefill"], row["budget"]) for row in rows
-    ]
-    full = rows[0]
-    assert full["policy"] == "full" and full["error"] == 0 and full["share"] == 1
-    for row in rows[1:]:
-        assert 0 < row["share"] < 1 and row["nbytes"] < full["nbytes"]
-        assert 0 <= row["accuracy"] <= 1 and row["error"] > 0 and row["tokens_per_second"] > 0
-    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert record["versions"]["fastkv"] == fastkv.__version__
 
 
 @pytest.mark.parametrize("task", ["facts", "pairs", "hops"])

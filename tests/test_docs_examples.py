@@ -17,12 +17,11 @@ import torch
 import transformers
 
 import fastkv
-from fastkv import demo
 from fastkv.cli import build_parser
-from fastkv.demo.tasks import generate
 from fastkv.integrations.vllm import settings
 
 from .test_docs import OURS, PAGES, ROOT, code
+from .toy import generate, load
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,7 +39,7 @@ def name(path):
 
 @pytest.fixture(scope="module")
 def bundled():
-    return demo.load()
+    return load()
 
 
 class LLM:
@@ -60,7 +59,7 @@ def check_settings(additional):
     hyper = asked["policy"] if isinstance(asked["policy"], dict) else {"name": asked["policy"]}
     budget = asked["budget"] if isinstance(asked["budget"], dict) else {"tokens": asked["budget"]}
     policy, block = fastkv.policies.get(**hyper), asked.get("prefill_block")
-    fastkv.patch(demo.load()[0], policy, fastkv.Budget(**budget), prefill_block=block)
+    fastkv.patch(load()[0], policy, fastkv.Budget(**budget), prefill_block=block)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_windows_alone_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "given,word", [(["--model", "/nowhere/at/all"], "config.json"), (["--context", "0"], "context")]
+    "given,word", [(["--model", "/nowhere/at/all"], "give smollm2"), (["--context", "0"], "context")]
 )
 def test_mistakes_are_one_sentence(given, word, tmp_path, capsys):
     path = saved(tmp_path, transformers.LlamaConfig(**COMMON))

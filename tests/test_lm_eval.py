@@ -21,13 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fastkv
 import fastkv.evaluation
 from fastkv import Budget, FastKVError
-from fastkv.demo import MODEL_DIR
-from fastkv.demo.tasks import generate
-from fastkv.evaluation import FastKVLM, ruler
+from fastkv.evaluation import FastKVLM, asking, ruler
 from fastkv.evaluation.common import FULL, to_budget
 from fastkv.evaluation.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
 
 from .test_ruler import toy_bpe
+from .toy import MODEL, MODEL_DIR, generate, load
 
 LARGE = 1024  # more than any text here
 FLOAT64 = {"dtype": "float64", "device": "cpu"}
@@ -174,7 +173,7 @@ def looped(model, tokenizer, policy, budget, edges_of, settings):
 
 @pytest.fixture(scope="module")
 def plain():
-    return fastkv.demo.load(dtype=torch.float64)
+    return load(dtype=torch.float64)
 
 
 @pytest.mark.parametrize("policy", ["momentkv", "keydiff"])
@@ -208,6 +207,36 @@ def test_prefix_drops_the_beginning_of_what_is_too_long(stock, compressed, monke
     assert_same(
         compressed.loglikelihood(requests(), disable_tqdm=True), stock.loglikelihood(requests(), disable_tqdm=True)
     )
+
+
+def test_a_question_comes_later_where_the_task_says_what_it_is(compressed, stock):
+    """The text before it is compressed alone; where everything fits, the answer is that of the whole prompt."""
+    sample = generate("facts", 300, 4)
+    prompt, how = f"{sample.context} {sample.questions[0]}", {"until": [" ."], "max_gen_toks": 4}
+
+    def asked(doc, **settings):
+        compressed.set_cache(*settings.pop("cache"), **settings)
+        return compressed.generate_until([Instance("generate_until", doc, (prompt, how), 0)], disable_tqdm=True)[0]
+
+    doc = {"question": sample.questions[0]}
+    want = stock.generate_until([Instance("generate_until", doc, (prompt, how), 0)], disable_tqdm=True)[0]
+    assert want.strip() == sample.answers[0].removesuffix(" .")
+    for cache in ((FULL,), ("momentkv", LARGE)):
+        assert asked(doc, cache=cache, question="later").strip() == want.strip()
+    small = asked(doc, cache=("snapkv", 64), question="later")
+    split = asking.split(compressed.tokenizer, prompt, sample.questions[0])
+    read = asking.read(compressed.patched, split[0])
+    (alone,) = asking.answers(compressed.patched, compressed.tokenizer, read, split[0], split[1].tolist(), 4)
+    assert small == compressed.tok_decode(alone).partition(" .")[0]
+    assert asked(doc, cache=("snapkv", 64), question="seen") != small, "snapkv looks at the question"
+    for doc in ({}, {"question": "another"}):
+        with pytest.raises(FastKVError, match=r"prompts end with the question .* choose question 'seen'"):
+            asked(doc, cache=("snapkv", 64), question="later")
+    with pytest.raises(FastKVError, match="question must be one of later, seen, got 'never'"):
+        compressed.set_cache("snapkv", 64, question="never")
+    compressed.set_cache("snapkv", 64, question="later")
+    with pytest.raises(FastKVError, match="answers are generated"):
+        compressed.loglikelihood(requests(), disable_tqdm=True)
 
 
 def test_a_budget_that_follows_the_prompt_is_not_shared_by_a_batch(compressed):
@@ -326,7 +355,7 @@ TEXTS = samples((200, 221, 240, 203))  # longer than the 128 tokens of the budge
 def evaluated(*arguments):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return run(parser.parse_args(list(arguments)))
+    return run(parser.parse_args(["--model", MODEL, *arguments]))
 
 
 def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
@@ -434,7 +463,7 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
         (["--policies", ","], "policies must name at least one"),
         (["--budgets", "half"], "budget must be a number of tokens"),
         (["--budgets", "8"], "smaller than sinks"),
-        (["--budgets", "64"], "leaves 0 tokens per KV head"),
+        (["--budgets", "64"], "leaves 30 tokens per KV head"),
         (["--policies", "kvzip", "--prefill-block", "64"], "whole context"),
         (["--mode", "stream"], "mode stream needs prefill_block"),
         (["--model", str(MODEL_DIR.parent)], "cannot load a model from"),

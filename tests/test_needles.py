@@ -10,24 +10,35 @@ from rich.console import Console
 import fastkv
 from fastkv import FastKVError
 from fastkv.cli import build_parser
-from fastkv.demo import MODEL_DIR, load
 from fastkv.evaluation import needles
 from fastkv.evaluation.needles import Grid, Row, table_of
 
 from .test_ruler import toy_bpe
+from .toy import MODEL, MODEL_DIR, load, placed
 
 QUICK = ("--lengths", "160,320", "--depths", "0,1", "--samples", "2", "--budget", "128")
 
 
+@pytest.fixture
+def toy_needles(monkeypatch):
+    """Texts in the toy's language, whatever the task: it knows no other."""
+
+    def needle(task, tokenizer, length, depth, seed=0, index=0, text=None):
+        return placed("facts", length, depth, seed + index)
+
+    monkeypatch.setattr(needles, "needle", needle)
+
+
 def asked(*arguments):
     """Rows and what was printed."""
-    options = build_parser().parse_args(["needles", *map(str, arguments)])
+    options = build_parser().parse_args(["needles", "--model", MODEL, *map(str, arguments)])
     told = io.StringIO()
     return needles.run(options, Console(file=told, width=100)), told.getvalue()
 
 
-def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
-    command = (*QUICK, "--policy", "streaming,keydiff", "--out", tmp_path)
+@pytest.mark.parametrize("question", ["seen", "later"])
+def test_it_compares_keeps_and_resumes(question, tmp_path, monkeypatch, toy_needles):
+    command = (*QUICK, "--policy", "streaming,keydiff", "--out", tmp_path, "--question", question)
     rows, told = asked(*command)
     assert [(row.policy, row.budget) for row in rows] == [("full", ""), ("streaming", "128"), ("keydiff", "128")]
     full, streaming, keydiff = rows
@@ -38,7 +49,7 @@ def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
 
     model, tokenizer = load()
     with fastkv.patched(model, "streaming", fastkv.Budget(tokens=128)):
-        by_hand = needles.grid(model, tokenizer, (160, 320), (0.0, 1.0), 2, task="facts")
+        by_hand = needles.grid(model, tokenizer, (160, 320), (0.0, 1.0), 2, question=question)
     assert streaming.found == by_hand
     config = model.config
     words = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
@@ -49,7 +60,7 @@ def test_it_compares_keeps_and_resumes(tmp_path, monkeypatch):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         record = json.loads((tmp_path / f"{name}.json").read_text())
         assert Grid(**record["found"]) == next(row.found for row in rows if row.policy == record["policy"])
-        assert record["settings"]["task"] == "facts"
+        assert record["settings"]["question"] == question
 
     (tmp_path / "keydiff-128.json").unlink()
     measured, before = [], needles.measured
@@ -72,9 +83,9 @@ def test_the_haystack_can_be_a_folder_and_the_shares_the_users(tmp_path):
     (tmp_path / "hay" / "one.txt").write_text("The hay is dry. The barn is full. Nobody looks for needles here.")
     read, answer = [], needles.answer
 
-    def keep(model, tokenizer, sample):
+    def keep(model, tokenizer, sample, question):
         read.append((sample, fastkv.FastKVCache(model).config.budget if "_fastkv_config" in vars(model) else None))
-        return answer(model, tokenizer, sample)
+        return answer(model, tokenizer, sample, question)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(needles, "answer", keep)
@@ -92,24 +103,36 @@ def test_the_haystack_can_be_a_folder_and_the_shares_the_users(tmp_path):
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["--task", "niah_single_2", "--lengths", "400"], r"demo does not know \d+% of the words of n.*--task facts"),
-        (["--haystack", "x"], "facts has no text"),
-        (["--lengths", "50"], "at least 96"),
-        (["--lengths", "9000"], "at most 8192 tokens for demo, got 9000"),
+        (["--lengths", "400"], r"does not know \d+% of the words of niah_single_2"),
+        (["--haystack", "x"], "expected a text at x"),
+        (["--lengths", "50"], "needs at least"),
+        (["--lengths", "9000"], "at most 8192 tokens for .*model, got 9000"),
         (["--depths", "1.5"], "from 0 to 1, got 1.5"),
         (["--depths", ","], "at least one length, one depth and one sample"),
         (["--samples", "0"], "at least one length, one depth and one sample"),
         (["--policies", "nonsense"], "unknown policy 'nonsense'"),
         (["--budgets", "8"], "smaller than sinks"),
-        (["--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
         (["--layers", "many"], "layers must be uniform, pyramid, or a weight for each layer"),
-        (["--correction", "some"], "correction must be one of"),
         (["--model", str(MODEL_DIR.parent)], "cannot load a model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_come_before_anything_slow(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(needles, "measured", None)
+    with pytest.raises(FastKVError, match=message):
+        asked(*QUICK, "--out", tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--budgets", "64", "--policies", "momentkv"], "leaves 30 tokens"),
+        (["--correction", "some"], "correction must be one of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_cache_that_is_refused_is_refused_before_anything_slow(arguments, message, tmp_path, toy_needles):
     with pytest.raises(FastKVError, match=message):
         asked(*QUICK, "--out", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())

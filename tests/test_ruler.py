@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.demo import load
-from fastkv.demo.tasks import TASKS as DEMO_TASKS
-from fastkv.demo.tasks import generate as demo_text
 from fastkv.evaluation import TASK_FILES, needles, ruler
 from fastkv.evaluation.haystack import NOISE, SENTENCES, Request, Units, longest, prose, scatter
 from fastkv.evaluation.ruler import english_words, string_match_all, string_match_part
 
 from .conftest import examples
+from .toy import TASKS as TOY_TASKS
+from .toy import generate as toy_text
+from .toy import load, placed
 
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
 ELEVEN = [*NIAH, "vt", "cwe", "fwe"]
@@ -408,13 +408,13 @@ def test_metrics_refuse_what_is_no_list_of_answers(answers):
             metric("text", answers)
 
 
-@pytest.mark.parametrize("task", DEMO_TASKS)
+@pytest.mark.parametrize("task", TOY_TASKS)
 @pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
 def test_bundled_needles_are_moved_and_nothing_else(task, depth, bundled):
     tokenizer = bundled[1]
     for seed in range(5):
-        sample = needles.placed(task, tokenizer, 300, depth, seed)
-        original = demo_text(task, 300, seed)
+        sample = placed(task, 300, depth, seed)
+        original = toy_text(task, 300, seed)
         assert Counter(sample.context.split()) == Counter(original.context.split())
         assert sample.question == original.questions[0] and sample.prompt == f"{sample.context} {sample.question}"
         assert len(tokenizer(f"{sample.prompt} {original.answers[0]}").input_ids) == 300
@@ -426,32 +426,28 @@ def test_bundled_needles_are_moved_and_nothing_else(task, depth, bundled):
         assert before.count(" . ") == round(depth * sample.metadata["units"])
 
 
-def test_bundled_needles_refuse(bundled):
-    for arguments, message in (
-        (("facts", bundled[1], 60, 0.5, 0), "at least 96"),
-        (("facts", bundled[1], 300, -0.1, 0), "from 0 to 1"),
-        (("facts", len, 300, 0.5, 0), "tokenizer of the bundled model"),
-    ):
-        with pytest.raises(FastKVError, match=message):
-            needles.placed(*arguments)
+def test_a_grid_refuses(bundled):
     for arguments, message in (
         ({"task": "vt"}, "expected one of the tasks"),
-        ({"task": "facts", "text": "folder"}, "facts has no text"),
-        ({"task": "facts", "samples": 0}, "at least one length"),
-        ({"task": "facts", "depths": ()}, "at least one length"),
+        ({"lengths": (20,)}, "needs at least"),
+        ({"text": "folder"}, "expected a text at folder"),
+        ({"samples": 0}, "at least one length"),
+        ({"depths": ()}, "at least one length"),
     ):
         with pytest.raises(FastKVError, match=message):
             needles.grid(*bundled, **{"lengths": (200,), "depths": (0.5,), **arguments})
 
 
-def test_grid_on_the_bundled_model(bundled, tmp_path):
+@pytest.mark.parametrize("question", ["seen", "later"])
+def test_grid_on_the_toy(question, bundled, tmp_path, monkeypatch):
     """The full cache finds every depth; 4 sinks and 60 recent tokens only what stands right before the question."""
     model, tokenizer = bundled
+    monkeypatch.setattr(needles, "needle", lambda task, tokenizer, *where: placed("facts", *where[:2], sum(where[2:4])))
     lengths, depths, calls = (192, 384), (0.0, 0.5, 1.0), []
-    full = needles.grid(model, tokenizer, lengths, depths, 3, task="facts", progress=lambda: calls.append(1))
+    full = needles.grid(model, tokenizer, lengths, depths, 3, question=question, progress=lambda: calls.append(1))
     assert len(calls) == 18
     with fastkv.patched(model, "streaming", budget=64):
-        streaming = needles.grid(model, tokenizer, lengths, depths, 3, task="facts")
+        streaming = needles.grid(model, tokenizer, lengths, depths, 3, question=question)
     assert sum(map(sum, full.accuracy)) >= 6 - 1 / 3 - 1e-9
     assert streaming.accuracy[:2] == [[0.0, 0.0], [0.0, 0.0]] and min(streaming.accuracy[2]) >= 2 / 3
 
@@ -463,7 +459,7 @@ def test_grid_scores_what_the_model_wrote(bundled, monkeypatch):
     """RULER's needles, with a stand-in for the model that knows one half of the values."""
     written = iter(("", "all"))
 
-    def half(model, tokenizer, sample):
+    def half(model, tokenizer, sample, question):
         known = sample.answers if next(written) else sample.answers[:2]
         return f"They are {' and '.join(known)}."
 
@@ -584,5 +580,5 @@ def test_essays_can_come_from_a_folder_and_other_tasks_do_not_mind(tmp_path):
 
 def test_a_tokenizer_that_cannot_read_the_words_is_told(bundled):
     metadata = {"max_seq_lengths": 900, "num_samples": 1}
-    with pytest.warns(UserWarning, match=r"does not know \d\d% of the words of vt.*fastkv needles"):
+    with pytest.warns(UserWarning, match=r"does not know \d\d% of the words of vt.*another model"):
         harness(**metadata, tokenizer=bundled[1]).load(["fastkv_ruler_vt"])

@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 
 import fastkv
 from fastkv import FastKVCache, FastKVError, corrections, reference
-from fastkv.demo import load
-from fastkv.demo.tasks import generate as write_text
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 from fastkv.policies.fastkv import FastKV
@@ -29,6 +27,8 @@ from .pairwise import each, named
 from .processes import run
 from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
 from .test_vector_cache import mapping
+from .toy import generate as write_text
+from .toy import load
 
 MIXED = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,6 +19,7 @@ from fastkv.calibration.vector_map import VectorMap
 from .models import build, generate, prompt
 from .processes import run
 from .test_vector_cache import mapping
+from .toy import MODEL
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "fastkv").rglob("*.py"))
@@ -103,8 +104,8 @@ seen = []
 sys.addaudithook(lambda event, args: seen.append(event) if event.startswith(WATCHED) else None)
 
 import fastkv, fastkv.cli
-from fastkv.demo import load
-model, tokenizer = load()
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2]).eval()
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[2])
 ids = tokenizer("the code of amber ferret is 84 36 92 . " * 12, return_tensors="pt").input_ids
 budget = fastkv.Budget(tokens=48, sinks=2, recent=8)
 fastkv.patch(model, "momentkv", budget)
@@ -125,7 +126,7 @@ print(found)
 
 
 def test_importing_and_generating_open_no_socket_and_start_no_program(tmp_path):
-    code, said, errors = run(OFFLINE, tmp_path / "probe", str(tmp_path / "cache.fastkv"))
+    code, said, errors = run(OFFLINE, tmp_path / "probe", str(tmp_path / "cache.fastkv"), MODEL)
     assert code == 0, errors[-3000:]
     assert said.splitlines()[-1] == "[]"
 

@@ -17,8 +17,6 @@ from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, ops, refer
 from fastkv.cpu import codes as compiled_codes
 from fastkv.cpu import compiled as compilation
 from fastkv.cpu import operations as cpu
-from fastkv.demo import load
-from fastkv.demo.measure import make_questions
 from fastkv.evaluation.equal_bytes import layer_token_bytes
 from fastkv.ops.operator import flat, flat_state, state_of
 from fastkv.reference import AUTO, FORMATS, FP8, INT4, INT8, rotated, step_of
@@ -27,6 +25,7 @@ from .conftest import examples
 from .models import build, generate, policy, prompt
 from .test_policy_matrix import EVERY, IN_BLOCKS, NAMES, small, two_turns
 from .test_saved import assert_same, contents, go_on, read_prompt
+from .toy import load, make_questions
 
 B, HQ, HKV, D = 2, 4, 2, 64
 WIDE = {"head_dim": 32}  # what groups of four bits need

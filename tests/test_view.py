@@ -15,8 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
 from fastkv.cache.layout import Layout
 from fastkv.cli import main
-from fastkv.demo import load
-from fastkv.demo.tasks import generate
 from fastkv.evaluation import fidelity
 from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.integrations.transformers import modules
@@ -28,10 +26,13 @@ from fastkv.view.trace import Reading, follow, read_full, trace
 from .browser import Browser, find
 from .families import tiny
 from .models import FAMILIES, LATENT, build
+from .toy import MODEL, generate, load, told
+from .toy import text as toy_text
 
 CONTEXT, BLOCK, STEPS, BUDGETS = 150, 32, 18, (28, 48)
 POLICIES = ("fastkv", "snapkv")
 TEXT = generate("facts", 150, 3).context
+VIEW = ("view", "--model", MODEL, "--text", toy_text())
 
 
 def unpacked(text):
@@ -57,9 +58,11 @@ def bundled():
 def page(tmp_path_factory):
     """A small page: its path."""
     path = tmp_path_factory.mktemp("view") / "new" / "view.html"
-    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", "--seed=1"]
+    text = path.parent.parent / "text.txt"
+    text.write_text(told("facts", CONTEXT, 1))
+    sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", f"--text={text}", "--answer=4"]
     caches = [f"--policies={','.join(POLICIES)}", f"--budgets={','.join(map(str, BUDGETS))}"]
-    assert main(["view", *sizes, *caches, "--out", str(path)]) == 0
+    assert main([*VIEW, *sizes, *caches, "--out", str(path)]) == 0
     return path
 
 
@@ -144,7 +147,7 @@ def test_a_text_read_twice_is_followed(policy, tmp_path):
     """Errors are of the first reading; centroids of the second are followed bit for bit, or there would be no page."""
     path = tmp_path / "view.html"
     sizes = [f"--context={CONTEXT}", "--prefill-block=whole", f"--steps={STEPS}", "--budgets=28"]
-    assert main(["view", *sizes, f"--policies={policy}", "--out", str(path)]) == 0
+    assert main([*VIEW, *sizes, f"--policies={policy}", "--out", str(path)]) == 0
     data = data_of(path.read_text())
     (cache,) = data["caches"]
     gone = array(data, cache, "gone")
@@ -161,7 +164,7 @@ def test_slots_of_fewer_bits_are_followed(slots, bytes_of_a_token, bundled, tmp_
     for name in ("auto", slots):
         path = tmp_path / f"{name}.html"
         caches = ["--policies=fastkv", f"--budgets={BUDGETS[0]}", "--slots", name]
-        assert main(["view", *sizes, *caches, "--out", str(path)]) == 0
+        assert main([*VIEW, *sizes, *caches, "--out", str(path)]) == 0
         found[name] = data_of(path.read_text())
     cache, plain = found[slots]["caches"][0], found["auto"]["caches"][0]
     assert (found[slots]["slots"], found["auto"]["slots"]) == (slots, "float32")
@@ -201,7 +204,7 @@ def test_a_text_cannot_leave_its_place(tmp_path, capsys):
     file, out = tmp_path / "a.txt", tmp_path / "a.html"
     file.write_text(f"{TEXT} </script><script>boom()</script> <!-- the end .\n")
     arguments = ["--context=170", "--policies=streaming", "--budgets=40", "--prefill-block=whole", "--equal=tokens"]
-    assert main(["view", "--text", str(file), *arguments, "--out", str(out)]) == 0
+    assert main([*VIEW, "--text", str(file), *arguments, "--out", str(out)]) == 0
     page = out.read_text()
     assert page.count("<script") == TEMPLATE.read_text().count("<script") and "<!--" not in page
     data = data_of(page)
@@ -274,13 +277,14 @@ def test_layers_that_cannot_be_drawn_are_refused():
         (["--prefill-block", "1"], "prefill-block"),
         (["--steps", "0"], "steps"),
         (["--steps", "1000"], "steps"),
-        (["--task", "riddles"], "riddles"),
+        (["--text", "facts"], "in its vocabulary"),
+        (["--answer", "many"], "many"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_path):
     try:
-        code = main(["view", *arguments, "--out", str(tmp_path / "page" / "view.html")])
+        code = main([*VIEW, *arguments, "--out", str(tmp_path / "page" / "view.html")])
     except SystemExit as stop:
         code = stop.code
     said = capsys.readouterr()

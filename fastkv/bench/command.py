@@ -16,9 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from .. import Budget, FastKVError, demo, policies
+from .. import Budget, FastKVError, policies
 from ..evaluation import common
 from ..evaluation.common import FULL
 from ..evaluation.equal_bytes import equal_bytes
@@ -38,7 +37,7 @@ MIB, GIB = 2**20, 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv bench`."""
     add, option = parser.add_argument, partial(common.option, parser)
-    add("--model", metavar="PATH", help="folder or name of a model; demo is the bundled one (default: random weights)")
+    add("--model", metavar="PATH", help=f"{common.MODEL} (default: random weights)")
     known = ", ".join(SHAPES)
     small = f"default: {SMALL} on a CPU, llama-3.1-8b on a GPU"
     add("--shape", metavar="NAME", help=f"random weights in the shape of {known}, as many layers as fit ({small})")
@@ -167,13 +166,8 @@ def block_of(text: str) -> int | str | None:
 
 def load(options: argparse.Namespace, device: torch.device) -> tuple[Any, str]:
     """The model, and what it is called. Raises FastKVError if there is none, or if it does not fit."""
-    if options.model == common.DEMO:
-        return common.load(common.DEMO, str(device))[0], common.DEMO
     if options.model:
-        with common.loading(f"a model from {options.model}", "give a directory that save_pretrained wrote, or --shape"):
-            kind: Any = DTYPES.get(options.dtype, "auto")
-            made = AutoModelForCausalLM.from_pretrained(options.model, dtype=kind).eval()
-        return made.to(device), options.model
+        return common.load(options.model, str(device), DTYPES.get(options.dtype, "auto"))[0], options.model
     name = options.shape or (SMALL if device.type == "cpu" else "llama-3.1-8b")
     dtype = DTYPES[options.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
     free = int(USABLE * free_bytes(device))
@@ -199,15 +193,10 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     return [Case(*cache, context, batch) for context, batch in shapes for cache in caches]
 
 
-def policy_of(name: str, options: argparse.Namespace) -> Any:
-    """What `fastkv.patch` is told; the bundled model brings what a policy needs."""
-    return demo.policy_of(name) if options.model == common.DEMO and name != FULL else name
-
-
 def check(model: Any, options: argparse.Namespace) -> None:
     """Raise FastKVError now and not after minutes if a policy refuses the model."""
     for name in options.policies:
-        with contender(model, policy_of(name, options), options.budgets[0], options.settings):
+        with contender(model, name, options.budgets[0], options.settings):
             pass
 
 
@@ -257,7 +246,7 @@ class Bench:
             self.refused[case] = why
             return
         try:
-            with contender(self.model, policy_of(case.policy, self.options), case.budget, self.settings) as mine:
+            with contender(self.model, case.policy, case.budget, self.settings) as mine:
                 if case not in self.warm:
                     start = time.perf_counter()
                     warm_up(mine, self.prompt(case)[:, : 2 * max(case.budget, 512)])

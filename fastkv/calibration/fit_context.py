@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import policies
 from ..api import patched
 from ..budget import Budget
-from ..demo.tasks import ADJECTIVES, NOUNS, PLACES, TASKS, TRANSITIVE, Sample, generate, max_questions
 from ..errors import FastKVError
 from ..evaluation import common
+from ..evaluation.words import ADJECTIVES, NOUNS, PLACES, TRANSITIVE
 from .files import describe, fingerprint
 from .quality import QualityCurve, context_nll, retained, save
 
@@ -49,6 +49,17 @@ class Triple(NamedTuple):
     quality: float
 
 
+class Sample(NamedTuple):
+    """A text and some questions about it; `context + " " + questions[i]` is to be continued by `answers[i]`."""
+
+    context: str
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+Write: TypeAlias = Callable[[PreTrainedTokenizerBase, int, int], Sample]  # tokenizer, tokens and seed to a text
+
+
 class Asked(NamedTuple):
     """A context [1, N] and its Q questions, each followed by its answer: rests [Q, T], padded on the right.
 
@@ -58,24 +69,6 @@ class Asked(NamedTuple):
     context: Tensor
     rests: Tensor
     answers: Tensor
-
-
-def demo_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
-    """A text of the bundled model's own language, about `length` tokens with one question and answer.
-
-    The tasks take turns; in every second round the filler is two sentences over and over, which are easy to predict.
-    """
-    task = TASKS[seed % len(TASKS)]
-    sample = generate(task, length, seed, min(QUESTIONS, max_questions(task, length)))
-    if seed // len(TASKS) % 2 == 0:
-        return sample
-    sentences = [f"{sentence} ." for sentence in sample.context.removesuffix(" .").split(" . ")]
-    stated = [sentence.startswith(("the code of", "the friend of", "the box of")) for sentence in sentences]
-    filler = [sentence for sentence, fact in zip(sentences, stated) if not fact]
-    middle = len(filler) // 2
-    again = cycle(sorted(filler, key=len)[middle : middle + 2])  # of middle length, which keeps that of the text
-    words = " ".join(sentence if fact else next(again) for sentence, fact in zip(sentences, stated))
-    return Sample(words, sample.questions, sample.answers)
 
 
 def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
@@ -104,9 +97,6 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
     return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
 
 
-TEXTS: dict[str, Callable[[PreTrainedTokenizerBase, int, int], Sample]] = {"demo": demo_text, "english": english_text}
-
-
 def _prose(rng: random.Random) -> str:
     """A sentence that could stand in a story."""
     who, what = (f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(2))
@@ -128,7 +118,7 @@ def make_triples(
     lengths: Sequence[int] = LENGTHS,
     samples: int = 12,
     seed: int = 0,
-    text: str = "english",
+    write: Write = english_text,
     query_aware: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> list[Triple]:
@@ -144,13 +134,11 @@ def make_triples(
     Args:
         keeps: shares of the context to try. A share below sinks and recent tokens is measured, and reported, as theirs.
         lengths: tokens of the texts.  samples: texts of each length.  seed: of the first text; the others follow.
-        text: "english" for any model, "demo" for the bundled one.  progress: called after each text.
+        write: makes a text of a length.  progress: called after each text.
         query_aware: compress a context together with its first question instead, as when a prompt is read for one
             answer; contexts then survive much stronger compression, but only for that question.
     """
     common.check_stock("context calibration", model)
-    if text not in TEXTS:
-        raise FastKVError(f"text must be one of {', '.join(TEXTS)}, got {text!r}")
     if not keeps or not all(0 < keep <= 1 for keep in keeps):
         raise FastKVError(f"keeps must list shares in (0, 1], got {list(keeps)}; for example 0.1, 0.25, 0.5")
     longest = common.longest_text(model)
@@ -163,8 +151,8 @@ def make_triples(
     triples = []
     for length in lengths:
         for index in range(samples):
-            # The texts of negative seeds are nobody else's: training and evaluation of the bundled model count up.
-            asked = _tokenise(model, tokenizer, TEXTS[text](tokenizer, length, -1 - seed - index), query_aware)
+            # The texts of negative seeds are nobody else's: whoever measures counts up.
+            asked = _tokenise(model, tokenizer, write(tokenizer, length, -1 - seed - index), query_aware)
             triples += _measure(model, policy, keeps, asked)
             if progress is not None:
                 progress()
@@ -293,15 +281,12 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = common.load(options.model)
     shape, words = fingerprint(model.config), describe(model.config)
     settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed", "query_aware")}
-    text = "demo" if options.model == common.DEMO else "english"
     fitted: list[tuple[QualityCurve, list[Triple]]] = []
     with common.progress(console) as progress:
         bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
         for name in options.policies:
             progress.update(bar, description=name)
-            triples = make_triples(
-                model, tokenizer, name, **settings, text=text, progress=partial(progress.advance, bar)
-            )
+            triples = make_triples(model, tokenizer, name, **settings, progress=partial(progress.advance, bar))
             alpha, beta = fit(triples, options.penalty)
             error = residual(triples, alpha, beta)
             curve = QualityCurve(alpha, beta, name, shape, words, len(triples), error, options.query_aware)

@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate queries`."""
     option = partial(common.option, parser)
     common.add_model(parser, "queries.safetensors", "file to write", "FILE")
-    option("--text", common.DEMO, "a file, a folder of .txt and .md files, - for standard input, or demo", "PATH")
+    option("--text", common.TEXT, f"{common.TEXTS}, or a folder of .txt and .md files", "PATH")
     option("--length", 2048, "tokens of a sequence")
     option("--tokens", 200_000, "tokens in all")
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..demo.tasks import TASKS
 from ..errors import FastKVError
 from ..evaluation import common
 from ..evaluation.equal_bytes import is_full
@@ -45,27 +43,18 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
     Documents are packed one after the other, as in pre-training, and cut into sequences; each starts with the
     tokenizer's start token if it has the habit of adding one. The last, shorter rest is dropped.
 
-    Args: source: a file, a folder whose .txt and .md files are read in order of their paths, "-" for standard input, or
-        "demo" for the texts of `fastkv.demo.tasks`, drawn from seeds that neither its training nor its evaluation uses.
+    Args: source: as in `common.documents`.
     """
     if length < 2 or tokens < length:
         raise FastKVError(
             f"calibration needs sequences of at least 2 tokens and at least one of them, got length {length} and "
             f"{tokens} tokens; choose a larger number"
         )
-    if source != common.DEMO:
-        texts = common.documents(source)
-    elif length < common.SHORTEST:
-        raise FastKVError(
-            f"generated texts have at least {common.SHORTEST} tokens, got length {length}; choose a larger one"
-        )
-    else:  # of every task in turn; negative seeds are nobody else's
-        texts = (common.demo_text(TASKS[index % len(TASKS)], length, seed=-1 - index) for index in count())
     start = common.start_of(tokenizer)
     step = length - len(start)
     waiting: list[int] = []
     made = 0
-    for text in texts:
+    for text in common.documents(source):
         waiting += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         while len(waiting) >= step and made + length <= tokens:
             yield torch.tensor([start + waiting[:step]])
@@ -206,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate vector`."""
     option = partial(common.option, parser)
     common.add_model(parser, "vector.safetensors", "file to write", "FILE")
-    option("--text", common.DEMO, "a file, a folder of .txt and .md files, - for standard input, or demo", "PATH")
+    option("--text", common.TEXT, f"{common.TEXTS}, or a folder of .txt and .md files", "PATH")
     option("--length", 2048, "tokens of a sequence")
     option("--tokens", 200_000, "tokens in all")
     edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"

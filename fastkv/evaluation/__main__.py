@@ -17,8 +17,8 @@ import sys
 
 from ..errors import FastKVError
 from . import TASK_FILES, check_harness
-from .common import first_line
 from .harness import advice
+from .pretrained import first_line
 
 
 def main() -> int:

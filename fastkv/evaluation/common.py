@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from itertools import product
 from pathlib import Path
@@ -19,25 +19,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
-from .. import __version__, demo
+from .. import __version__, policies
 from ..budget import Budget
 from ..calibration.files import replace_file
-from ..demo.tasks import generate
 from ..errors import FastKVError
 from ..reference import FORMATS
+from . import pretrained, texts
 from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes, is_full
 
-DEMO = "demo"  # the bundled model, or texts in its language, on a command line
+TEXT = "topics"  # what is read where no text is given: Python's language reference
 FULL = "full"  # the stock cache, under the name of a policy
 POLICIES = ("momentkv", "keydiff", "snapkv")
 EQUAL = (
     "what policies share at a budget in tokens: the bytes that so many tokens take, so that a policy that stores more "
     "than keys and values keeps fewer (the default), or the tokens"
 )
+MODEL = "smollm2 (SmolLM2-135M-Instruct, of the extra real), a folder, a .gguf file or a name"
+TEXTS = f"a text in UTF-8, - for standard input, or {', '.join(texts.SOURCES)}, which come with Python"
 UNITS = {"tokens": int, "keep": float, "bytes": int, "quality": float}
-SHORTEST = 96  # tokens of a generated text
+SHORTEST = 96  # tokens of a text
 FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
 SUFFIXES = (".txt", ".md")
 PIECE = 1 << 20  # characters read at a time, so that a large file is read only as far as it is needed
@@ -49,29 +51,10 @@ DASHED: dict[str, Any] = {"color": "#444444", "linestyle": (0, (4, 3)), "linewid
 # Models.
 
 
-def load(name: str, device: str | None = None) -> tuple[Any, Any]:
-    """A stock model in eval mode, by default on a GPU if there is one, and its tokenizer; name: also "demo"."""
-    model: Any
-    tokenizer: Any
-    with loading(f"a model and its tokenizer from {name}", "give a directory that save_pretrained wrote, or demo"):
-        if name == DEMO:
-            model, tokenizer = demo.load()
-        else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-            tokenizer = AutoTokenizer.from_pretrained(name)
+def load(name: str, device: str | None = None, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
+    """A model and its tokenizer as in `pretrained.load`, by default on a GPU if there is one."""
+    model, tokenizer = pretrained.load(name, dtype, attn_implementation=None)
     return model.to(device or default_device()), tokenizer
-
-
-@contextmanager
-def loading(what: str, advice: str) -> Iterator[None]:
-    """Without progress bars. Raises FastKVError, with the advice, if that is not possible."""
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    except (OSError, TypeError, ValueError) as error:
-        raise FastKVError(f"cannot load {what} ({first_line(error)}); {advice}") from error
-    finally:
-        transformers.utils.logging.enable_progress_bar()
 
 
 def default_device() -> str:
@@ -120,16 +103,21 @@ def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def documents(source: str) -> Iterator[str]:
-    """The text of a file, of the .txt and .md files of a folder in order of their paths, or of standard input ("-").
+    """A text of `texts.SOURCES`, of a file, of the .txt and .md files of a folder by path, or of standard input ("-").
 
     Pieces end with a line, as far as lines are shorter than a piece.
     """
+    if source in texts.SOURCES:
+        yield texts.read(source)
+        return
     path, typed = Path(source), source == "-"
     inside = (one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
     files = [path] if typed or path.is_file() else sorted(inside)
     if not files:
         what = f"a folder without {' or '.join(SUFFIXES)} files" if path.is_dir() else "nothing there"
-        raise FastKVError(f"expected a text at {path}, got {what}; name a file, a folder, - or {DEMO}")
+        raise FastKVError(
+            f"expected a text at {path}, got {what}; name a file, a folder, - or {', '.join(texts.SOURCES)}"
+        )
     for one in files:
         try:
             with nullcontext(sys.stdin) if typed else open(one, encoding="utf-8") as file:
@@ -140,12 +128,6 @@ def documents(source: str) -> Iterator[str]:
             raise FastKVError(f"{name} is not UTF-8 text; convert it or choose another file") from error
         except OSError as error:
             raise FastKVError(f"cannot read the text {one} ({error.strerror}); choose another one") from error
-
-
-def demo_text(task: str, tokens: int, seed: int) -> str:
-    """A generated text of so many tokens that ends with a question and its answer."""
-    sample = generate(task, tokens, seed)
-    return f"{sample.context} {sample.questions[0]} {sample.answers[0]}"
 
 
 def start_of(tokenizer: Any) -> list[int]:
@@ -212,7 +194,7 @@ def add_model(
     parser: argparse.ArgumentParser, out: str, what: str = "where the files go", metavar: str = "DIR"
 ) -> None:
     """--model and --out."""
-    option(parser, "--model", DEMO, "folder or name of the model; demo is the bundled one", "PATH")
+    option(parser, "--model", pretrained.SMOLLM2, MODEL, "PATH")
     option(parser, "--out", Path(out), what, metavar)
 
 
@@ -312,7 +294,7 @@ def planned(options: argparse.Namespace, settings: dict[str, Any]) -> list[Plann
     check_some("policies", options.policies)
     check_some("budgets", options.budgets)
     for policy in options.policies:
-        demo.policy_of(policy)
+        policies.get(policy)
     for budget in options.budgets:
         given(budget, options)
     make_folder(options.out)
@@ -335,12 +317,11 @@ def planned(options: argparse.Namespace, settings: dict[str, Any]) -> list[Plann
 
 
 def arguments(cache: Planned, options: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """What `fastkv.patch` is told, with what the bundled model brings for a policy; no budget for the stock cache."""
+    """What `fastkv.patch` is told; no budget for the stock cache."""
     if cache.policy == FULL:
         return {"policy": FULL, "budget": None}
-    policy = demo.policy_of(cache.policy) if options.model == DEMO else cache.policy
     settings = {name: getattr(options, name) for name in ("prefill_block", "evict_every", "correction", "slots")}
-    return {"policy": policy, "budget": given(cache.budget, options, model), **settings}
+    return {"policy": cache.policy, "budget": given(cache.budget, options, model), **settings}
 
 
 @torch.no_grad()
@@ -360,11 +341,6 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 def versions(**others: str) -> dict[str, str]:
     """Of what a result may depend on."""
     return {"fastkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__, **others}
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says first, to stand inside a sentence."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 # Tables and pictures.

@@ -1,6 +1,8 @@
 """`fastkv fidelity`: how close a compressed cache comes to the full one on a text, without any task or data set.
 
-Both caches read the same first tokens and are then fed the same further ones, one at a time. Two comparisons:
+Both caches read the same first tokens and are then fed the same further ones, one at a time.
+With `--question` the text holds a fact that is asked for, and the fed tokens are what the full cache answers. Two
+comparisons:
 
 - with the run of the full cache: everything that went wrong so far, in this layer and below (`error`, next tokens);
 - of one layer with itself, had it kept every pair that it was given: what eviction costs there, for the very query it
@@ -31,17 +33,16 @@ from transformers import PreTrainedModel
 
 from .. import corrections, policies
 from ..api import patched
-from ..demo import policy_of
-from ..demo.measure import cache_bytes, kept_tokens, record_attention
+from ..budget import Budget
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..reference import LayerState, joined, with_sink
-from . import common
+from . import asking, common, facts
 from .equal_bytes import EVICT_EVERY, equal_bytes, stored_bytes
+from .recording import cache_bytes, kept_tokens, record_attention
 
-FITTED = frozenset({"duoattention", "triattention"})  # need a file about the model, which the bundled one has
-VECTORLESS = frozenset({"duoattention"})  # fixes what each head keeps, and so does VECTOR
-SHARES = {"sinks": 4, "recent": 16}  # tokens that are never evicted, as in `fastkv demo`
+FITTED = frozenset({"duoattention", "triattention"})  # need a file about the model
+SHARES: dict[str, Any] = {"sinks": 4, "recent": 16}  # tokens that are never evicted, as in `fastkv demo`
 
 
 @dataclass(frozen=True)
@@ -120,25 +121,31 @@ class Fidelity:
 
 
 @torch.no_grad()
-def read_full(model: PreTrainedModel, tokens: Tensor, steps: int) -> Full:
-    """Run the stock model over tokens [B, N], the last `steps` of them one at a time."""
+def read_full(model: PreTrainedModel, tokens: Tensor, steps: int, question: int = 0) -> Full:
+    """Run the stock model over tokens [B, N], the last `steps` of them one at a time, the `question` ones before these
+    apart from the text.
+    """
     common.check_stock("read_full", model)
-    check_steps(tokens.shape[1], steps)
-    cache = model(tokens[:, :-steps], use_cache=True, logits_to_keep=1).past_key_values
+    check_steps(tokens.shape[1] - question, steps)
+    cache = asking.read(model, tokens[:, : -steps - question])
+    if question:
+        model(tokens[:, -steps - question : -steps], past_key_values=cache, logits_to_keep=1)
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
     return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> Fidelity:
+def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full, question: int = 0) -> Fidelity:
     """Run the patched model over tokens [B, N], the last `steps` of them one at a time, and compare.
 
-    Args: tokens, steps: as `read_full` got them, without padding; full: what it returned.
+    Args: tokens, steps, question: as `read_full` got them, without padding; full: what it returned.
     """
-    check_steps(tokens.shape[1], steps)
+    check_steps(tokens.shape[1] - question, steps)
     cache = FastKVCache(model)
     witnesses = {index: Witness(layer) for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
-    model(tokens[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(tokens[:, : -steps - question], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if question:
+        model(tokens[:, -steps - question : -steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
     for witness in witnesses.values():
         witness.comparing = True
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
@@ -158,6 +165,19 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full) -> F
     kl = (full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1)
     excess = negative_log_likelihood(log_probs, tokens) - full.nll
     return Fidelity(layers, heads, distance(*outputs), agreement, kl, excess, cache)
+
+
+def averaged(measured: Sequence[Fidelity]) -> Fidelity:
+    """The same cache on several texts, with as many fed tokens of each as there are of the shortest."""
+    steps = min(one.kl.shape[1] for one in measured)
+
+    def cut(name: str, parts: Sequence[Any], batch: int = 0, less: int = 0) -> Tensor:
+        return torch.cat([getattr(part, name).narrow(batch + 1, 0, steps - less) for part in parts], batch)
+
+    heads = Heads(**{one.name: cut(one.name, [text.heads for text in measured], 1) for one in fields(Heads)})
+    agreement, kl = (cut(name, measured) for name in ("agreement", "kl"))
+    excess = cut("excess", measured, less=1)
+    return Fidelity(measured[0].layers, heads, cut("error", measured, 1), agreement, kl, excess, measured[-1].cache)
 
 
 class Witness:
@@ -329,7 +349,7 @@ class Row:
 
 
 def summarise(name: tuple[str, int, int], measured: Fidelity, full: Full) -> Row:
-    """One row; name: policy, context and budget."""
+    """One row; name: policy, context and budget; full: of one of the texts."""
     names = ("own_error", "cosine", "retained_cosine", "mass", "estimated_mass", "gap")
     numbers = {"error": measured.error, **{one: getattr(measured.heads, one) for one in names}}
     agreement, errors, kept = measured.agreement.double(), measured.error.mean((0, 2, 3)), kept_tokens(measured.cache)
@@ -369,6 +389,7 @@ class Preset(NamedTuple):
     shorter: tuple[int, ...] = (1,)  # divisors of the context, each measured
 
 
+COMPARED = ("fastkv", "momentkv", "keydiff", "snapkv", "kvzip", "streaming")
 PRESETS = {
     None: Preset(),
     2: Preset(("h2o",), (64, 128, 256, 512), "none", (4, 2, 1)),
@@ -380,18 +401,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv fidelity`."""
     add, option = parser.add_argument, partial(common.option, parser)
     common.add_model(parser, "fastkv-fidelity")
-    option("--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, generated ones", "FILE")
+    option("--text", common.TEXT, common.TEXTS, "FILE")
+    asks = f"hide a fact in each text, ask for it and feed the answer of the full cache; {asking.HELP}"
+    add("--question", choices=asking.QUESTION, help=f"{asks} (default: no question, the text goes on)")
     option("--context", 1024, "tokens of a text")
     option("--steps", 48, "last tokens of it that are fed one at a time", "T")
-    add("--policies", "--policy", type=common.listed(), metavar="NAME,...", help="policies to compare (default: all)")
+    which = f"policies to compare, or all (default: {','.join(COMPARED)})"
+    add("--policies", "--policy", type=common.listed(), metavar="NAME,...", help=which)
     sizes = "sizes of the cache, tokens per KV head (default: 128,256)"
     add("--budgets", "--budget", type=common.listed(int), metavar="N,...", help=sizes)
+    add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
     auto = "of all policies; auto is what the policy's paper does (the default); vector... keeps some keys only"
     add("--correction", choices=("auto", *corrections.names()), help=auto)
     beside = "what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)"
     common.add_slots(parser)
     add("--vector", type=Path, metavar="FILE", help=beside)
-    option("--seeds", 5, "texts, or stretches of the text", "K")
+    option("--seeds", 3, "stretches of the text", "K")
     figure = (
         "measure and draw what this figure of the MomentKV paper shows: 2, why eviction errs; 3, what the moments "
         "recover (the second policy against the first)"
@@ -405,23 +430,27 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     preset, options = PRESETS[options.figure], argparse.Namespace(**vars(options))
     options.correction = options.correction or preset.correction
     options.budgets = options.budgets or preset.budgets
-    options.policies = options.policies or preset.policies or default_policies(options)
+    options.policies = options.policies or preset.policies or COMPARED
+    if options.policies == ("all",):
+        options.policies = tuple(name for name in policies.names() if name not in FITTED)
     check(options)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     common.check_length("context", options.context, model, options.model)
     contexts = [options.context // divisor for divisor in preset.shorter]
-    texts = [texts_of(tokenizer, options, context).to(model.device) for context in contexts]
+    texts = [texts_of(model, tokenizer, options, context) for context in contexts]
     rows = list(compared(model, texts, options, console))
     console.print(table_of(rows))
     console.print(explain(rows, options.steps))
     chosen = (
         "model",
         "text",
+        "question",
         "context",
         "steps",
         "policies",
         "budgets",
+        "equal",
         "correction",
         "slots",
         "vector",
@@ -434,14 +463,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     PICTURES[options.figure](rows, picture)
     console.print(f"{picture} and {options.out / 'fidelity.json'} written")
     return rows
-
-
-def default_policies(options: argparse.Namespace) -> tuple[str, ...]:
-    """All policies that go with the correction; those that need a file of the model only with the bundled one."""
-    without = VECTORLESS if options.correction.startswith("vector") else frozenset()
-    if options.model != common.DEMO:
-        without |= FITTED
-    return tuple(name for name in policies.names() if name not in without)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -461,19 +482,25 @@ def check(options: argparse.Namespace) -> None:
             "name them with --policies and --budgets"
         )
     for policy in options.policies:
-        policy_of(policy)
+        policies.get(policy)
 
 
-def texts_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Tensor:
-    """Tokens [K, context]: generated texts with seeds 0, 1, ..., or consecutive stretches of the given text."""
-    if options.text == common.DEMO:
-        wholes = [common.demo_text("facts", context, seed) for seed in range(options.seeds)]
-        stretches = [tokenizer(whole).input_ids[:context] for whole in wholes]
-    else:
-        start = common.start_of(tokenizer)
-        ids = tokenizer("".join(common.documents(options.text)), add_special_tokens=False).input_ids
-        each = context - len(start)
-        stretches = [start + ids[index * each :][:each] for index in range(options.seeds)]
+class Text(NamedTuple):
+    """What is read: tokens [B, N], the last `steps` of them one at a time, the `question` ones before these apart."""
+
+    tokens: Tensor
+    steps: int
+    question: int = 0
+
+
+def texts_of(model: Any, tokenizer: Any, options: argparse.Namespace, context: int) -> list[Text]:
+    """Consecutive stretches of the text in one batch; with a question one by one, as answers differ in length."""
+    if options.question is not None:
+        return [asked(model, tokenizer, options, context, seed) for seed in range(options.seeds)]
+    start = common.start_of(tokenizer)
+    ids = tokenizer("".join(common.documents(options.text)), add_special_tokens=False, verbose=False).input_ids
+    each = context - len(start)
+    stretches = [start + ids[index * each :][:each] for index in range(options.seeds)]
     short = next((stretch for stretch in stretches if len(stretch) < context), None)
     if short is not None:
         raise FastKVError(
@@ -482,29 +509,45 @@ def texts_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Tenso
         )
     tokens = torch.tensor(stretches)
     common.check_known(tokenizer, tokens, options.model, options.text, "give a text in its vocabulary")
-    return tokens
+    return [Text(tokens.to(model.device), options.steps)]
 
 
-def compared(model: Any, texts: list[Tensor], options: argparse.Namespace, console: Console) -> Iterator[Row]:
+def asked(model: Any, tokenizer: Any, options: argparse.Namespace, context: int, seed: int) -> Text:
+    """`context` tokens of text and question, and what the full cache answers, at most `options.steps` tokens."""
+    rest = facts.sample(tokenizer, context, seed, options.text).questions[0].ids  # of any length of text the same
+    sample = facts.sample(tokenizer, context - len(rest), seed, options.text)
+    common.check_known(tokenizer, sample.prefix, options.model, options.text, "give a text in its vocabulary")
+    prompt = torch.tensor([sample.prefix + rest[:-1]], device=model.device)
+    (written,) = asking.answers(model, tokenizer, asking.read(model, prompt), prompt, [rest[-1:]], options.steps)
+    # The question's last token is fed, too: what comes after it is the first word of the answer.
+    fed = [rest[-1], *written, *asking.ends_of(model)][: max(len(written) + 1, 2)]
+    tokens = torch.cat([prompt, torch.tensor([fed], device=model.device)], 1)
+    return Text(tokens, len(fed), len(rest) - 1 if options.question == "later" else 0)
+
+
+def compared(model: Any, texts: list[list[Text]], options: argparse.Namespace, console: Console) -> Iterator[Row]:
     """Every policy at every budget, for every context."""
-    budgets = {tokens: equal_bytes(model.config, tokens, model.dtype, **SHARES) for tokens in options.budgets}
+    budgets = {tokens: Budget(tokens=tokens, **SHARES) for tokens in options.budgets}
+    if options.equal == "bytes":
+        budgets = {tokens: equal_bytes(model.config, budget, model.dtype) for tokens, budget in budgets.items()}
     caches = [(policy, tokens) for tokens in options.budgets for policy in options.policies]
     settings = {name: getattr(options, name) for name in ("correction", "slots", "vector")}
     settings["evict_every"] = EVICT_EVERY
     for policy, tokens in caches:
-        with patched(model, policy_of(policy), budgets[tokens], **settings):
+        with patched(model, policy, budgets[tokens], **settings):
             common.check_first(policy, model, budgets[tokens])  # refused now and not after minutes
     with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=len(texts) * (1 + len(caches)))
-        for text in texts:
-            progress.update(bar, description=f"{text.shape[1]} tokens, full cache")
-            full = read_full(model, text, options.steps)
+        for parts, divisor in zip(texts, PRESETS[options.figure].shorter):
+            context = options.context // divisor
+            progress.update(bar, description=f"{context} tokens, full cache")
+            full = [read_full(model, *part) for part in parts]
             progress.advance(bar)
             for policy, tokens in caches:
-                progress.update(bar, description=f"{text.shape[1]} tokens, {policy}, {tokens}")
-                with patched(model, policy_of(policy), budgets[tokens], **settings):
-                    measured = measure(model, text, options.steps, full)
-                yield summarise((policy, text.shape[1], tokens), measured, full)
+                progress.update(bar, description=f"{context} tokens, {policy}, {tokens}")
+                with patched(model, policy, budgets[tokens], **settings):
+                    each = [measure(model, *part[:2], whole, part.question) for part, whole in zip(parts, full)]
+                yield summarise((policy, context, tokens), averaged(each), full[0])
                 progress.advance(bar)
         progress.update(bar, description="done")
 

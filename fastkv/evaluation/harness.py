@@ -22,9 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import demo
 from ..errors import FastKVError
-from . import TASK_FILES, check_harness, common
+from . import TASK_FILES, asking, check_harness, common, pretrained
 
 OWN = "fastkv_"  # how the names of fastkv's tasks begin
 KEPT = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config", "git_hash")
@@ -96,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "continuation; auto (the default) is stream with --prefill-block, prefix without"
     )
     add("--mode", choices=("auto", "stream", "prefix"), default="auto", help=mode)
+    asks = f"{asking.HELP}, for tasks that name it, as fastkv's do"
+    add("--question", choices=asking.QUESTION, default="seen", help=f"{asks} (default: seen)")
     add("--limit", type=float, metavar="N", help="questions of each task, or the share of them below 1")
     add("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")
     option("--batch-size", "1", "sequences in a batch, or auto")
@@ -113,12 +114,23 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     check_harness()
     tasks = list(common.listed()(options.tasks))
     common.check_some("tasks", tasks)
-    shared = ("model", "tasks", "mode", "limit", "num_fewshot", "metadata", "batch_size", "seed", "model_args")
+    shared = (
+        "model",
+        "tasks",
+        "mode",
+        "question",
+        "limit",
+        "num_fewshot",
+        "metadata",
+        "batch_size",
+        "seed",
+        "model_args",
+    )
     plan = common.planned(options, {name: getattr(options, name) for name in shared})
-    pretrained = str(demo.MODEL_DIR) if options.model == common.DEMO else options.model
-    metadata = {"pretrained": pretrained, "seed": options.seed, **metadata_of(options.metadata)}
+    where, gguf = pretrained.place(options.model)
+    metadata = {"pretrained": where, "seed": options.seed, "tokenizer": options.model, **metadata_of(options.metadata)}
     manager = load_tasks(tasks, options.include_path, metadata)
-    lm = load_model(pretrained, options)
+    lm = load_model(where, gguf, options)
     console = console or common.console_of(quiet=lm.rank != 0)
     lengths = metadata.get("max_seq_lengths", 0)
     longest = max(lengths) if isinstance(lengths, list) else lengths
@@ -129,13 +141,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         )
     caches = [common.arguments(one, options, lm.patched) for one in plan]
     for one, cache in zip(plan, caches):  # what cannot be used is refused before anything slow
-        lm.set_cache(**cache, mode=options.mode)
+        lm.set_cache(**cache, mode=options.mode, question=options.question)
         common.check_first(one.name, lm.patched, cache["budget"])
     rows = []
     for place, (one, cache) in enumerate(zip(plan, caches), 1):
         if one.record is None:
             console.print(f"{place}/{len(plan)} {one.name}")
-            lm.set_cache(**cache, mode=options.mode)
+            lm.set_cache(**cache, mode=options.mode, question=options.question)
             row = evaluate(lm, one, tasks, manager, options)
         else:
             console.print(f"{place}/{len(plan)} {one.name} is in {options.out} already")
@@ -156,16 +168,17 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     return rows
 
 
-def load_model(pretrained: str, options: argparse.Namespace) -> Any:
+def load_model(where: str, gguf: dict[str, str], options: argparse.Namespace) -> Any:
     """The harness's model with the stock cache. Raises FastKVError if it cannot be loaded."""
     from lm_eval.utils import simple_parse_args_string
 
     from .plugins import FastKVLM
 
-    with common.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
+    with pretrained.loading(f"a model from {options.model}", "name a folder or a model, and check --model-args"):
         arguments = simple_parse_args_string(options.model_args)
-        where = {"batch_size": options.batch_size, "device": options.device or common.default_device()}
-        return FastKVLM(pretrained, policy=common.FULL, **where, **arguments)
+        device = options.device or common.default_device()
+        how: dict[str, Any] = {"batch_size": options.batch_size, "device": device, **gguf}
+        return FastKVLM(where, policy=common.FULL, **how, **arguments)
 
 
 def evaluate(lm: Any, cache: common.Planned, tasks: list[str], manager: Any, options: argparse.Namespace) -> Row | None:
@@ -259,7 +272,7 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
             ) from error
         except ImportError as error:
             raise FastKVError(
-                f"task {task} needs a package that is not installed: {common.first_line(error)}"
+                f"task {task} needs a package that is not installed: {pretrained.first_line(error)}"
             ) from error
         except (OSError, ValueError) as error:  # what `datasets` raises without a connection, a file or a configuration
             name = culprit(manager, task)
@@ -267,7 +280,7 @@ def load_tasks(tasks: list[str], include_path: str | None, metadata: dict[str, A
             dataset = (entry.cfg if entry is not None else {}).get("dataset_path") or "its dataset"
             source = entry.yaml_path if entry is not None else name
             raise FastKVError(
-                f"task {name} cannot load {dataset} ({common.first_line(error)}); {advice(source, Path(name).stem)}"
+                f"task {name} cannot load {dataset} ({pretrained.first_line(error)}); {advice(source, Path(name).stem)}"
             ) from error
     return manager
 
@@ -307,7 +320,7 @@ def metadata_of(words: list[str]) -> dict[str, Any]:
             found |= parsed if isinstance(parsed, dict) else key_val_to_dict(word)
         except ValueError as error:
             raise FastKVError(
-                f"metadata must be K=V or a JSON object, got {word!r} ({common.first_line(error)}); for example "
+                f"metadata must be K=V or a JSON object, got {word!r} ({pretrained.first_line(error)}); for example "
                 "max_seq_lengths=[4096,8192]"
             ) from error
     return found

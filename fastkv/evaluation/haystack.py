@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
 from ..errors import FastKVError
 from .common import documents
+from .words import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
 
 T = TypeVar("T")
 

@@ -31,12 +31,11 @@ from ..rotary import Rotary
 from . import common
 
 LEAST = 256  # tokens; fewer tell nothing about a cloud in 64 or more dimensions
-MOST = 4096  # tokens of a longer text that are read unless --context says otherwise
-DEMO_CONTEXT = 2048
+MOST = 2048  # tokens of a longer text that are read unless --context says otherwise
 ROOMY = 112  # columns of a table with spaces around
 
 # Thresholds of the advice: rules of thumb on means over all layers and heads, not results of the papers.
-ALIGNED = 0.3  # anchor similarity from which keys share a direction; the bundled model has 0.37, and keydiff fits it
+ALIGNED = 0.3  # anchor similarity from which keys share a direction
 EVEN = 0.15  # spread of key norms up to which they are even: most keys are within 15 % of the mean length
 FALLING = 0.9  # spread of the distances, relative to the shortest prefix, below which the centroid is diluted
 REGAINED = 1.05  # spread with windows, relative to that without, from which windows help
@@ -263,8 +262,8 @@ COLUMNS: common.Columns = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv inspect`."""
     common.add_model(parser, "fastkv-inspect")
-    common.option(parser, "--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, generated", "FILE")
-    most = f"tokens to read (default: {DEMO_CONTEXT} of demo, all of another text up to {MOST})"
+    common.option(parser, "--text", common.TEXT, common.TEXTS, "FILE")
+    most = f"tokens to read (default: all of the text up to {MOST})"
     parser.add_argument("--context", type=int, metavar="N", help=most)
 
 
@@ -273,9 +272,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
     console = console or common.console_of()
     if options.context is not None and options.context < LEAST:
         raise FastKVError(f"context must be at least {LEAST} tokens, got {options.context}; give a larger one")
-    generated = options.text == common.DEMO
-    words = options.context or DEMO_CONTEXT
-    text = common.demo_text("facts", words, 0) if generated else "".join(common.documents(options.text))
+    text = "".join(common.documents(options.text))
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     common.check_length("context", options.context or LEAST, model, options.model)
@@ -293,7 +290,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
 
 def tokens_of(text: str, tokenizer: Any, longest: int, options: argparse.Namespace) -> Tensor:
     """The first tokens of the text, [N]: `options.context` of them, or by default what the text and the model allow."""
-    most = options.context or min(longest, DEMO_CONTEXT if options.text == common.DEMO else MOST)
+    most = options.context or min(longest, MOST)
     least = options.context or LEAST
     ids = torch.tensor(tokenizer(text, truncation=True, max_length=most).input_ids, dtype=torch.long)
     if len(ids) < least:

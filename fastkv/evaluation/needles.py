@@ -1,7 +1,7 @@
 """`fastkv needles`: accuracy over the depth of a needle and the length of the text, as a table and heat maps.
 
-The tasks are RULER's needles, and those of `fastkv.demo.tasks` for the bundled model, whose tokenizer knows only the
-words of those. A JSON file and a heat map of each finished cache stay in `--out`; the same command goes on from there.
+The tasks are RULER's needles. The text is read before the question is known, or together with it. A JSON file and a
+heat map of each finished cache stay in `--out`; the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..api import patched
-from ..demo import tasks as demo
-from ..demo.measure import cache_bytes
 from ..errors import FastKVError
-from . import common, ruler
-from .haystack import Sample, Tokenizer, counter, scatter
+from . import asking, common, ruler
+from .haystack import Sample, Tokenizer
+from .recording import cache_bytes
 from .ruler import KINDS
 
-TASKS = (*KINDS, *demo.TASKS)
-DEMO_TASK, TASK = "facts", "niah_single_2"  # of the bundled model, and of others
+TASKS = tuple(KINDS)
+TASK = "niah_single_2"
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,15 @@ def grid(
     task: str = TASK,
     *,
     text: str | Path | None = None,
+    question: str = "later",
     progress: Callable[[], None] | None = None,
 ) -> Grid:
     """Ask the model, patched or not, for needles at every depth of texts of every length; greedy, one text at a time.
 
     All depths of a length have the same texts but for the place of the needle, and so have all models.
 
-    Args: task: one of `TASKS`.  text: as in `ruler.generate`.  progress: called after each text.
+    Args: task: one of `TASKS`.  text: as in `ruler.generate`.  question: "later" for texts that are read, and
+        compressed, before it is known, "seen" for prompts that are read whole.  progress: called after each text.
     """
     if not lengths or not depths or samples < 1:
         raise FastKVError(
@@ -85,7 +86,7 @@ def grid(
 
     def found(depth: float, length: int, index: int) -> float:
         sample = needle(task, tokenizer, length, depth, seed, index, text)
-        mark = ruler.score(sample, answer(model, tokenizer, sample))
+        mark = ruler.score(sample, answer(model, tokenizer, sample, question))
         if progress is not None:
             progress()
         return mark
@@ -94,14 +95,19 @@ def grid(
     return Grid(task, list(lengths), list(depths), samples, seed, accuracy)
 
 
-def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, question: str = "later") -> str:
     """What greedy decoding writes behind the prompt, at most `sample.tokens_to_generate` tokens."""
+    if question == "later":
+        text, asked = asking.split(tokenizer, sample.prompt, sample.question)
+        cache, tokens = asking.read(model, text), sample.tokens_to_generate
+        written = asking.answers(model, tokenizer, cache, text, asked.tolist(), tokens)
+        return str(tokenizer.decode(written[0], skip_special_tokens=True))
     read = tokenizer(sample.prompt, return_tensors="pt", verbose=False).to(model.device)
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
     generate: Any = model.generate
-    written = generate(**inputs, max_new_tokens=sample.tokens_to_generate, do_sample=False, pad_token_id=padding)
-    return str(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    whole = generate(**inputs, max_new_tokens=sample.tokens_to_generate, do_sample=False, pad_token_id=padding)
+    return str(tokenizer.decode(whole[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def needle(
@@ -116,34 +122,7 @@ def needle(
     """A sample of `task` with the needles that are asked for at `depth`. Raises: FastKVError as `grid` does."""
     if task not in TASKS:
         raise FastKVError(f"expected one of the tasks {', '.join(TASKS)}, got {task!r}; choose one of them")
-    if task in KINDS:
-        return ruler.generate(task, tokenizer, length, seed, index, depth=depth, text=text)
-    if text is not None:
-        raise FastKVError(f"{task} has no text, got text={str(text)!r}; leave it out or choose another task")
-    return placed(task, tokenizer, length, depth, seed + index)
-
-
-def placed(task: str, tokenizer: Tokenizer, length: int, depth: float, seed: int) -> Sample:
-    """A text of `fastkv.demo.tasks.generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
-
-    It has the same words, exactly `length` tokens with the answer.
-    """
-    try:
-        told = demo.generate(task, length, seed)
-    except ValueError as error:
-        raise FastKVError(f"{task} cannot be written: {error}") from error
-    question, reply = told.questions[0], told.answers[0]
-    asked = _statements(question, reply)
-    sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
-    rest = [sentence for sentence in sentences if sentence not in asked]
-    context = " ".join(scatter(rest, asked, [depth] * len(asked)))
-    prompt, tokens = f"{context} {question}", len(reply.split())
-    if counter(tokenizer)(prompt) + tokens != length:
-        raise FastKVError(
-            f"{task} is for the tokenizer of the bundled model, got one with other tokens; choose a niah task instead"
-        )
-    metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
-    return Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
+    return ruler.generate(task, tokenizer, length, seed, index, depth=depth, text=text)
 
 
 def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
@@ -164,21 +143,13 @@ def write_plot(found: Grid, path: str | Path, title: str = "") -> None:
     figure.savefig(path)
 
 
-def _statements(question: str, reply: str) -> list[str]:
-    """The sentences of the text that the answer repeats, in order; `pairs` leaves their first three words out."""
-    said = f"{question.partition('answer : ')[2]} {reply}".removesuffix(" .").split(" and ")
-    return [f"{one} ." if one.startswith("the ") else f"the code of {one} ." for one in said]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv needles`."""
     option = partial(common.option, parser)
     common.add_model(parser, "fastkv-needles")
-    task = (
-        f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK}; {DEMO_TASK} for the bundled model, which "
-        "knows only the words of the last three)"
-    )
-    parser.add_argument("--task", choices=TASKS, metavar="NAME", help=task)
+    task = f"what is hidden and asked for: {', '.join(TASKS)} (default: {TASK})"
+    parser.add_argument("--task", choices=TASKS, default=TASK, metavar="NAME", help=task)
+    parser.add_argument("--question", choices=asking.QUESTION, default="later", help=f"{asking.HELP} (default: later)")
     common.add_caches(parser)
     option("--lengths", (512, 1024, 2048), "tokens of the texts")
     option("--depths", (0.0, 0.25, 0.5, 0.75, 1.0), "places of the needle, 0 to 1", "X")
@@ -191,10 +162,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
     """Measure the full cache and every cache that has no file yet, and print the table."""
     console = console or common.console_of()
-    task = options.task or (DEMO_TASK if options.model == common.DEMO else TASK)
-    shared = ("model", "samples", "seed", "haystack", "lengths", "depths")
-    settings = {"task": task, **{name: getattr(options, name) for name in shared}}
-    plan = common.planned(options, settings)
+    task = options.task
+    shared = ("task", "question", "model", "samples", "seed", "haystack", "lengths", "depths")
+    plan = common.planned(options, {name: getattr(options, name) for name in shared})
     model, tokenizer = common.load(options.model)
     check(model, tokenizer, task, options)
     caches = [common.arguments(one, options, model) for one in plan]
@@ -236,8 +206,7 @@ def check(model: Any, tokenizer: Any, task: str, options: argparse.Namespace) ->
         for depth in options.depths:
             sample = needle(task, tokenizer, length, depth, options.seed, 0, options.haystack)
     ids = tokenizer(sample.prompt, verbose=False).input_ids
-    advice = f"choose another model, or --task {DEMO_TASK} for the bundled one"
-    common.check_known(tokenizer, ids, options.model, task, advice)
+    common.check_known(tokenizer, ids, options.model, task, "choose another model")
 
 
 def measured(
@@ -252,7 +221,7 @@ def measured(
     hook = model.register_forward_hook(note)
     texts = options.lengths, options.depths, options.samples, options.seed, task
     try:
-        found = grid(model, tokenizer, *texts, text=options.haystack, progress=progress)
+        found = grid(model, tokenizer, *texts, text=options.haystack, question=options.question, progress=progress)
     finally:
         hook.remove()
     return max(sizes), found

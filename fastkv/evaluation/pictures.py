@@ -1,4 +1,4 @@
-"""The pictures of `fastkv demo`: right answers and error over bytes, memory over context; labels stand at the lines."""
+"""The pictures of `fastkv demo`: right answers and KL over bytes, memory over tokens; labels stand at the lines."""
 
 from __future__ import annotations
 
@@ -6,22 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import common
-from .comparison import Row
-from .story import NAMES, Memory
 
-TITLES = {
-    "whole": "the question is in the prompt",
-    "context": "the text is compressed before the question is known",
-}
-LABELLED = ("fastkv", "snapkv", "h2o", "streaming", "keydiff")  # with the full cache, the six lines that have a name
+if TYPE_CHECKING:
+    from .demo import Row
+
+NAMES = {common.FULL: "full cache"}  # of caches, where they differ from the policy's
+LABELLED = (
+    "kvzip",
+    "fastkv",
+    "compactor",
+    "streaming",
+    "snapkv",
+)  # with the full cache, the lines with a name
 COLOURS = ("#d1495b", "#00798c", "#5f4b8b", "#b36a00", "#3a7d44")
 GREY = "#c9c9c9"
 DARK: str = common.DASHED["color"]  # the full cache
 FONT = 10
 GAP = 1.35  # from one label to the next, in heights of their letters
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one cache after each number of tokens."""
+
+    policy: str
+    tokens: Sequence[int]
+    nbytes: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -41,35 +54,26 @@ def labelled(policies: Sequence[str]) -> list[str]:
 
 
 def write_answers(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write a PNG: right answers and error of attention over bytes, a row of two for each way to read prompts."""
+    """Write a PNG: right answers, and KL of the text that goes on, over bytes; the first row is the full cache."""
     full, compressed = rows[0], rows[1:]
-    modes, policies = (list(dict.fromkeys(getattr(row, of) for row in compressed)) for of in ("prefill", "policy"))
-    named, highest = labelled(policies), max(row.error for row in compressed)
-    figure = common.figure(11.5, 1.1 + 3.6 * len(modes))
-    axes = figure.subplots(len(modes), 2, sharex=True, squeeze=False)
-    for (accuracy, error), mode in zip(axes, modes):
-        lines = {one: [row for row in compressed if (row.policy, row.prefill) == (one, mode)] for one in policies}
-        accuracy.set_ylim(-4, 104)
-        error.set_ylim(0, 1.06 * highest)
-        right = draw(accuracy, lines, named, lambda row: 100 * row.accuracy)
-        accuracy.axhline(100 * full.accuracy, **common.DASHED)
-        wrong = draw(error, lines, named, lambda row: row.error)
-        reach = max(end.x for end in right)
-        for axis, ends in (
-            (accuracy, [End(reach, 100 * full.accuracy, NAMES[full.policy], DARK), *right]),
-            (error, wrong),
-        ):
-            ticks(axis, compressed)
-            axis.tick_params(labelbottom=True)
-            axis.set_xlabel(f"cache, KiB per sequence (full cache: {full.nbytes / 2**10:.0f})")
-            common.finish(axis)
-            label_ends(axis, ends)
-        how = TITLES.get(mode, f"prompts are read in blocks of {mode} tokens")
-        accuracy.set_title(f"right answers, %: {how}", loc="left", fontsize=FONT, pad=12)
-        error.set_title("error of attention's output, |o - full| / |full|", loc="left", fontsize=FONT, pad=12)
-    grey = [one for one in policies if one not in named]
-    if grey:
-        figure.supxlabel(f"grey: {', '.join(grey)}", fontsize=FONT - 1, color="#777777")
+    policies = list(dict.fromkeys(row.policy for row in compressed))
+    named, asked = labelled(policies), len(full.answers)
+    lines = {one: [row for row in compressed if row.policy == one] for one in policies}
+    figure = common.figure(11.5, 4.7)
+    answers, goes_on = figure.subplots(1, 2)
+    right = draw(answers, lines, named, lambda row: row.right)
+    answers.axhline(full.right, **common.DASHED)
+    wrong = draw(goes_on, lines, named, lambda row: row.kl)
+    answers.set_ylim(-0.3, asked + 0.3)
+    goes_on.set_ylim(0, 1.06 * max(row.kl for row in compressed) or 1)
+    reach = max(end.x for end in right)
+    for axis, ends in ((answers, [End(reach, full.right, NAMES[full.policy], DARK), *right]), (goes_on, wrong)):
+        ticks(axis, compressed)
+        axis.set_xlabel(f"cache, MiB (full cache: {full.nbytes / 2**20:.1f})")
+        common.finish(axis)
+        label_ends(axis, ends)
+    answers.set_title(f"right answers of {asked}", loc="left", fontsize=FONT, pad=12)
+    goes_on.set_title("KL of the text that goes on, nats per token", loc="left", fontsize=FONT, pad=12)
     common.save(figure, path, title)
 
 
@@ -78,7 +82,7 @@ def draw(axis: Any, lines: dict[str, list[Row]], named: Sequence[str], value: Ca
     ends = []
     for policy, rows in lines.items():
         rows = sorted(rows, key=lambda row: row.nbytes)
-        x, y = [row.nbytes / 2**10 for row in rows], [value(row) for row in rows]
+        x, y = [row.nbytes / 2**20 for row in rows], [value(row) for row in rows]
         if not rows or policy not in named:
             axis.plot(x, y, color=GREY, marker=".", linewidth=1.2, zorder=2)
             continue
@@ -91,10 +95,10 @@ def draw(axis: Any, lines: dict[str, list[Row]], named: Sequence[str], value: Ca
 
 def ticks(axis: Any, rows: Sequence[Row]) -> None:
     """A logarithmic x axis with the bytes of every size, and below them the share that was asked for."""
-    sizes = {row.budget: row.nbytes / 2**10 for row in rows}
+    sizes = {row.budget: row.nbytes / 2**20 for row in rows}
     common.ticks(axis, list(sizes.values()), base=2)
     shares = [f"\n{size}" if isinstance(size, Fraction) else "" for size in sizes]
-    axis.set_xticks(list(sizes.values()), [f"{kib:.0f}{share}" for kib, share in zip(sizes.values(), shares)])
+    axis.set_xticks(list(sizes.values()), [f"{mib:.2g}{share}" for mib, share in zip(sizes.values(), shares)])
 
 
 def label_ends(axis: Any, ends: Sequence[End]) -> None:

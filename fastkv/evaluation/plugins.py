@@ -46,15 +46,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..api import patch, unpatch
 from ..budget import Budget
-from ..demo.measure import cache_bytes
 from ..errors import FastKVError
 from ..policies import Policy
-from . import ruler
-from .common import FOREIGN, FULL, loading, to_budget, unknown_share
+from . import asking, ruler
+from .common import FOREIGN, FULL, to_budget, unknown_share
 from .haystack import Sample, Tokenizer
+from .pretrained import loading, place
+from .recording import cache_bytes
 
 MODES = ("auto", "stream", "prefix")
-SETTINGS = ("prefill_block", "evict_every", "correction", "slots", "mode", "vector")  # of `set_cache`
+SETTINGS = ("prefill_block", "evict_every", "correction", "slots", "mode", "question", "vector")  # of `set_cache`
 PREFIX = "fastkv_ruler_"
 LENGTHS, SAMPLES = 4096, 100
 
@@ -73,6 +74,8 @@ class FastKVLM(HFLM):
             stock cache.
         budget: tokens per KV head, "keep=0.25", "bytes=2000000", "quality=0.95", or a `Budget`.
         mode: how log-likelihoods are measured, see above; "auto" is stream with a prefill_block and prefix without.
+        question: "seen" for prompts that are read as a whole, "later" for texts that are read, and compressed,
+            before it is known; the tasks of fastkv say where it begins.
         sinks, recent, layers, heads: as in `Budget`.
         kwargs: everything else that the harness's own model takes.
 
@@ -109,11 +112,14 @@ class FastKVLM(HFLM):
         *,
         prefill_block: int | None = None,
         mode: str = "auto",
+        question: str = "seen",
         **settings: Any,
     ) -> None:
         """Give the model another cache, arguments as in the constructor; what is refused leaves the cache as it was."""
         if mode not in MODES:
             raise FastKVError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if question not in asking.QUESTION:
+            raise FastKVError(f"question must be one of {', '.join(asking.QUESTION)}, got {question!r}")
         if policy != FULL and mode == "stream" and prefill_block is None:
             raise FastKVError(
                 "mode stream needs prefill_block, got none, with which every token attends before anything is evicted; "
@@ -126,6 +132,7 @@ class FastKVLM(HFLM):
         self.compressed = policy != FULL
         self.alone = self.compressed and Budget.of(budget).follows_prompt
         self.mode = mode if mode != "auto" else "prefix" if prefill_block is None else "stream"
+        self.question = question
         self.cache_bytes = 0
 
     alone = False  # whether every batch has one sequence
@@ -141,6 +148,31 @@ class FastKVLM(HFLM):
         if cache is not None:
             self.cache_bytes = max(self.cache_bytes, cache_bytes(cache) // len(output.logits))
 
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations of prompts. Raises FastKVError for a question that comes later and is not known to begin."""
+        if self.question == "seen":
+            return super().generate_until(requests, disable_tqdm)
+        silent = disable_tqdm or self.rank != 0
+        return [self._answer(one) for one in tqdm(requests, disable=silent, desc="Running generate_until requests")]
+
+    def _answer(self, request: Any) -> str:
+        """What is written after a question that comes once its text was read."""
+        (prompt, how), asked = request.args, (request.doc or {}).get("question")
+        if not isinstance(asked, str) or not asked or not prompt.endswith(asked):
+            raise FastKVError(
+                f"question 'later' needs tasks whose prompts end with the question that they name, as those of "
+                f"{PREFIX}... do, got {request.task_name}; choose question 'seen'"
+            )
+        text, ids = asking.split(self.tokenizer, prompt, asked)
+        tokens = how.get("max_gen_toks", self.max_gen_toks)
+        (written,) = asking.answers(
+            self.model, self.tokenizer, asking.read(self.model, text), text, ids.tolist(), tokens
+        )
+        said = self.tok_decode(written)
+        for stop in filter(None, how.get("until") or []):
+            said = said.partition(stop)[0]
+        return str(said)
+
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts. Raises FastKVError in mode prefix, which would find no context to compress."""
         if self.compressed and self.mode == "prefix":
@@ -154,6 +186,11 @@ class FastKVLM(HFLM):
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         """Score requests in the chosen mode; the harness calls this for every kind of likelihood."""
+        if self.question == "later":
+            raise FastKVError(
+                "question 'later' needs tasks whose answers are generated, got one with log-likelihoods, whose "
+                "contexts do not say where a question begins; choose question 'seen'"
+            )
         if self.compressed and self.mode == "prefix":
             return self._score_after_contexts(requests, disable_tqdm)
         return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
@@ -245,7 +282,10 @@ class RulerTask(ConfigurableTask):
         rows = []
         for length in self.lengths:
             texts = written(self.kind, tokenizer, length, samples, seed, text, data)
-            rows += [{"prompt": one.prompt, "answers": one.answers, "length": length} for one in texts]
+            rows += [
+                {"prompt": one.prompt, "question": one.question, "answers": one.answers, "length": length}
+                for one in texts
+            ]
         self.dataset = {"test": Dataset.from_list(rows)}
         self.config.generation_kwargs["max_gen_toks"] = texts[0].tokens_to_generate
 
@@ -267,7 +307,7 @@ def written(
         if unknown > FOREIGN:
             warnings.warn(
                 f"the tokenizer does not know {unknown:.0%} of the words of {kind}, so that its score means nothing; "
-                "the bundled model reads the tasks of fastkv needles and fastkv demo",
+                "take another model",
                 stacklevel=2,
             )
     return found
@@ -284,7 +324,8 @@ def tokenizer_of(given: str | Tokenizer | None) -> Tokenizer:
     if not isinstance(given, str):
         return given
     with loading(f"a tokenizer from {given}", "name another with --metadata tokenizer=PATH"):
-        return AutoTokenizer.from_pretrained(given)
+        path, gguf = place(given)
+        return AutoTokenizer.from_pretrained(path, **gguf)
 
 
 def whole_numbers(name: str, value: Any, most: int | None = None, least: int = 1) -> tuple[int, ...]:

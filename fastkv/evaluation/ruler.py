@@ -26,9 +26,9 @@ from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
-from ..demo.tasks import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
 from ..errors import FastKVError
 from .haystack import NOISE, Draft, Request, Sample, Tokenizer, Units, drafted, essays, hidden, longest, prose, scatter
+from .words import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
 
 __all__ = ["TASKS", "Sample", "generate", "score"]
 

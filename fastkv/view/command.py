@@ -15,14 +15,13 @@ from torch import Tensor
 
 from .. import Budget, FastKVError, policies
 from ..api import patched
-from ..demo import policy_of
-from ..demo.tasks import TASKS, generate
-from ..evaluation import common
+from ..evaluation import common, facts
 from ..evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from .page import coded, packed, written
 from .trace import Full, Reading, Trace, read_full, trace
 
 SINKS, RECENT = 4, 16  # tokens that are never evicted, as in `fastkv demo`
+FACTS = "facts"  # the text that is read where none is given
 FED = 32  # last tokens of a text that are fed one at a time
 REMEMBERS = {  # what of an evicted token there still is, by correction
     "none": "nothing of it is remembered",
@@ -38,16 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv view`."""
     add, option = parser.add_argument, partial(common.option, parser)
     common.add_model(parser, "fastkv-view.html", "the page", "FILE")
-    option("--text", common.DEMO, "a text in UTF-8, - for standard input, or demo, a generated one", "FILE")
-    add("--task", choices=TASKS, default=TASKS[0], help=f"of the generated text (default: {TASKS[0]})")
-    option("--seed", 0, "of the generated text")
+    option("--text", FACTS, f"{common.TEXTS}, or {FACTS}, {common.TEXT} with facts, a question and its answer", "FILE")
+    option("--seed", 0, "of the facts")
+    add("--answer", type=int, default=0, metavar="N", help="last tokens of your text that answer a question, if any")
     option("--context", 768, "tokens of the text")
     option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME")
     option("--budgets --budget", (64, 128, 256), "sizes of the cache, tokens per KV head")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
     common.add_slots(parser)
     add("--prefill-block", default="64", metavar="N", help="tokens of a block, or whole (default: 64)")
-    fed = f"last tokens that are fed one at a time (default: the answer of demo, {FED} of another text)"
+    fed = f"last tokens that are fed one at a time (default: the answer, {FED} without one)"
     add("--steps", type=int, metavar="N", help=fed)
 
 
@@ -93,7 +92,7 @@ def checked(options: argparse.Namespace) -> None:
     """Raise FastKVError for what is wrong before a model is loaded."""
     common.check_some("policies", options.policies)
     common.check_some("budgets", options.budgets)
-    chosen = [policies.get(name) if options.model != common.DEMO else policy_of(name) for name in options.policies]
+    chosen = [policies.get(name) for name in options.policies]
     for tokens in options.budgets:
         Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
     if options.context < common.SHORTEST:
@@ -110,15 +109,9 @@ def checked(options: argparse.Namespace) -> None:
 
 def text_of(tokenizer: Any, options: argparse.Namespace) -> Text:
     """The first tokens of the text. Raises FastKVError if it is too short, or foreign to the tokenizer."""
-    if options.text == common.DEMO:
-        sample = generate(options.task, options.context, options.seed)
-        whole, name = (
-            f"{sample.context} {sample.questions[0]} {sample.answers[0]}",
-            f"{options.task}, seed {options.seed}",
-        )
-        answer = len(tokenizer(sample.answers[0], add_special_tokens=False).input_ids)
-    else:
-        whole, name, answer = "".join(common.documents(options.text)), Path(options.text).name, 0
+    if options.text == FACTS:
+        return with_facts(tokenizer, options)
+    whole, name, answer = "".join(common.documents(options.text)), Path(options.text).name, options.answer
     encoded = tokenizer(whole, truncation=True, max_length=options.context, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded.input_ids
     if len(ids) < common.SHORTEST:
@@ -129,6 +122,17 @@ def text_of(tokenizer: Any, options: argparse.Namespace) -> Text:
     common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
     pieces = pieces_of(tokenizer, whole, ids, encoded.get("offset_mapping"))
     return Text(torch.tensor([ids]), pieces, name, answer, found(ids, answer) if answer else 0)
+
+
+def with_facts(tokenizer: Any, options: argparse.Namespace) -> Text:
+    """A real text with facts in it that ends with a question and its answer, all of it `options.context` tokens."""
+    question = facts.sample(tokenizer, options.context, options.seed, common.TEXT).questions[0]
+    answer = tokenizer(question.answer, add_special_tokens=False).input_ids
+    rest = question.ids + answer
+    ids = facts.sample(tokenizer, options.context - len(rest), options.seed, common.TEXT).prefix + rest
+    common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
+    name = f"{common.TEXT} with facts, seed {options.seed}"
+    return Text(torch.tensor([ids]), pieces_of(tokenizer, "", ids, None), name, len(answer), found(ids, len(answer)))
 
 
 def found(ids: list[int], answer: int) -> int:
@@ -175,8 +179,7 @@ def traced(
             budget = Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
             if options.equal == "bytes":
                 budget = equal_bytes(model.config, budget, model.dtype)
-            policy: Any = policy_of(name) if options.model == common.DEMO else name
-            with patched(model, policy, budget, **settings):
+            with patched(model, name, budget, **settings):
                 correction = model._fastkv_config.correction.name
                 found.append((name, tokens, trace(model, reading, full), correction))
             progress.advance(bar)
@@ -220,7 +223,7 @@ def page_of(
     block = "in one piece" if reading.block is None else f"in blocks of {reading.block} tokens"
     first = traces[0][2]
     return {
-        "model": "the bundled model" if options.model == common.DEMO else Path(options.model).name,
+        "model": Path(options.model).name,
         "text": text.name,
         "read": f"Read {block}, the last {reading.steps} one at a time.",
         "tokens": text.pieces,

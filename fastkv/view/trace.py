@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..demo.measure import cache_bytes, kept_tokens, record_attention
 from ..errors import FastKVError
 from ..evaluation.equal_bytes import stored_bytes
 from ..evaluation.fidelity import Witness, stored_tokens
+from ..evaluation.recording import cache_bytes, kept_tokens, record_attention
 from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer

@@ -1,16 +1,16 @@
 """Both sides of a comparison: vLLM with a compressed cache, and `fastkv.patch` on one sequence at a time."""
 
 import functools
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 import fastkv
-import fastkv.demo
 
-FITTED = Path(fastkv.demo.__file__).parent / "model"  # the bundled model, and what was fitted to it
+from ..toy import MODEL_DIR
+
+FITTED = MODEL_DIR  # the toy, and what was fitted to it
 VOCABULARY, LONGEST, SEQUENCES = 720, 1024, 16
 
 

@@ -1,4 +1,6 @@
-"""Text with something to remember: facts scattered in filler, questions at the end.
+"""The toy: a small Llama in `fixtures/model` and its language, facts in filler and questions about them.
+
+It is quick, and it finds what it is asked for as long as its cache has it, so tests can tell one cache from another.
 
 Everything is drawn from `random.Random(seed)` over a closed vocabulary of words separated by single spaces, so the same
 arguments always give the same text and a word-level tokenizer gives exactly one token per word.
@@ -18,8 +20,43 @@ The bar separates `Sample.questions` from `Sample.answers`.
 from __future__ import annotations
 
 import random
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from fastkv import policies
+from fastkv.calibration.fit_context import Sample
+from fastkv.evaluation import haystack
+from fastkv.evaluation.recording import cache_bytes, kept_tokens, record_attention
+from fastkv.evaluation.words import (
+    ADJECTIVES,
+    ADVERBS,
+    CONJUNCTIONS,
+    INTRANSITIVE,
+    KEY_FIRST,
+    KEY_SECOND,
+    NOUNS,
+    PLACES,
+    PLURALS,
+    PREPOSITIONS,
+    PRONOUNS,
+    TIMES,
+    TRANSITIVE,
+)
+
+MODEL_DIR = Path(__file__).parent / "fixtures" / "model"
+MODEL = str(MODEL_DIR)  # on a command line
+PATTERN = MODEL_DIR / "full_attention_heads.tsv"  # which heads DuoAttention keeps whole
+SPEED_STEPS = 32  # decode steps that are timed: two evictions at the default evict_every
 
 TASKS: tuple[str, ...] = ("facts", "pairs", "hops")
 
@@ -31,17 +68,6 @@ FORM = (
 ).split()
 NUMBERS = tuple(str(n) for n in range(100))
 
-# Keys of `facts` and `pairs` are one word of each list; owners in `hops` are one name. Filler uses none of them.
-KEY_FIRST = (
-    "amber silver golden scarlet ivory crimson azure copper jade violet cobalt coral indigo bronze ebony pearl ruby "
-    "sapphire emerald topaz onyx opal quartz marble velvet linen cedar maple willow birch hazel lilac saffron ginger "
-    "lunar solar arctic royal crystal iron"
-).split()
-KEY_SECOND = (
-    "falcon otter badger heron lynx raven tiger dolphin sparrow beaver panther walrus gecko lizard cobra eagle turtle "
-    "rabbit donkey camel jackal moose bison gibbon lemur weasel ferret puffin pelican stork magpie salmon lobster "
-    "cricket hornet spider beetle mantis condor jaguar"
-).split()
 NAMES = (
     "Mara Tilo Anka Bero Cira Dano Elka Faro Gita Hugo Inka Jaro Kira Lino Mika Nilo Olga Pavo Rena Sami Tara Ugo "
     "Vera Wim Xena Yara Zeno Alma Boris Clara Diego Edda Felix Greta Hanna Ivo Jonas Klara Lukas Marta Nadia Oskar "
@@ -49,47 +75,6 @@ NAMES = (
     "Karl Lydia Milan Nora Otto Paula Rafael Selma Timo Ulla Viktor Willa Xaver Yvonne Anton Bruna Carlo Dina Erik "
     "Frida Guido Helga Ines Jakob Kaja Leon Mona Niko Orla Piet Ronja Sven Tessa Vito"
 ).split()
-
-# Filler. Nouns also appear in the plural.
-NOUNS = (
-    "farmer baker sailor teacher doctor painter singer driver miller hunter gardener student soldier merchant "
-    "neighbour traveller poet clerk captain child worker dancer guard writer table chair window door basket bottle "
-    "lamp candle blanket ladder hammer bucket mirror carpet clock kettle spoon plate pillow curtain wagon boat bridge "
-    "tower wall gate fence garden field river lake hill mountain valley forest meadow tree flower stone cloud storm "
-    "shadow road path street market village town castle church school station harbour island beach letter book story "
-    "song picture map coin ring coat hat shoe apple pear onion carrot potato cake cheese dog cat horse cow sheepdog "
-    "goat hen duck pigeon engine wheel bell drum violin"
-).split()
-PLURALS = [
-    noun + "es" if noun.endswith(("ch", "o")) else noun[:-1] + "ies" if noun.endswith(("ry", "dy")) else noun + "s"
-    for noun in NOUNS
-]
-PLACES = "kitchen cellar attic hall courtyard barn stable library workshop orchard square corner yard mill inn".split()
-ADJECTIVES = (
-    "old young small large tall short quiet loud happy sad tired clever gentle proud strange empty full heavy light "
-    "dark bright cold warm dry wet clean dusty broken wooden narrow wide deep round sharp soft rough smooth green red "
-    "blue white black grey brown yellow distant famous lonely simple curious careful lazy brave honest polite hungry "
-    "rich poor"
-).split()
-ADVERBS = (
-    "slowly quickly quietly loudly often never always again together alone early late gladly sadly carefully suddenly "
-    "silently gently today yesterday"
-).split()
-INTRANSITIVE = (
-    "waited slept laughed cried danced sang walked returned vanished stopped rested worked arrived fell turned stood "
-    "listened smiled trembled wandered"
-).split()
-TRANSITIVE = (
-    "found carried painted moved watched followed bought sold lost cleaned repaired opened closed pushed pulled "
-    "lifted dropped touched admired liked hated forgot remembered described noticed visited crossed left reached "
-    "covered filled counted washed burned hid broke kept stole borrowed wanted"
-).split()
-PREPOSITIONS = (
-    "near behind under above beside across around toward beyond past without with from inside outside"
-).split()
-PRONOUNS = "they he she we".split()
-CONJUNCTIONS = "and but while because so when before after".split()
-TIMES = "morning evening spring summer autumn winter afternoon night".split()
 
 VOCABULARY: tuple[str, ...] = tuple(
     dict.fromkeys(
@@ -105,15 +90,6 @@ VALUE_WORDS = 3  # numbers per value
 FACTS_PER_1024 = {"facts": 24, "pairs": 24, "hops": 12}  # two statements each for hops
 MAX_FACTS = {"facts": 48, "pairs": 48, "hops": 24}  # longer contexts become sparser; bounded by the number of names
 SHORTEST_SENTENCE = 3  # words
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One context and some questions about it; `context + " " + questions[i]` is to be continued by `answers[i]`."""
-
-    context: str
-    questions: tuple[str, ...]
-    answers: tuple[str, ...]
 
 
 def generate(task: str, length: int, seed: int, questions: int = 1) -> Sample:
@@ -247,3 +223,160 @@ def _value(rng: random.Random) -> str:
 
 def _shuffled(rng: random.Random, items: list) -> list:
     return rng.sample(items, len(items))
+
+
+def load(
+    attn_implementation: str = "sdpa", dtype: torch.dtype | None = None, directory: Path = MODEL_DIR
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The toy in eval mode on the CPU, fp32 by default, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation=attn_implementation, dtype=dtype or torch.float32, local_files_only=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return cast(LlamaForCausalLM, model.eval()), cast(PreTrainedTokenizerFast, tokenizer)
+
+
+def policy_of(name: str) -> policies.Policy:
+    """The policy with its defaults; DuoAttention with the pattern of the toy."""
+    return policies.get(name, **({"pattern": str(PATTERN)} if name == "duoattention" else {}))
+
+
+def write(path: Path, texts: int, tokens: int = 512) -> str:
+    """Write a file with so many texts of all tasks in turn, and return its path."""
+    path.write_text("\n".join(told(TASKS[index % len(TASKS)], tokens, -1 - index) for index in range(texts)))
+    return str(path)
+
+
+PLACE = tempfile.TemporaryDirectory(prefix="fastkv-toy-")  # until the process ends
+
+
+@cache
+def text() -> str:
+    """The path of a file of 9000 tokens in the toy's language."""
+    return write(Path(PLACE.name) / "toy.txt", 18)
+
+
+def told(task: str, tokens: int, seed: int) -> str:
+    """A text of so many tokens that ends with a question and its answer."""
+    sample = generate(task, tokens, seed)
+    return f"{sample.context} {sample.questions[0]} {sample.answers[0]}"
+
+
+def calibration_text(tokenizer: PreTrainedTokenizerFast, length: int, seed: int) -> Sample:
+    """A text for `make_triples`, about `length` tokens with one question and answer.
+
+    The tasks take turns; in every second round the filler is two sentences over and over, which are easy to predict.
+    """
+    task = TASKS[seed % len(TASKS)]
+    sample = generate(task, length, seed, min(4, max_questions(task, length)))
+    if seed // len(TASKS) % 2 == 0:
+        return sample
+    sentences = [f"{sentence} ." for sentence in sample.context.removesuffix(" .").split(" . ")]
+    stated = [sentence.startswith(("the code of", "the friend of", "the box of")) for sentence in sentences]
+    filler = [sentence for sentence, fact in zip(sentences, stated) if not fact]
+    middle = len(filler) // 2
+    again = cycle(sorted(filler, key=len)[middle : middle + 2])  # of middle length, which keeps that of the text
+    words = " ".join(sentence if fact else next(again) for sentence, fact in zip(sentences, stated))
+    return Sample(words, sample.questions, sample.answers)
+
+
+def placed(task: str, length: int, depth: float, seed: int) -> haystack.Sample:
+    """A text of `generate` with the asked fact (all its statements) moved to `depth`, 0 to 1.
+
+    It has the same words, exactly `length` tokens with the answer.
+    """
+    told = generate(task, length, seed)
+    question, reply = told.questions[0], told.answers[0]
+    asked = _asked(question, reply)
+    sentences = [f"{sentence} ." for sentence in told.context.removesuffix(" .").split(" . ")]
+    rest = [sentence for sentence in sentences if sentence not in asked]
+    context = " ".join(haystack.scatter(rest, asked, [depth] * len(asked)))
+    prompt, tokens = f"{context} {question}", len(reply.split())
+    metadata = {"units": len(rest), "needles": tuple(asked), "depths": (depth,) * len(asked)}
+    return haystack.Sample(task, prompt, context, question, (reply.removesuffix(" ."),), tokens, metadata)
+
+
+def _asked(question: str, reply: str) -> list[str]:
+    """The sentences of the text that the answer repeats, in order; `pairs` leaves their first three words out."""
+    said = f"{question.partition('answer : ')[2]} {reply}".removesuffix(" .").split(" and ")
+    return [f"{one} ." if one.startswith("the ") else f"the code of {one} ." for one in said]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Equally long prompts of one task, prompts [N, P] and reference answers [N, A] as tokens.
+
+    The last `question` tokens of each prompt are the question; `each` prompts in a row share the text before it.
+    """
+
+    task: str
+    prompts: Tensor
+    answers: Tensor
+    question: int
+    each: int = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a cache did to the N questions of a task.
+
+    Attributes:
+        right: [N] bool, whether greedy decoding gives the reference answer.
+        attention: [layers, N, A - 1, Hq * Dv], attention output of every layer for the words of the reference answer.
+        nbytes: bytes of the cache per sequence.
+        kept: tokens per KV head that stay, mean over layers; None for a stock cache.
+        tokens_per_second: decoded, all sequences together; None if it was not timed.
+    """
+
+    right: Tensor
+    attention: Tensor
+    nbytes: int
+    kept: float | None
+    tokens_per_second: float | None
+
+
+def make_questions(
+    tokenizer: PreTrainedTokenizerFast, task: str, context: int, samples: int, seed: int, each: int = 1
+) -> Questions:
+    """`each` questions to each of `samples` texts of `context` tokens, answer included; seeds count up from `seed`."""
+    drawn = [generate(task, context, seed + index, each) for index in range(samples)]
+    prompts = tokenizer([f"{one.context} {question}" for one in drawn for question in one.questions]).input_ids
+    answers = tokenizer([answer for one in drawn for answer in one.answers], add_special_tokens=False).input_ids
+    question = tokenizer(drawn[0].questions[0], add_special_tokens=False).input_ids
+    return Questions(task, torch.tensor(prompts), torch.tensor(answers), len(question), each)
+
+
+@torch.no_grad()
+def measure(
+    model: PreTrainedModel, questions: Questions, *, timed: bool = False, question_later: bool = False
+) -> Measured:
+    """Read the prompts, then decode the reference answers one word at a time. The model's own cache is used.
+
+    question_later: read, and compress, the text before the question is known, once for all questions to it.
+    """
+    (rows, length), prompts, cache = questions.prompts.shape, questions.prompts, None
+    if question_later:
+        text, prompts = prompts.split([length - questions.question, questions.question], 1)
+        cache = model(text[:: questions.each], logits_to_keep=1, use_cache=True).past_key_values
+        if questions.each > 1:
+            cache.batch_repeat_interleave(questions.each)
+    out = model(prompts, past_key_values=cache, logits_to_keep=1, use_cache=True)
+    cache = out.past_key_values
+    logits = [out.logits[:, -1]]
+    with record_attention(model) as recorded:
+        for word in questions.answers[:, :-1].split(1, dim=1):
+            logits.append(model(word, past_key_values=cache).logits[:, -1])
+    guesses = torch.stack(logits, 1).argmax(-1)
+    attention = torch.stack([torch.cat(steps, 1) for steps in recorded.values()])
+    nbytes, kept, speed = cache_bytes(cache) // rows, kept_tokens(cache), None
+    if timed:
+        word, start = questions.answers[:, -1:], time.perf_counter()
+        for _ in range(SPEED_STEPS):
+            word = model(word, past_key_values=cache).logits[:, -1:].argmax(-1)
+        speed = rows * SPEED_STEPS / (time.perf_counter() - start)
+    return Measured((guesses == questions.answers).all(-1), attention, nbytes, kept, speed)
+
+
+def relative_error(attention: Tensor, full: Tensor) -> float:
+    """Mean of |o - o_full| / |o_full| over layers, sequences and tokens; both [layers, N, A - 1, Hq * Dv]."""
+    return ((attention - full).norm(dim=-1) / full.norm(dim=-1)).mean().item()
