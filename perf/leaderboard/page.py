@@ -1,0 +1,144 @@
+"""docs/results.md and its picture, from what was measured and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastkv import policies
+
+if TYPE_CHECKING:
+    from . import Table
+
+ROOT = Path(__file__).parents[2]
+PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
+LEAST = 30  # answerable questions of a cell that is published
+DRAWN = ("fastkv", "momentkv", "kvzip", "compactor", "keydiff", "snapkv", "streaming")
+INTRO = """# Results
+
+SmolLM2-135M-Instruct reads real text with six facts of nine kinds in it and is asked for them, half in other words than
+the text has. Texts are docstrings of Python's standard library; nothing was tuned on them or on these facts. Policies,
+budgets and corrections share one reading of each text. Every cache has the same bytes, the stated share of a bfloat16
+cache of the whole text, everything counted; the model computes in float32.
+
+- **right**: of the questions that the full cache answers, the share whose answer the compressed cache generates too,
+  greedily; ± one standard error over questions.
+- **answer KL**: divergence from the full cache in nats a token, along the full cache's answer.
+- **text KL**: the same along 64 tokens of text that goes on.
+
+The columns say how much of the full cache's bytes is gone. Rows are sorted by right answers over all columns. The full
+cache has 1.00, 0 and 0 by definition.
+"""
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The cells in a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def link(name: str) -> str:
+    """A policy's name, its class and its source, as a cell of a table."""
+    kind = policies.class_of(name) if hasattr(policies, "class_of") else type(policies.get(name))
+    return f"`{name}` | `{kind.__name__}`"
+
+
+def mean(values: list[float]) -> float:
+    """Mean."""
+    return sum(values) / len(values)
+
+
+def table_of(rows: list[dict[str, Any]], keeps: tuple[float, ...]) -> tuple[str, int]:
+    """A table in Markdown, and the fewest questions of a cell. Cells with fewer than `LEAST` are left open."""
+    cells: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        cells[row["policy"], row["keep"]].append(row)
+    fewest = min(sum(row.get("asked", 0) for row in cell) for cell in cells.values())
+    lines = []
+    for name in {name for name, _ in cells}:
+        shown, total = [], 0.0
+        for keep in keeps:
+            cell = cells[name, keep]
+            asked = sum(row.get("asked", 0) for row in cell)
+            if asked < LEAST:
+                shown.append("·")
+                continue
+            right = sum(row["right"] for row in cell if "right" in row) / asked
+            error = math.sqrt(right * (1 - right) / asked)
+            apart = sum(row["answer_kl"] * row["asked"] for row in cell if "answer_kl" in row) / asked
+            total += right
+            shown.append(f"**{right:.2f}** ± {error:.2f}<br>{apart:.3f} · {mean([row['text_kl'] for row in cell]):.3f}")
+        lines.append((total, f"| {link(name)} | {' | '.join(shown)} |"))
+    head = " | ".join(f"{100 * (1 - keep):g} % removed" for keep in keeps)
+    lines.sort(reverse=True)
+    body = "\n".join(line for _, line in lines)
+    return f"| policy | class | {head} |\n|---|---|{'---|' * len(keeps)}\n{body}\n", fewest
+
+
+def write(results: Path, tables: Mapping[str, Table]) -> None:
+    """Write the page and the picture; a table without enough questions is named with what it lacks."""
+    parts, missing = [INTRO], []
+    for name, table in tables.items():
+        rows = rows_of(results / f"{name}.jsonl")
+        texts = {row["seed"] for row in rows}
+        whole = [row for row in rows if row["seed"] in complete(rows, table)]
+        made, fewest = table_of(whole, table.keeps) if whole else ("", 0)
+        if fewest < LEAST:
+            missing.append(f"- {table.title} (`{name}`): {fewest} of {LEAST} questions in {len(texts)} texts.")
+            continue
+        told = whole[0]
+        where = f"torch {told['torch']}, transformers {told['transformers']}, commit {told['commit']}, {told['cpu']}"
+        count = len({row["seed"] for row in whole})
+        note = f"{count} texts, {fewest} answerable questions in each cell; {where}."
+        parts.append(f"## {table.title}\n\nEach cell: **right** ± error, then answer KL · text KL. {note}\n\n{made}")
+        if name == "later_2048":
+            draw(whole, table)
+            parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
+    if missing:
+        parts.append("## Not measured enough to be published\n\n" + "\n".join(missing) + "\n")
+    PAGE.write_text("\n".join(parts))
+
+
+def complete(rows: list[dict[str, Any]], table: Table) -> set[int]:
+    """Seeds of texts on which every cell of a table was measured."""
+    count: dict[int, int] = defaultdict(int)
+    for row in rows:
+        count[row["seed"]] += 1
+    parts = 6 if table.question == "seen" else 1
+    return {seed for seed, num in count.items() if num >= len(table.names) * len(table.keeps) * parts}
+
+
+def draw(rows: list[dict[str, Any]], table: Table) -> None:
+    """Right answers and answer KL over the share of bytes, a line for each of a few policies."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), dpi=110)
+    for name in DRAWN:
+        xs, ys, zs = [], [], []
+        for keep in sorted(table.keeps):
+            cell = [row for row in rows if (row["policy"], row["keep"]) == (name, keep) and "right" in row]
+            asked = sum(row["asked"] for row in cell)
+            xs.append(100 * keep)
+            ys.append(sum(row["right"] for row in cell) / asked)
+            zs.append(sum(row["answer_kl"] * row["asked"] for row in cell) / asked)
+        left.plot(xs, ys, marker="o", label=name)
+        right.plot(xs, zs, marker="o", label=name)
+    left.set_ylabel("right answers")
+    right.set_ylabel("answer KL, nats a token")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([100 * keep for keep in table.keeps], [f"{100 * keep:g}" for keep in table.keeps])
+        axes.set_xlabel("% of the full cache's bytes")
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE)
+    plt.close(figure)
