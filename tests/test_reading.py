@@ -6,6 +6,7 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, policies
 from fastkv.evaluation.reading import Reading
+
 from .models import build
 
 KINDS = [name for name in policies.names() if name not in ("duoattention", "triattention")]

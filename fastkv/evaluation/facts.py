@@ -82,8 +82,11 @@ def plain(text: str) -> str:
     return text.lower().replace(",", "").replace("-", "").replace(" ", "")
 
 
-def _kinds(*rows: tuple[str, str, str, str, str, str | None]) -> tuple[Kind, ...]:
-    return tuple(Kind(*row[:4], tuple(row[4].split()), None if row[5] is None else tuple(row[5].split())) for row in rows)
+def _kinds(*rows: tuple[Any, ...]) -> tuple[Kind, ...]:
+    return tuple(
+        Kind(*texts, tuple(subjects.split()), None if values is None else tuple(values.split()))
+        for *texts, subjects, values in rows
+    )
 
 
 BANKS: dict[str, tuple[Kind, ...]] = {
@@ -242,7 +245,9 @@ def stretch(tokenizer: Any, source: str, length: int, draw: random.Random) -> li
     """
     ids = _tokens(tokenizer, source)
     if len(ids) < length:
-        raise FastKVError(f"{source} has {len(ids)} tokens, expected at least {length}; give a longer text or ask for less")
+        raise FastKVError(
+            f"{source} has {len(ids)} tokens, expected {length} or more; give a longer text or ask for less"
+        )
     start = draw.randrange(len(ids) - length + 1)
     return ids[start : start + length]
 

@@ -49,7 +49,7 @@ class HeldLayer:
 class Reading:
     """A prompt that a model has read once.
 
-    Attributes: model.  ids: [1, N] int64.  logits: [V] fp32 after the last token.  layers: one for each compressed layer.
+    Attributes: model.  ids: [1, N] int64.  logits: [V] fp32 after the last token.  layers: one for each layer.
     """
 
     def __init__(self, model: Module, ids: Tensor, logits: Tensor, layers: list[HeldLayer]) -> None:

@@ -1,8 +1,7 @@
 """Real texts that come with every Python, and texts that a user gives.
 
-`topics`: Python's language reference (`pydoc_data.topics`).  `library`: docstrings of the standard library.  `code`: its
-source without docstrings.  A path: that file, plain or gzip.  Both of Python's depend on its version, which results
-therefore name.
+`topics`: Python's language reference (`pydoc_data.topics`).  `library`: docstrings of the standard library.  `code`:
+its source without docstrings.  A path: that file, plain or gzip.  The first three depend on the version of Python.
 """
 
 from __future__ import annotations
@@ -72,7 +71,8 @@ def _without_docstrings(file: Path) -> str:
     if parsed is None:
         return ""
     source, tree = parsed
-    lines, gone = source.splitlines(), set()
+    lines = source.splitlines()
+    gone: set[int] = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         first = body[0] if isinstance(body, list) and body else None

@@ -1,1 +1,1 @@
-"""Every policy on a real model: facts in real text, at equal bytes, from one reading. `python -m perf.leaderboard --help`."""
+"""Every policy on a real model: facts in real text, at equal bytes, from one reading of each text."""

@@ -1,8 +1,8 @@
 """Measure what is missing of the leaderboard, cell by cell, and write its page.
 
-    python -m perf.leaderboard                       # everything, some hours; killed, it goes on where it was
-    python -m perf.leaderboard --quick               # two texts
-    python -m perf.leaderboard --page                # the page alone, from what is measured
+python -m perf.leaderboard                       # everything, some hours; killed, it goes on where it was
+python -m perf.leaderboard --quick               # two texts
+python -m perf.leaderboard --page                # the page alone, from what is measured
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RESULTS = Path(__file__).parents[1] / "results" / "leaderboard"
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 FITTED = ("duoattention", "triattention")  # need a file fitted to the model
 ALL = tuple(name for name in policies.names() if name not in FITTED)
-SOME = (
-    "momentkv", "keydiff", "manifold", "compactor", "fastkv", "fastkv-reread", "kvzip", "expected-attention", "noncausal",
-    "leverage", "snapkv", "tova", "streaming",
-)  # fmt: skip
+SOME = tuple(
+    "momentkv keydiff manifold compactor fastkv fastkv-reread kvzip expected-attention noncausal leverage snapkv tova "
+    "streaming".split()
+)
 TWICE = tuple(name for name in ALL if policies.get(name).rereads)
 
 
@@ -85,12 +85,12 @@ def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[me
         yield measure.read(model, tokenizer, sample)
 
 
-def run(name: str, model: Any, tokenizer: Any, quick: bool, told: dict[str, Any]) -> None:
+def run(name: str, model: Any, tokenizer: Any, texts: range, told: dict[str, Any]) -> None:
     """Measure the cells of a table that its file lacks."""
     table, file = TABLES[name], RESULTS / f"{name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     have, begun, made = done(file), time.monotonic(), 0
-    seeds = range(QUICK if quick else table.texts)
+    seeds = [seed for seed in texts if seed < table.texts]
     parts = facts.ASKED if table.question == "seen" else 1
     cells = [(p, k) for p in table.names for k in table.keeps]
     left = sum((seed, part, *cell) not in have for seed in seeds for part in range(parts) for cell in cells)
@@ -117,6 +117,7 @@ def main() -> None:
     parser.epilog = "example: python -m perf.leaderboard --tables later_2048 --quick"
     parser.add_argument("--tables", default=",".join(TABLES), metavar="NAME,...", help="which, all by default")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} texts in each table")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="text to begin with, for a second process")
     parser.add_argument("--page", action="store_true", help="measure nothing, write docs/results.md")
     parser.add_argument("--model", default="smollm2", help="smollm2, a directory or a GGUF file")
     options = parser.parse_args()
@@ -127,8 +128,9 @@ def main() -> None:
     if not options.page:
         model, tokenizer = load(options.model)
         told = {key: value for key, value in environment().items() if key in ("commit", "torch", "transformers", "cpu")}
+        texts = range(QUICK) if options.quick else range(options.first, max(table.texts for table in TABLES.values()))
         for name in names:
-            run(name, model, tokenizer, options.quick, told | {"model": options.model})
+            run(name, model, tokenizer, texts, told | {"model": options.model})
     page.write(RESULTS, TABLES)
 
 

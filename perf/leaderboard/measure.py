@@ -1,18 +1,20 @@
-"""One cell of the leaderboard: what a cache of a text answers, and how far its next tokens are from the full cache's."""
+"""One cell of the leaderboard: what a cache of a text answers, and how far its next tokens are from the full one's."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from fastkv import Budget, FastKVCache, patched, policies, unpatch
-from fastkv.cache.layout import cost
+from fastkv import Budget, FastKVCache, patch, patched, policies, unpatch
+from fastkv.cache.layer import LayerCache
+from fastkv.cache.layout import Layout, cost
 from fastkv.evaluation import facts
 from fastkv.evaluation.reading import Reading
 
@@ -115,7 +117,9 @@ def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
     return torch.tensor([row for row, _ in joined]), torch.tensor([mark for _, mark in joined])
 
 
-def budget_of(model: Any, keep: float, num: int, equal: str, policy: policies.Policy, settings: dict[str, Any]) -> Budget:
+def budget_of(
+    model: Any, keep: float, num: int, equal: str, policy: policies.Policy, settings: dict[str, Any]
+) -> Budget:
     """The share `keep` of the text's tokens, or the tokens that fit into that share of the bytes of a bf16 cache."""
     heads = settings.get("heads", "uniform")
     if equal == "tokens":
@@ -127,22 +131,22 @@ def budget_of(model: Any, keep: float, num: int, equal: str, policy: policies.Po
     bounded, patching = Budget(bytes=total, heads=heads), {k: v for k, v in settings.items() if k != "heads"}
     with patched(model, policy, bounded, **patching):
         caches = [layer.cache for layer in FastKVCache(model).compressed]
-        budget = caches[0].config.budget
         each = [
-            budget.layer_tokens(
-                cache.place, layers, num, cost(rows, rows, lambda n, c=cache: c.layout(hkv, n, None, torch.device("cpu")))
-            )
+            cache.config.budget.layer_tokens(cache.place, layers, num, cost(rows, rows, partial(layout_of, cache, hkv)))
             for cache in caches
         ]
     return replace(bounded, bytes=None, tokens=sum(each) // layers)
+
+
+def layout_of(cache: LayerCache, heads: int, tokens: int) -> Layout:
+    """The layout of a layer of so many tokens a head."""
+    return cache.layout(heads, tokens, None, torch.device("cpu"))
 
 
 def caches(model: Any, text: Text, policy: Any, budget: Budget, settings: dict[str, Any]) -> FastKVCache:
     """The cache of a text; read for itself if it is read in blocks."""
     if settings.get("prefill_block") is None:
         return text.reading.compressed(policy, budget, **settings)
-    from fastkv import patch
-
     patch(model, policy, budget, **settings)
     cache = FastKVCache(model)
     model(text.reading.ids, past_key_values=cache, logits_to_keep=1)
@@ -150,7 +154,9 @@ def caches(model: Any, text: Text, policy: Any, budget: Budget, settings: dict[s
 
 
 @torch.no_grad()
-def cell(model: Any, tokenizer: Any, text: Text, name: str, keep: float, equal: str, settings: dict[str, Any]) -> dict[str, Any]:
+def cell(
+    model: Any, tokenizer: Any, text: Text, name: str, keep: float, equal: str, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Right answers, KL of answers and of the text that goes on, bytes and seconds of one cache."""
     policy = policies.get(name)
     budget = budget_of(model, keep, len(text.sample.prefix), equal, policy, settings)
