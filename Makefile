@@ -65,6 +65,10 @@ aot: $(STAMP)dev ## compile every kernel for sm_80, sm_90, sm_100 and gfx942 and
 perf-report: $(STAMP)perf ## tables and plots from perf/results/*.json, docs/performance.md, and README's table
 	$(BIN)/python -m perf.report --readme $(ARGS)
 
+report: export OMP_NUM_THREADS ?= 1
+report: $(STAMP)perf ## the leaderboard on SmolLM2: measures what is missing, writes docs/results.md (ARGS=--quick)
+	$(BIN)/python -m perf.leaderboard $(ARGS)
+
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error
 	$(BIN)/mkdocs build --strict $(ARGS)

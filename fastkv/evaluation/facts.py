@@ -84,8 +84,8 @@ def plain(text: str) -> str:
 
 def _kinds(*rows: tuple[Any, ...]) -> tuple[Kind, ...]:
     return tuple(
-        Kind(*texts, tuple(subjects.split()), None if values is None else tuple(values.split()))
-        for *texts, subjects, values in rows
+        Kind(name, text, literal, reworded, tuple(subjects.split()), None if values is None else tuple(values.split()))
+        for name, text, literal, reworded, subjects, values in rows
     )
 
 

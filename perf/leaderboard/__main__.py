@@ -39,8 +39,11 @@ TWICE = tuple(name for name in ALL if policies.get(name).rereads)
 class Table:
     """One table of the leaderboard.
 
-    Attributes: length: tokens of a text.  names: of policies.  question: "later" or "seen".  equal: "bytes" or "tokens".
-    settings: more arguments of `fastkv.patch`.  texts: how many; seeds count from 0, the same for all tables.
+    Attributes:
+        length: tokens of a text.  names: of policies.
+        question: "later" or "seen".  equal: "bytes" or "tokens".
+            settings: more arguments of `fastkv.patch`.
+        texts: how many; seeds count from 0, the same for all tables.
     """
 
     title: str

@@ -1,0 +1,72 @@
+"""Facts in real text: questions and texts of tuning and reporting are apart, and a sample is what it says."""
+
+import random
+
+import pytest
+
+from fastkv import FastKVError
+from fastkv.evaluation import facts, texts
+
+from . import toy
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return toy.load()[1]
+
+
+@pytest.mark.parametrize("split", facts.BANKS)
+def test_a_sample_has_its_facts_and_length(tokenizer, split):
+    sample = facts.sample(tokenizer, 3000, seed=4, split=split)
+    text = tokenizer.decode(sample.prefix)
+    assert len(sample.prefix) == 3000 and len(sample.continuation) == facts.GOES_ON
+    assert len({question.kind for question in sample.questions}) == facts.ASKED
+    assert sum(question.reworded for question in sample.questions) == facts.ASKED // 2
+    for question in sample.questions:
+        assert tokenizer.decode(tokenizer(question.fact, add_special_tokens=False)["input_ids"]) in text
+        assert question.answered_by(f"It is {question.answer}.") and not question.answered_by("no idea")
+
+
+def test_seeds_decide_everything(tokenizer):
+    assert facts.sample(tokenizer, 2000, 1) == facts.sample(tokenizer, 2000, 1) != facts.sample(tokenizer, 2000, 2)
+
+
+def test_tuning_and_reported_share_nothing():
+    tuning, reported = facts.BANKS["tuning"], facts.BANKS["reported"]
+    assert facts.SPLITS["tuning"] != facts.SPLITS["reported"] and min(len(tuning), len(reported)) >= 8
+    for what in ("name", "text", "literal", "reworded"):
+        assert not {getattr(kind, what) for kind in tuning} & {getattr(kind, what) for kind in reported}
+    for what in ("subjects", "values"):
+        sets = [{one for kind in bank for one in getattr(kind, what) or ()} for bank in (tuning, reported)]
+        assert not sets[0] & sets[1]
+
+
+def test_numbers_are_right_with_separators():
+    question = facts.Question("locker", "", "", "1234567", [], False)
+    assert question.answered_by("It is 1,234,567.") and not question.answered_by("It is 123.")
+
+
+def test_python_brings_texts():
+    assert all(len(texts.read(source)) > 100_000 for source in texts.SOURCES)
+    assert '"""' not in texts.read("code")[:2000]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda t: facts.sample(t, 60, 0), "no room"),
+        (lambda t: facts.sample(t, 2000, 0, split="all"), "split must be one of"),
+        (lambda t: texts.read("nowhere.txt"), "or a file, got 'nowhere.txt'"),
+        (lambda t: facts.stretch(t, "topics", 10**9, random.Random(0)), "expected 1000000000 or more"),
+    ],
+)
+def test_refusals_are_one_sentence(tokenizer, call, says):
+    with pytest.raises(FastKVError, match=says):
+        call(tokenizer)
+
+
+def test_files_that_are_no_text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FastKVError, match="not UTF-8"):
+        texts.read(str(file))

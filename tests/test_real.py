@@ -1,0 +1,65 @@
+"""The real model's own answers: what no change may break. `make test-real`; needs the extra real."""
+
+import pytest
+import torch
+
+from fastkv import Budget, FastKVCache, patch, unpatch
+from fastkv.evaluation import facts
+from fastkv.evaluation.pretrained import load
+from perf.leaderboard import measure
+
+pytestmark = pytest.mark.real
+FLOORS = {  # of half the tokens, whole and right: a wrong score falls through
+    "kvzip": (2, 0.15),
+    "compactor": (1, 0.4),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load("smollm2")
+
+
+@pytest.fixture(scope="module")
+def text(loaded):
+    with torch.no_grad():
+        return measure.read(*loaded, facts.sample(loaded[1], 1024, seed=102, split="reported"))
+
+
+def test_the_full_cache_answers(text):
+    assert len(text.answers) == 4
+
+
+@pytest.mark.parametrize("block", [None, 256])
+@pytest.mark.parametrize("policy", ["fastkv", "momentkv", "keydiff", "compactor"])
+def test_a_budget_as_large_as_the_text_changes_no_token(loaded, text, policy, block):
+    model, tokenizer = loaded
+    patch(model, policy, Budget(tokens=1200), prefill_block=block)
+    cache = FastKVCache(model)
+    model(text.reading.ids, past_key_values=cache, logits_to_keep=1)
+    questions = [answer.question for answer in text.answers]
+    spoken = measure.generated(model, tokenizer, cache.fork(len(questions)), questions)
+    for answer, ids in zip(text.answers, spoken):
+        assert ids[: len(answer.ids)] == answer.ids
+
+
+def test_a_reading_is_what_the_model_reads(loaded, text):
+    model, _ = loaded
+    cache = text.reading.compressed("snapkv", Budget(keep=0.25))
+    other = FastKVCache(model)
+    model(text.reading.ids, past_key_values=other, logits_to_keep=1)
+    token = torch.tensor([[42]])
+    assert torch.equal(*(model(token, past_key_values=one).logits for one in (cache, other)))
+
+
+@pytest.mark.parametrize("policy", FLOORS)
+def test_half_of_the_bytes_is_no_worse_than_it_was(loaded, text, policy):
+    right, answer_kl = FLOORS[policy]
+    found = measure.cell(*loaded, text, policy, 0.5, "bytes", {})
+    assert found["right"] >= right and found["answer_kl"] <= answer_kl and found["text_kl"] <= 0.2
+
+
+def test_the_model_is_left_as_it_was(loaded, text):
+    model, _ = loaded
+    unpatch(model)
+    assert torch.equal(model(text.reading.ids, logits_to_keep=1).logits[0, -1], text.reading.logits)
