@@ -1,4 +1,4 @@
-"""Facts hidden in real text, and questions about them: half in the words of the text, half in other words.
+"""Facts hidden in real text, and questions about them: each asked in the words of the text, and in other words.
 
     from fastkv.evaluation import facts
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ..errors import FastKVError
 from . import texts
 
-ASKED = 6  # facts of a text, each asked for once
+ASKED = 6  # facts of a text, each asked for in two ways
 GOES_ON = 64  # tokens of the text after the prefix
 MARK = "\x00"  # the place of the text in a chat template
 SPLITS = {"tuning": "topics", "reported": "library"}
@@ -69,7 +69,7 @@ class Question:
 class Sample:
     """A text with facts in it: the first tokens of a chat turn, questions, and how the text goes on.
 
-    Attributes: prefix: tokens, `length` or a few less.  questions: one a fact.  continuation: tokens after the prefix.
+    Attributes: prefix: tokens, `length` or a few less.  questions: two a fact.  continuation: tokens after the prefix.
     """
 
     prefix: list[int]
@@ -265,7 +265,7 @@ def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
 def sample(
     tokenizer: Any, length: int, seed: int, source: str | None = None, split: str = "reported", asked: int = ASKED
 ) -> Sample:
-    """A text of `length` tokens in all, with one fact of each of `asked` kinds at random places.
+    """A text of `length` tokens in all, with one fact of each of `asked` kinds between random lines.
 
     Args: source: as in `texts.read`, by default that of the split.  split: whose facts, "tuning" or "reported".
     Raises: FastKVError if the text is too short, or another split is asked for.
@@ -273,24 +273,26 @@ def sample(
     if split not in BANKS:
         raise FastKVError(f"split must be one of {', '.join(BANKS)}, got {split!r}")
     draw = random.Random(f"{split} {seed}")
-    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    found: list[tuple[list[int], Question]] = []
+    encode = partial(tokenizer, add_special_tokens=False)
+    facts: list[list[int]] = []
+    questions: list[Question] = []
     head: list[int] = []
-    for place, kind in enumerate(draw.sample(BANKS[split], asked)):
+    for kind in draw.sample(BANKS[split], asked):
         subject = draw.choice(kind.subjects)
         value = str(draw.randrange(1_000_000, 10_000_000)) if kind.values is None else draw.choice(kind.values)
-        reworded = place % 2 == 1
-        asks = (kind.reworded if reworded else kind.literal).format(subject) + " Answer in a few words."
-        head, ids = around(tokenizer, asks)
         fact = kind.text.format(subject, value)
-        found.append((encode(f" {fact}\n"), Question(kind.name, fact, asks, value, ids, reworded)))
-    room = length - len(head) - sum(len(ids) for ids, _ in found)
+        facts.append(encode(f"\n{fact}\n")["input_ids"])
+        for reworded, words in enumerate((kind.literal, kind.reworded)):
+            asks = f"{words.format(subject)} Answer in a few words."
+            head, ids = around(tokenizer, asks)
+            questions.append(Question(kind.name, fact, asks, value, ids, bool(reworded)))
+    room = length - len(head) - sum(map(len, facts))
     if room < asked:
         raise FastKVError(f"a text of {length} tokens has no room for {asked} facts; ask for a longer one")
     text = stretch(tokenizer, source or SPLITS[split], room + GOES_ON, draw)
     text, goes_on = text[:room], text[room:]
-    depths = sorted((draw.randrange(room + 1) for _ in found), reverse=True)
-    order = draw.sample(range(asked), asked)
-    for depth, index in zip(depths, order):
-        text = text[:depth] + found[index][0] + text[depth:]
-    return Sample(head + text, [question for _, question in found], goes_on)
+    ends = [place for place, token in enumerate(text, 1) if "\n" in tokenizer.decode([token])]
+    places = ends if len(ends) >= asked else range(room + 1)  # between lines, where the text has some
+    for place, fact_ids in zip(sorted(draw.sample(places, asked), reverse=True), facts):
+        text = text[:place] + fact_ids + text[place:]
+    return Sample(head + text, questions, goes_on)

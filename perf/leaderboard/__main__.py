@@ -94,7 +94,7 @@ def run(name: str, model: Any, tokenizer: Any, texts: range, told: dict[str, Any
     file.parent.mkdir(parents=True, exist_ok=True)
     have, begun, made = done(file), time.monotonic(), 0
     seeds = [seed for seed in texts if seed < table.texts]
-    parts = facts.ASKED if table.question == "seen" else 1
+    parts = 2 * facts.ASKED if table.question == "seen" else 1
     cells = [(p, k) for p in table.names for k in table.keeps]
     left = sum((seed, part, *cell) not in have for seed in seeds for part in range(parts) for cell in cells)
     for seed in seeds:

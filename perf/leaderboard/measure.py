@@ -20,7 +20,6 @@ from fastkv.evaluation.reading import Reading
 
 NEW = 24  # tokens of an answer at most
 ITEMSIZE = 2  # bytes are counted in bfloat16, whatever the model computes in
-STEPS = 32  # decoded tokens by which a step is timed
 
 
 @dataclass(frozen=True)
@@ -51,37 +50,44 @@ class Text:
     seconds: float
 
 
-def full_cache(reading: Reading) -> DynamicCache:
-    """transformers' cache of a text that was read."""
+def full_cache(reading: Reading, rows: int = 1) -> DynamicCache:
+    """transformers' cache of a text that was read, `rows` times."""
     cache = DynamicCache()
     for index, layer in enumerate(reading.layers):
-        cache.update(layer.tokens[1].clone(), layer.tokens[2].clone(), index)
+        k, v = (tensor.repeat(rows, 1, 1, 1) for tensor in layer.tokens[1:3])
+        cache.update(k, v, index)
     return cache
 
 
+@torch.no_grad()
 def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
     """Read a text and ask the full cache."""
     begun = time.perf_counter()
     reading = Reading.of(unpatch(model), torch.tensor([sample.prefix]))
     seconds = time.perf_counter() - begun
-    num, cache, answers = len(sample.prefix), full_cache(reading), []
-    for question in sample.questions:
-        spoken = generated(model, tokenizer, cache, [question])[0]
-        crop(cache, num)
+    found: list[tuple[facts.Question, list[int]]] = []
+    for question, spoken in zip(
+        sample.questions,
+        generated(model, tokenizer, full_cache(reading, len(sample.questions)), sample.questions),
+    ):
         end = next((n for n in range(1, len(spoken) + 1) if answers_to(tokenizer, question, spoken[:n])), None)
         if end is not None:
-            fed = torch.tensor([question.ids + spoken[: end - 1]])
-            log_probs = model(fed, past_key_values=cache).logits[0, -end:].float().log_softmax(-1)
-            crop(cache, num)
-            answers.append(Answer(question, spoken[:end], log_probs))
-    goes_on = model(torch.tensor([sample.continuation]), past_key_values=cache).logits[0].float().log_softmax(-1)
-    return Text(sample, reading, len(sample.questions), answers, goes_on, seconds)
+            found.append((question, spoken[:end]))
+    answers: list[Answer] = []
+    if found:
+        along = forced(model, full_cache(reading, len(found)), found)
+        answers = [Answer(*one, log_probs) for one, log_probs in zip(found, along)]
+    goes_on = model(torch.tensor([sample.continuation]), past_key_values=full_cache(reading)).logits[0]
+    return Text(sample, reading, len(sample.questions), answers, goes_on.float().log_softmax(-1), seconds)
 
 
-def crop(cache: DynamicCache, length: int) -> None:
-    """Forget what came after `length` tokens; the method's argument differs between versions of transformers."""
-    for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]]]) -> list[Tensor]:
+    """Log-probabilities [len(ids), V] along given answers, one a row of the cache."""
+    ids, mask = padded([question.ids + said[:-1] for question, said in answers], left=False)
+    past = torch.ones(len(ids), cache.get_seq_length(), dtype=torch.long)
+    logits = model(ids, attention_mask=torch.cat([past, mask], 1), past_key_values=cache).logits
+    ends = mask.sum(-1).tolist()
+    return [row[end - len(said) : end].float().log_softmax(-1) for row, end, (_, said) in zip(logits, ends, answers)]
 
 
 def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool:
@@ -90,7 +96,7 @@ def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool
 
 
 def generated(model: Any, tokenizer: Any, cache: Any, questions: list[facts.Question]) -> list[list[int]]:
-    """Greedy replies to questions, one a row of the cache, at most `NEW` tokens each."""
+    """Greedy replies to questions, one a row of the cache, at most `NEW` tokens each; no more than all answers need."""
     ids, mask = padded([question.ids for question in questions], left=True)
     seen = cache.get_seq_length()
     past = torch.ones(len(questions), seen, dtype=torch.long)
@@ -102,6 +108,8 @@ def generated(model: Any, tokenizer: Any, cache: Any, questions: list[facts.Ques
         ids = logits[:, -1].argmax(-1, keepdim=True)
         ended |= ids[:, 0] == tokenizer.eos_token_id
         spoken.append(ids)
+        for row, question in enumerate(questions):
+            ended[row] |= answers_to(tokenizer, question, [int(step[row]) for step in spoken])
         if bool(ended.all()):
             break
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
@@ -184,12 +192,8 @@ def judged(model: Any, tokenizer: Any, answers: list[Answer], cache: FastKVCache
     spoken = generated(model, tokenizer, cache.fork(len(answers)), questions)
     seconds = time.perf_counter() - begun
     right = [answers_to(tokenizer, question, ids) for question, ids in zip(questions, spoken)]
-    ids, mask = padded([answer.question.ids + answer.ids[:-1] for answer in answers], left=False)
-    past = torch.ones(len(ids), cache.get_seq_length(), dtype=torch.long)
-    logits = model(ids, attention_mask=torch.cat([past, mask], 1), past_key_values=cache.fork(len(ids))).logits
-    apart = []
-    for answer, row, real in zip(answers, logits, mask.sum(-1).tolist()):
-        apart.append(kl(answer.log_probs, row[real - len(answer.ids) : real].float().log_softmax(-1)).mean().item())
+    along = forced(model, cache.fork(len(answers)), [(answer.question, answer.ids) for answer in answers])
+    apart = [kl(answer.log_probs, one).mean().item() for answer, one in zip(answers, along)]
     reworded = [answer.question.reworded for answer in answers]
     return {
         "asked": len(answers),
