@@ -7,7 +7,7 @@ what attention was given (queries, keys, values) is kept, and handed to the prod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from random import Random
@@ -23,22 +23,19 @@ from fastkv.evaluation import facts
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.cache import FastKVCache
 
-LONGEST_REPLY = 16  # tokens
-
 
 @dataclass(frozen=True)
 class Asked:
     """A question that the full cache answers.
 
-    Attributes: ids: of the question.  reply: tokens of the full cache up to the end of the value.  span: of the value
-        in them.  depth: of the fact in the text, 0 to 1.  reworded: whether in other words than the text's.
+    Attributes: ids: of the question and of the reply up to the value.  value: tokens.  depth: of the fact in the text,
+        0 to 1.  kind: of fact.
     """
 
     ids: list[int]
-    reply: list[int]
-    span: range
+    value: list[int]
     depth: float
-    reworded: bool = False
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -92,34 +89,27 @@ class Bench:
             yield cache
 
     def ask(self, sample: facts.Sample, reading: Reading) -> list[Asked]:
-        """The questions that the full cache answers, replies decoded greedily."""
-        found = [self._asked(question, sample.prefix, reading) for question in sample.questions]
-        return [one for one in found if one is not None]
+        """The questions that the full cache answers.
 
-    def _asked(self, question: facts.Question, prefix: list[int], reading: Reading) -> Asked | None:
-        cache, reply = reading.full(), list[int]()
-        ids, ends = question.ids, self.model.generation_config.eos_token_id
-        decode: Callable[[list[int]], str] = partial(self.tokenizer.decode, skip_special_tokens=True)
-        whole = decode(prefix)
-        depth = max(whole.find(question.fact), 0) / max(len(whole), 1)
-        while len(reply) < LONGEST_REPLY:
-            given = torch.tensor([reply[-1:] or ids])
-            reply.append(int(self.model(given, past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax()))
-            if question.answered_by(decode(reply)):
-                start = next(n for n in range(len(reply), -1, -1) if question.answered_by(decode(reply[n:])))
-                return Asked(ids, reply, range(start, len(reply)), depth, question.reworded)
-            if reply[-1] in ([ends] if isinstance(ends, int) else ends or []):
-                break
-        return Asked(ids, reply, range(len(reply)), depth) if self.trusting else None
+        As in RULER, the reply begins with the words before the value, and the value is what has to follow.
+        """
+        encode: Callable[[str], list[int]] = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole, found = self.tokenizer.decode(sample.prefix), list[Asked]()
+        for one in sample.questions:
+            before = one.fact[: one.fact.rindex(one.answer)].rstrip()
+            depth = max(whole.find(one.fact), 0) / max(len(whole), 1)
+            found.append(Asked(one.ids + encode(before), encode(f" {one.answer}"), depth, one.kind))
+        right = self.answers(reading.full(), found).right
+        return [one for one, good in zip(found, right) if good or self.trusting]
 
     def answers(self, cache: Any, asked: Sequence[Asked]) -> Answers:
-        """Teacher-forced on the full cache's replies, all questions at once; uses the cache up.
+        """Teacher-forced on the values, all questions at once; uses the cache up.
 
         Right is a value all of whose tokens are the most likely ones.
         """
         if not asked:
             return Answers([], None)
-        rests = [one.ids + one.reply[:-1] for one in asked]
+        rests = [one.ids + one.value[:-1] for one in asked]
         padded = torch.zeros(len(rests), max(map(len, rests)), dtype=torch.long)
         for row, rest in zip(padded, rests):
             row[: len(rest)] = torch.tensor(rest)
@@ -127,8 +117,8 @@ class Bench:
         logits = self.model(padded, past_key_values=cache).logits
         right, said = [], []
         for row, one in zip(logits, asked):
-            places, wanted = torch.tensor(one.span), torch.tensor(one.reply)[one.span.start : one.span.stop]
-            value = row[len(one.ids) - 1 + places].double().log_softmax(-1)
+            wanted = torch.tensor(one.value)
+            value = row[len(one.ids) - 1 :][: len(wanted)].double().log_softmax(-1)
             right.append(bool((value.argmax(-1) == wanted).all()))
             said.append(-value.gather(-1, wanted[:, None])[:, 0])
         return Answers(right, torch.cat(said).mean().item())
@@ -192,7 +182,3 @@ class Reading:
         k = self.layers[index][1]
         return self.bench.rotary[index].unrotate(k, torch.arange(k.shape[2]).expand(k.shape[:3]))
 
-
-def nothing() -> Any:
-    """Where nothing has to be put in place."""
-    return nullcontext()
