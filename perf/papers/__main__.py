@@ -19,13 +19,13 @@ from fastkv.evaluation import common, pretrained
 from perf.engine import ROOT
 from perf.environment import environment
 
-from . import geometry, page
+from . import geometry, moments, page
 from .bench import Bench
 from .row import Row
 
 RESULTS, PAGE, PICTURES = "perf/results/papers", "docs/papers.md", "docs/pictures/papers"
 MODEL = "smollm2"
-ROWS: tuple[Row, ...] = (*geometry.ROWS,)
+ROWS: tuple[Row, ...] = (*geometry.ROWS, *moments.ROWS)
 
 
 def measure(row: Row, bench: Bench, folder: Path, settings: dict[str, Any]) -> None:
