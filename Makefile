@@ -12,7 +12,7 @@ INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
 .PHONY: help demo test test-all test-vllm check coverage test-matrix models mutations aot bench perf perf-report \
-	eval-report verdict docs dist smoke clean
+	eval-report verdict papers docs dist smoke clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -69,6 +69,10 @@ eval-report: $(STAMP)perf ## quality of every policy and ablation on the bundled
 verdict: export OMP_NUM_THREADS ?= 1
 verdict: $(STAMP)perf ## what to remember of evicted tokens: measures what is missing at equal bytes, writes the report
 	$(BIN)/python -m perf.quality.verdict $(ARGS)
+
+papers: export OMP_NUM_THREADS ?= 1
+papers: $(STAMP)perf ## the five papers' figures on a real model: measures what is missing, writes docs/papers.md (ARGS=--quick)
+	$(BIN)/python -m perf.papers $(ARGS)
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error

@@ -1,6 +1,6 @@
 """Measure every row that has no result yet, then write docs/papers.md and its pictures.
 
-    python -m perf.papers [--quick] [--only NAME,...] [--text FILE] [--again]
+python -m perf.papers [--quick] [--only NAME,...] [--text FILE] [--again]
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fastkv.evaluation import common, pretrained
 from perf.engine import ROOT
 from perf.environment import environment
 
-from . import geometry, moments, page
+from . import geometry, moments, page, tasks, untried
 from .bench import Bench
 from .row import Row
 
 RESULTS, PAGE, PICTURES = "perf/results/papers", "docs/papers.md", "docs/pictures/papers"
 MODEL = "smollm2"
-ROWS: tuple[Row, ...] = (*geometry.ROWS, *moments.ROWS)
+ROWS: tuple[Row, ...] = (*geometry.ROWS, *moments.ROWS, *tasks.ROWS, *untried.ROWS)
 
 
 def measure(row: Row, bench: Bench, folder: Path, settings: dict[str, Any]) -> None:

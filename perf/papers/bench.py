@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from transformers import DynamicCache
 from fastkv import Budget, patched, policies
 from fastkv.calibration.quality import context_nll
 from fastkv.evaluation import facts
-from fastkv.integrations.transformers import rotations
+from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
 
 
@@ -49,8 +50,8 @@ class Answers:
 class Bench:
     """What rows measure with.
 
-    Attributes: text: source of statistics, as in `texts.read`.  quick: smallest sizes, to try the command.  tick: called
-        after each part of a row with its share of the row.  trusting: every reply of the full cache is an answer.
+    Attributes: text: source of statistics, as in `texts.read`.  quick: smallest sizes, to try the command.
+        tick: called after each part of a row with its share of the row.  trusting: the full cache is always right.
     """
 
     def __init__(
@@ -80,7 +81,11 @@ class Bench:
     @contextmanager
     def cache(self, reading: Reading | Tensor, policy: Any, budget: Budget, **options: Any) -> Iterator[FastKVCache]:
         """The compressed cache of a text, with the model patched; tokens [1, N] are read for this cache alone."""
-        with patched(self.model, policy, budget, **options):
+        # Every `patch` finds out anew how the model turns its keys, which takes longer than a small text.
+        with (
+            mock.patch.object(selfcheck, "rotations", lambda *args, **kwargs: self.rotary),
+            patched(self.model, policy, budget, **options),
+        ):
             cache = FastKVCache(self.model, static=False)
             if isinstance(reading, Reading):
                 reading.fill(cache)
@@ -93,7 +98,7 @@ class Bench:
 
         As in RULER, the reply begins with the words before the value, and the value is what has to follow.
         """
-        encode: Callable[[str], list[int]] = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
         whole, found = self.tokenizer.decode(sample.prefix), list[Asked]()
         for one in sample.questions:
             before = one.fact[: one.fact.rindex(one.answer)].rstrip()
@@ -181,4 +186,3 @@ class Reading:
         """Keys of a layer before the rotation, [1, Hkv, N, D]."""
         k = self.layers[index][1]
         return self.bench.rotary[index].unrotate(k, torch.arange(k.shape[2]).expand(k.shape[:3]))
-

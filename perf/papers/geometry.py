@@ -197,7 +197,7 @@ def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
 
 
 def cosines(bench: Bench) -> dict[str, Any]:
-    """Cosine of keys and of queries with their mean, of both means, and of KeyDiff's first choice (Figs. 13, 14, 16)."""
+    """Cosine of keys and of queries with their mean, both means, and KeyDiff's first choice (Figs. 13, 14, 16)."""
     length = bench.size(2048, 160)
     reading = bench.read(bench.stretch(length, 0))
     found: dict[str, list[Any]] = {"keys": [], "queries": [], "means": [], "chosen": [], "key_norms": []}
@@ -230,7 +230,8 @@ def judge_cosines(n: dict[str, Any]) -> Judged:
         "that KeyDiff likes best is closer to the mean query than the mean key is (its Fig. 16). That the means point "
         f"apart in all heads is not true of this model: {len(rest)} of its {len(n['means'])} layers have a head "
         "where they do not. The cosines are taken of what attention itself was given, so the model differs.",
-        (("cosine", "paper", "ours, mean over heads"), ("of keys with their mean", "near 1", number(mean(flat["keys"]))),
+        (("cosine", "paper", "ours, mean over heads"),
+         ("of keys with their mean", "near 1", number(mean(flat["keys"]))),
          ("of queries with their mean", "near 1", number(mean(flat["queries"]))),
          ("of mean key and mean query", "below 0 in all heads", number(mean(flat["means"]))),
          ("of KeyDiff's first key and mean query", "above 0", number(mean(flat["chosen"])))),
@@ -251,8 +252,8 @@ def draw_cosines(axes: Any, n: dict[str, Any]) -> None:
 ROWS = (
     Row(
         "vector_r2", "VECTOR", "Tables 1 and 4",
-        "R² of values from keys, one least-squares map a layer: .697, .695, .939, .890, .686 (five models), positive on "
-        "every layer; pseudo-inverse .511 on one model, negative on the other four",
+        "R² of values from keys, one least-squares map a layer: .697, .695, .939, .890, .686 (five models), positive "
+        "on every layer; pseudo-inverse .511 on one model, negative on the other four",
         "The paper fits 10,000 sequences of 4,096 tokens of C4 and measures 100; here 16 of 2,048 tokens of Python's "
         "language reference and docstrings, and 4.",
         vector_r2, judge_r2, draw_r2,
@@ -266,7 +267,7 @@ ROWS = (
     Row(
         "manifold_dimension", "ManifoldKV", "Table 15, Fig. 4",
         "Two-NN 8.2 to 8.9, PCA 63 % of the head, for heads of 128 and 256",
-        "Cached keys of one text of 2,048 tokens; heads of 64. Two-NN leaves the largest ratios out, as Facco et al. do.",
+        "Cached keys of one text of 2,048 tokens; heads of 64. Two-NN leaves out the largest ratios, as Facco et al.",
         dimension, judge_dimension, draw_dimension,
     ),
     Row(

@@ -174,13 +174,13 @@ def judge_components(n: dict[str, Any]) -> Judged:
             rows.append((name, str(tokens), number(paper, 2), percent(mean(cell["own"])), number(mean(cell["kl"]))))
     return Judged(
         AGREES if good else DIFFERS,
-        f"of SnapKV's error at L = {least} the eviction rule takes {informed:+.0%}, the correction {corrected:+.0%}, both "
-        f"{both:+.0%}, order 0 {zeroth:+.0%}",
-        f"Of its KL on the next tokens they take {kl[0]:+.0%}, {kl[1]:+.0%}, {kl[2]:+.0%} and {kl[3]:+.0%}. A prompt that "
-        "is read whole is evicted in one go, while the moments are still empty: the rule then is attention times the "
+        f"of SnapKV's error at L = {least} the eviction rule takes {informed:+.0%}, the correction {corrected:+.0%}, "
+        f"both {both:+.0%}, order 0 {zeroth:+.0%}",
+        f"Of its KL on the next tokens they take {kl[0]:+.0%}, {kl[1]:+.0%}, {kl[2]:+.0%} and {kl[3]:+.0%}. A prompt "
+        "that is read whole is evicted in one go, while the moments are still empty: the rule then is attention times the "
         "length of the value, in chunks of 4. It reads moments only while decoding, here for "
-        f"{n['steps']} tokens, so its own gain, which the paper gets from evicting one by one, can hardly show. `chunks` is the rule without the "
-        "length of the value: attention in chunks of 4 where SnapKV pools over 7.",
+        f"{n['steps']} tokens, so its own gain, which the paper gets from evicting one by one, can hardly show. `chunks` is the rule "
+        "without the length of the value: attention in chunks of 4 where SnapKV pools over 7.",
         (("cache", "L", "paper, LongBench", "error", "KL of the next token"), *rows),
     )
 

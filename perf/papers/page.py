@@ -17,8 +17,10 @@ Written by `make papers` from `perf/results/papers/`; do not edit.
 
 Five papers stand behind fastkv's policies and corrections.
 Each row repeats a figure or table of one of them on a pretrained model, {model}, with fastkv's own functions.
-The model has {parameters}: everything is smaller than in the papers, so the page compares directions and ratios, not scores.
-`{agrees}` means that the paper's statement holds here, too. Where it does not, the row says whether fastkv or the model differs.
+The model has {parameters}.
+Everything is smaller than in the papers, so the page compares directions and ratios, not scores.
+`{agrees}` means that the paper's statement holds here, too.
+Where it does not, the row says whether fastkv or the model differs.
 """
 DIGITS = 6
 
