@@ -71,6 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         with common.progress(console) as shown:
             bar = shown.add_task("", total=len(missing))
             for done, row in enumerate(missing):
+                if not options.again and (folder / f"{row.name}.json").exists():  # another process was faster
+                    continue
                 shown.update(bar, description=f"{row.paper}, {row.place}", completed=done)
                 bench.tick = lambda share: shown.advance(bar, share)
                 measure(row, bench, folder, {"model": MODEL, "text": source, "quick": options.quick})

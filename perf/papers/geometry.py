@@ -71,7 +71,7 @@ def judge_r2(n: dict[str, Any]) -> Judged:
         f"{inverse:.3f}",
         f"fastkv fits one map a KV head, as heads keep different tokens: {mean(heads):.3f}, and {usable} of "
         f"{len(heads)} heads exceed the threshold of {n['threshold']:.2f}. A map of all heads reads "
-        f"{len(n['by_head'][0])} times as many numbers, which is the whole difference. On source code, which was not "
+        f"{len(n['by_head'][0])} times as many numbers. On source code, which was not "
         f"fitted, the map of a layer has {mean(n['unseen_joint']):.3f}. The pseudo-inverse is positive in {above} of "
         f"{len(n['inverse'])} layers.",
         (("map", "mean", "lowest layer", "highest layer"),
@@ -156,8 +156,8 @@ def judge_correlations(n: dict[str, Any]) -> Judged:
         "The paper does not say which attention it means: here it is the mean that a key gets from all queries that "
         f"see it. By the last 32 queries alone KeyDiff has {n['keydiff window pearson']:.3f} and L2 "
         f"{n['manifold window pearson']:.3f}. Without the first {SINKS} tokens KeyDiff has "
-        f"{n['keydiff attention without']:.3f} and L2 {n['manifold attention without']:.3f}: what little is there "
-        "comes from attention sinks where these are smaller.",
+        f"{n['keydiff attention without']:.3f} and L2 {n['manifold attention without']:.3f}: much of "
+        "what relates KeyDiff to attention are the first tokens, so how many of a text's tokens are such decides.",
         (("pair", "Pearson, paper", "ours", "Spearman, paper", "ours", f"Pearson without {SINKS} sinks"), *rows),
     )
 

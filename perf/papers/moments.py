@@ -116,7 +116,7 @@ def judge_why(n: dict[str, Any]) -> Judged:
     return Judged(
         AGREES if good else DIFFERS,
         f"w_E {w:.3f}, cosine {cosine:.3f}, error {own:.1%} at L = {first['tokens']} of {first['context']}",
-        f"The error is as large as in the paper, and shrinks with the budget and with a shorter context, but it has "
+        f"The error is as large as in the paper and shrinks with the budget, but it has "
         f"another cause: more mass is evicted, less askew. The model differs: even if every query kept its own best "
         f"{first['tokens']} keys, {least:.3f} of its attention would be outside, which bounds every policy. The mean "
         f"value of a head is {mean(n['common_value']):.2f} as long as a value is on average, so the outputs of any two "
@@ -177,10 +177,10 @@ def judge_components(n: dict[str, Any]) -> Judged:
         f"of SnapKV's error at L = {least} the eviction rule takes {informed:+.0%}, the correction {corrected:+.0%}, "
         f"both {both:+.0%}, order 0 {zeroth:+.0%}",
         f"Of its KL on the next tokens they take {kl[0]:+.0%}, {kl[1]:+.0%}, {kl[2]:+.0%} and {kl[3]:+.0%}. A prompt "
-        "that is read whole is evicted in one go, while the moments are still empty: the rule then is attention times the "
-        "length of the value, in chunks of 4. It reads moments only while decoding, here for "
-        f"{n['steps']} tokens, so its own gain, which the paper gets from evicting one by one, can hardly show. `chunks` is the rule "
-        "without the length of the value: attention in chunks of 4 where SnapKV pools over 7.",
+        "that is read whole is evicted in one go, while the moments are still empty: the rule then is attention times "
+        "the length of the value, in chunks of 4. It reads moments only while decoding, here for "
+        f"{n['steps']} tokens, so its own gain, which the paper gets from evicting one by one, can hardly show. "
+        "`chunks` is the rule without the length of the value: attention in chunks of 4 where SnapKV pools over 7.",
         (("cache", "L", "paper, LongBench", "error", "KL of the next token"), *rows),
     )
 

@@ -75,9 +75,10 @@ def render(rows: Sequence[Row], results: dict[str, dict[str, Any]], pictures: st
 
 def judge(row: Row, results: dict[str, dict[str, Any]]) -> Judged | None:
     """What the row says; None for one that was not measured yet."""
-    if row.measure is None or row.judge is None:
+    if row.measure is None:
         return Judged(UNTRIED, "")
-    return row.judge(results[row.name]["numbers"]) if row.name in results else None
+    known = row.name in results and row.judge is not None
+    return row.judge(results[row.name]["numbers"]) if known else None  # type: ignore[misc]
 
 
 def machines(results: Sequence[dict[str, Any]]) -> str:
@@ -93,13 +94,13 @@ def draw(rows: Sequence[Row], results: dict[str, dict[str, Any]], folder: Path) 
         if row.draw is None or row.name not in results:
             continue
         figure = common.figure(5.2 * row.panels, 3.4)
-        figure.set_dpi(90)
         axes = figure.subplots(1, row.panels, squeeze=False)[0]
         row.draw(axes, results[row.name]["numbers"])
         for axis in axes:
             common.finish(axis, legend=bool(axis.get_legend_handles_labels()[1]))
         folder.mkdir(parents=True, exist_ok=True)
-        common.save(figure, folder / f"{row.name}.png", f"{row.paper}, {row.place}, on SmolLM2-135M")
+        figure.suptitle(f"{row.paper}, {row.place}, on SmolLM2-135M", fontsize=11)
+        figure.savefig(folder / f"{row.name}.png", dpi=75)
 
 
 def write(rows: Sequence[Row], folder: Path, page: Path, pictures: Path) -> None:
