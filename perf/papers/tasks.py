@@ -192,7 +192,7 @@ def judge_variants(n: dict[str, Any]) -> Judged:
         f"{percent(parts[1])}, leverage only {percent(parts[2])} (mean of two shares)",
         f"{basis(n)} The three routes give the same leverage to {n['difference']:.1e} of it, although keys of a "
         f"head have condition numbers up to {n['condition']:.0f}: fastkv's Gram matrix is in float64, where the "
-        "paper's loses digits to its eigenvalues. Nothing here could make its gap of 1 to 2 points between SVD and Eig. "
+        "paper's loses digits to its eigenvalues. Nothing here makes its gap of 1 to 2 points between SVD and Eig. "
         "The paper's numbers in the row of Cholesky are those of its eigendecomposition.",
         answers_table(n, PAPER_VARIANTS),
     )
@@ -436,8 +436,10 @@ def by_depth(n: dict[str, Any]) -> str:
             flat = [(depth, good) for text, more in zip(n["depths"], right) for depth, good in zip(text, more)]
             pair.append(mean(float(good) for depth, good in flat if third <= 3 * depth < third + 1))
         told.append(f"{percent(pair[0])} and {percent(pair[1])}")
-    return (f"As in its Fig. 4, by depth of the fact at p_c = {1 - n['keeps'][-1]:.2f}, without and with VECTOR: in the "
-            f"first third of the text {told[0]}, in the second {told[1]}, in the last {told[2]} are right.")  # fmt: skip
+    return (
+        f"By depth of the fact, as in its Fig. 4, at p_c = {1 - n['keeps'][-1]:.2f}, without and with VECTOR: in the "
+        f"first third of the text {told[0]}, in the second {told[1]}, in the last {told[2]} are right."
+    )
 
 
 def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
