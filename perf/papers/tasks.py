@@ -22,10 +22,11 @@ from fastkv.evaluation import facts
 from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
 
 from .bench import Asked, Bench, Reading
-from .row import AGREES, DIFFERS, Judged, Row, error, mean, number, percent
+from .row import AGREES, DIFFERS, UNTRIED, Judged, Row, error, mean, number, percent
 
 KEEPS = (0.75, 0.5, 0.25, 0.1, 0.05)
 BLOCK = 128
+FEWEST = 30  # questions that a verdict rests on
 
 
 @dataclass(frozen=True)
@@ -348,12 +349,19 @@ def many_keys(tokenizer: Any, length: int, seed: int) -> facts.Sample:
     return facts.Sample(ids, questions, [])
 
 
+def judge_multikey(n: dict[str, Any]) -> Judged:
+    """Only with enough questions that the full cache answers."""
+    asked = 4 * n["texts"]
+    if n["questions"] < FEWEST:
+        return Judged(UNTRIED, f"the full cache answers {n['questions']} of {asked} questions")
+    return judge_metrics(n)
+
+
 def judge_metrics(n: dict[str, Any]) -> Judged:
     """Length matters: L2 before the others, cosine last."""
     told = {name: mean(share(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
     lost = {name: mean(nll(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
-    good = told["L2"] >= told["cosine"] and lost["L2"] < lost["cosine"]
-    good = good and told["L2, heads share"] >= told["cosine, heads share"]
+    good = told["L2"] > max(told["L1"], told["L∞"], told["cosine"]) and lost["L2"] < lost["cosine"]
     return Judged(
         AGREES if good else DIFFERS,
         f"heads share: L2 {percent(told['L2, heads share'])}, cosine {percent(told['cosine, heads share'])}; not: L2 "
@@ -488,13 +496,17 @@ ROWS = (
         lambda bench: answered(bench, ANCHORS, (0.5, 0.25), texts=6, length=1024), judge_anchors,
     ),
     Row(
-        "manifold_metrics", "ManifoldKV", "Tables 6 and 7",
-        "multikey 2 at 8K, heads share, half removed: L2 99.8, KeyDiff 92.6; metrics alone: L2 92.7, L1 78.5, L∞ 71.2, "
-        "cosine 52.8",
-        "A text of needles only, as RULER's multikey 2, at 1,024 tokens: longer texts and "
-        "keys that are UUIDs (multikey 3) were not tried. 60 and 50 % of the tokens stay, question later; "
-        "cosine is KeyDiff's score.",
-        lambda bench: answered(bench, METRICS, (0.6, 0.5), 8, 1024, many_keys), judge_metrics,
+        "manifold_multikey", "ManifoldKV", "Table 6",
+        "heads share, at 8K, half removed: multikey 2 L2 99.8, KeyDiff 92.6; multikey 3 92.4, 77.0",
+        "A text of needles only, as RULER's multikey 2, at 1,024 tokens, four questions a text.",
+        lambda bench: answered(bench, METRICS, (0.6, 0.5), 8, 1024, many_keys), judge_multikey,
+    ),
+    Row(
+        "manifold_metrics", "ManifoldKV", "Table 7",
+        "RULER, each head for itself: L2 92.7, L1 78.5, L∞ 71.2, cosine 52.8",
+        "Facts in real text in place of RULER, asked later; the paper does not say how much is removed, here half and "
+        "three quarters are. Heads that share as in Ada-KV are beside it; cosine is KeyDiff's score.",
+        lambda bench: answered(bench, METRICS, (0.5, 0.25), 6, 1024), judge_metrics,
     ),
     Row(
         "vector_sweep", "VECTOR", "Fig. 3",

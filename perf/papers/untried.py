@@ -8,8 +8,6 @@ ROWS = (
         why="the model's positions end at 8,192 tokens"),
     Row("", "ManifoldKV", "Tables 3, 8, 9, 11, 14", "the same on Gemma 3, Qwen 3, Ministral",
         why="needs models of 8 and more billion weights"),
-    Row("", "ManifoldKV", "Table 6", "multikey 3 at 8K: 92.4 against KeyDiff's 77.0",
-        why="left out: the texts of the row above have 1,024 tokens, for time"),
     Row("", "KeyDiff", "Tables 3 to 6", "MATH-500 with DeepSeek-R1 distillates", why="needs a model that reasons"),
     Row("", "KeyDiff", "Figs. 7, 17", "time to the first token on a GPU", why="this is a CPU"),
     Row("", "KeyDiff", "Tables 10, 11", "LongBench with Llama 3 and Qwen 2.5",
