@@ -133,17 +133,24 @@ def judge_fig5(n: dict[str, Any]) -> Judged:
     """Compactor degrades most gracefully where the question comes later."""
     ours = [share(n, "compactor", keep) for keep in n["keeps"]]
     others = [max(share(n, name, keep) or 0 for name in n["caches"][1:]) for keep in n["keeps"]]
-    ahead = all(one >= other for one, other in zip(ours[:4], others[:4]))
+    ahead = all(one >= other - spread(n) for one, other in zip(ours, others))
     close = all(abs(100 * one - paper) < 15 for one, paper in zip(ours[:3], PAPER5["compactor"]))
     lost = next(
         (keep for keep, one, paper in zip(n["keeps"], ours, PAPER5["compactor"]) if paper - 100 * one >= 15), None
     )
-    said = f" From {lost:.0%} on it loses more than in the paper, where the tasks are easier to keep." if lost else ""
+    said = (
+        f" From {lost:.0%} on it loses more than in the paper. Which part of that is ours is not settled: fastkv's "
+        "attention divides logits by the root of the head's size, which Eq. 5 does not, and pools over 5 before it "
+        "multiplies by the length of the value, where the authors' code pools over 3 afterwards."
+        if lost
+        else ""
+    )
     return Judged(
         AGREES if ahead and close else DIFFERS,
         "Compactor " + "/".join(f"{100 * one:.0f}" for one in ours) + " %, best other "
         + "/".join(f"{100 * one:.0f}" for one in others) + " %",
-        f"{basis(n)} The ranking {'is' if ahead else 'is not'} the paper's.{said}",
+        f"{basis(n)} Within a standard error Compactor {'is' if ahead else 'is not'} ahead of the others at every "
+        f"share.{said}",
         answers_table(n, PAPER5),
     )  # fmt: skip
 
