@@ -69,6 +69,10 @@ report: export OMP_NUM_THREADS ?= 1
 report: $(STAMP)perf ## the leaderboard on SmolLM2: measures what is missing, writes docs/results.md (ARGS=--quick)
 	$(BIN)/python -m perf.leaderboard $(ARGS)
 
+papers: export OMP_NUM_THREADS ?= 1
+papers: $(STAMP)perf ## the five papers' figures on a real model: measures what is missing, writes docs/papers.md (ARGS=--quick)
+	$(BIN)/python -m perf.papers $(ARGS)
+
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)docs ## the pages of the repository as a site in build/site; a warning or a dead link is an error
 	$(BIN)/mkdocs build --strict $(ARGS)

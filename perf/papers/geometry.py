@@ -1,0 +1,279 @@
+"""Rows about keys, queries and values themselves: one reading of a text, no cache is compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkv import reference
+from fastkv.calibration.fit_vector import Sums, pre_rope_pairs
+from fastkv.calibration.vector_map import required_r2
+from fastkv.evaluation.inspection import dimensions
+
+from .bench import Bench
+from .row import AGREES, DIFFERS, Judged, Row, mean, number, percent
+
+SINKS = 4  # first tokens
+
+
+def vector_r2(bench: Bench) -> dict[str, Any]:
+    """R^2 on held-out text of three maps from keys before the rotation to values (VECTOR, Sec. 3.1).
+
+    joint: one least-squares map a layer, of all heads together; by head: one a KV head, as fastkv fits; inverse: the
+    Moore-Penrose pseudo-inverse V = W_V W_K^+ K, which is fitted to nothing.
+    """
+    length, fitted, held = bench.size(2048, 128), bench.size(16, 3), bench.size(4, 2)
+    found: dict[str, list[Any]] = {"joint": [], "by_head": [], "inverse": [], "unseen_joint": []}
+    sums: dict[tuple[int, str, str], Sums] = {}
+    for seed in range(fitted + 2 * held):
+        part = "fit" if seed < fitted else "held" if seed < fitted + held else "unseen"
+        # Sequences of the language reference in turn; the last ones are of another source, which no map was fitted to.
+        ids = bench.stretch(length, 1000 + seed, "code" if part == "unseen" else ("topics", "library")[seed % 2])
+        for layer, k, v in pre_rope_pairs(bench.model, bench.rotary, ids):
+            for kind in ("joint", "by_head"):
+                pairs = (_together(k), _together(v)) if kind == "joint" else (k, v)
+                sums.setdefault((layer, part, kind), Sums(*pairs)).add(*pairs)
+        bench.tick(1 / (fitted + 2 * held))
+    layers = range(bench.model.config.num_hidden_layers)
+    for layer in layers:
+        joint = sums[layer, "fit", "joint"].solve()
+        found["joint"].append(sums[layer, "held", "joint"].r2(joint).item())
+        found["unseen_joint"].append(sums[layer, "unseen", "joint"].r2(joint).item())
+        by_head = sums[layer, "held", "by_head"]
+        found["by_head"].append(by_head.r2(sums[layer, "fit", "by_head"].solve()).tolist())
+        found["inverse"].append(sums[layer, "held", "joint"].r2(_inverse(bench.model, layer)[None]).item())
+    return {**found, "tokens": fitted * length, "held_out": held * length, "threshold": required_r2()}
+
+
+def _together(rows: Tensor) -> Tensor:
+    """[B, H, N, D] as one head of [B, 1, N, H * D]."""
+    return rows.transpose(1, 2).flatten(2)[:, None]
+
+
+def _inverse(model: Any, layer: int) -> Tensor:
+    """W_K^+ then W_V, [Hkv * Dk, Hkv * Dv]: keys to the shortest hidden state that explains them, to values."""
+    attention = model.get_decoder().layers[layer].self_attn
+    return torch.linalg.pinv(attention.k_proj.weight.double()).T @ attention.v_proj.weight.double().T
+
+
+def judge_r2(n: dict[str, Any]) -> Judged:
+    """One map a layer explains as much as in the paper, and is positive everywhere."""
+    heads = [r2 for layer in n["by_head"] for r2 in layer]
+    joint, inverse = mean(n["joint"]), mean(n["inverse"])
+    usable = sum(r2 > n["threshold"] for r2 in heads)
+    above = sum(r2 > 0 for r2 in n["inverse"])
+    good = joint >= 0.6 and min(n["joint"]) > 0 and joint > inverse
+    return Judged(
+        AGREES if good else DIFFERS,
+        f"one map a layer {joint:.3f} (from {min(n['joint']):.3f} to {max(n['joint']):.3f}), pseudo-inverse "
+        f"{inverse:.3f}",
+        f"fastkv fits one map a KV head, as heads keep different tokens: {mean(heads):.3f}, and {usable} of "
+        f"{len(heads)} heads exceed the threshold of {n['threshold']:.2f}. A map of all heads reads "
+        f"{len(n['by_head'][0])} times as many numbers. On source code, which was not "
+        f"fitted, the map of a layer has {mean(n['unseen_joint']):.3f}. The pseudo-inverse is positive in {above} of "
+        f"{len(n['inverse'])} layers.",
+        (("map", "mean", "lowest layer", "highest layer"),
+         *((name, number(mean(one)), number(min(one)), number(max(one)))
+           for name, one in (("one a layer", n["joint"]), ("one a KV head", [mean(x) for x in n["by_head"]]),
+                             ("one a layer, source code", n["unseen_joint"]), ("pseudo-inverse", n["inverse"])))),
+    )  # fmt: skip
+
+
+def draw_r2(axes: Any, n: dict[str, Any]) -> None:
+    """R^2 over layers."""
+    axes[0].plot(n["joint"], label="one map a layer")
+    axes[0].plot([mean(layer) for layer in n["by_head"]], label="one map a KV head (fastkv)")
+    axes[0].plot([max(value, -1) for value in n["inverse"]], label="pseudo-inverse (cut at -1)")
+    axes[0].axhspan(0.686, 0.939, color="#dddddd", label="the paper's five models")
+    axes[0].set(xlabel="layer", ylabel="held-out R²")
+
+
+def attention_received(q: Tensor, k: Tensor, scale: float, queries: int | None) -> Tensor:
+    """Mean causal attention that each key gets from those of the last `queries` that see it, [1, Hkv, N]; None: all."""
+    num, step = k.shape[2], 256
+    total = torch.zeros(k.shape[:3])
+    first = 0 if queries is None else num - queries
+    for start in range(first, num, step):
+        part = torch.arange(start, min(start + step, num))
+        seen = (torch.arange(num) <= part[:, None])[None, None]
+        total += reference.window_attention(q[:, :, part], k, scale, visible=seen) * len(part)
+    return total / (num - torch.arange(num).clamp(min=first))
+
+
+def correlations(bench: Bench) -> dict[str, Any]:
+    """Pearson and Spearman correlation of scores and of attention received, mean over heads (ManifoldKV, Table 18)."""
+    texts, length = bench.size(2, 1), bench.size(2048, 160)
+    found: dict[str, list[float]] = {}
+    for seed in range(texts):
+        reading = bench.read(bench.stretch(length, seed))
+        for q, k, _, rest, _ in reading.layers:
+            told = {
+                "manifold": reference.manifold_scores(k)[0],
+                "keydiff": reference.keydiff_scores(k)[0],
+                "attention": attention_received(q, k, rest[1], None)[0],
+                "window": attention_received(q, k, rest[1], 32)[0],
+            }
+            for a, b in (("manifold", "attention"), ("keydiff", "attention"), ("manifold", "keydiff"),
+                         ("manifold", "window"), ("keydiff", "window")):  # fmt: skip
+                for name, x, y in (
+                    ("pearson", told[a], told[b]),
+                    ("spearman", _ranks(told[a]), _ranks(told[b])),
+                    ("without", told[a][:, SINKS:], told[b][:, SINKS:]),
+                ):
+                    found.setdefault(f"{a} {b} {name}", []).extend(_correlation(x, y).tolist())
+            bench.tick(1 / texts / len(reading.layers))
+    return {"tokens": length, "texts": texts, **{name: mean(values) for name, values in found.items()}}
+
+
+def _ranks(x: Tensor) -> Tensor:
+    return x.argsort(-1).argsort(-1).float()
+
+
+def _correlation(x: Tensor, y: Tensor) -> Tensor:
+    x, y = (one.double() - one.double().mean(-1, keepdim=True) for one in (x, y))
+    return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=1e-30)
+
+
+PAIRS = {"manifold attention": (0.06, 0.08), "keydiff attention": (0.19, 0.21), "manifold keydiff": (0.72, 0.75)}
+
+
+def judge_correlations(n: dict[str, Any]) -> Judged:
+    """Both scores are nearly unrelated to attention, KeyDiff's more related, and they are related to each other."""
+    close = {pair: n[f"{pair} pearson"] for pair in PAIRS}
+    good = close["manifold attention"] < close["keydiff attention"] < close["manifold keydiff"]
+    good = good and close["manifold attention"] < 0.3 and close["manifold keydiff"] > 0.5
+    rows = [
+        (pair.replace(" ", " ↔ "), number(paper[0], 2), number(n[f"{pair} pearson"], 3), number(paper[1], 2),
+         number(n[f"{pair} spearman"], 3), number(n[f"{pair} without"], 3))
+        for pair, paper in PAIRS.items()
+    ]  # fmt: skip
+    return Judged(
+        AGREES if good else DIFFERS,
+        f"KeyDiff {close['keydiff attention']:.3f}, L2 {close['manifold attention']:.3f}, each other "
+        f"{close['manifold keydiff']:.3f}",
+        "The paper does not say which attention it means: here it is the mean that a key gets from all queries that "
+        f"see it. By the last 32 queries alone KeyDiff has {n['keydiff window pearson']:.3f} and L2 "
+        f"{n['manifold window pearson']:.3f}. Without the first {SINKS} tokens KeyDiff has "
+        f"{n['keydiff attention without']:.3f} and L2 {n['manifold attention without']:.3f}: much of "
+        "what relates KeyDiff to attention are the first tokens, so how many of a text's tokens are such decides.",
+        (("pair", "Pearson, paper", "ours", "Spearman, paper", "ours", f"Pearson without {SINKS} sinks"), *rows),
+    )
+
+
+def dimension(bench: Bench) -> dict[str, Any]:
+    """Intrinsic dimension of the cached keys of every head (ManifoldKV, Eqs. 15 to 17)."""
+    length = bench.size(2048, 160)
+    reading = bench.read(bench.stretch(length, 0))
+    layers = []
+    for _, k, *_ in reading.layers:
+        layers.append([list(map(float, dimensions(head))) for head in k[0]])
+        bench.tick(1 / len(reading.layers))
+    return {"tokens": length, "head_dim": k.shape[-1], "layers": layers}
+
+
+def judge_dimension(n: dict[str, Any]) -> Judged:
+    """Two-NN near nine, and PCA at two thirds of the head's size."""
+    pca, two, mle = (mean(head[index] for layer in n["layers"] for head in layer) for index in range(3))
+    share = pca / n["head_dim"]
+    early, late = (mean(head[1] for layer in part for head in layer) for part in (n["layers"][:5], n["layers"][-5:]))
+    good = 6 <= two <= 11 and 0.5 <= share <= 0.8
+    return Judged(
+        AGREES if good else DIFFERS,
+        f"Two-NN {two:.1f}, maximum likelihood {mle:.1f}, PCA {pca:.1f} of {n['head_dim']} ({share:.0%})",
+        f"The first five layers have {early:.1f} by Two-NN, the last five {late:.1f}. The heads here have half of the "
+        "paper's smallest size, so the number that does not grow with the head is Two-NN's, as the paper says.",
+        (("estimate", "paper", "ours"), ("Two-NN", "8.2 to 8.9", number(two, 1)),
+         ("maximum likelihood", "12.0 to 13.3", number(mle, 1)), ("PCA, share of the head", "63 %", percent(share))),
+    )  # fmt: skip
+
+
+def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
+    """The three estimates over layers."""
+    for index, name in enumerate(("PCA, 95 % of the variance", "Two-NN", "maximum likelihood")):
+        axes[0].plot([mean(head[index] for head in layer) for layer in n["layers"]], label=name)
+    axes[0].set(xlabel="layer", ylabel="intrinsic dimension")
+
+
+def cosines(bench: Bench) -> dict[str, Any]:
+    """Cosine of keys and of queries with their mean, both means, and KeyDiff's first choice (Figs. 13, 14, 16)."""
+    length = bench.size(2048, 160)
+    reading = bench.read(bench.stretch(length, 0))
+    found: dict[str, list[Any]] = {"keys": [], "queries": [], "means": [], "chosen": [], "key_norms": []}
+    for q, k, *_ in reading.layers:
+        groups = q.shape[1] // k.shape[1]
+        found["keys"].append((-reference.keydiff_scores(k)).mean(-1)[0].tolist())
+        found["queries"].append((-reference.keydiff_scores(q)).mean(-1)[0].tolist())
+        asked, held = q.mean(2)[0], k.mean(2)[0].repeat_interleave(groups, 0)
+        found["means"].append(torch.cosine_similarity(asked, held, dim=-1).tolist())
+        best = reference.keydiff_scores(k).argmax(-1)[0]
+        chosen = k[0, torch.arange(k.shape[1]), best].repeat_interleave(groups, 0)
+        found["chosen"].append(torch.cosine_similarity(asked, chosen, dim=-1).tolist())
+        norms = k.norm(dim=-1)[0]
+        found["key_norms"].append((norms.std(-1) / norms.mean(-1)).tolist())
+        bench.tick(1 / len(reading.layers))
+    return {"tokens": length, **found}
+
+
+def judge_cosines(n: dict[str, Any]) -> Judged:
+    """Keys are collinear; in every head the mean query points away from the mean key."""
+    flat = {name: [x for layer in n[name] for x in layer] for name in ("keys", "queries", "means", "chosen")}
+    negative = sum(x < 0 for x in flat["means"])
+    opposite = sum(a > b for a, b in zip(flat["chosen"], flat["means"]))
+    rest = [index for index, layer in enumerate(n["means"]) if max(layer) >= 0]
+    return Judged(
+        AGREES if mean(flat["keys"]) > 0.5 and negative == len(flat["means"]) else DIFFERS,
+        f"keys {mean(flat['keys']):.3f}, queries {mean(flat['queries']):.3f}, means negative in {negative} of "
+        f"{len(flat['means'])} query heads",
+        f"Keys and queries are as collinear as the paper says, and in {opposite} of {len(flat['means'])} heads the key "
+        "that KeyDiff likes best is closer to the mean query than the mean key is (its Fig. 16). That the means point "
+        f"apart in all heads is not true of this model: {len(rest)} of its {len(n['means'])} layers have a head "
+        "where they do not. The cosines are taken of what attention itself was given, so the model differs.",
+        (("cosine", "paper", "ours, mean over heads"),
+         ("of keys with their mean", "near 1", number(mean(flat["keys"]))),
+         ("of queries with their mean", "near 1", number(mean(flat["queries"]))),
+         ("of mean key and mean query", "below 0 in all heads", number(mean(flat["means"]))),
+         ("of KeyDiff's first key and mean query", "above 0", number(mean(flat["chosen"])))),
+    )  # fmt: skip
+
+
+def draw_cosines(axes: Any, n: dict[str, Any]) -> None:
+    """Collinearity over layers; cosine of the means, a point a head."""
+    for name in ("keys", "queries"):
+        axes[0].plot([mean(layer) for layer in n[name]], label=f"{name} and their mean")
+    axes[0].set(xlabel="layer", ylabel="cosine, mean over heads", ylim=(0, 1))
+    points = [(index, x) for index, layer in enumerate(n["means"]) for x in layer]
+    axes[1].scatter(*zip(*points), s=8, label="mean key and mean query, a query head")
+    axes[1].axhline(0, color="#444444", linewidth=0.8)
+    axes[1].set(xlabel="layer", ylabel="cosine")
+
+
+ROWS = (
+    Row(
+        "vector_r2", "VECTOR", "Tables 1 and 4",
+        "R² of values from keys, one least-squares map a layer: .697, .695, .939, .890, .686 (five models), positive "
+        "on every layer; pseudo-inverse .511 on one model, negative on the other four",
+        "The paper fits 10,000 sequences of 4,096 tokens of C4 and measures 100; here 16 of 2,048 tokens of Python's "
+        "language reference and docstrings, and 4.",
+        vector_r2, judge_r2, draw_r2,
+    ),
+    Row(
+        "manifold_correlation", "ManifoldKV", "Table 18",
+        "correlation with attention KeyDiff .19, L2 .06, with each other .72",
+        "The paper names neither text nor attention; here two texts of 2,048 tokens, mean over all heads.",
+        correlations, judge_correlations,
+    ),
+    Row(
+        "manifold_dimension", "ManifoldKV", "Table 15, Fig. 4",
+        "Two-NN 8.2 to 8.9, PCA 63 % of the head, for heads of 128 and 256",
+        "Cached keys of one text of 2,048 tokens; heads of 64. Two-NN leaves out the largest ratios, as Facco et al.",
+        dimension, judge_dimension, draw_dimension,
+    ),
+    Row(
+        "keydiff_cosines", "KeyDiff", "Figs. 13, 14, 16",
+        "most keys and queries are close to their mean; the cosine of mean key and mean query is negative in all heads",
+        "One prompt, as in the paper: 2,048 tokens.",
+        cosines, judge_cosines, draw_cosines, panels=2,
+    ),
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""One figure or table of a paper: what it says, how it is measured here, and what the numbers make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+AGREES, DIFFERS, UNTRIED = "agrees", "does not", "cannot be tried here"
+PAPERS = {
+    "VECTOR": "arXiv:2605.23258",
+    "ManifoldKV": "arXiv:2602.08343",
+    "KeyDiff": "arXiv:2504.15364",
+    "MomentKV": "arXiv:2606.01563",
+    "Compactor": "arXiv:2507.08143",
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a row's numbers say.
+
+    Attributes: verdict: one of the three above.  ours: the number to compare, in words.  evidence: sentences that say
+        why, with measured numbers.  table: a head and rows of cells.
+    """
+
+    verdict: str
+    ours: str
+    evidence: str = ""
+    table: Sequence[Sequence[str]] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the page.
+
+    Attributes:
+        name: of its JSON and picture.  paper, place: where the number stands.  claim: what the paper reports.
+        setting: the paper's settings and what had to differ.
+        measure: Bench -> numbers that JSON can hold.  judge: those numbers -> `Judged`.  draw: axes and numbers.
+        panels: of the picture, side by side.  why: of a row that cannot be tried.
+    """
+
+    name: str
+    paper: str
+    place: str
+    claim: str
+    setting: str = ""
+    measure: Callable[[Any], dict[str, Any]] | None = None
+    judge: Callable[[dict[str, Any]], Judged] | None = None
+    draw: Callable[[Any, dict[str, Any]], None] | None = None
+    panels: int = 1
+    why: str = ""
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are known; None where none is."""
+    known = [value for value in values if value is not None and value == value]
+    return fmean(known) if known else None
+
+
+def error(values: Iterable[float | None]) -> float | None:
+    """Standard error of the mean; None for fewer than two values."""
+    known = [value for value in values if value is not None and value == value]
+    return stdev(known) / len(known) ** 0.5 if len(known) > 1 else None
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A cell of a table."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a cell of a table."""
+    return "-" if value is None else f"{100 * value:.0f} %"

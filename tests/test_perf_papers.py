@@ -1,0 +1,99 @@
+"""`python -m perf.papers`: every row runs, and the page is what the results give."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from fastkv import Budget, demo
+from fastkv.evaluation import facts
+from perf.papers import __main__ as command
+from perf.papers import page, row
+from perf.papers.bench import Bench
+
+MEASURED = [one for one in command.ROWS if one.measure]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """A model of a few layers whose every answer counts: what it says means nothing."""
+    model, tokenizer = demo.load()
+    with mock.patch.object(facts, "stretch", lambda tokenizer, source, length, draw: list(range(5, 5 + 12)) * length):
+        yield Bench(model, tokenizer, quick=True, trusting=True)
+
+
+def sample(tokenizer, length, seed, **rest):
+    """Two facts in the words of the bundled model."""
+    words = "the old clerk found the green lamp in the market . "
+    ids = tokenizer(words * 12, add_special_tokens=False)["input_ids"][:length]
+    asks = tokenizer("the lamp ?", add_special_tokens=False)["input_ids"]
+    asked = facts.Question("kind", "the green lamp", "the lamp ?", "lamp", asks, False)
+    return facts.Sample(ids, [asked, asked], [])
+
+
+def test_a_text_that_is_read_once_gives_the_cache_of_one_that_is_read_for_it(bench):
+    ids = torch.tensor([sample(bench.tokenizer, 96, 0).prefix])
+    reading, again = bench.read(ids), bench.read(ids, again=True)
+    for policy, one in (("snapkv", reading), ("compactor", reading), ("kvzip", again), ("keydiff", again)):
+        logits = []
+        for given in (one, ids):
+            with bench.cache(given, policy, Budget(tokens=48, recent=8)) as cache:
+                logits.append(bench.model(ids[:, :5], past_key_values=cache).logits)
+        assert torch.equal(*logits), policy
+
+
+@pytest.mark.parametrize("one", MEASURED, ids=lambda one: one.name)
+def test_a_row_is_measured_judged_and_drawn(bench, tmp_path, monkeypatch, one):
+    text = torch.tensor([sample(bench.tokenizer, 110, 0).prefix * 3])
+    monkeypatch.setattr(Bench, "stretch", lambda self, length, seed, source=None: text[:, seed % 7 :][:, :length])
+    monkeypatch.setattr(facts, "sample", sample)
+    monkeypatch.setattr(command.tasks, "many_keys", sample)
+    monkeypatch.setattr(command.tasks, "asked_texts", lambda bench, texts, length, make: asked(bench))
+    shares = []
+    bench.tick = shares.append
+    numbers = json.loads(json.dumps(page.rounded(one.measure(bench))))
+    assert sum(shares) == pytest.approx(1) or one.name in ("vector_sweep", "compactor_variants")
+    judged = one.judge(numbers)
+    assert judged.verdict in (row.AGREES, row.DIFFERS, row.UNTRIED) and judged.ours and "None" not in judged.ours
+    assert all(len(line) == len(judged.table[0]) for line in judged.table)
+    results = {one.name: {"numbers": numbers, "seconds": 1.0, "environment": command.environment()}}
+    page.draw([one], results, tmp_path)
+    assert (tmp_path / f"{one.name}.png").exists() == (one.draw is not None)
+    shown = page.render([one], results, "pictures")
+    assert f"| {one.paper} | [{one.place}]" in shown and judged.ours in shown
+
+
+def asked(bench):
+    one = sample(bench.tokenizer, 110, 0)
+    reading = bench.read(torch.tensor([one.prefix]))
+    yield reading, bench.ask(one, reading)
+
+
+def test_the_page_is_what_the_results_give():
+    results = page.load(command.ROOT / command.RESULTS)
+    assert results.keys() <= {one.name for one in MEASURED}
+    written = (command.ROOT / command.PAGE).read_text()
+    assert written == page.render(command.ROWS, results, "pictures/papers")
+
+
+def test_what_is_there_is_not_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "ROWS", (row.Row("a", "VECTOR", "Table 1", "b", "", lambda bench: {}),))
+    (tmp_path / command.RESULTS).mkdir(parents=True)
+    (tmp_path / command.RESULTS / "a.json").write_text('{"numbers": {}}')
+    with mock.patch.object(command.pretrained, "load", side_effect=AssertionError):
+        command.main([])
+    assert (tmp_path / command.PAGE).read_text().startswith("# The papers' own figures")
+
+
+def test_an_unknown_row_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--only", "nonsense"])
+    assert "--only knows" in capsys.readouterr().err
