@@ -88,14 +88,14 @@ def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[me
         yield measure.read(model, tokenizer, sample)
 
 
-def run(name: str, model: Any, tokenizer: Any, texts: range, told: dict[str, Any]) -> None:
+def run(name: str, model: Any, tokenizer: Any, texts: range, keeps: tuple[float, ...], told: dict[str, Any]) -> None:
     """Measure the cells of a table that its file lacks."""
     table, file = TABLES[name], RESULTS / f"{name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     have, begun, made = done(file), time.monotonic(), 0
     seeds = [seed for seed in texts if seed < table.texts]
     parts = 2 * facts.ASKED if table.question == "seen" else 1
-    cells = [(p, k) for p in table.names for k in table.keeps]
+    cells = [(p, k) for p in table.names for k in table.keeps if k in keeps]
     left = sum((seed, part, *cell) not in have for seed in seeds for part in range(parts) for cell in cells)
     for seed in seeds:
         if all((seed, part, *cell) in have for part in range(parts) for cell in cells):
@@ -114,6 +114,11 @@ def run(name: str, model: Any, tokenizer: Any, texts: range, told: dict[str, Any
                     print(f"{name}: {made}/{left} cells, some {rest:.0f} min left in this table", flush=True)
 
 
+def shares_of(words: str) -> tuple[float, ...]:
+    """Shares of the bytes as on the command line."""
+    return tuple(map(float, words.split(",")))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m perf.leaderboard", description=__doc__.split("\n")[0])
@@ -121,6 +126,10 @@ def main() -> None:
     parser.add_argument("--tables", default=",".join(TABLES), metavar="NAME,...", help="which, all by default")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} texts in each table")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="text to begin with, for a second process")
+    shares = ",".join(map(str, KEEPS))
+    parser.add_argument(
+        "--keeps", type=shares_of, default=KEEPS, metavar="SHARE,...", help=f"of {shares}, all by default"
+    )
     parser.add_argument("--page", action="store_true", help="measure nothing, write docs/results.md")
     parser.add_argument("--model", default="smollm2", help="smollm2, a directory or a GGUF file")
     options = parser.parse_args()
@@ -133,7 +142,7 @@ def main() -> None:
         told = {key: value for key, value in environment().items() if key in ("commit", "torch", "transformers", "cpu")}
         texts = range(QUICK) if options.quick else range(options.first, max(table.texts for table in TABLES.values()))
         for name in names:
-            run(name, model, tokenizer, texts, told | {"model": options.model})
+            run(name, model, tokenizer, texts, options.keeps, told | {"model": options.model})
     page.write(RESULTS, TABLES)
 
 

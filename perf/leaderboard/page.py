@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ on these facts. Policies, budgets and corrections share one reading of each text
 the bytes of a bfloat16 cache of the whole text, everything counted. The model computes in float32.
 
 - **right**: of the questions that the full cache answers, the share whose answer the compressed cache generates too,
-  greedily; ± one standard error over questions.
+  greedily; ± one standard error over texts.
 - **answer KL**: divergence from the full cache in nats a token, along the full cache's answer.
 - **text KL**: the same along 64 tokens of text that goes on.
 
@@ -41,41 +41,48 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def link(name: str) -> str:
-    """A policy's name, its class and its source, as a cell of a table."""
-    kind = policies.class_of(name) if hasattr(policies, "class_of") else type(policies.get(name))
-    return f"`{name}` | `{kind.__name__}`"
+    """A policy's name and class, as cells of a table."""
+    return f"`{name}` | `{type(policies.get(name)).__name__}`"
 
 
-def mean(values: list[float]) -> float:
-    """Mean."""
-    return sum(values) / len(values)
+def fewest(rows: list[dict[str, Any]]) -> int:
+    """Questions asked of the policy that was asked fewest."""
+    asked: Counter[str] = Counter()
+    for row in rows:
+        asked[row["policy"]] += row.get("asked", 0)
+    return min(asked.values(), default=0)
 
 
-def table_of(rows: list[dict[str, Any]], keeps: tuple[float, ...]) -> tuple[str, int]:
-    """A table in Markdown, and the fewest questions of a cell. Cells with fewer than `LEAST` are left open."""
+def table_of(rows: list[dict[str, Any]], keeps: tuple[float, ...]) -> tuple[str, list[float]]:
+    """A table in Markdown, and its columns: those with enough questions in every cell."""
     cells: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         cells[row["policy"], row["keep"]].append(row)
-    fewest = min(sum(row.get("asked", 0) for row in cell) for cell in cells.values())
+    columns = [keep for keep in keeps if fewest([row for row in rows if row["keep"] == keep]) >= LEAST]
     lines = []
-    for name in {name for name, _ in cells}:
+    for name in sorted({name for name, _ in cells}):
         shown, total = [], 0.0
-        for keep in keeps:
+        for keep in columns:
             cell = cells[name, keep]
             asked = sum(row.get("asked", 0) for row in cell)
-            if asked < LEAST:
-                shown.append("·")
-                continue
             right = sum(row["right"] for row in cell if "right" in row) / asked
-            error = math.sqrt(right * (1 - right) / asked)
             apart = sum(row["answer_kl"] * row["asked"] for row in cell if "answer_kl" in row) / asked
-            total += right
-            shown.append(f"**{right:.2f}** ± {error:.2f}<br>{apart:.3f} · {mean([row['text_kl'] for row in cell]):.3f}")
+            total += right - 1e-3 * apart
+            text_kl = sum(row["text_kl"] for row in cell) / len(cell)
+            shown.append(f"**{right:.2f}** ± {error(cell):.2f}<br>{apart:.3f} · {text_kl:.3f}")
         lines.append((total, f"| {link(name)} | {' | '.join(shown)} |"))
-    head = " | ".join(f"{100 * (1 - keep):g} % removed" for keep in keeps)
-    lines.sort(reverse=True)
-    body = "\n".join(line for _, line in lines)
-    return f"| policy | class | {head} |\n|---|---|{'---|' * len(keeps)}\n{body}\n", fewest
+    head = " | ".join(f"{100 * (1 - keep):g} % removed" for keep in columns)
+    body = "\n".join(line for _, line in sorted(lines, reverse=True))
+    return f"| policy | class | {head} |\n|---|---|{'---|' * len(columns)}\n{body}\n", columns
+
+
+def error(cell: list[dict[str, Any]]) -> float:
+    """Standard error of the share of right answers, over texts: of a ratio of means."""
+    told = [(row["right"], row["asked"]) for row in cell if row.get("asked")]
+    num, asked = len(told), sum(of for _, of in told)
+    share = sum(right for right, _ in told) / asked
+    spread = sum((right - share * of) ** 2 for right, of in told)
+    return math.sqrt(num / (num - 1) * spread) / asked if num > 1 else math.nan
 
 
 def write(results: Path, tables: Mapping[str, Table]) -> None:
@@ -83,35 +90,37 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
     parts, missing = [INTRO], []
     for name, table in tables.items():
         rows = rows_of(results / f"{name}.jsonl")
-        texts = {row["seed"] for row in rows}
-        whole = [row for row in rows if row["seed"] in complete(rows, table)]
-        made, fewest = table_of(whole, table.keeps) if whole else ("", 0)
-        if fewest < LEAST:
-            missing.append(f"- {table.title} (`{name}`): {fewest} of {LEAST} questions in {len(texts)} texts.")
+        finished = {keep: complete(rows, table, keep) for keep in table.keeps}
+        whole = [row for row in rows if row["seed"] in finished.get(row["keep"], ())]
+        made, columns = table_of(whole, table.keeps)
+        for keep in table.keeps:
+            if keep not in columns:
+                asked = fewest([row for row in whole if row["keep"] == keep])
+                missing.append(f"- {table.title}, {100 * (1 - keep):g} % removed: {asked} of {LEAST} questions.")
+        if not columns:
             continue
         told = whole[0]
         where = f"torch {told['torch']}, transformers {told['transformers']}, commit {told['commit']}, {told['cpu']}"
-        count = len({row["seed"] for row in whole})
-        note = f"{count} texts, {fewest} answerable questions in each cell; {where}."
+        count = min(len(finished[keep]) for keep in columns)
+        asked = min(fewest([row for row in whole if row["keep"] == keep]) for keep in columns)
+        note = f"{count} texts, {asked} answerable questions or more in each cell; {where}."
         parts.append(f"## {table.title}\n\nEach cell: **right** ± error, then answer KL · text KL. {note}\n\n{made}")
         if name == "later_2048":
-            draw(whole, table)
+            draw(whole, columns)
             parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
     if missing:
         parts.append("## Not measured enough to be published\n\n" + "\n".join(missing) + "\n")
     PAGE.write_text("\n".join(parts))
 
 
-def complete(rows: list[dict[str, Any]], table: Table) -> set[int]:
-    """Seeds of texts on which every cell of a table was measured."""
-    count: dict[int, int] = defaultdict(int)
-    for row in rows:
-        count[row["seed"]] += 1
+def complete(rows: list[dict[str, Any]], table: Table, keep: float) -> set[int]:
+    """Seeds of texts on which every cell of a column was measured."""
     parts = 12 if table.question == "seen" else 1
-    return {seed for seed, num in count.items() if num >= len(table.names) * len(table.keeps) * parts}
+    count = Counter(row["seed"] for row in rows if row["keep"] == keep and row["policy"] in table.names)
+    return {seed for seed, num in count.items() if num >= len(table.names) * parts}
 
 
-def draw(rows: list[dict[str, Any]], table: Table) -> None:
+def draw(rows: list[dict[str, Any]], keeps: list[float]) -> None:
     """Right answers and answer KL over the share of bytes, a line for each of a few policies."""
     import matplotlib
 
@@ -121,7 +130,7 @@ def draw(rows: list[dict[str, Any]], table: Table) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), dpi=110)
     for name in DRAWN:
         xs, ys, zs = [], [], []
-        for keep in sorted(table.keeps):
+        for keep in sorted(keeps):
             cell = [row for row in rows if (row["policy"], row["keep"]) == (name, keep) and "right" in row]
             asked = sum(row["asked"] for row in cell)
             xs.append(100 * keep)
@@ -134,7 +143,7 @@ def draw(rows: list[dict[str, Any]], table: Table) -> None:
     right.set_yscale("log")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.set_xticks([100 * keep for keep in table.keeps], [f"{100 * keep:g}" for keep in table.keeps])
+        axes.set_xticks([100 * keep for keep in keeps], [f"{100 * keep:g}" for keep in keeps])
         axes.set_xlabel("% of the full cache's bytes")
         axes.spines[["top", "right"]].set_visible(False)
     right.legend(frameon=False, fontsize=8)

@@ -1,0 +1,97 @@
+"""The leaderboard: what its page says is what was measured, and it goes on where it was stopped."""
+
+import json
+
+import pytest
+import torch
+
+from fastkv.evaluation import facts
+from perf.leaderboard import __main__ as leaderboard
+from perf.leaderboard import measure, page
+
+from . import toy
+
+TABLE = leaderboard.Table("A table", length=700, names=("keydiff", "streaming"), keeps=(0.5, 0.25), texts=1)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "RESULTS", tmp_path)
+    monkeypatch.setattr(leaderboard, "TABLES", {"later_2048": TABLE})
+    monkeypatch.setattr(page, "PAGE", tmp_path / "results.md")
+    monkeypatch.setattr(page, "PICTURE", tmp_path / "pictures" / "results.png")
+    monkeypatch.setattr(page, "DRAWN", ("keydiff", "streaming"))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return toy.load()
+
+
+def rows(seeds, asked=10, **other):
+    told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
+    for seed in range(seeds):
+        for name, right in (("keydiff", 5), ("streaming", 1)):
+            for keep in TABLE.keeps:
+                cell = {"seed": seed, "part": 0, "policy": name, "keep": keep, "asked": asked, "right": right}
+                yield {**cell, "answer_kl": 0.25, "text_kl": 0.125, **told, **other}
+
+
+def written(file, found):
+    file.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def test_the_page_says_what_was_measured(place):
+    written(place / "later_2048.jsonl", rows(3))
+    page.write(place, leaderboard.TABLES)
+    text = page.PAGE.read_text()
+    assert "3 texts, 30 answerable questions or more" in text and "commit abc" in text
+    assert "| `keydiff` | `KeyDiff` | **0.50** ± 0.00<br>0.250 · 0.125 |" in text
+    assert text.index("`keydiff`") < text.index("`streaming`") and page.PICTURE.is_file()
+
+
+def test_too_few_questions_are_not_published(place):
+    written(place / "later_2048.jsonl", rows(2))
+    page.write(place, leaderboard.TABLES)
+    text = page.PAGE.read_text()
+    assert "`keydiff`" not in text and "- A table, 75 % removed: 20 of 30 questions." in text
+
+
+def test_a_text_that_is_not_finished_does_not_count(place):
+    written(place / "later_2048.jsonl", [*rows(3), *rows(4)][:-1][12:])
+    assert page.complete(page.rows_of(place / "later_2048.jsonl"), TABLE, 0.5) == {0, 1, 2}
+
+
+def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
+    model, tokenizer = loaded
+    leaderboard.run("later_2048", model, tokenizer, range(1), TABLE.keeps, {})
+    file = place / "later_2048.jsonl"
+    first = file.read_text().splitlines()
+    assert len(first) == 4
+    file.write_text("\n".join(first[:3]) + '\n{"seed": 0, "pa')  # killed while it wrote
+    leaderboard.run("later_2048", model, tokenizer, range(1), TABLE.keeps, {})
+    again = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert {(row["policy"], row["keep"]) for row in again} == {(n, k) for n in TABLE.names for k in TABLE.keeps}
+    same = [{**row, "compress_s": 0, "answer_s": 0, "read_s": 0} for row in (json.loads(first[3]), again[-1])]
+    assert same[0] == same[1]
+
+
+def test_a_cache_that_keeps_everything_is_the_full_cache(loaded):
+    model, tokenizer = loaded
+    text = measure.read(model, tokenizer, facts.sample(tokenizer, 700, 0))
+    found = measure.cell(model, tokenizer, text, "keydiff", 1.1, "tokens", {})
+    assert found["text_kl"] == pytest.approx(0, abs=1e-5) and found["top1"] == 1
+
+
+def test_bytes_are_those_of_bfloat16(loaded):
+    model, _ = loaded
+    for keep, slots, least, most in ((0.5, "auto", 0.4, 0.5), (0.5, "int8", 0.8, 1.0)):
+        budget = measure.budget_of(model, keep, 1000, "bytes", measure.policies.get("keydiff"), {"slots": slots})
+        assert least * 1000 <= budget.tokens <= most * 1000
+
+
+def test_kl_is_kl():
+    p = torch.tensor([[0.5, 0.5]]).log()
+    q = torch.tensor([[0.25, 0.75]]).log()
+    assert measure.kl(p, q).item() == pytest.approx(0.14384103, abs=1e-6)
