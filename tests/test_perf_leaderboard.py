@@ -59,8 +59,8 @@ def test_too_few_questions_are_not_published(place):
 
 
 def test_a_text_that_is_not_finished_does_not_count(place):
-    written(place / "later_2048.jsonl", [*rows(3), *rows(4)][:-1][12:])
-    assert page.complete(page.rows_of(place / "later_2048.jsonl"), TABLE, 0.5) == {0, 1, 2}
+    written(place / "later_2048.jsonl", list(rows(4))[:-1])
+    assert page.complete(page.rows_of(place / "later_2048.jsonl"), TABLE, 0.25) == {0, 1, 2}
 
 
 def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
@@ -71,7 +71,7 @@ def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
     assert len(first) == 4
     file.write_text("\n".join(first[:3]) + '\n{"seed": 0, "pa')  # killed while it wrote
     leaderboard.run("later_2048", model, tokenizer, range(1), TABLE.keeps, {})
-    again = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    again = [json.loads(line) for line in file.read_text().splitlines()]
     assert {(row["policy"], row["keep"]) for row in again} == {(n, k) for n in TABLE.names for k in TABLE.keeps}
     same = [{**row, "compress_s": 0, "answer_s": 0, "read_s": 0} for row in (json.loads(first[3]), again[-1])]
     assert same[0] == same[1]
@@ -80,7 +80,7 @@ def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
 def test_a_cache_that_keeps_everything_is_the_full_cache(loaded):
     model, tokenizer = loaded
     text = measure.read(model, tokenizer, facts.sample(tokenizer, 700, 0))
-    found = measure.cell(model, tokenizer, text, "keydiff", 1.1, "tokens", {})
+    found = measure.cell(model, tokenizer, text, "keydiff", 1.0, "tokens", {})
     assert found["text_kl"] == pytest.approx(0, abs=1e-5) and found["top1"] == 1
 
 

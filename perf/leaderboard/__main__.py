@@ -72,11 +72,13 @@ QUICK = 2  # texts
 
 
 def done(file: Path) -> set[tuple[Any, ...]]:
-    """The cells that a file holds."""
+    """The cells that a file holds; a line that was cut short when it was written is taken away."""
     if not file.is_file():
         return set()
-    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-    return {(row["seed"], row["part"], row["policy"], row["keep"]) for row in rows}
+    text = file.read_text()
+    if not text.endswith("\n"):
+        file.write_text(text[: text.rfind("\n") + 1])
+    return {(row["seed"], row["part"], row["policy"], row["keep"]) for row in page.rows_of(file)}
 
 
 def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[measure.Text]:
