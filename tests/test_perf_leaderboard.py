@@ -55,7 +55,7 @@ def test_too_few_questions_are_not_published(place):
     written(place / "later_2048.jsonl", rows(2))
     page.write(place, leaderboard.TABLES)
     text = page.PAGE.read_text()
-    assert "`keydiff`" not in text and "- A table, 75 % removed: 20 of 30 questions." in text
+    assert "`keydiff`" not in text and "- A table, at 50 %, 75 % removed: 20, 20 questions so far." in text
 
 
 def test_a_text_that_is_not_finished_does_not_count(place):

@@ -93,10 +93,11 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
         finished = {keep: complete(rows, table, keep) for keep in table.keeps}
         whole = [row for row in rows if row["seed"] in finished.get(row["keep"], ())]
         made, columns = table_of(whole, table.keeps)
-        for keep in table.keeps:
-            if keep not in columns:
-                asked = fewest([row for row in whole if row["keep"] == keep])
-                missing.append(f"- {table.title}, {100 * (1 - keep):g} % removed: {asked} of {LEAST} questions.")
+        lacking = [keep for keep in table.keeps if keep not in columns]
+        if lacking:
+            asked = [str(fewest([row for row in whole if row["keep"] == keep])) for keep in lacking]
+            at = ", ".join(f"{100 * (1 - keep):g} %" for keep in lacking)
+            missing.append(f"- {table.title}, at {at} removed: {', '.join(asked)} questions so far.")
         if not columns:
             continue
         told = whole[0]
@@ -109,7 +110,8 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
             draw(whole, columns)
             parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
     if missing:
-        parts.append("## Not measured enough to be published\n\n" + "\n".join(missing) + "\n")
+        lead = f"A column needs {LEAST} questions that the full cache answers, of every policy. `make report` goes on."
+        parts.append("## Not measured enough to be published\n\n" + "\n".join([lead, "", *missing]) + "\n")
     PAGE.write_text("\n".join(parts))
 
 
