@@ -240,7 +240,7 @@ def judge_attention(n: dict[str, Any]) -> Judged:
         f"{basis(n)} NLL of the answers: "
         + ", ".join(f"{name} {one:.2f}" for name, one in lost.items())
         + ". Both what fastkv does otherwise and the model have a part in it: with Eq. 5 as it stands the attention "
-        f"costs {100 * (without - written):.0f} points, with fastkv's {100 * (without - ours):.0f}. In the paper it gains.",
+        f"costs {100 * (without - written):.0f}, with fastkv's {100 * (without - ours):.0f}. In the paper it helps.",
         answers_table(n),
     )
 
