@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ from fastkv.calibration.quality import keep_for
 from fastkv.corrections import vector
 from fastkv.evaluation import facts
 from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
+from fastkv.policies.base import Signals
 
 from .bench import Asked, Bench, Reading
 from .row import AGREES, DIFFERS, UNTRIED, Judged, Row, error, mean, number, percent
@@ -139,9 +140,9 @@ def judge_fig5(n: dict[str, Any]) -> Judged:
         (keep for keep, one, paper in zip(n["keeps"], ours, PAPER5["compactor"]) if paper - 100 * one >= 15), None
     )
     said = (
-        f" From {lost:.0%} on it loses more than in the paper. Which part of that is ours is not settled: fastkv's "
-        "attention divides logits by the root of the head's size, which Eq. 5 does not, and pools over 5 before it "
-        "multiplies by the length of the value, where the authors' code pools over 3 afterwards."
+        f" From {lost:.0%} on it loses more than in the paper. A small part of that is ours: the row of Eq. 5 has what "
+        "fastkv's attention costs. The greater part is the model's or the task's, as attention by Eq. 5 stays behind, "
+        "too."
         if lost
         else ""
     )
@@ -201,8 +202,46 @@ def judge_variants(n: dict[str, Any]) -> Judged:
         f"{basis(n)} The three routes give the same leverage to {n['difference']:.1e} of it, although keys of a "
         f"head have condition numbers up to {n['condition']:.0f}: fastkv's Gram matrix is in float64, where the "
         "paper's loses digits to its eigenvalues. Nothing here makes its gap of 1 to 2 points between SVD and Eig. "
-        "The paper's numbers in the row of Cholesky are those of its eigendecomposition.",
+        "The paper's numbers in the row of Cholesky are those of its eigendecomposition. What is not as in the paper "
+        "is the blend: leverage alone keeps more right answers than with attention beside it. See Eq. 5.",
         answers_table(n, PAPER_VARIANTS),
+    )
+
+
+@dataclass(frozen=True)
+class Equation5(Compactor):
+    """Compactor whose attention does not divide logits by the root of the head's size, as the paper writes it."""
+
+    name = "compactor"
+
+    def remember(self, signals: Signals) -> Any:
+        """As `NonCausal`, of softmax(q . k)."""
+        return super().remember(replace(signals, scale=1.0))
+
+
+ATTENTION = {
+    "fastkv: 1/√d, pool 5": Cache(Compactor(sketch=32)),
+    "as Eq. 5: no 1/√d": Cache(Equation5(sketch=32)),
+    "pool 3": Cache(Compactor(sketch=32, pool=3)),
+    "no pooling": Cache(Compactor(sketch=32, pool=1)),
+    "leverage only": Cache(Leverage(sketch=32)),
+}
+
+
+def judge_attention(n: dict[str, Any]) -> Judged:
+    """Whether what fastkv does otherwise explains Fig. 5."""
+    told = {name: mean(share(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
+    lost = {name: mean(nll(n, name, keep) for keep in n["keeps"]) for name in n["caches"]}
+    ours, written, *_, without = told.values()
+    return Judged(
+        AGREES if max(ours, written) > without else DIFFERS,
+        f"with fastkv's attention {percent(ours)}, with that of Eq. 5 {percent(written)}, without any "
+        f"{percent(without)} (mean of two shares)",
+        f"{basis(n)} NLL of the answers: "
+        + ", ".join(f"{name} {one:.2f}" for name, one in lost.items())
+        + ". Both what fastkv does otherwise and the model have a part in it: with Eq. 5 as it stands the attention "
+        f"costs {100 * (without - written):.0f}, with fastkv's {100 * (without - ours):.0f}. In the paper it helps.",
+        answers_table(n),
     )
 
 
@@ -278,13 +317,15 @@ def judge_blocks(n: dict[str, Any]) -> Judged:
         for name in PAPER9
     }
     best = max(ours, key=lambda name: ours[name][1])
-    good = best == "KeyDiff" and lost["KeyDiff"] <= min(lost.values()) + 0.1
+    falls = {name: whole - blocks for name, (whole, blocks) in ours.items()}
+    good = best == "KeyDiff" and falls["KeyDiff"] <= min(falls.values())
     return Judged(
         AGREES if good else DIFFERS,
         "; ".join(f"{name} {percent(a)} whole, {percent(b)} in blocks" for name, (a, b) in ours.items()),
         f"{basis(n)} Blocks add " + ", ".join(f"{value:+.2f} for {name}" for name, value in lost.items())
-        + f" to the answers' NLL. In blocks {best} is best. Our question comes after the text, so SnapKV and TOVA have "
-        "no use of it even where the text is read whole, and have less to lose than in the paper.",
+        + f" to the answers' NLL. In blocks {best} is best, as in the paper; that it loses least is not seen. Our "
+        "question comes after the text, so SnapKV and TOVA have no use of it even where the text is read "
+        "whole, and have less to lose than in the paper.",
         (("policy", "paper, whole", "paper, blocks", "ours, whole", "ours, blocks"),
          *((name, *map(str, PAPER9[name]), *map(percent, ours[name])) for name in ours)),
     )  # fmt: skip
@@ -320,7 +361,7 @@ def judge_anchors(n: dict[str, Any]) -> Judged:
         f"{basis(n)} NLL of the answers: cosine {lost['mean']:.2f}, dot {lost['dot']:.2f}, Euclidean "
         f"{lost['Euclidean']:.2f}; mean over the shares. Anchors differ by {apart:.2f}, and cosine "
         f"is best, both as in the paper; Euclidean distance is no worse than the dot product here. Euclidean keeps the "
-        "keys farthest from their mean, which is ManifoldKV's rule: the two papers contradict each other.",
+        "keys farthest from their mean, which is ManifoldKV's rule (its Table 7 has the contrary).",
         [*[[*row, number(lost[row[0]], 2) if row[0] in lost else "NLL", str(PAPER14.get(row[0], "")) if row[0] in lost
             else "paper, LongBench at 4K"] for row in answers_table(n)]],
     )  # fmt: skip
@@ -377,8 +418,9 @@ def judge_metrics(n: dict[str, Any]) -> Judged:
         f"heads share: L2 {percent(told['L2, heads share'])}, cosine {percent(told['cosine, heads share'])}; not: L2 "
         f"{percent(told['L2'])}, L1 {percent(told['L1'])}, L∞ {percent(told['L∞'])}, cosine {percent(told['cosine'])}",
         f"{basis(n)} NLL of the answers: " + ", ".join(f"{name} {value:.2f}" for name, value in lost.items()) + ". The "
-        "four scores are the same function with another norm (`manifold_scores`), on the same keys, so what differs is "
-        "what the length of a key means in this model.",
+        "four scores are the same function with another norm (`manifold_scores`), on the same keys, so the "
+        "model differs. KeyDiff's own Table 15 has cosine ahead of Euclidean distance, too: the two papers contradict "
+        "each other.",
         answers_table(n),
     )  # fmt: skip
 
@@ -427,20 +469,21 @@ def judge_sweep(n: dict[str, Any]) -> Judged:
     lost = {keep: [nll(n, name, keep) for name in n["caches"]] for keep in n["keeps"]}
     best = {keep: min(range(len(SHARES)), key=lambda i, keep=keep: lost[keep][i]) for keep in n["keeps"]}
     inside = [keep for keep, index in best.items() if 0 < index < len(SHARES) - 1]
-    gain = {keep: lost[keep][0] - lost[keep][2] for keep in n["keeps"]}
+    gain = {keep: lost[keep][2] - lost[keep][0] for keep in n["keeps"]}
     rows = [
         (f"{1 - keep:.2f}", *(f"{percent(one)} {number(two, 2)}" + (f" ({told})" if told else "")
                                for one, two, told in zip(lines[keep], lost[keep], PAPER_SWEEP[keep])))
         for keep in n["keeps"]
     ]  # fmt: skip
     return Judged(
-        AGREES if len(inside) >= 2 and all(value > 0 for value in gain.values()) else DIFFERS,
+        AGREES if len(inside) >= 2 and all(value < 0 for value in gain.values()) else DIFFERS,
         "best NLL at p_a = "
         + ", ".join(f"{SHARES[best[keep]]:.2f} (1 - p_c) for p_c = {1 - keep:.2f}" for keep in best),
-        f"{basis(n)} At half of (1 - p_c), the paper's rule, the answers' NLL falls by "
+        f"{basis(n)} At half of (1 - p_c), the paper's rule, the answers' NLL changes by "
         + ", ".join(f"{value:+.2f}" for value in gain.values()) + f" for the three p_c. Only {n['usable']} of "
         f"{n['heads']} heads have a map good enough to drop values with; the others evict plainly, so the curve is "
-        "flatter than in the paper, whose map reads all heads of a layer. " + by_depth(n),
+        "flat. The paper's map reads all heads of a layer and is fitted on 40 million tokens, ours a head and 9,000. "
+        + by_depth(n),
         (("p_c", *(f"p_a = {pairs} (1 - p_c)" for pairs in SHARES)), *rows),
     )  # fmt: skip
 
@@ -485,6 +528,13 @@ ROWS = (
         "81.7, 34.7",
         "λ = .35 and a sketch of 32; fastkv has no eigendecomposition, its Cholesky of the Gram matrix is nearest.",
         variants, judge_variants,
+    ),
+    Row(
+        "compactor_attention", "Compactor", "Eq. 5",
+        "blended with leverage, attention without a query in mind helps (Table 2: no attention 81.7 and 34.7 where the "
+        "blend has 87.4 and 59.5, at 50 and 10 %)",
+        "λ = .3, sketch of 32. Eq. 5 has no 1/√d and names no pooling; fastkv has both.",
+        lambda bench: answered(bench, ATTENTION, (0.5, 0.1), texts=6, length=1024), judge_attention,
     ),
     Row(
         "compactor_kept", "Compactor", "Figs. 6 and 7",
