@@ -16,12 +16,14 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("split", facts.BANKS)
-def test_a_sample_has_its_facts_and_length(tokenizer, split):
-    sample = facts.sample(tokenizer, 3000, seed=4, split=split)
+@pytest.mark.parametrize("both", [False, True])
+def test_a_sample_has_its_facts_and_length(tokenizer, split, both):
+    sample = facts.sample(tokenizer, 3000, seed=4, split=split, both=both)
     text = tokenizer.decode(sample.prefix)
     assert len(sample.prefix) == 3000 and len(sample.continuation) == facts.GOES_ON
     assert len({question.kind for question in sample.questions}) == facts.ASKED
-    assert sum(question.reworded for question in sample.questions) == facts.ASKED == len(sample.questions) // 2
+    assert len(sample.questions) == facts.ASKED * (1 + both)
+    assert sum(question.reworded for question in sample.questions) == len(sample.questions) // 2
     for question in sample.questions:
         assert tokenizer.decode(tokenizer(question.fact, add_special_tokens=False)["input_ids"]) in text
         assert question.answered_by(f"It is {question.answer}.") and not question.answered_by("no idea")

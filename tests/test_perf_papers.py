@@ -6,11 +6,13 @@ from unittest import mock
 import pytest
 import torch
 
-from fastkv import Budget, demo
+from fastkv import Budget
 from fastkv.evaluation import facts
 from perf.papers import __main__ as command
 from perf.papers import page, row
 from perf.papers.bench import Bench
+
+from . import toy
 
 MEASURED = [one for one in command.ROWS if one.measure]
 
@@ -24,7 +26,7 @@ def no_grad():
 @pytest.fixture(scope="module")
 def bench():
     """A model of a few layers whose every answer counts: what it says means nothing."""
-    model, tokenizer = demo.load()
+    model, tokenizer = toy.load()
     with mock.patch.object(facts, "stretch", lambda tokenizer, source, length, draw: list(range(5, 5 + 12)) * length):
         yield Bench(model, tokenizer, quick=True, trusting=True)
 

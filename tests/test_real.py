@@ -23,7 +23,7 @@ def loaded():
 @pytest.fixture(scope="module")
 def text(loaded):
     with torch.no_grad():
-        return measure.read(*loaded, facts.sample(loaded[1], 1024, seed=102, split="reported"))
+        return measure.read(*loaded, facts.sample(loaded[1], 1024, seed=102))
 
 
 def test_the_full_cache_answers(text):

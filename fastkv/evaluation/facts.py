@@ -1,4 +1,4 @@
-"""Facts hidden in real text, and questions about them: each asked in the words of the text, and in other words.
+"""Facts hidden in real text, and questions about them: in the words of the text, and in other words.
 
     from fastkv.evaluation import facts
 
@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import FastKVError
 from . import texts
 
-ASKED = 6  # facts of a text, each asked for in two ways
+ASKED = 6  # facts of a text
 GOES_ON = 64  # tokens of the text after the prefix
 MARK = "\x00"  # the place of the text in a chat template
 SPLITS = {"tuning": "topics", "reported": "library"}
@@ -69,7 +69,7 @@ class Question:
 class Sample:
     """A text with facts in it: the first tokens of a chat turn, questions, and how the text goes on.
 
-    Attributes: prefix: tokens, `length` or a few less.  questions: two a fact.  continuation: tokens after the prefix.
+    Attributes: prefix: tokens, `length` or a few less.  questions: one or two a fact.  continuation: tokens after the prefix.
     """
 
     prefix: list[int]
@@ -263,11 +263,18 @@ def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
 
 
 def sample(
-    tokenizer: Any, length: int, seed: int, source: str | None = None, split: str = "reported", asked: int = ASKED
+    tokenizer: Any,
+    length: int,
+    seed: int,
+    source: str | None = None,
+    split: str = "reported",
+    asked: int = ASKED,
+    both: bool = False,
 ) -> Sample:
     """A text of `length` tokens in all, with one fact of each of `asked` kinds between random lines.
 
     Args: source: as in `texts.read`, by default that of the split.  split: whose facts, "tuning" or "reported".
+        both: whether each fact is asked for in both ways; else every other one in other words.
     Raises: FastKVError if the text is too short, or another split is asked for.
     """
     if split not in BANKS:
@@ -277,7 +284,7 @@ def sample(
     facts: list[list[int]] = []
     questions: list[Question] = []
     head: list[int] = []
-    for kind in draw.sample(BANKS[split], asked):
+    for place, kind in enumerate(draw.sample(BANKS[split], asked)):
         subject = draw.choice(kind.subjects)
         value = str(draw.randrange(1_000_000, 10_000_000)) if kind.values is None else draw.choice(kind.values)
         fact = kind.text.format(subject, value)
@@ -285,7 +292,8 @@ def sample(
         for reworded, words in enumerate((kind.literal, kind.reworded)):
             asks = f"{words.format(subject)} Answer in a few words."
             head, ids = around(tokenizer, asks)
-            questions.append(Question(kind.name, fact, asks, value, ids, bool(reworded)))
+            if both or reworded == place % 2:
+                questions.append(Question(kind.name, fact, asks, value, ids, bool(reworded)))
     room = length - len(head) - sum(map(len, facts))
     if room < asked:
         raise FastKVError(f"a text of {length} tokens has no room for {asked} facts; ask for a longer one")

@@ -83,7 +83,7 @@ def done(file: Path) -> set[tuple[Any, ...]]:
 
 def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[measure.Text]:
     """The text of a seed; one for each question where it is seen."""
-    sample = facts.sample(tokenizer, table.length, seed)
+    sample = facts.sample(tokenizer, table.length, seed, both=True)
     if table.question == "seen":
         yield from measure.seen(model, tokenizer, sample)
     else:
