@@ -69,7 +69,9 @@ class Question:
 class Sample:
     """A text with facts in it: the first tokens of a chat turn, questions, and how the text goes on.
 
-    Attributes: prefix: tokens, `length` or a few less.  questions: one or two a fact.  continuation: tokens after the prefix.
+    Attributes:
+        prefix: tokens, as many as were asked for.  questions: one or two a fact.
+        continuation: tokens after the prefix.
     """
 
     prefix: list[int]
