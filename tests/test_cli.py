@@ -114,7 +114,7 @@ def test_the_demo_asks_every_cache(capsys, tmp_path):
     assert main([*DEMO, "--policies", "fastkv,kvzip", "--budgets", "1/4,1/2", "--out", str(out)]) == 0
     text, record = capsys.readouterr().out, json.loads((out / "demo.json").read_text())
     tokenizer = load()[1]
-    sample = facts.sample(tokenizer, 300, 1, "topics", "tuning")
+    sample = facts.sample(tokenizer, 300, 6, "topics", "tuning")
     assert [one["text"] for one in record["questions"]] == [question.text for question in sample.questions]
     assert all(question.text in " ".join(text.split()) for question in sample.questions)
     rows = record["rows"]
