@@ -22,11 +22,11 @@ Model = TypeVar("Model", bound=Module)
 
 def patch(
     model: Model,
-    policy: str | Policy = "momentkv",
-    budget: int | Budget = 1024,
+    policy: str | Policy = settings.POLICY,
+    budget: int | Budget = settings.BUDGET,
     *,
     prefill_block: int | str | None = None,
-    evict_every: int = 16,
+    evict_every: int = settings.EVICT_EVERY,
     correction: str | bool | None = "auto",
     backend: str = "auto",
     static: bool | None = None,
@@ -41,7 +41,8 @@ def patch(
     Args:
         model: a causal language model of a supported family, loaded with eager, sdpa or flash_attention_2 attention.
         policy: name from `fastkv.policies.names()` or a `Policy`: which tokens stay.
-        budget: tokens per KV head, or a `Budget`.
+        budget: tokens per KV head, mean over all heads, or a `Budget`. Heads keep what they need, see `Budget.heads`:
+            for a model that was not calibrated yet, that is found out now.
         prefill_block: None reads the whole prompt with the stock kernel and compresses each layer right after its own
             attention; a number reads it in blocks of that many tokens, so that memory never exceeds the bound;
             "auto" in blocks just large enough for the device to compute while it reads the weights.
@@ -73,6 +74,7 @@ def patch(
         weight = next(model.parameters())
         config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
     config = settings.with_fits(config, model.config, vector)
+    config = settings.with_shares(config, model)
     config = engine.with_rotations(config, model, modules)
     engine.detach(model)
     engine.attach(model, modules, config)

@@ -10,9 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
+from .calibration.head_shares import HeadShares
 from .errors import FastKVError
 
+HEADS = ("calibrated", "uniform", "adaptive")
 PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta of the average
 
 
@@ -62,9 +65,12 @@ class Budget:
         recent: last tokens of a sequence that are never evicted.
         layers: "uniform", "pyramid" (PyramidKV: linear from first to last layer, same total), or one positive weight
             per compressed layer (layer l keeps `tokens * weight[l] / mean(weights)`).
-        heads: "uniform": every KV head of a layer keeps the same number of tokens. "adaptive": the heads of a layer
-            compete for them with their scores while a prompt is read, each keeps at least a fifth of the mean (Ada-KV,
-            arXiv:2407.11550), and slots are stored back to back, so that memory stays that of "uniform".
+        heads: "calibrated": each KV head of each layer keeps what `fastkv.calibrate_heads` found that it needs; from
+            heads.safetensors beside the model, or else from the user's cache, where `fastkv.patch` puts what it
+            calibrates once for these weights. A file or a `HeadShares` says where else they come from. "uniform": all
+            keep the same number of tokens. "adaptive": the heads of a layer compete for them with their scores while a
+            prompt is read, each keeps at least a fifth of the mean (Ada-KV, arXiv:2407.11550). The total is the same.
+            Calibrated heads share between layers, too, unless `layers` says otherwise.
 
     Raises:
         FastKVError: for a value outside its range, none or several units, or fewer tokens than sinks + recent.
@@ -76,7 +82,7 @@ class Budget:
     sinks: int = 4
     recent: int = 32
     layers: str | Sequence[float] = "uniform"
-    heads: str = "uniform"
+    heads: str | Path | HeadShares = "calibrated"
     quality: float | None = None
     calibration: str | Path | None = None
 
@@ -117,8 +123,12 @@ class Budget:
             if not weights or any(isinstance(w, bool) or not isinstance(w, (int, float)) or not w > 0 for w in weights):
                 raise FastKVError(f"Budget layers must list positive weights, got {self.layers!r}; one per layer")
             object.__setattr__(self, "layers", weights)
-        if self.heads not in ("uniform", "adaptive"):
-            raise FastKVError(f"Budget heads must be 'uniform' or 'adaptive', got {self.heads!r}; see fastkv.Budget")
+        named = isinstance(self.heads, str) and (self.heads in HEADS or self.heads.endswith(".safetensors"))
+        if not named and not isinstance(self.heads, (Path, HeadShares)):
+            raise FastKVError(
+                f"Budget heads must be {', '.join(map(repr, HEADS))}, a .safetensors file or HeadShares, got "
+                f"{self.heads!r}; see fastkv.Budget"
+            )
 
     @classmethod
     def of(cls, value: int | Budget) -> Budget:
@@ -142,6 +152,11 @@ class Budget:
         return self.keep is not None or self.quality is not None
 
     @property
+    def shared(self) -> HeadShares | None:
+        """The shares of heads that were calibrated, if they decide."""
+        return self.heads if isinstance(self.heads, HeadShares) else None
+
+    @property
     def reserved(self) -> int:
         """Tokens per KV head that no policy may evict."""
         return self.sinks + self.recent
@@ -153,9 +168,15 @@ class Budget:
                 f"Budget layers lists {len(self.layers)} weights, but the model has {num_layers} compressed layers; "
                 "give one weight per full-attention layer"
             )
-        if self.tokens is not None:
+        if self.tokens is not None and self.shared is None:
             for index in range(num_layers):
                 self._share(self.tokens, index, num_layers)
+
+    def heads_of(self, index: int, num_layers: int, average: int, context: int) -> tuple[int, ...]:
+        """Tokens of each KV head of compressed layer `index` by calibrated shares, see `HeadShares.tokens_of`."""
+        assert self.shared is not None
+        weights = None if self.layers == "uniform" or num_layers == 1 else tuple(self._weights(num_layers))
+        return self.shared.tokens_of(average, context, self.reserved, weights)[index]
 
     def layer_tokens(self, index: int, num_layers: int, context: int, cost: LayerCost) -> int:
         """Tokens per KV head for compressed layer `index` of `num_layers`.
@@ -167,43 +188,54 @@ class Budget:
             FastKVError: if the layer would keep fewer tokens than sinks + recent.
         """
         self.check_layers(num_layers)
-        if self.tokens is not None:
-            average: float = self.tokens
-        elif self.keep is not None:
-            # A short prompt is never compressed below what is protected anyway.
-            average = max(math.ceil(self.keep * context), self.reserved, 1)
-        else:
-            assert self.bytes is not None, "quality becomes keep before a layer is allocated"
-            average = cost.tokens(self.bytes / num_layers)
-            if average < max(self.reserved, 1):
-                need = math.ceil(num_layers * cost.spent(max(self.reserved, 1)))
-                raise FastKVError(
-                    f"a budget of {self.bytes} bytes leaves {max(int(average), 0)} tokens per KV head, fewer than "
-                    f"sinks + recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"
-                )
-            while self._spent(average, num_layers, cost) > self.bytes:
-                average -= 1  # layers below the least of others pay for more than their share
+        average = self.average(num_layers, context, cost)
+        if self.shared is not None:
+            heads = self.heads_of(index, num_layers, average, context)
+            return sum(heads) // len(heads)
         return self._share(average, index, num_layers)
 
-    def _spent(self, average: float, num_layers: int, cost: LayerCost) -> float:
+    def average(self, num_layers: int, context: int, cost: LayerCost) -> int:
+        """Tokens per KV head, mean over all layers; arguments and errors as in `layer_tokens`."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.keep is not None:
+            # A short prompt is never compressed below what is protected anyway.
+            return max(math.ceil(self.keep * context), self.reserved, 1)
+        assert self.bytes is not None, "quality becomes keep before a layer is allocated"
+        average = int(cost.tokens(self.bytes / num_layers))
+        if average < max(self.reserved, 1):
+            need = math.ceil(num_layers * cost.spent(max(self.reserved, 1)))
+            raise FastKVError(
+                f"a budget of {self.bytes} bytes leaves {max(average, 0)} tokens per KV head, fewer than "
+                f"sinks + recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"
+            )
+        while self._spent(average, num_layers, context, cost) > self.bytes:
+            average -= 1  # layers below the least of others pay for more than their share
+        return average
+
+    def _spent(self, average: int, num_layers: int, context: int, cost: LayerCost) -> float:
         """Bytes of all layers where they keep so many tokens on average; 0 where that cannot exceed the budget."""
-        if self.layers == "uniform" or not cost.least:
+        if not cost.least:
+            return 0
+        if self.shared is not None:
+            means = [mean(self.heads_of(layer, num_layers, average, context)) for layer in range(num_layers)]
+            return sum(map(cost.spent, means))
+        if self.layers == "uniform":
             return 0
         return sum(cost.spent(self._share(average, layer, num_layers)) for layer in range(num_layers))
+
+    def _weights(self, num_layers: int) -> Sequence[float]:
+        """Of each layer."""
+        if not isinstance(self.layers, str):
+            return self.layers
+        low = 1 / PYRAMID_BETA
+        return [2 - low - (2 - 2 * low) * layer / (num_layers - 1) for layer in range(num_layers)]
 
     def _share(self, average: float, index: int, num_layers: int) -> int:
         if self.layers == "uniform" or num_layers == 1:
             return int(average)
-        if self.layers == "pyramid":
-            # Only what is not protected is shared out, so that every layer can hold sinks and recent.
-            base = float(self.reserved)
-            low = 1 / PYRAMID_BETA
-            weights: Sequence[float] = [
-                2 - low - (2 - 2 * low) * layer / (num_layers - 1) for layer in range(num_layers)
-            ]
-        else:
-            assert not isinstance(self.layers, str)
-            base, weights = 0.0, self.layers
+        # Of a pyramid only what is not protected is shared out, so that every layer can hold sinks and recent.
+        base, weights = float(self.reserved) if self.layers == "pyramid" else 0.0, self._weights(num_layers)
         unit = (average - base) * num_layers / sum(weights)
         # Cumulative rounding: the layers' tokens add up to the total exactly.
         tokens = int(base) + round(unit * sum(weights[: index + 1])) - round(unit * sum(weights[:index]))

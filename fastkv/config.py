@@ -12,6 +12,7 @@ import torch
 from . import corrections
 from .backend import BACKENDS
 from .budget import Budget
+from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
 from .calibration.quality import load as load_curve
 from .calibration.query_calibration import QueryCalibration
@@ -21,6 +22,10 @@ from .errors import FastKVError
 from .policies import Policy, get
 from .reference import AUTO, SlotFormat, slot_format
 from .rotary import Rotary
+
+
+# What `patch`, modules, commands and the vLLM plugin use where nothing is said.
+POLICY, BUDGET, EVICT_EVERY = "fastkv", 1024, 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Config:
     policy: Policy
     budget: Budget
     prefill_block: int | None = None
-    evict_every: int = 16
+    evict_every: int = EVICT_EVERY
     correction: Correction = corrections.NONE
     backend: str = "auto"
     static: bool | None = None
@@ -157,6 +162,27 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
         fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
         config = replace(config, curve=load_curve(fitted, known, config.policy.name))
     return config
+
+
+def with_shares(config: Config, model: Any) -> Config:
+    """The config with the shares of heads that its budget asks for; made now if there are none.
+
+    Raises: FastKVError if a file is missing or of another model, or if the model cannot be calibrated.
+    """
+    from .calibration.fit_heads import shares_for  # it patches models
+
+    heads = config.budget.heads
+    if heads in ("uniform", "adaptive"):
+        return config
+    if config.policy.fixes_heads:
+        if heads != "calibrated":
+            raise FastKVError(
+                f"policy {config.policy.name!r} fixes how many tokens each head keeps, and so does heads={heads!r}; "
+                "use one of them"
+            )
+        return replace(config, budget=replace(config.budget, heads="uniform"))
+    shares = heads if isinstance(heads, HeadShares) else shares_for(model, heads)
+    return replace(config, budget=replace(config.budget, heads=shares))
 
 
 def _beside(config: Any, name: str, what: str, how: str) -> Path:

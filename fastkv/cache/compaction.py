@@ -60,6 +60,8 @@ def _store_in_slabs(
         left = (counts.shape[1] * layout.total - counts.sum(-1, keepdim=True)) // counts.shape[1]
         capacities = counts + left + layout.spare
         exact.trade(rule.parallel.own(capacities), capacities)
+    elif full and layout.shared:
+        exact.redeal(layout.capacities("exact"))
     for name, candidates in rows.moving().items():
         pack(getattr(exact, name), exact.starts, candidates)
 

@@ -21,6 +21,7 @@ from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
 Stock = Callable[[], Tensor]
+GROWTH = 1.25  # of a text, after which a decode step deals its heads slots anew
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class LayerCache:
         latent: whether values are the first numbers of keys, so that keys are stored alone.
     """
 
+    differentiates = False  # whether it takes tokens that autograd follows
+
     def __init__(
         self,
         config: Config,
@@ -68,6 +71,7 @@ class LayerCache:
         self.config, self.layer, self.place, self.num_layers = config, layer, place, num_layers
         self.workspace, self.static, self.latent, self.started = workspace, static, latent, False
         self.num_heads, self.leads = 0, place == 0
+        self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
         self.readers, self.left = readers, 0
         self.block: SharedBlock | None = None
         # Queries and mass of the block, if it is to be absorbed when all readers have attended.
@@ -77,11 +81,18 @@ class LayerCache:
 
     # Allocation.
 
-    def layout(self, heads: int, tokens: int, keep: float | None, device: torch.device) -> Layout:
+    def layout(
+        self,
+        heads: int,
+        tokens: int,
+        keep: float | None,
+        device: torch.device,
+        shares: tuple[int, ...] | None = None,
+    ) -> Layout:
         """The layout for so many KV heads and tokens per head, see `layout_of`."""
         slope = resolve(self.config.backend, device) == "triton"
         parallel = self.workspace.parallel
-        return layout_of(self.config, self.layer, heads, tokens, keep, slope, parallel, self.latent)
+        return layout_of(self.config, self.layer, heads, tokens, keep, slope, parallel, self.latent, shares)
 
     def allocate(self, num_heads: int, keys: Tensor, values: Tensor, context: int, keep: float | None = None) -> None:
         """Make the slots for `num_heads` query heads and the shapes, dtype and device of keys, values [B, Hkv, T, D].
@@ -92,12 +103,35 @@ class LayerCache:
         """
         budget = self.config.budget.resolved(keep)
 
-        def layout(tokens: int) -> Layout:
-            return self.layout(keys.shape[1], tokens, budget.keep, keys.device)
+        def layout(tokens: int, shares: tuple[int, ...] | None = None) -> Layout:
+            return self.layout(keys.shape[1], tokens, budget.keep, keys.device, shares)
 
-        tokens = budget.layer_tokens(self.place, self.num_layers, context, cost(keys, values, layout))
-        made = layout(tokens)
+        costs = cost(keys, values, layout, ragged=budget.shared is not None)
+        shares = None
+        if budget.shared is not None:
+            self.average, self.context = budget.average(self.num_layers, context, costs), context
+            shares = self._dealt(context)
+        made = layout(budget.layer_tokens(self.place, self.num_layers, context, costs), shares)
         self.adopt(made.allocate(keys, values), made, num_heads)
+
+    def _dealt(self, context: int) -> tuple[int, ...] | None:
+        """Tokens that each KV head of all processes keeps of a text of so many."""
+        return self.config.budget.heads_of(self.place, self.num_layers, self.average, context)
+
+    def deal(self, context: int) -> None:
+        """Let heads keep what they need of a text of so many tokens: the longer it is, the more they differ.
+
+        Their slots are dealt at the next selection. Not where addresses must not change, nor where some tokens have no
+        values, whose slots stay as they were dealt first.
+        """
+        fixed = self.static or self.state is None or self.state.approx is not None
+        if fixed or self.rule is None or not self.rule.layout.shared or context <= max(self.context, self.average):
+            return
+        self.context = context
+        shares = self._dealt(context)
+        assert shares is not None
+        heads, parallel = len(self.rule.layout.tokens), self.workspace.parallel
+        self.rule = self.rule.keeping(shares[parallel.rank * heads : (parallel.rank + 1) * heads])
 
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
@@ -214,8 +248,18 @@ class LayerCache:
         # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
         out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
         if clock.now.evicts and not self.readers:
-            evict(state, rule)
+            self._evict(length)
         return out[:, :, None]
+
+    def _evict(self, length: int) -> None:
+        """`evict`, after slots were dealt anew if the text, now of so many tokens, has grown by much."""
+        state, rule = self._held()
+        if length > GROWTH * max(self.context, self.average):
+            self.deal(length)
+        anew = self.rule is not rule
+        evict(state, self._held()[1], anew)
+        if anew:
+            self.prepare()
 
     # Other layers that attend to the same keys and values.
 
@@ -305,8 +349,10 @@ class LayerCache:
         return 0 if self.state is None else self.state.nbytes()
 
 
-def evict(state: LayerState, rule: LayerConfig) -> None:
+def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     """Shrink every head to its budget; heads that hold fewer tokens lose none.
+
+    Args: anew: whether heads are dealt other slots than they have.
 
     All slots are looked at, used or not (the host counts on no slot being free), so that shapes never differ. Where
     the batch lives in chosen rows, what the policy reads of them is copied; everything, and written back, unless the
@@ -322,7 +368,7 @@ def evict(state: LayerState, rule: LayerConfig) -> None:
         copied = state.taken(but=(*unread, *(() if state.parts is None else (state.parts.kind,))))
     told, guard = signals.of_slots(state, copied, rule)
     told, scores = signals.score(told, rule)
-    if state.approx is not None:
+    if anew or state.approx is not None:
         kept = selection.keep_best(told, scores, state.seen, rule)
         compaction.store(state, told, kept, 0, rule, full=True)
         return

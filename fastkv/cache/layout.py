@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,6 +32,7 @@ class Layout:
         mean: tokens per KV head, mean over the heads of all processes; 0 for nothing remembered besides moments.
         spare: further slots per head, filled between evictions.
         adaptive: whether heads trade slots with each other when tokens are selected.
+        shared: whether heads keep what they were calibrated to keep, and are dealt slots anew when a text grows.
         approx: tokens of which each KV head keeps the key only (VECTOR); empty without.
         order: of the moments, None for the count only.
         slope: whether to keep a half-precision copy of the cross moment for the kernels (half-precision keys only).
@@ -46,6 +47,7 @@ class Layout:
     mean: int = 0
     spare: int = 0
     adaptive: bool = False
+    shared: bool = False
     approx: tuple[int, ...] = ()
     order: int | None = None
     slope: bool = False
@@ -58,7 +60,7 @@ class Layout:
     @property
     def ragged(self) -> bool:
         """Whether heads own stretches of a slab instead of equally many slots."""
-        return self.adaptive or len(set(self.tokens)) > 1
+        return self.adaptive or self.shared or len(set(self.tokens)) > 1
 
     @property
     def least(self) -> int:
@@ -133,14 +135,16 @@ class Layout:
             slots.deal(self.capacities(tier))
 
 
-def cost(like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout]) -> LayerCost:
+def cost(
+    like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout], ragged: bool = False
+) -> LayerCost:
     """Bytes per sequence that `Layout.allocate` spends for [B, Hkv, T, D]: for each token per KV head, and apart.
 
-    Args: layout: makes one for a number of tokens per KV head.
+    Args: layout: makes one for a number of tokens per KV head.  ragged: whether heads will own stretches of a slab.
     """
     heads, dims = like_keys.shape[1], (like_keys.shape[-1], like_values.shape[-1])
-    made = layout(SAMPLE)
-    once, twice = (_bytes(replace(one, mean=0), heads, *dims, like_keys.dtype) for one in (made, layout(2 * SAMPLE)))
+    made, double = (replace(one, shared=ragged) for one in (layout(SAMPLE), layout(2 * SAMPLE)))
+    once, twice = (_bytes(replace(one, mean=0), heads, *dims, like_keys.dtype) for one in (made, double))
     each = (twice - once) / SAMPLE
     shape = Shape(heads, *dims, like_keys.element_size(), made.latent, made.format)
     return made.correction.cost(shape, LayerCost(each, once - round(SAMPLE * each)))
@@ -162,6 +166,7 @@ def layout_of(
     slope: bool,
     parallel: Parallel,
     latent: bool = False,
+    shares: tuple[int, ...] | None = None,
 ) -> Layout:
     """The layout of a layer's state.
 
@@ -171,6 +176,7 @@ def layout_of(
         slope: whether kernels want a half-precision copy of the cross moment.
         parallel: processes that share the layer's heads.
         latent: whether values are the first numbers of keys.
+        shares: tokens of each KV head of all processes, if they were calibrated.
     Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change or to be
         encoded that are parts of keys.
     """
@@ -190,7 +196,8 @@ def layout_of(
     approx: tuple[int, ...] = ()
     if pairs is None:
         usable = [True] * heads if config.values is None else config.values.usable(layer)[own]
-        pairs, approx = correction.split(tokens, reserved, keep, usable)
+        own_shares = (tokens,) * heads if shares is None else shares[own]
+        pairs, approx = _split(correction, own_shares, tokens, reserved, keep, usable)
     elif correction.key_only:
         raise FastKVError(
             f"correction='vector' and policy {policy.name!r} both fix how many tokens each head keeps; use one of them"
@@ -204,6 +211,7 @@ def layout_of(
         mean=tokens,
         spare=config.evict_every,
         adaptive=config.budget.heads == "adaptive" and heads * parallel.size > 1,
+        shared=shares is not None,
         approx=approx,
         order=max(orders, default=None),
         slope=slope,
@@ -213,6 +221,26 @@ def layout_of(
         format=config.slots,
         backend=config.backend,
     )
+
+
+def _split(
+    correction: Correction,
+    shares: tuple[int, ...],
+    tokens: int,
+    reserved: int,
+    keep: float | None,
+    usable: Sequence[bool],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`Correction.split` of heads that keep different numbers of tokens, `tokens` on average."""
+    if len(set(shares)) == 1:
+        return correction.split(shares[0], reserved, keep, usable)
+    pairs, approx = [], []
+    for head, number in enumerate(shares):
+        own = None if keep is None else min(keep * number / tokens, 1.0)
+        exact, keys = correction.split(number, reserved, own, usable[head : head + 1])
+        pairs.append(*exact)
+        approx.append(*(keys or (0,)))
+    return tuple(pairs), tuple(approx) if any(approx) else ()
 
 
 @dataclass(frozen=True)
@@ -262,6 +290,12 @@ class LayerConfig:
             weight=weight,
             readers=readers,
         )
+
+    def keeping(self, tokens: tuple[int, ...]) -> LayerConfig:
+        """The same where heads keep so many tokens."""
+        layout = replace(self.layout, tokens=tokens)
+        spec = spec_of(self.config, layout, self.spec.scale, self.spec.softcap)
+        return replace(self, layout=layout, spec=spec)
 
     def attending(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerConfig:
         """The same for a layer that attends so."""

@@ -27,6 +27,8 @@ class HeldPrompt:
     Attributes: again: what a second reading has found so far; None unless it has begun.
     """
 
+    differentiates = False
+
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
         self.held: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -122,6 +124,8 @@ class Rollback:
 
     Attributes: pending: q, k, v, valid and mass of the last forward, None if everything is absorbed.
     """
+
+    differentiates = False
 
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache

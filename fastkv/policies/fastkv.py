@@ -1,123 +1,112 @@
-"""FastKV: keep keys that are far from the mean key and keys that are attended to; remember the others as centroids."""
+"""FastKV: keep what queries to come are expected to read, keys unlike the others, and what any query looked at."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import FastKVError
-from .base import Signals, known_or_mean
-from .manifold import Manifold
-from .snapkv import SnapKV
+from ..reference import check_pool, neighbour_mean, peak_attention, z_scores
+from .base import Policy, Signals, check_at_least, known_or_mean
+from .expectedattention import ExpectedAttention
 
-BESIDE = 2.0  # weight of the window's attention beside the largest of a second reading
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class FastKV(SnapKV):
-    """score = min(|g|, 1) z + weight a / (s c): ManifoldKV's distance in standard deviations, and SnapKV's attention.
+class FastKV(Policy):
+    """score = z(E) + z(K) + z(N): three reasons why a token may be needed, each as a z-score over the head's tokens.
 
-    Source: fastkv's own, from the scores of `Manifold` (ManifoldKV, arXiv:2602.08343) and `SnapKV` (arXiv:2404.14469).
-    Distance alone finds what stands out but not what was asked for, attention alone forgets what is asked later. How
-    much each of them counts is up to the head, which chooses L of n tokens, T having been read in all:
+    Source: fastkv's own sum of three published scores. With s the layer's scale, k the keys and v the values,
 
-        z = (d - mean d) / std d,  d = |k - mu|              distance from the mean key
-        g = mean z^3                                         how skewed the distances are
-        s = exp(-sum_j p_j log p_j) / n,  p = a / sum a      share of the tokens that the attention is spread over
-        c = min(L / T, 1)                                    share of the tokens that stay
+        E = log(mean over the group of E_q[exp(s q.k)] |v|)   Expected Attention (arXiv:2510.00636), without its epsilon
+        K = -cos(mean of unit keys, k), before the rotary embedding           KeyDiff (arXiv:2504.15364)
+        N = pool(|v| max over queries of softmax(s q.k over all tokens))      Compactor's non-causal attention
+                                                                              (arXiv:2507.08143), its maximum
 
-    Where few keys are far from all others, their distances are skewed, and they stand out for a reason; where distances
-    scatter evenly about their mean, the largest of them mean nothing, and attention decides alone. A head whose last
-    queries look at few tokens says with them what it needs; one that looks everywhere does not know yet. Where few
-    tokens can stay, those come first that are needed now; where there is room, what stands out may be needed later.
-
-    Of the evicted tokens a head keeps centroids in a sixteenth of the bytes of its pairs, at least 4, joined as
-    `fastkv.reference.centroids` says. Outliers among the keys stay exact; merging blurs the others least.
-
-    With `reread` the prompt is fed a second time, in chunks of 512, and
-
-        score_j = max over its queries of their attention to j + 2 a_j / (s c)
-
-    instead: what the model looks at while it reads the same again is what it needs to go on. The shorter the chunks,
-    the less of their attention goes to themselves; retrieval wants them longer. Tokens that were read once, generated
-    ones and those of later prompts, have the mean of the others in place of the maximum. Centroids take an eighth of
-    the bytes then. They settle among the evicted tokens by that maximum (`Centroids.settled`), and their values are
-    refitted to the attention of some queries of the second reading (`Centroids.refitted`).
+    E knows what most queries read, K what stands out whatever they read, N what few of them read, and much. The mean
+    over the queries of a text forgets what one of them looked up; the maximum does not. Every eighth query is asked: on
+    SmolLM2 that finds what all of them find. A prompt is read once, whole or in blocks: of earlier blocks N is
+    remembered, E and K are computed anew. Between generated tokens, whose queries nobody keeps, K and N decide.
+    Of the evicted tokens a head keeps centroids, in a sixteenth of the bytes of its pairs.
 
     Args:
-        window: observation window, queries.
-        pool: odd width of the average pooling of the attention.
-        weight: of the attention, in standard deviations of distance, for a head that looks at all tokens and keeps them
-            all; 0 for ManifoldKV's choice.
-        reread: read the prompt twice, which takes about twice as long and, until it ends, the memory of the whole
-            cache (as KVzip, arXiv:2505.23416, whose scores these are); `policy="fastkv-reread"`.
+        every: one query in so many is asked for N.
+        pool: odd width of the mean pooling of N.
+        horizon: positions to come, over which E averages the rotation.
     """
 
     name = "fastkv"
-    chunk = 512
+    correction = "centroids"
+    needs = frozenset({"queries", "pre_rope"})
+    remembers = True
 
-    weight: float = 4.0
-    reread: bool = False
+    every: int = 8
+    pool: int = 3
+    horizon: int = 512
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.weight < math.inf:
-            raise FastKVError(f"fastkv: weight must be a finite number of at least 0, got {self.weight!r}; try 4.0")
-
-    @property
-    def correction(self) -> str:
-        """Twice as many centroids after a second reading, which knows what can be spared."""
-        return "fine-centroids" if self.reread else "centroids"
-
-    @property
-    def rereads(self) -> bool:
-        """If asked to."""
-        return self.reread
-
-    @property
-    def remembers(self) -> bool:
-        """What a second reading found."""
-        return self.reread
-
-    @property
-    def refits(self) -> bool:
-        """After a second reading."""
-        return self.reread
+        check_at_least(self, every=1, pool=1, horizon=1)
+        check_pool(self.pool)
 
     def remember(self, signals: Signals) -> Tensor:
-        """What a token received on the second reading, [B, Hkv, N] fp32; 0 for those that were read once."""
+        """N of every candidate, the largest so far; 0 for generated tokens."""
         assert signals.memory is not None
-        return signals.memory if signals.received is None else signals.received
+        return signals.memory if signals.queries is None else signals.memory.maximum(self._peak(signals))
 
     def score(self, signals: Signals) -> Tensor:
-        """Both together, [B, Hkv, N]."""
-        attention = super().score(signals)
-        told = signals.positions, signals.valid, signals.tokens
-        if self.reread:
-            equal = torch.zeros_like(attention)  # of equal distances the blend takes nothing
-            beside = ops.blended_scores(equal, attention, *told, BESIDE, backend=signals.backend)
-            return known_or_mean(signals) + beside
-        distance = Manifold().score(signals)
-        return ops.blended_scores(distance, attention, *told, self.weight, backend=signals.backend)
+        """The sum of the z-scores, [B, Hkv, N] fp32."""
+        keys = signals.pre_rope_keys
+        unlike = ops.keydiff_scores(keys, "normalized_mean", mask=signals.valid, backend=signals.backend)
+        score = z_scores(unlike, signals.valid) + z_scores(known_or_mean(signals), signals.valid)
+        if signals.queries is None:
+            return score
+        expected = ExpectedAttention(horizon=self.horizon, epsilon=0.0).expected(signals)
+        return score + z_scores(expected.clamp(min=TINY).log(), signals.valid)
+
+    def _peak(self, signals: Signals) -> Tensor:
+        """N of this block's queries, [B, Hkv, N] fp32, 0 where not real."""
+        assert signals.queries is not None
+        num = signals.queries.shape[2]
+        asked = torch.arange(num - 1, -1, -self.every, device=signals.keys.device).flip(0)
+        most = peak_attention(
+            signals.queries[:, :, asked],
+            signals.keys,
+            signals.scale,
+            signals.softcap,
+            valid=signals.valid,
+            asked=signals.valid[:, 0, -num:][:, asked],
+            sink_logits=signals.sink_logits,
+        )
+        length = torch.linalg.vector_norm(signals.values.to(most.dtype), dim=-1)
+        pooled = neighbour_mean(most * length, self.pool, signals.positions, signals.valid).float()
+        return torch.where(signals.valid, pooled.clamp(min=TINY), 0)
 
 
 @dataclass(frozen=True)
 class FastKVReread(FastKV):
-    """`FastKV` with a second reading of the prompt.
+    """`FastKV` with a second reading of the prompt, which says what the model looks up when it reads the same again.
 
-    Source: fastkv's own; the second reading is KVzip's (Kim et al. 2025, arXiv:2505.23416).
+    Source: fastkv's own; the second reading is KVzip's (Kim et al. 2025, arXiv:2505.23416). N is then |v| times the
+    largest attention that any query of the second reading gave, in chunks of 512. Reading takes about twice as long
+    and, until it ends, the memory of the whole cache.
 
     Args:
-        window: observation window, queries.
-        pool: odd width of the average pooling of the attention.
-        weight: for `reread=False` only, see `FastKV`.
-        reread: read the prompt twice.
+        every: for `FastKV` only.
+        pool: odd width of the mean pooling of N.
+        horizon: positions to come, over which E averages the rotation.
     """
 
     name = "fastkv-reread"
+    chunk = 512
+    rereads = True
 
-    reread: bool = True
+    def remember(self, signals: Signals) -> Tensor:
+        """What a token received on the second reading; of tokens that were read once what `FastKV` remembers."""
+        if signals.received is None:
+            return super().remember(signals)
+        length = torch.linalg.vector_norm(signals.values.float(), dim=-1)
+        known = (signals.received * length).clamp(min=TINY)
+        return torch.where(signals.valid, known, 0)

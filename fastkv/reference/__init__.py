@@ -25,6 +25,7 @@ from .attention import (
     decode_step,
     merge_partials,
     most_attended,
+    peak_attention,
     prefill_attention,
     with_sink,
 )

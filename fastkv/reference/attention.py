@@ -332,6 +332,38 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
     return most.exp()
 
 
+def peak_attention(
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    valid: Tensor,
+    asked: Tensor,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """For each key, the largest weight that any query gives it where all see all, earlier and later: max softmax(s).
+
+    Args: q [B, Hq, T, D]; keys [B, Hkv, N, D]; valid [B, Hkv, N] bool, false for keys nobody sees; asked [B, T] bool,
+        false for queries that do not count; sink_logits [Hq], of learned sinks.
+    Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), the maximum over queries and over the query heads of a KV head; 0
+        where not valid.
+    """
+    dtype = compute_dtype(q)
+    heads, groups = keys.shape[1], check_groups("peak_attention", q.shape[1], keys.shape[1])
+    check_shape("peak_attention", "valid", valid, keys.shape[:3])
+    most = torch.zeros(keys.shape[:3], dtype=dtype, device=keys.device)
+    keys = torch.where(valid[..., None], keys, 0).to(dtype)
+    for part, counts in zip(q.split(QUERY_CHUNK, 2), asked.split(QUERY_CHUNK, 1)):
+        logits = grouped_logits(part, keys, scale, softcap)
+        weights, lse = masked_softmax(logits, valid[:, :, None, None])
+        if sink_logits is not None:
+            sinks = sink_logits.to(dtype).view(1, heads, groups, 1)
+            weights = weights * torch.sigmoid(lse - sinks)[..., None]
+        torch.maximum(most, torch.where(counts[:, None, None, :, None], weights, 0).amax((2, 3)), out=most)
+    return most
+
+
 def unrotate(keys: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo the rotary embedding of keys [B, Hkv, N, D] at positions [B, Hkv, N].
 

@@ -146,6 +146,14 @@ class Slots:
             self.starts.zero_()
             self.starts[:, 1:] = torch.tensor(capacities, device=self.starts.device).cumsum(0)
 
+    def redeal(self, capacities: Sequence[int]) -> None:
+        """Give each head so many slots, all of them empty, in slabs that are just large enough."""
+        for name in (*self.MOVING, "attention", "memory"):
+            slab = getattr(self, name)
+            if slab is not None and slab.shape[1] != sum(capacities):
+                setattr(self, name, slab.new_zeros(len(slab), sum(capacities), *slab.shape[2:]))
+        self.deal(capacities)
+
     def trade(self, capacities: Tensor, everywhere: Tensor) -> None:
         """Give each head so many slots, [B, Hkv]; `everywhere` [B, all heads] says what the heads of all processes get.
 

@@ -59,6 +59,9 @@ class Table:
 ONCE = tuple(name for name in SOME if name not in TWICE)
 TABLES = {
     "later_2048": Table("2,048 tokens, compressed before the question", names=ALL),
+    "uniform_2048": Table(
+        "2,048 tokens, all heads alike", names=ALL, settings={"heads": "uniform"}, keeps=(0.25, 0.125)
+    ),
     "blocks_2048": Table("2,048 tokens in blocks of 256", names=ONCE, settings={"prefill_block": 256}, texts=8),
     "seen_2048": Table("2,048 tokens, read together with the question", question="seen", texts=8),
     "tokens_2048": Table("2,048 tokens, at equal tokens", equal="tokens", texts=12),

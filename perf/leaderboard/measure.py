@@ -129,7 +129,7 @@ def budget_of(
     model: Any, keep: float, num: int, equal: str, policy: policies.Policy, settings: dict[str, Any]
 ) -> Budget:
     """The share `keep` of the text's tokens, or the tokens that fit into that share of the bytes of a bf16 cache."""
-    heads = settings.get("heads", "uniform")
+    heads = settings.get("heads", "calibrated")
     if equal == "tokens":
         return Budget(keep=keep, heads=heads)
     text = model.config
@@ -138,12 +138,10 @@ def budget_of(
     rows = torch.empty(1, hkv, 1, dim, dtype=torch.bfloat16, device="meta")
     bounded, patching = Budget(bytes=total, heads=heads), {k: v for k, v in settings.items() if k != "heads"}
     with patched(model, policy, bounded, **patching):
-        caches = [layer.cache for layer in FastKVCache(model).compressed]
-        each = [
-            cache.config.budget.layer_tokens(cache.place, layers, num, cost(rows, rows, partial(layout_of, cache, hkv)))
-            for cache in caches
-        ]
-    return replace(bounded, bytes=None, tokens=sum(each) // layers)
+        cache = FastKVCache(model).compressed[0].cache
+        known = cache.config.budget
+        spent = cost(rows, rows, partial(layout_of, cache, hkv), ragged=known.shared is not None)
+        return replace(bounded, bytes=None, tokens=known.average(layers, num, spent))
 
 
 def layout_of(cache: LayerCache, heads: int, tokens: int) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,11 +47,20 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Any], prompt: P
     return out
 
 
-def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Tensor, mask: Tensor) -> None:
+def read_again(
+    base: Any,
+    cache: FastKVCache,
+    held: Sequence[HeldPrompt],
+    tokens: Tensor,
+    mask: Tensor,
+    chunk: int | None = None,
+    after: Callable[[Any], None] | None = None,
+) -> None:
     """Feed the prompt once more, in chunks, and let each layer collect what attention its tokens receive.
 
     Each chunk stands where a text that goes on after the first reading would.
-    Args: tokens: ids [B, N] or embeddings [B, N, hidden].  mask [B, N]: 0 for padding.
+    Args: tokens: ids [B, N] or embeddings [B, N, hidden].  mask [B, N]: 0 for padding.  chunk: tokens, by default those
+        of the policy.  after: called with the model's output for each chunk.
     """
     first = cache.prompt
     assert first is not None
@@ -70,8 +80,9 @@ def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Te
     kept = {layer: {name: one.clone() for name, one in found.items()} for layer, found in beside.items()}
     for prompt in held:
         prompt.expect_again()
-    for start in range(0, num, policy.chunk):
-        part = slice(start, start + policy.chunk)
+    chunk = chunk or policy.chunk
+    for start in range(0, num, chunk):
+        part = slice(start, start + chunk)
         fed = torch.cat([request, packed[:, part]], 1)
         fed_mask = torch.cat([unpadded, packed_mask[:, part]], 1)
         # Layers that are transformers' forget the second reading by being put back.
@@ -81,12 +92,15 @@ def read_again(base: Any, cache: FastKVCache, held: list[HeldPrompt], tokens: Te
         # A decoder that was given no positions numbers its tokens itself: from the length on, padding included, or by
         # the mask. It goes on so.
         placed = {} if follows is None else {"position_ids": follows + (fed_mask.cumsum(-1) - 1).clamp(min=0)}
-        base._fastkv_base_forward(
+        out = base._fastkv_base_forward(
             **{name: fed}, **placed, attention_mask=cache.prompt.padding, past_key_values=cache, use_cache=True
         )
-        for layer, found in beside.items():
-            for name, tensor in found.items():
-                tensor.copy_(kept[layer][name])
+        if after is not None:
+            after(out)
+        with torch.no_grad():
+            for layer, found in beside.items():
+                for name, tensor in found.items():
+                    tensor.copy_(kept[layer][name])
     cache.prompt = first
     for index, layer in others.items():
         cache.layers[index] = layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from ...cache.wrappers import HeldPrompt, Rollback
 from ...errors import FastKVError
 from ...reference import LayerState
 from . import stock
+
+Held = TypeVar("Held", bound=HeldPrompt)
 
 
 class FastKVLayer(CacheLayerMixin):
@@ -156,11 +158,14 @@ class FastKVLayer(CacheLayerMixin):
             sink_logits: [Hq], the layer's learned attention sinks, None for none.
         """
         self._arrive()
-        q, k, v = q.detach(), k.detach(), v.detach()
+        if not self.reader.differentiates:
+            q, k, v = q.detach(), k.detach(), v.detach()
         if not isinstance(self.reader, HeldPrompt) and not self._fits(k):
             self._check(q, k, v)
             self.cache.allocate(q.shape[1], k, v, max(self.expected, k.shape[2]))
             self._fix()
+        elif not self.cache.static:
+            self.cache.deal(max(self.seen, self.expected))
         self.reader.configure(scale, softcap, output, sink_logits)
         return self.reader.read(q, k, v, valid, stock)
 
@@ -208,10 +213,10 @@ class FastKVLayer(CacheLayerMixin):
 
     # A first prompt that is held in full until all layers have read it.
 
-    def hold(self) -> HeldPrompt:
+    def hold(self, kind: type[Held] = HeldPrompt) -> Held:  # type: ignore[assignment]
         """Hold the next forward, a first prompt, until `commit`."""
-        self.reader = HeldPrompt(self.cache)
-        return self.reader
+        self.reader = held = kind(self.cache)
+        return held
 
     @property
     def rereading(self) -> bool:
