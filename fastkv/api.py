@@ -12,9 +12,13 @@ from torch.nn import Module
 
 from . import config as settings
 from .budget import Budget
+from .calibration.files import check_fitted
+from .calibration.head_shares import HeadShares
 from .calibration.vector_map import VectorMap
 from .config import Config
+from .errors import FastKVError
 from .integrations import transformers as engine
+from .integrations.transformers.calibrate import shares_for
 from .policies import Policy
 
 Model = TypeVar("Model", bound=Module)
@@ -74,11 +78,32 @@ def patch(
         weight = next(model.parameters())
         config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
     config = settings.with_fits(config, model.config, vector)
-    config = settings.with_shares(config, model)
+    config = with_shares(config, model)
     config = engine.with_rotations(config, model, modules)
     engine.detach(model)
     engine.attach(model, modules, config)
     return model
+
+
+def with_shares(config: Config, model: Any) -> Config:
+    """The config with the shares of heads that its budget asks for; made now if there are none.
+
+    Raises: FastKVError if a file is missing or of another model, or if the model cannot be calibrated.
+    """
+    heads = config.budget.heads
+    if heads in ("uniform", "adaptive"):
+        return config
+    if config.policy.fixes_heads:
+        if heads != "calibrated":
+            raise FastKVError(
+                f"policy {config.policy.name!r} fixes how many tokens each head keeps, and so does heads={heads!r}; "
+                "use one of them"
+            )
+        return replace(config, budget=replace(config.budget, heads="uniform"))
+    shares = heads if isinstance(heads, HeadShares) else shares_for(model, heads)
+    if isinstance(shares, HeadShares):
+        check_fitted("Budget(heads=...)", shares.fingerprint, shares.model, model.config, "heads")
+    return replace(config, budget=replace(config.budget, heads=shares))
 
 
 def unpatch(model: Model) -> Model:

@@ -168,6 +168,11 @@ class Budget:
                 f"Budget layers lists {len(self.layers)} weights, but the model has {num_layers} compressed layers; "
                 "give one weight per full-attention layer"
             )
+        if self.shared is not None and len(self.shared.heads) != num_layers:
+            raise FastKVError(
+                f"Budget heads are shares of {len(self.shared.heads)} layers, but the model has {num_layers} that are "
+                "compressed; calibrate it with fastkv calibrate heads"
+            )
         if self.tokens is not None and self.shared is None:
             for index in range(num_layers):
                 self._share(self.tokens, index, num_layers)

@@ -50,8 +50,13 @@ COMMANDS: dict[str, dict[str, Any]] = {
         epilog="--budgets 1/4,1/8 --policies kvzip,streaming --out results",
     ),
     "calibrate": dict(
-        help="fit what VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
+        help="fit what heads, VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
         epilog="vector --model PATH --text corpus/ --out vector.safetensors",
+    ),
+    "calibrate heads": dict(
+        module=".calibration.fit_heads",
+        help="find how many tokens each head needs, from a text that the model writes itself, and show it",
+        epilog="--model PATH --out heads.safetensors",
     ),
     "calibrate vector": dict(
         module=".calibration.fit_vector",

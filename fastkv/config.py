@@ -11,7 +11,7 @@ import torch
 
 from . import corrections
 from .backend import BACKENDS
-from .budget import Budget
+from .budget import HEADS, Budget
 from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
 from .calibration.quality import load as load_curve
@@ -23,9 +23,9 @@ from .policies import Policy, get
 from .reference import AUTO, SlotFormat, slot_format
 from .rotary import Rotary
 
-
 # What `patch`, modules, commands and the vLLM plugin use where nothing is said.
 POLICY, BUDGET, EVICT_EVERY = "fastkv", 1024, 16
+WITHOUT_ROTARY = "momentkv"  # the policy where nobody says how keys are turned
 
 
 @dataclass(frozen=True)
@@ -164,25 +164,18 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
     return config
 
 
-def with_shares(config: Config, model: Any) -> Config:
-    """The config with the shares of heads that its budget asks for; made now if there are none.
+def check_shares(config: Config, heads: list[int]) -> None:
+    """Raise FastKVError unless shares of heads are of a model with so many in its layers, or heads are alike.
 
-    Raises: FastKVError if a file is missing or of another model, or if the model cannot be calibrated.
+    For whoever has no model to calibrate or to find a file for.
     """
-    from .calibration.fit_heads import shares_for  # it patches models
-
-    heads = config.budget.heads
-    if heads in ("uniform", "adaptive"):
-        return config
-    if config.policy.fixes_heads:
-        if heads != "calibrated":
-            raise FastKVError(
-                f"policy {config.policy.name!r} fixes how many tokens each head keeps, and so does heads={heads!r}; "
-                "use one of them"
-            )
-        return replace(config, budget=replace(config.budget, heads="uniform"))
-    shares = heads if isinstance(heads, HeadShares) else shares_for(model, heads)
-    return replace(config, budget=replace(config.budget, heads=shares))
+    shares = config.budget.heads
+    if isinstance(shares, HeadShares):
+        shares.check(heads)
+    elif shares not in HEADS:
+        raise FastKVError(
+            f"shares of heads have to be given here, got the file {shares!r}; pass heads=HeadShares.load(file, config)"
+        )
 
 
 def _beside(config: Any, name: str, what: str, how: str) -> Path:

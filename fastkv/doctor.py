@@ -12,7 +12,7 @@ import transformers
 
 from . import __version__, policies
 from .backend import MODULES, why_not
-from .config import Config
+from .config import BUDGET, POLICY, Config
 from .cpu import compiled
 from .errors import FastKVError, not_installed
 from .evaluation.pretrained import place
@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH", help="smollm2, a directory or a .gguf file, of which only the config is read"
     )
     parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
-    parser.add_argument("--budget", type=int, default=1024, metavar="N", help="tokens kept per KV head (1024)")
+    parser.add_argument("--budget", type=int, default=BUDGET, metavar="N", help=f"tokens kept per KV head ({BUDGET})")
     parser.add_argument(
         "--slots", default="auto", help="auto, int8, fp8 or int4: how keys and values are stored (auto)"
     )
-    parser.add_argument("--policy", default="momentkv", help=f"one of {', '.join(policies.names())} (momentkv)")
+    parser.add_argument("--policy", default=POLICY, help=f"one of {', '.join(policies.names())} ({POLICY})")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from .cache.layer import LayerCache
 from .cache.workspace import CacheWorkspace
 from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
-from .config import Config
+from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .errors import FastKVError, check_groups, check_shape
 from .policies import Policy
 from .reference import FORMATS, LayerState, Moments
@@ -38,7 +38,8 @@ class FastKVAttention(Module):
 
     Args:
         num_heads: of queries, a multiple of num_kv_heads.  num_kv_heads: of keys and values.  head_dim: of all of them.
-        policy, budget, prefill_block, evict_every, correction, backend, slots: as in `fastkv.patch`.
+        policy, budget, prefill_block, evict_every, correction, backend, slots: as in `fastkv.patch`, but without
+            `rotary` the policy is momentkv. Heads are alike unless the budget has `HeadShares` of the whole model.
             `Budget(bytes=...)` is per sequence, for all `num_layers`; `Budget(keep=...)` is the share of the first
             prompt.
         scale: logit multiplier, head_dim ** -0.5 if None.  softcap: bends logits to softcap * tanh(logits / softcap).
@@ -57,11 +58,11 @@ class FastKVAttention(Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        policy: str | Policy = "momentkv",
-        budget: int | Budget = 1024,
+        policy: str | Policy | None = None,
+        budget: int | Budget = BUDGET,
         *,
         prefill_block: int | None = None,
-        evict_every: int = 16,
+        evict_every: int = EVICT_EVERY,
         correction: str | bool | None = "auto",
         scale: float | None = None,
         softcap: float | None = None,
@@ -79,6 +80,7 @@ class FastKVAttention(Module):
         _check_sizes(num_heads, num_kv_heads, head_dim, layer, num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
+        policy = policy or (WITHOUT_ROTARY if rotary is None else POLICY)
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None, slots)
         turning = {} if rotary is None else {layer: rotary}
         self.config = replace(config, values=vector, queries=queries, rotations=turning)
@@ -102,6 +104,7 @@ class FastKVAttention(Module):
                 "method or fastkv.patch"
             )
         config.budget.check_layers(num_layers)
+        check_shares(config, [self.num_kv_heads] * num_layers)
         config.policy.check([self.num_kv_heads] * num_layers)
         if config.undoes_rotation and rotary is None:
             what = "correction='vector'" if config.correction.key_only else name

@@ -48,3 +48,13 @@ def seeded():
     torch.manual_seed(0)
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(autouse=True)
+def heads_alike(request, monkeypatch):
+    """Heads keep the same number of tokens unless a test says otherwise: models of tests are not calibrated for each.
+
+    Tests that are marked "calibrated" get what a user gets.
+    """
+    if request.node.get_closest_marker("calibrated") is None:
+        monkeypatch.setattr("fastkv.api.shares_for", lambda model, wanted: "uniform")

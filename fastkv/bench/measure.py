@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from ..api import patched
+from ..config import EVICT_EVERY
 from ..evaluation.common import FULL
 from ..integrations.transformers import stock
 from ..integrations.transformers.cache import FastKVCache
@@ -40,7 +41,7 @@ class Settings:
 
     block: int | str | None = "auto"
     samples: int = 4
-    period: int = 16
+    period: int = EVICT_EVERY
     graphs: bool = False
     slots: str = "auto"
 

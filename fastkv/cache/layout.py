@@ -135,9 +135,7 @@ class Layout:
             slots.deal(self.capacities(tier))
 
 
-def cost(
-    like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout], ragged: bool = False
-) -> LayerCost:
+def cost(like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout], ragged: bool = False) -> LayerCost:
     """Bytes per sequence that `Layout.allocate` spends for [B, Hkv, T, D]: for each token per KV head, and apart.
 
     Args: layout: makes one for a number of tokens per KV head.  ragged: whether heads will own stretches of a slab.
@@ -234,7 +232,8 @@ def _split(
     """`Correction.split` of heads that keep different numbers of tokens, `tokens` on average."""
     if len(set(shares)) == 1:
         return correction.split(shares[0], reserved, keep, usable)
-    pairs, approx = [], []
+    pairs: list[int] = []
+    approx: list[int] = []
     for head, number in enumerate(shares):
         own = None if keep is None else min(keep * number / tokens, 1.0)
         exact, keys = correction.split(number, reserved, own, usable[head : head + 1])

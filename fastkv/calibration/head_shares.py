@@ -126,7 +126,9 @@ def _tokens_of(
     real = torch.arange(wanted.shape[1]) < torch.tensor(shares.heads)[:, None]
     if layers is not None:
         weights = torch.tensor(layers, dtype=torch.float64)
-        wanted = wanted / wanted.sum(-1, keepdim=True) * (weights / weights.mean() * torch.tensor(shares.heads))[:, None]
+        wanted = (
+            wanted / wanted.sum(-1, keepdim=True) * (weights / weights.mean() * torch.tensor(shares.heads))[:, None]
+        )
     wanted, total = wanted[real] * average, average * sum(shares.heads)
     floor = max(int(FLOOR * average), reserved, 1)
     most = float(context) if context > average else math.inf  # no head holds more than there is

@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .. import __version__, policies
-from ..budget import Budget
+from ..budget import HEADS, Budget
 from ..calibration.files import replace_file
+from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..reference import FORMATS
 from . import pretrained, texts
-from .equal_bytes import EVICT_EVERY, assert_equal_bytes, equal_bytes, is_full
+from .equal_bytes import assert_equal_bytes, equal_bytes, is_full
 
 TEXT = "topics"  # what is read where no text is given: Python's language reference
 FULL = "full"  # the stock cache, under the name of a policy
@@ -215,7 +216,7 @@ def add_caches(parser: argparse.ArgumentParser) -> None:
     option(parser, "--sinks", 4, "first tokens that stay")
     option(parser, "--recent", 32, "last tokens that stay")
     option(parser, "--layers", "uniform", "uniform, pyramid, or a weight for each layer, as 2,1,1,1", "SHARES")
-    add("--heads", choices=("uniform", "adaptive"), default="uniform", help="as in fastkv.Budget (default: uniform)")
+    option(parser, "--heads", "calibrated", f"as in fastkv.Budget: {', '.join(HEADS)} or a file", "HOW")
     add("--prefill-block", type=int, metavar="N", help="tokens of a block (default: prompts are read whole)")
     option(parser, "--evict-every", EVICT_EVERY, "decode steps between evictions")
     option(parser, "--correction", "auto", "as in fastkv.patch", "NAME")

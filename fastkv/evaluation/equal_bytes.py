@@ -18,13 +18,12 @@ from ..budget import Budget
 from ..cache.layer import LayerCache
 from ..cache.layout import Layout, cost
 from ..calibration.files import kv_shapes
+from ..config import EVICT_EVERY
 from ..corrections import Shape
 from ..errors import FastKVError
 from ..integrations.transformers import stock
 from ..integrations.transformers.cache import FastKVCache
 from ..reference import LayerState
-
-EVICT_EVERY = 16  # as `fastkv.patch` has it
 
 
 def is_full(layer: Any) -> bool:

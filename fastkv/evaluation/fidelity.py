@@ -34,11 +34,12 @@ from transformers import PreTrainedModel
 from .. import corrections, policies
 from ..api import patched
 from ..budget import Budget
+from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
 from ..reference import LayerState, joined, with_sink
 from . import asking, common, facts
-from .equal_bytes import EVICT_EVERY, equal_bytes, stored_bytes
+from .equal_bytes import equal_bytes, stored_bytes
 from .recording import cache_bytes, kept_tokens, record_attention
 
 FITTED = frozenset({"duoattention", "triattention"})  # need a file about the model

@@ -46,6 +46,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..api import patch, unpatch
 from ..budget import Budget
+from ..config import BUDGET, POLICY
 from ..errors import FastKVError
 from ..policies import Policy
 from . import asking, ruler
@@ -87,8 +88,8 @@ class FastKVLM(HFLM):
     def __init__(
         self,
         pretrained: Any,
-        policy: str | Policy = "momentkv",
-        budget: int | str | Budget = 1024,
+        policy: str | Policy = POLICY,
+        budget: int | str | Budget = BUDGET,
         sinks: int = 4,
         recent: int = 32,
         layers: str | Sequence[float] = "uniform",
@@ -108,7 +109,7 @@ class FastKVLM(HFLM):
     def set_cache(
         self,
         policy: str | Policy,
-        budget: int | Budget = 1024,
+        budget: int | Budget = BUDGET,
         *,
         prefill_block: int | None = None,
         mode: str = "auto",

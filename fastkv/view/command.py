@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .. import Budget, FastKVError, policies
 from ..api import patched
+from ..config import EVICT_EVERY
 from ..evaluation import common, facts
-from ..evaluation.equal_bytes import EVICT_EVERY, equal_bytes
+from ..evaluation.equal_bytes import equal_bytes
 from .page import coded, packed, written
 from .trace import Full, Reading, Trace, read_full, trace
 

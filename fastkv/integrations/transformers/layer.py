@@ -213,9 +213,13 @@ class FastKVLayer(CacheLayerMixin):
 
     # A first prompt that is held in full until all layers have read it.
 
-    def hold(self, kind: type[Held] = HeldPrompt) -> Held:  # type: ignore[assignment]
+    def hold(self) -> HeldPrompt:
         """Hold the next forward, a first prompt, until `commit`."""
-        self.reader = held = kind(self.cache)
+        return self.hold_in(HeldPrompt(self.cache))
+
+    def hold_in(self, held: Held) -> Held:
+        """`hold` in a wrapper of the caller's, of this layer's cache."""
+        self.reader = held
         return held
 
     @property

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from ...budget import Budget
-from ...config import Config, block_tokens
+from ...budget import HEADS, Budget
+from ...config import BUDGET, EVICT_EVERY, POLICY, Config, block_tokens
 from ...errors import FastKVError
 from ...policies import get
 
 KEY = "fastkv"
 DEFAULTS: dict[str, Any] = {  # as in `fastkv.patch`
-    "policy": "momentkv",
-    "budget": 1024,
+    "policy": POLICY,
+    "budget": BUDGET,
     "prefill_block": None,
-    "evict_every": 16,
+    "evict_every": EVICT_EVERY,
     "correction": "auto",
     "backend": "auto",
     "slots": "auto",
@@ -98,6 +98,11 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
     budget = config.budget
     if parallel.pipeline_parallel_size > 1 and (budget.layers != "uniform" or budget.tokens is None):
         raise FastKVError("with pipeline parallelism a budget must be a number of tokens, the same for all layers")
+    if budget.heads not in HEADS:
+        raise FastKVError(
+            f"pages of a serving engine are of one size, so that heads are alike, got heads={budget.heads!r}; leave it "
+            "out"
+        )
     if parallel.tensor_parallel_size > 1 and budget.heads == "adaptive":
         raise FastKVError(
             "Budget(heads='adaptive') lets heads of all processes trade slots, whose pages have a fixed size; use "

@@ -1,0 +1,335 @@
+"""`fastkv calibrate heads`: which heads of a model need how much, found in a text that it writes itself.
+
+The model reads a text, and then the same text again behind it. For every head, the tokens of the first reading are put
+in the order in which the policy would keep them. With g the gradient of the second reading's loss with respect to a
+head's output o_t for its t-th token, the head that keeps the c best tokens costs, to first order in what it loses,
+
+    cost_h(c) = sum_t (g_t . (o_t(c) - o_t))^2
+
+with o_t(c) the attention over these c tokens and the second reading's own. Two losses are taken: that of the tokens
+which are there, and of tokens drawn from the model's own prediction (for which the squares estimate the divergence
+between the two predictions, as in Fisher pruning, Theis et al. 2018, arXiv:1801.05787). Each is divided by what it
+costs to keep nothing. For any number of tokens in all, the heads' numbers then minimise the sum over the lower convex
+hulls of these curves: the tokens go where they save most, until there are no more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...budget import Budget
+from ...cache import signals as told
+from ...cache.selection import protected
+from ...cache.wrappers import HeldPrompt
+from ...calibration.files import describe, fingerprint, user_cache
+from ...calibration.head_shares import FLOOR, KEEPS, HeadShares, weights_digest
+from ...config import POLICY, Config
+from ...errors import FastKVError
+from ...parallel import Parallel
+from ...reference.attention import grouped_logits
+from . import modules
+from .attach import attach, check, detach
+from .cache import FastKVCache
+from .deferred import read_again
+from .prompt import Prompt
+from .selfcheck import with_rotations
+
+TEXTS, ROWS, LENGTH = 2, 4, 256  # own texts, of so many pieces, of so many tokens each
+CHUNK = 512  # tokens that are read again at once
+POINTS = 128  # numbers of tokens at which a curve is known
+LONGEST = 3072  # tokens that are read of a text that is given
+SHORTEST = 128
+
+
+class Watched(HeldPrompt):
+    """A layer that is read twice, the second time so that the loss can be differentiated by its output.
+
+    Attributes:
+        order: [Hkv, N], the tokens of the first reading, best first.
+        curves: [2, Hkv, POINTS + 1] fp32, what keeping the best 0, ..., N of them costs, for each loss.
+        output: [1, Hq, T, Dv] of the last chunk.
+    """
+
+    differentiates = True
+
+    def rank(self) -> None:
+        """Put the tokens of the first reading in order."""
+        assert self.held is not None
+        q, k, v, valid = self.held
+        self.cache.allocate(q.shape[1], k, v, k.shape[2])
+        rule, state = self.cache.configure(*self.attends), self.cache.state
+        assert state is not None
+        positions = (valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
+        state.seen += valid.sum(-1)
+        known = told.candidates(state, (k, v, positions, valid), rule)
+        first = state.exact.filled  # slots, all of them empty
+        known, scores = told.score(told.of_block(known, q, valid, state, rule, None, None), rule)
+        guard = protected(known, state.seen, rule)
+        scores = scores.float().masked_fill(guard, float("inf"))[0, :, first:]
+        self.order = scores.sort(stable=True, dim=-1, descending=True).indices
+        self.curves = torch.zeros(2, k.shape[1], POINTS + 1, device=k.device)
+
+    def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+        """Attention over the held prompt and, causally, the tokens themselves; in plain torch, for autograd."""
+        assert self.held is not None
+        self.fed = (k.detach(), v.detach(), valid)
+        scale, softcap, _, sinks = self.attends
+        _, past_k, past_v, _ = self.held
+        keys, values = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+        num, past = k.shape[2], past_k.shape[2]
+        logits = grouped_logits(q.float(), keys.float(), scale, softcap)
+        ahead = torch.ones(num, num, dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(torch.nn.functional.pad(ahead, (past, 0)), float("-inf"))
+        heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+        if sinks is not None:
+            column = sinks.float().view(1, heads, groups, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, column], -1)
+        weights = logits.softmax(-1)[..., : past + num]
+        out = (weights @ values[:, :, None].float()).flatten(1, 2).to(q.dtype)
+        self.output = out if out.requires_grad else out.requires_grad_()
+        self.weights = weights.detach()[0, ..., :past]  # [Hkv, G, T, N]
+        return self.output
+
+    def add(self, loss: int, gradient: Tensor) -> None:
+        """Add what the last chunk says, by the gradient of a loss with respect to its output [1, Hq, T, Dv]."""
+        assert self.held is not None
+        values, heads = self.held[2][0].float(), self.weights.shape[0]
+        gradient = gradient[0].float().unflatten(0, (heads, -1))
+        whole = (gradient * self.output.detach()[0].float().unflatten(0, (heads, -1))).sum(-1)  # g . o, [Hkv, G, T]
+        num = values.shape[1]
+        points = torch.linspace(0, num, POINTS + 1, device=values.device).round().long()
+        for head in range(heads):
+            # One head at a time: these are as large as its logits.
+            weights = self.weights[head]
+            shares = weights * (gradient[head] @ values[head].T)  # what each token adds to g . o
+            own_weight, own_share = 1 - weights.sum(-1), whole[head] - shares.sum(-1)
+
+            def upto(rows: Tensor, head: int = head) -> Tensor:
+                return torch.nn.functional.pad(rows[..., self.order[head]].cumsum(-1), (1, 0))[..., points]
+
+            kept = upto(weights) + own_weight[..., None]
+            change = (upto(shares) + own_share[..., None]) / kept.clamp(min=1e-9) - whole[head][..., None]
+            self.curves[loss, head] += change.sum(0).square().sum(0)
+
+
+def own_texts(model: Any, seed: int) -> list[Tensor]:
+    """Tokens [1, ROWS * LENGTH] that the model draws from its own predictions, from its first token on."""
+    known: Any = model.generation_config
+    text = model.config.get_text_config(decoder=True)
+    places = (known.bos_token_id, text.bos_token_id, known.eos_token_id, text.eos_token_id, 0)
+    first: Any = next(place for place in places if place is not None)
+    first = first[0] if isinstance(first, (list, tuple)) else first
+    ids = torch.full((TEXTS * ROWS, 1), int(first), device=model.device)
+    drawn, past = [ids], None
+    generator = torch.Generator().manual_seed(seed)  # of the CPU, so that every device draws the same
+    for _ in range(LENGTH - 1):
+        out = model(ids, past_key_values=past, use_cache=True)
+        past, chances = out.past_key_values, out.logits[:, -1].float().softmax(-1)
+        ids = torch.multinomial(chances.cpu(), 1, generator=generator).to(ids.device)
+        drawn.append(ids)
+    return list(torch.cat(drawn, 1).reshape(TEXTS, 1, -1))
+
+
+@contextmanager
+def held_whole(model: Any, num: int) -> Iterator[None]:
+    """The model with the default policy, heads alike, and room for `num` tokens; then stock again."""
+    config = Config.make(POLICY, Budget(tokens=num, heads="uniform"), None, 1, "none", "auto", False)
+    found = check(model, config)
+    attach(model, found, with_rotations(config, model, found))
+    try:
+        yield
+    finally:
+        detach(model)
+
+
+def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None]) -> list[Tensor]:
+    """Of each compressed layer, what its heads cost by the number of tokens they keep, [Hkv, POINTS + 1] fp64.
+
+    Args: ids: [1, N].  seed: of tokens that are drawn.  progress: called with how many more tokens were read.
+    """
+    num = ids.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    with held_whole(model, num):
+        cache = FastKVCache(model, static=False)
+        held = [layer.hold_in(Watched(layer.cache)) for layer in cache.compressed]
+        base: Any = modules.base(model)
+        head: Any = modules.get_head(model)
+        softcap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        with cache.reading(Prompt(None, None)):
+            base._fastkv_base_forward(input_ids=ids, past_key_values=cache, use_cache=True)
+            for prompt in held:
+                prompt.rank()
+            progress(num)
+            done = 0
+
+            def add(out: Any) -> None:
+                nonlocal done
+                fed = out.last_hidden_state.shape[1]
+                logits = head(out.last_hidden_state)[0].float()
+                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+                log_probs = logits.log_softmax(-1)
+                drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(ids.device)
+                there = ids[0, done : done + fed]
+                losses = log_probs[:-1].gather(-1, there[1:, None]).sum(), log_probs.gather(-1, drawn).sum()
+                outputs = [prompt.output for prompt in held]
+                for loss, total in enumerate(losses):
+                    found = torch.autograd.grad(total, outputs, retain_graph=loss == 0, allow_unused=True)
+                    for prompt, gradient in zip(held, found):
+                        if gradient is not None:
+                            prompt.add(loss, gradient)
+                done += fed
+                progress(fed)
+
+            with torch.enable_grad():
+                read_again(base, cache, held, ids, torch.ones_like(ids), chunk=CHUNK, after=add)
+    made = torch.cat([prompt.curves.transpose(0, 1) for prompt in held]).double().cpu()  # [heads, 2, P]
+    if not made.isfinite().all():
+        raise FastKVError(
+            "calibrate_heads needs finite gradients, got others; load the model in bfloat16 or float32, or use "
+            "Budget(heads='uniform')"
+        )
+    made = (made / made[:, :, :1].sum(0, keepdim=True).clamp(min=1e-30)).sum(1)
+    return list(made.split([len(prompt.order) for prompt in held]))
+
+
+def pieces(text: Any) -> list[Tensor]:
+    """A text [N] or [1, N] in pieces [1, T] as long as the model's own, of which the last may be longer."""
+    ids = torch.as_tensor(text).reshape(1, -1)[:, :LONGEST]
+    if ids.shape[1] < SHORTEST or ids.is_floating_point():
+        raise FastKVError(
+            f"calibrate_heads needs token ids of a text of at least {SHORTEST} tokens, got {ids.shape[1]} of "
+            f"{ids.dtype}; give a longer text, or none for the model's own"
+        )
+    return list(ids.tensor_split(max(ids.shape[1] // (ROWS * LENGTH), 1), 1))
+
+
+def hull(curve: Tensor) -> Tensor:
+    """The lower convex hull of a curve [P], at the same points."""
+    values, corners = curve.tolist(), [0]
+    for place in range(1, len(values)):
+        while len(corners) > 1:
+            (a, b), c = corners[-2:], place
+            if (values[b] - values[a]) * (c - a) < (values[c] - values[a]) * (b - a):
+                break
+            corners.pop()
+        corners.append(place)
+    drops = [(values[a] - values[b]) / (b - a) for a, b in zip(corners, corners[1:]) for _ in range(b - a)]
+    return torch.cat([curve[:1], curve[0] - torch.tensor(drops, dtype=curve.dtype).cumsum(0)])
+
+
+def shares_of(layers: list[Tensor]) -> Tensor:
+    """The table of `HeadShares` from the curves of each layer [Hkv, P]."""
+    rows = torch.cat(layers)
+    heads, steps = rows.shape[0], rows.shape[1] - 1
+    saved = -torch.stack([hull(row) for row in rows]).diff(dim=-1)  # by each further step, [heads, steps]
+    table = []
+    for keep in KEEPS:
+        floor = FLOOR * keep * steps
+        whole = int(floor)
+        gains = saved.clone()
+        gains[:, :whole] = float("inf")
+        total = max(round(keep * steps * heads), 1)
+        chosen = torch.zeros(heads * steps, dtype=torch.bool)
+        chosen[gains.flatten().topk(total).indices] = True
+        counts = chosen.view(heads, steps).sum(-1).double().clamp(min=floor)
+        table.append(counts / counts.mean())
+    widest = max(len(layer) for layer in layers)
+    split = torch.stack(table).split([len(layer) for layer in layers], -1)
+    return torch.stack([torch.nn.functional.pad(part, (0, widest - part.shape[-1])) for part in split], 1).half()
+
+
+@torch.no_grad()
+def calibrate_heads(
+    model: Any,
+    path: str | Path | None = None,
+    text: Tensor | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> HeadShares:
+    """Find how much each KV head of a model needs, from a text that it writes itself. Deterministic for a seed.
+
+    Takes about as long as generating 256 tokens in a batch of eight, and reading 1,024 tokens ten times; memory is that
+    of the gradients of 512 tokens. The result is the model's: it serves all policies and budgets.
+
+    Args:
+        model: a transformers model that `fastkv.patch` takes, not patched, in eval mode.
+        path: file to write, if any.
+        text: token ids [N] or [1, N] to read instead, at least 128 tokens; of more than 3,072 the first.
+        seed: of the text, and of the tokens that are drawn from its predictions.
+        progress: called with how many more tokens were read; each is read twice.
+    Raises: FastKVError if the model cannot be patched, has no output embeddings or is shared by several processes, if
+        the text is too short, or if the file cannot be written.
+    """
+    if "_fastkv_config" in vars(model):
+        raise FastKVError("calibrate_heads needs a stock model, got a patched one; call fastkv.unpatch(model) first")
+    if modules.get_head(model) is None:
+        raise FastKVError(
+            f"calibrate_heads needs logits, {type(model).__name__} has no output embeddings; load the model with "
+            "AutoModelForCausalLM, or use Budget(heads='uniform')"
+        )
+    if Parallel.of(model).size > 1:
+        raise FastKVError(
+            "calibrate_heads needs all heads in one process, got tensor parallelism; calibrate once in one process and "
+            "pass the file with Budget(heads=file)"
+        )
+    read = own_texts(model, seed) if text is None else pieces(text)
+    show = progress or (lambda tokens: None)
+    each = [curves(model, ids.to(model.device), seed, show) for ids in read]
+    found = [sum(same[1:], same[0]) for same in zip(*each)]
+    made = HeadShares(
+        table=shares_of(found),
+        heads=tuple(map(len, found)),
+        fingerprint=fingerprint(model.config),
+        model=describe(model.config),
+        weights=weights_digest(model),
+        tokens=sum(ids.shape[1] for ids in read),
+    )
+    if path is not None:
+        made.save(path)
+    return made
+
+
+def shares_for(model: Any, wanted: str | Path) -> HeadShares:
+    """The shares of a model from a file, or for "calibrated" from beside the model, the user's cache, or made now.
+
+    Raises: FastKVError if a file is damaged or of other weights, or as `calibrate_heads`.
+    """
+    if wanted != "calibrated":
+        return _checked(Path(wanted), model)
+    beside = Path(getattr(model.config, "_name_or_path", "") or ".") / "heads.safetensors"
+    if beside.is_file():
+        return _checked(beside, model)
+    file = user_cache("heads") / f"{weights_digest(model)}.safetensors"
+    if file.is_file():
+        return _checked(file, model)
+    print(
+        f"fastkv: calibrating the heads of {describe(model.config)}, once for these weights, into {file}; "
+        "Budget(heads='uniform') does without",
+        file=sys.stderr,
+        flush=True,
+    )
+    made = calibrate_heads(model)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made.save(file)
+    except (OSError, FastKVError) as error:  # a home that cannot be written is no reason not to run
+        print(f"fastkv: the shares were not stored ({error})", file=sys.stderr, flush=True)
+    return made
+
+
+def _checked(file: Path, model: Any) -> HeadShares:
+    """Of a file, which has to be of these weights as far as this process sees them."""
+    shares = HeadShares.load(file, model.config)
+    if Parallel.of(model).size == 1 and shares.weights != weights_digest(model):
+        raise FastKVError(
+            f"{file} was calibrated for other weights of {shares.model} ({shares.weights}), got "
+            f"{weights_digest(model)}; calibrate these with fastkv calibrate heads, or use Budget(heads='uniform')"
+        )
+    return shares
