@@ -132,6 +132,11 @@ class Config:
         """Whether keys are needed as they were before the rotary embedding."""
         return self.correction.key_only or self.needs("pre_rope")
 
+    @property
+    def places(self) -> bool:
+        """Whether the rotary embedding has to use the positions that are stored, those among real tokens."""
+        return self.correction.key_only or (self.undoes_rotation and self.policy.places)
+
     def needs(self, signal: str) -> bool:
         """Whether the policy reads an optional signal."""
         return signal in self.policy.needs

@@ -47,7 +47,7 @@ def test_bound_and_conservation(kind, block):
     name, base = kind
     model = build(name, base)
     ids, mask = prompt()
-    fastkv.patch(model, budget=small(), prefill_block=block, evict_every=EVERY)
+    fastkv.patch(model, "momentkv", budget=small(), prefill_block=block, evict_every=EVERY)
     watch = Watch(model)
     out = generate(model, ids, mask, new=30, return_dict_in_generate=True)
     cache = out.past_key_values
@@ -117,7 +117,7 @@ def test_keep_share_counts_the_whole_prompt_in_both_modes():
     model = build()
     ids, _ = prompt(1, 50, (0,))
     for block in (None, 13):
-        fastkv.patch(model, budget=fastkv.Budget(keep=0.5, sinks=2, recent=4), prefill_block=block)
+        fastkv.patch(model, "momentkv", budget=fastkv.Budget(keep=0.5, sinks=2, recent=4), prefill_block=block)
         cache = model(ids).past_key_values
         assert cache.stored(0).tolist() == [[25, 25]]
 
@@ -125,11 +125,11 @@ def test_keep_share_counts_the_whole_prompt_in_both_modes():
 def test_layer_shares_and_bytes_are_what_they_say():
     model = build()
     ids, _ = prompt(1, 50, (0,))
-    fastkv.patch(model, budget=small(layers="pyramid"))
+    fastkv.patch(model, "momentkv", budget=small(layers="pyramid"))
     cache = model(ids).past_key_values
     stored = [int(cache.stored(layer)[0, 0]) for layer in range(4)]
     assert sum(stored) == 4 * TOKENS and stored == sorted(stored, reverse=True) and stored[0] > stored[-1]
-    fastkv.patch(model, budget=small(layers=[40, 20, 12, 8]))
+    fastkv.patch(model, "momentkv", budget=small(layers=[40, 20, 12, 8]))
     cache = model(ids).past_key_values
     assert [int(cache.stored(layer)[0, 0]) for layer in range(4)] == [40, 20, 12, 8]
     for name in ("momentkv", "keydiff"):
@@ -142,7 +142,7 @@ def test_layer_shares_and_bytes_are_what_they_say():
 def test_nbytes_counts_every_tensor():
     model = build("gemma3")
     ids, mask = prompt()
-    fastkv.patch(model, budget=small(), evict_every=EVERY)
+    fastkv.patch(model, "momentkv", budget=small(), evict_every=EVERY)
     cache = model(ids, attention_mask=mask).past_key_values
     total = 0
     for layer in cache.layers:
@@ -159,7 +159,7 @@ def test_nbytes_counts_every_tensor():
 def test_reset_reuses_the_slots():
     model = build()
     ids, mask = prompt()
-    fastkv.patch(model, budget=small(), evict_every=EVERY)
+    fastkv.patch(model, "momentkv", budget=small(), evict_every=EVERY)
     cache = fastkv.FastKVCache(model)
     first = generate(model, ids, mask, past_key_values=cache)
     address = cache.layers[0].state.exact.keys.data_ptr()
@@ -172,7 +172,7 @@ def test_reset_reuses_the_slots():
 def test_reset_takes_a_new_batch_and_a_new_share():
     model = build()
     ids, mask = prompt()
-    fastkv.patch(model, budget=fastkv.Budget(keep=0.5, sinks=2, recent=4))
+    fastkv.patch(model, "momentkv", budget=fastkv.Budget(keep=0.5, sinks=2, recent=4))
     cache = fastkv.FastKVCache(model)
     model(ids, attention_mask=mask, past_key_values=cache)
     cache.reset()

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, corrections
@@ -13,8 +12,7 @@ from fastkv.cache.layout import cost, layout_of
 from fastkv.cache.wrappers import Rollback
 from fastkv.config import Config
 from fastkv.parallel import Parallel
-from fastkv.policies import Signals, get
-from fastkv.reference import Moments
+from fastkv.policies import get
 from fastkv.reference.centroids import BLOCK
 
 from .conftest import examples
@@ -263,49 +261,6 @@ def test_room_for_everything_uses_no_centroid():
     assert all(not layer.state.parts.count.any() for layer in found.past_key_values.layers)
 
 
-def test_the_policy_adds_attention_to_distance():
-    """Its choice is that of the equation; without the attention it is ManifoldKV's with the same correction."""
-    random = torch.Generator().manual_seed(0)
-    keys, attention = torch.randn(1, 2, 30, 8, generator=random), torch.rand(1, 2, 30, generator=random) / 20
-    attention[0, 1, 5:] *= 0.01  # of a head that looks at five tokens
-    keys[0, 1, 7] *= 6  # and whose distances are skewed
-    valid = torch.arange(30).expand(1, 2, 30) < 27
-    rest = {"values": keys, "positions": torch.arange(30, dtype=torch.int32).expand(1, 2, 30) + 27, "valid": valid}
-    rest |= {"moments": Moments.empty(1, 2, 8, 8), "scale": 0.3, "layer": 0, "attention": attention, "tokens": 9}
-
-    def wanted(head: int, seen: Tensor, kept: float) -> Tensor:
-        own, seen = keys[0, head, :27].double(), seen[:27].double()
-        distance, p = (own - own.mean(0)).norm(dim=-1), seen / seen.sum()
-        spread = (-(p * p.log()).sum()).exp() / 27
-        z = (distance - distance.mean()) / distance.std(correction=0)
-        skewness = (z**3).mean().abs()
-        assert (skewness > 1) == (head == 1)
-        return skewness.clamp(max=1) * z + 20 * seen / (spread * kept)
-
-    found = get("fastkv", weight=20).score(Signals(keys=keys, decoding=True, **rest))
-    room = get("fastkv", weight=20).score(Signals(keys=keys, decoding=True, **(rest | {"tokens": 60})))
-    for head in range(2):
-        for scores, kept in ((found, 9 / 54), (room, 1)):
-            want = wanted(head, attention[0, head], kept)
-            torch.testing.assert_close(scores[0, head, :27].double(), want, atol=1e-5, rtol=1e-5)
-    read = get("fastkv", weight=20, pool=3).score(Signals(keys=keys, decoding=False, **rest))
-    pooled = torch.nn.functional.pad(torch.where(valid, attention, 0)[0, 0], (1, 1)).unfold(0, 3, 1).mean(-1)
-    torch.testing.assert_close(read[0, 0, :27].double(), wanted(0, pooled, 9 / 54), atol=1e-5, rtol=1e-5)
-    unseen = rest | {"attention": torch.zeros_like(attention)}
-    alone = get("manifold").score(Signals(keys=keys, decoding=True, **rest))
-    blind = get("fastkv").score(Signals(keys=keys, decoding=True, **unseen))
-    assert torch.equal(blind[valid].view(2, -1).argsort(), alone[valid].view(2, -1).argsort())
-    ids, mask = prompt()
-    model, tokens = build(), []
-    for chosen in (get("fastkv", weight=0), get("manifold")):
-        fastkv.patch(model, chosen, small(), evict_every=EVERY, correction="centroids")
-        tokens.append(generate(model, ids, mask, new=15))
-    assert torch.equal(*tokens)
-    with pytest.raises(FastKVError, match="weight must be a finite number of at least 0, got -1"):
-        get("fastkv", weight=-1)
-    assert Config.make("fastkv", 64, None, 16, "auto", "auto", None).correction.name == "centroids"
-
-
 @pytest.mark.parametrize("heads", [named("uniform", slow=True), "adaptive"])
 def test_kernels_agree(heads):
     ids, mask = prompt(2, 40, (0, 7))
@@ -426,14 +381,14 @@ def test_files_of_something_else_are_refused(tmp_path):
 
 
 def test_a_module_changes_its_dtype_and_not_its_centroids():
-    module = fresh("fastkv")
+    module = fresh("snapkv", correction="centroids")
     module(*tokens(60))
     before = [part.clone() for part in module.state.parts.tensors()]
     module.to(torch.bfloat16)
     assert module.state.exact.keys.dtype == torch.bfloat16
     for part, old in zip(module.state.parts.tensors(), before):
         assert part.dtype == old.dtype and torch.equal(part, old)
-    other = fresh("fastkv")
+    other = fresh("snapkv", correction="centroids")
     other.load_state_dict(module.state_dict())
     for part, old in zip(other.state.parts.tensors(), before):
         assert torch.equal(part, old)

@@ -32,7 +32,7 @@ def test_a_model_of_full_attention(tmp_path, capsys):
     assert found["class"] == "LlamaForCausalLM" and found["compressed"] == "all 4"
     assert "memory of a sequence of 4096 tokens in bfloat16" in lines
     assert found["stock cache"] == f"{4 * 2 * 2 * 16 * 4096 * 2 / 2**20:.1f} MiB"
-    assert "times less (momentkv, 64 tokens per KV head)" in found["fastkv"]
+    assert "times less (fastkv, 64 tokens per KV head)" in found["fastkv"]
     assert "refused" not in found
 
 

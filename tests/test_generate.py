@@ -285,11 +285,11 @@ def test_flash_attention_gets_its_own_config_and_masks(monkeypatch):
 
     model = build()
     ids, mask = prompt()
-    expected = generate(fastkv.patch(model, budget=SMALL), ids, mask)
+    expected = generate(fastkv.patch(model, "momentkv", budget=SMALL), ids, mask)
     fastkv.unpatch(model)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
     model.config._attn_implementation_internal = "flash_attention_2"
-    fastkv.patch(model, budget=SMALL)
+    fastkv.patch(model, "momentkv", budget=SMALL)
     assert torch.equal(generate(model, ids, mask), expected)
     assert calls == [50] * 4  # the prompt, once a layer; decoding is ours
 
@@ -326,7 +326,7 @@ def test_gemma3_inside_a_multimodal_model(block):
 def test_half_precision_models(dtype):
     model = build().to(dtype)
     ids, mask = prompt()
-    fastkv.patch(model, budget=SMALL, prefill_block=16)
+    fastkv.patch(model, "momentkv", SMALL, prefill_block=16)
     cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
     assert cache.layers[0].state.exact.keys.dtype == dtype
     assert cache.moments(0).cross.dtype == torch.float32

@@ -18,8 +18,8 @@ MOST = 4  # compilations of a kernel
 LENGTHS = [int(2 ** random.Random(seed).uniform(3, 14)) for seed in range(200)]
 
 
-def layer(policy, budget, block=None, slots="auto"):
-    config = Config.make(policy, budget, block, 16, "auto", "triton", None, slots=slots)
+def layer(policy, budget, block=None, slots="auto", correction="auto"):
+    config = Config.make(policy, budget, block, 16, correction, "triton", None, slots=slots)
     return LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=16))
 
 
@@ -38,7 +38,7 @@ def read(cache, length, block):
         cache.read(q, k, v, valid, None if block else lambda q=q: q)
 
 
-PROMPTS = [(p, block, "auto") for p in ("fastkv", "momentkv", "keydiff", "manifold-windowed") for block in (None, 4096)]
+PROMPTS = [(p, block, "auto") for p in ("snapkv", "momentkv", "keydiff", "manifold-windowed") for block in (None, 4096)]
 PROMPTS += [("momentkv", 4096, "int8"), ("keydiff", 4096, "int4")]
 
 
@@ -65,7 +65,7 @@ def test_nor_do_scores_of_prompts():
 
 def test_a_prompt_of_centroids_is_few_launches():
     """Per block of tokens that join: one that gathers, two rounds of two, one for the others. Torch sorts them."""
-    num, state = 32768, layer("fastkv", Budget(tokens=1024))
+    num, state = 32768, layer("snapkv", Budget(tokens=1024), correction="centroids")
     q, k, v = tokens(1)
     state.allocate(HQ, k, v, num)
     keys, valid = torch.zeros(1, HKV, num, D), torch.ones(1, HKV, num, dtype=torch.bool)
@@ -75,9 +75,9 @@ def test_a_prompt_of_centroids_is_few_launches():
     assert len(launches) == num // BLOCK * 6 and len(operators.found) < 12
 
 
-def evicting_step(policy, slots="auto"):
+def evicting_step(policy, slots="auto", correction="auto"):
     """The launches of a step that evicts, and torch's operators that are launches."""
-    cache = layer(policy, Budget(tokens=64, sinks=2, recent=8), slots=slots)
+    cache = layer(policy, Budget(tokens=64, sinks=2, recent=8), slots=slots, correction=correction)
     with recorded() as launches:
         read(cache, 100, 100)
         q, k, v = tokens(1)
@@ -90,9 +90,9 @@ def evicting_step(policy, slots="auto"):
     return [name for name, _ in launches], operators.found
 
 
-@pytest.mark.parametrize("policy,most", {"fastkv": 8}.items())
+@pytest.mark.parametrize("policy,most", {"snapkv": 8}.items())
 def test_an_evicting_step_is_few_launches(policy, most):
-    launched, others = evicting_step(policy)
+    launched, others = evicting_step(policy, correction="centroids")
     assert len(launched) + len(others) <= most, (launched, others)
 
 

@@ -63,18 +63,18 @@ def step(layer, rows, steps, at, due=None):
 
 CASES = {
     "keydiff": ("keydiff", "auto"),
-    "fastkv": ("fastkv", "auto"),
+    "centroids": ("snapkv", "centroids"),
     "h2o": ("h2o", "moments"),
     "momentkv reference": ("momentkv", "auto", 12, "reference"),
-    "triton": ("fastkv", "auto", 12, "triton"),
+    "triton": ("snapkv", "centroids", 12, "triton"),
     "adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
-    "int8": ("fastkv", "auto", 12, "auto", "int8"),
+    "int8": ("snapkv", "centroids", 12, "auto", "int8"),
     "fp8": ("momentkv", "auto", 12, "reference", "fp8"),
     "int4": ("keydiff", "auto", 12, "auto", "int4"),
     "int4 and adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive"), "auto", "int4"),
 }
 
-PLAIN = {"triton": "fastkv"}  # the interpreter is slow
+PLAIN = {"triton": "centroids"}  # the interpreter is slow
 
 
 @pytest.mark.parametrize("case, knows", covering(CASES, ["host", "device"], together=1))

@@ -10,6 +10,7 @@ import fastkv
 from .models import PATTERN, build, generate, prompt, query_calibration
 from .pairwise import named
 from .processes import begin
+from .test_head_shares import shares_of
 from .test_vector_cache import mapping
 
 HEADS = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]  # usable heads differ between the processes
@@ -50,8 +51,9 @@ def test_two_processes_equal_one(name, tmp_path):
     model.save_pretrained(tmp_path)
     (tmp_path / "pattern.tsv").write_text(PATTERN)
     query_calibration(model).save(tmp_path / "queries.safetensors")
+    shares_of(model).save(tmp_path / "heads.safetensors")
     mapping(model, r2=HEADS).save(tmp_path / "map.safetensors")
-    small = {"tokens": 20, "sinks": 2, "recent": 4}
+    small = {"tokens": 20, "sinks": 2, "recent": 4, "heads": "uniform"}
     adaptive = {**small, "heads": "adaptive"}
     vector = {"correction": "vector", "vector": str(tmp_path / "map.safetensors")}
     cases = [
@@ -64,6 +66,7 @@ def test_two_processes_equal_one(name, tmp_path):
         ("duoattention", {"pattern": str(tmp_path / "pattern.tsv")}, small, {}),
         ("keydiff", {}, small, vector),
         ("fastkv", {}, small, {"prefill_block": 16}),
+        ("keydiff", {}, {**small, "heads": str(tmp_path / "heads.safetensors")}, {}),
         ("fastkv", {}, adaptive, {}),
         ("fastkv", {}, small, {"prefill_block": 16, "slots": "int8"}),
         ("snapkv", {}, adaptive, {"slots": "fp8"}),

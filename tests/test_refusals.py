@@ -72,7 +72,7 @@ BUDGETS = {
     "zero bytes": ({"bytes": 0}, "bytes must be an integer"),
     "unknown layers": ({"tokens": 64, "layers": "cone"}, "uniform', 'pyramid'"),
     "negative weight": ({"tokens": 64, "layers": [1, -1]}, "positive weights"),
-    "unknown heads": ({"tokens": 64, "heads": "random"}, "heads must be 'uniform'"),
+    "unknown heads": ({"tokens": 64, "heads": "random"}, "heads must be 'calibrated'"),
 }
 
 

@@ -225,10 +225,10 @@ def test_kernels_in_pages_do_what_the_reference_does_to_rows(made, softcap, part
     assert_same(placed.at(others).taken(), before)
 
 
-def paged(policy):
+def paged(policy, correction="auto"):
     """A layer of the reference that has read two prompts, into pages 3 and 1 of five, and decoded a token of each."""
     torch.manual_seed(0)
-    config = Config.make(policy, fastkv.Budget(tokens=12, sinks=1, recent=2), 8, 4, "auto", "reference", None)
+    config = Config.make(policy, fastkv.Budget(tokens=12, sinks=1, recent=2), 8, 4, correction, "reference", None)
     keys, shared = torch.zeros(1, 2, 0, 16), CacheWorkspace(evict_every=4)
     rule = PagedRule.of(config, 0, 0, 1, keys, keys, shared)
     made = PagedLayer(rule, torch.zeros(5, rule.form.nbytes, dtype=torch.uint8), 4, 0.3, None, shared)
@@ -241,10 +241,10 @@ def paged(policy):
     return made
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "fastkv"])
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv"])
 def test_evictions_happen_in_pages(policy, monkeypatch):
     """Nothing is written back, and the rows of a batch that are not due stay as they are."""
-    layer = paged(policy)
+    layer = paged(policy, "centroids" if policy == "snapkv" else "auto")
     one, rule = layer.state.at(torch.tensor([1])), layer.rule
     other, others = copied(one), torch.tensor([2, 3, 4])
     before = other.at(others).taken()

@@ -357,7 +357,7 @@ def test_bytes_of_a_slot_at_128_numbers(slots, ratio):
 def test_centroids_follow_tokens_not_codes(slots, dtype, same):
     found = {}
     for name in ("auto", slots):
-        layer = FastKVAttention(4, 2, 128, "fastkv", Budget(tokens=1000), slots=name)
+        layer = FastKVAttention(4, 2, 128, "snapkv", Budget(tokens=1000), slots=name, correction="centroids")
         layer.allocate(1, dtype=dtype)
         found[name] = layer.state.parts.num
     assert found[slots] == 1000 * 512 // (16 * 520)
@@ -522,7 +522,7 @@ def test_a_state_travels_with_its_format():
 
 @pytest.mark.parametrize("slots", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))])
 def test_compiled_steps_are_eager_steps(slots):
-    one, other = module(slots, policy="fastkv"), module(slots, policy="fastkv")
+    one, other = (module(slots, policy="snapkv", correction="centroids") for _ in range(2))
     torch._dynamo.reset()
     q, k, v = made(40)
     for layer in (one, other):

@@ -248,18 +248,17 @@ class LayerCache:
         # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
         out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
         if clock.now.evicts and not self.readers:
-            self._evict(length)
+            if rule.layout.shared and not self.static and length > GROWTH * max(self.context, self.average):
+                self._evict_anew(length)
+            else:
+                evict(state, rule)
         return out[:, :, None]
 
-    def _evict(self, length: int) -> None:
-        """`evict`, after slots were dealt anew if the text, now of so many tokens, has grown by much."""
-        state, rule = self._held()
-        if length > GROWTH * max(self.context, self.average):
-            self.deal(length)
-        anew = self.rule is not rule
-        evict(state, self._held()[1], anew)
-        if anew:
-            self.prepare()
+    def _evict_anew(self, length: int) -> None:
+        """`evict`, after slots were dealt anew for a text that has grown to so many tokens."""
+        self.deal(length)
+        evict(*self._held(), anew=True)
+        self.prepare()
 
     # Other layers that attend to the same keys and values.
 

@@ -104,11 +104,14 @@ class Policy:
         name: what `fastkv.patch(model, policy=name)` calls it.
         adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
         fixes_heads: whether `head_tokens` says how many tokens each head keeps.
+        places: whether keys before the rotary embedding have to be these; else they may all be turned by one angle, as
+            they are where the model counts padding as positions.
     """
 
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
     fixes_heads: ClassVar[bool] = False
+    places: ClassVar[bool] = True
 
     @property
     def correction(self) -> str:

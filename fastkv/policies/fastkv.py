@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import check_pool, neighbour_mean, peak_attention, z_scores
+from ..reference import check_pool, neighbour_mean, peak_attention, rows_at, z_scores
 from .base import Policy, Signals, check_at_least, known_or_mean
 from .expectedattention import ExpectedAttention
 
@@ -42,6 +42,7 @@ class FastKV(Policy):
     correction = "centroids"
     needs = frozenset({"queries", "pre_rope"})
     remembers = True
+    places = False  # all scores are the same if keys and queries are turned by one angle more
 
     every: int = 8
     pool: int = 3
@@ -69,15 +70,15 @@ class FastKV(Policy):
     def _peak(self, signals: Signals) -> Tensor:
         """N of this block's queries, [B, Hkv, N] fp32, 0 where not real."""
         assert signals.queries is not None
-        num = signals.queries.shape[2]
-        asked = torch.arange(num - 1, -1, -self.every, device=signals.keys.device).flip(0)
+        real = signals.valid[:, 0, -signals.queries.shape[2] :]
+        asked = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, :: self.every]  # wherever padding is
         most = peak_attention(
-            signals.queries[:, :, asked],
+            rows_at(signals.queries, asked[:, None].expand(-1, signals.queries.shape[1], -1)),
             signals.keys,
             signals.scale,
             signals.softcap,
             valid=signals.valid,
-            asked=signals.valid[:, 0, -num:][:, asked],
+            asked=real.gather(1, asked),
             sink_logits=signals.sink_logits,
         )
         length = torch.linalg.vector_norm(signals.values.to(most.dtype), dim=-1)

@@ -10,10 +10,12 @@ import torch
 import fastkv
 from fastkv import corrections, policies
 from fastkv.reference import FORMATS
+from fastkv.rotary import Rotary
 from perf.gpu.heads import LLAMA
 from perf.speed import models
 
 PROMPT, KEPT, PERIOD = 1024, 512, 16
+TURNING = Rotary(10_000 ** -torch.linspace(0, 1, LLAMA.head_dim // 2))
 # Than a layer by itself is given.
 NEEDS_MORE = (
     "compactor", "leverage", "criticalkv", "kvzip", "fastkv-reread", "duoattention", "expected-attention",
@@ -34,7 +36,7 @@ def steps(policy: str, **options: Any) -> tuple:
     """A layer that has read a prompt, and the tokens of an eviction period, which always evicts once."""
     heads = LLAMA
     layer = fastkv.FastKVAttention(
-        heads.num_heads, heads.num_kv_heads, heads.head_dim, policy, KEPT, evict_every=PERIOD, **options
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, policy, KEPT, evict_every=PERIOD, rotary=TURNING, **options
     )
 
     def new(num: int) -> list[torch.Tensor]:
@@ -70,7 +72,7 @@ def test_layer_by_slots(timed: Any, policy: str, slots: str) -> None:
 def test_prompt_in_blocks(timed: Any, policy: str) -> None:
     heads = LLAMA
     sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
-    layer = fastkv.FastKVAttention(*sizes, policy, KEPT, prefill_block=KEPT)
+    layer = fastkv.FastKVAttention(*sizes, policy, KEPT, prefill_block=KEPT, rotary=TURNING)
 
     def make() -> list[torch.Tensor]:
         return [torch.randn(1, n, 2 * PROMPT, heads.head_dim) for n in (heads.num_heads, *(heads.num_kv_heads,) * 2)]

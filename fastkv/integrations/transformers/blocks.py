@@ -46,7 +46,7 @@ def read_prompt(decoder: Any, cache: FastKVCache, given: dict[str, Any]) -> Any:
 
 def _check_positions(cache: FastKVCache, positions: Tensor | None) -> None:
     """Raise FastKVError if the rotary embedding is to be undone at positions that it did not use. One host sync."""
-    if cache.config.undoes_rotation and positions is not None and positions.ndim == 3:
+    if cache.config.places and positions is not None and positions.ndim == 3:
         if bool((positions != positions[:1]).any()):
             raise FastKVError(
                 f"policy {cache.config.policy.name!r} or correction {cache.config.correction.name!r} undoes the rotary "

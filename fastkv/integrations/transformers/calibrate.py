@@ -9,8 +9,8 @@ head's output o_t for its t-th token, the head that keeps the c best tokens cost
 with o_t(c) the attention over these c tokens and the second reading's own. Two losses are taken: that of the tokens
 which are there, and of tokens drawn from the model's own prediction (for which the squares estimate the divergence
 between the two predictions, as in Fisher pruning, Theis et al. 2018, arXiv:1801.05787). Each is divided by what it
-costs to keep nothing. For any number of tokens in all, the heads' numbers then minimise the sum over the lower convex
-hulls of these curves: the tokens go where they save most, until there are no more.
+costs if all heads keep an eighth. For any number of tokens in all, the heads' numbers then minimise the sum over the
+lower convex hulls of these curves: the tokens go where they save most, until there are no more.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ CHUNK = 512  # tokens that are read again at once
 POINTS = 128  # numbers of tokens at which a curve is known
 LONGEST = 3072  # tokens that are read of a text that is given
 SHORTEST = 128
+TINY = 1e-30
+EVEN = 8  # losses count as much as each other where heads keep one token in so many, all alike
 
 
 class Watched(HeldPrompt):
@@ -91,10 +93,12 @@ class Watched(HeldPrompt):
         if sinks is not None:
             column = sinks.float().view(1, heads, groups, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, column], -1)
-        weights = logits.softmax(-1)[..., : past + num]
-        out = (weights @ values[:, :, None].float()).flatten(1, 2).to(q.dtype)
+        weights = logits.softmax(-1)
+        out = (weights[..., : past + num] @ values[:, :, None].float()).flatten(1, 2).to(q.dtype)
         self.output = out if out.requires_grad else out.requires_grad_()
-        self.weights = weights.detach()[0, ..., :past]  # [Hkv, G, T, N]
+        self.weights, own = weights.detach()[0].split([past, weights.shape[-1] - past], -1)  # [Hkv, G, T, N]
+        self.own_weight = own.sum(-1)
+        self.own_output = own[..., :num] @ v.detach()[0, :, None].float()
         return self.output
 
     def add(self, loss: int, gradient: Tensor) -> None:
@@ -109,13 +113,13 @@ class Watched(HeldPrompt):
             # One head at a time: these are as large as its logits.
             weights = self.weights[head]
             shares = weights * (gradient[head] @ values[head].T)  # what each token adds to g . o
-            own_weight, own_share = 1 - weights.sum(-1), whole[head] - shares.sum(-1)
+            own_weight, own_share = self.own_weight[head], (gradient[head] * self.own_output[head]).sum(-1)
 
             def upto(rows: Tensor, head: int = head) -> Tensor:
                 return torch.nn.functional.pad(rows[..., self.order[head]].cumsum(-1), (1, 0))[..., points]
 
             kept = upto(weights) + own_weight[..., None]
-            change = (upto(shares) + own_share[..., None]) / kept.clamp(min=1e-9) - whole[head][..., None]
+            change = (upto(shares) + own_share[..., None]) / kept.clamp(min=TINY) - whole[head][..., None]
             self.curves[loss, head] += change.sum(0).square().sum(0)
 
 
@@ -195,7 +199,7 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None]) 
             "calibrate_heads needs finite gradients, got others; load the model in bfloat16 or float32, or use "
             "Budget(heads='uniform')"
         )
-    made = (made / made[:, :, :1].sum(0, keepdim=True).clamp(min=1e-30)).sum(1)
+    made = (made / made[:, :, POINTS // EVEN].sum(0)[:, None].clamp(min=TINY)).sum(1)
     return list(made.split([len(prompt.order) for prompt in held]))
 
 

@@ -133,8 +133,8 @@ def _no_mask(tokens: Tensor) -> Tensor:
 
 
 def _place(cache: FastKVCache, given: dict[str, Any], padding: Tensor | None, total: int) -> None:
-    """Let the rotary embedding use the positions that are stored, those among real tokens, if anything undoes it."""
-    if cache.config.undoes_rotation and given.get("position_ids") is None and padding is not None:
+    """Let the rotary embedding use the positions that are stored, those among real tokens, if anything needs these."""
+    if cache.config.places and given.get("position_ids") is None and padding is not None:
         given["position_ids"] = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, -total:]
 
 
@@ -146,7 +146,7 @@ def _next_positions(cache: FastKVCache, given: dict[str, Any], tokens: Tensor, p
             "images and videos in a later turn have positions that follow from all turns, got no position_ids; pass "
             "them, or use generate with the tokens of all turns"
         )
-    if cache.rope_deltas is None and not cache.config.undoes_rotation:
+    if cache.rope_deltas is None and not cache.config.places:
         # Like those of the text before, which transformers numbered, padding included.
         return (cache.compressed[0].seen + torch.arange(total, device=tokens.device)).expand(batch, -1)
     return cache.next_positions(total, padding)

@@ -96,6 +96,8 @@ def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
     entry = {"seen": int(layer.seen), "steps": cache.workspace.clock.now.steps, "recording": int(layer.recording)}
     for name, numbers in (("tokens", cache.rule.layout.tokens), ("approx", cache.rule.layout.approx)):
         entry |= {f"{name}.{head}": number for head, number in enumerate(numbers)}
+    if cache.rule.layout.shared:
+        entry |= {"average": cache.average, "context": cache.context, "mean": cache.rule.layout.mean}
     for name, slots in state.tiers.items():
         entry |= {f"{name}.filled": slots.filled, f"{name}.limit": slots.limit}
     if cache.latent:
@@ -114,6 +116,7 @@ def described(config: Config) -> dict[str, Any]:
     if not config.slots.plain:  # files from before there was a choice do not name it
         flat["slots"] = config.slots.name
     flat |= _settings("policy", config.policy) | _settings("budget", config.budget)
+    flat["budget.heads"] = str(config.budget.heads)  # no path any more
     if config.values is not None:
         flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in config.values.weights.items()})
     return json.loads(json.dumps(flat, default=str))
@@ -200,7 +203,12 @@ def _fill(
     file.need(batch > 0 and heads > 0)
     tokens = file.counts(entry, *(f"tokens.{head}" for head in range(heads)))
     approx = file.counts(entry, *(f"approx.{head}" for head in range(heads))) if "approx.0" in entry else []
-    layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
+    if layer.cache.config.budget.shared is None:
+        layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
+    else:
+        layer.cache.average, layer.cache.context, mean = file.counts(entry, "average", "context", "mean")
+        layout = layer.cache.layout(heads, mean, None, device, tuple(tokens))
+        layout = replace(layout, tokens=tuple(tokens), approx=tuple(approx))
     dims = [layout.format.dim(saved[name].shape[-1]) for name in pairs]
     if layer.cache.latent:
         dims += file.counts(entry, "exact.value_dim")

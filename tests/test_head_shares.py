@@ -1,0 +1,490 @@
+"""Shares of heads: how they are found, what they come to in tokens, the file, and the caches that follow them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastkv
+from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, HeadShares, calibrate_heads
+from fastkv.calibration.files import describe, fingerprint
+from fastkv.calibration.head_shares import KEEPS, weights_digest
+from fastkv.integrations.transformers import calibrate
+
+from .models import build, generate, prompt
+from .test_vector_cache import mapping
+
+HEADS, LAYERS = 2, 4
+
+
+def shares_of(model=None, seed=0, heads=(HEADS,) * LAYERS):
+    """Random shares, the less stays the more they differ; of the model's shape, if one is given."""
+    draw = torch.Generator().manual_seed(seed)
+    table = torch.rand(1, len(heads), max(heads), generator=draw) ** torch.linspace(0.1, 4, len(KEEPS))[:, None, None]
+    table *= torch.arange(max(heads)) < torch.tensor(heads)[:, None]
+    table *= sum(heads) / table.sum((1, 2), keepdim=True)
+    known = ("0" * 16, "none", "0" * 16)
+    if model is not None:
+        known = (fingerprint(model.config), describe(model.config), weights_digest(model))
+    return HeadShares(table.half(), tuple(heads), *known, tokens=1)
+
+
+def refused(message, call, *args, **options):
+    """The call raises FastKVError with one sentence that holds the message."""
+    with pytest.raises(FastKVError) as error:
+        call(*args, **options)
+    text = str(error.value)
+    assert message in text and not text.endswith(".") and "\n" not in text and ";" in text, text
+
+
+# What they come to.
+
+
+def test_shares_have_the_mean_one_and_are_linear_in_the_logarithm():
+    shares = shares_of()
+    for keep in (1.0, 0.7, 0.25, 0.1, 1 / 64, 0.001):
+        torch.testing.assert_close(shares.shares(keep).mean(), torch.tensor(1.0))
+    below, above = shares.shares(KEEPS[4]), shares.shares(KEEPS[5])
+    middle = shares.shares((KEEPS[4] * KEEPS[5]) ** 0.5)
+    torch.testing.assert_close(middle, (below + above) / 2, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(shares.shares(1e-9), shares.shares(KEEPS[-1]))
+
+
+@pytest.mark.parametrize("keep", [0, -0.5, 1.5, float("nan")])
+def test_a_share_of_the_text_is_a_share(keep):
+    refused("keep must be in (0, 1]", shares_of().shares, keep)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    st.integers(0, 40),
+    st.integers(1, 300),
+    st.integers(0, 3000),
+    st.booleans(),
+)
+def test_all_tokens_are_dealt_and_none_twice(heads, reserved, more, context, weighted):
+    """The total is met to a token, every head has what is protected, and none more than there is."""
+    average = reserved + more
+    layers = tuple(1 + 0.1 * layer for layer in range(len(heads))) if weighted and more > reserved else None
+    dealt = shares_of(heads=tuple(heads)).tokens_of(average, context, reserved, layers)
+    flat = [number for layer in dealt for number in layer]
+    assert [len(layer) for layer in dealt] == heads and sum(flat) == average * sum(heads)
+    assert min(flat) >= max(reserved, 1)
+    if context > average:
+        assert max(flat) <= context
+    elif layers is None:
+        assert set(flat) == {average}
+
+
+def test_layers_share_as_they_are_told_and_heads_within_them():
+    weights = (1.0, 2.0, 3.0, 4.0)
+    dealt = shares_of().tokens_of(200, 1000, 0, weights)
+    assert [sum(layer) for layer in dealt] == pytest.approx([160 * weight for weight in weights], abs=30)
+    wanted = shares_of().shares(0.2)
+    assert all((row[0] > row[1]) == (layer[0] > layer[1]) for layer, row in zip(dealt, wanted.tolist()))
+
+
+# How they are found.
+
+
+def test_the_hull_of_a_curve_lies_below_it_and_is_convex():
+    curve = torch.tensor([9.0, 8.9, 4.0, 4.5, 3.0, 2.9, 2.8], dtype=torch.float64)
+    found = calibrate.hull(curve)
+    assert (found <= curve + 1e-12).all() and (found.diff().diff() >= -1e-12).all()
+    torch.testing.assert_close(found, torch.tensor([9, 6.5, 4, 3.5, 3, 2.9, 2.8], dtype=torch.float64))
+
+
+def test_tokens_go_where_they_save_most():
+    """Of two heads of which one needs twice as many tokens: the sum of the curves is least, floor aside."""
+    points = torch.linspace(0, 1, calibrate.POINTS + 1, dtype=torch.float64)
+    steep, flat = 0.2 * (1 - points) ** 2, (1 - points) ** 2
+    table = calibrate.shares_of([torch.stack([flat, steep])])
+    for keep, row in zip(KEEPS, table[:, 0].double()):
+        total = round(2 * keep * calibrate.POINTS)
+        best = min(range(total + 1), key=lambda n: _cost(flat, n) + _cost(steep, total - n))
+        got = row[0] * keep * calibrate.POINTS
+        assert abs(got - min(best, total * 0.95)) <= 1.5, (keep, best, got)
+
+
+def _cost(curve, steps):
+    return curve[min(steps, len(curve) - 1)] if steps < len(curve) else float("inf")
+
+
+def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens():
+    """Against attention itself over the tokens that are kept, in float64."""
+    model = build("llama", dtype=torch.float64).double()
+    ids = torch.randint(3, 90, (1, 96), generator=torch.Generator().manual_seed(3))
+    seen = {}
+    add = calibrate.Watched.add
+
+    def watched(self, loss, gradient):
+        before = self.curves.clone()
+        add(self, loss, gradient)
+        if loss == 0:
+            seen[self.cache.layer] = (self, gradient, self.curves - before)
+
+    calibrate.Watched.add = watched
+    try:
+        calibrate.curves(model, ids, 0, lambda tokens: None)
+    finally:
+        calibrate.Watched.add = add
+    assert sorted(seen) == [0, 1, 2, 3]
+    held, gradient, curves = seen[2]
+    weights, values = held.weights.double(), held.held[2][0].double()
+    out = held.output.detach()[0].double().unflatten(0, (HEADS, -1))
+    g = gradient[0].double().unflatten(0, (HEADS, -1))
+    points = torch.linspace(0, 96, calibrate.POINTS + 1).round().long()
+    for head in range(HEADS):
+        for place in (0, 20, 64, calibrate.POINTS):
+            kept = held.order[head, : points[place]]
+            old = weights[head]
+            own = held.own_output[head].double()
+            mass = old[..., kept].sum(-1) + held.own_weight[head].double()
+            less = (old[..., kept] @ values[head, kept] + own) / mass[..., None]
+            want = ((less - out[head]) * g[head]).sum(-1).sum(0).square().sum()
+            torch.testing.assert_close(curves[0, head, place].double(), want, rtol=5e-3, atol=1e-9)
+
+
+def test_the_last_point_of_a_curve_costs_nothing():
+    model = build("llama")
+    ids = torch.randint(3, 90, (1, 128), generator=torch.Generator().manual_seed(3))
+    for curve in calibrate.curves(model, ids, 0, lambda tokens: None):
+        assert curve[:, 0].min() > 0 and curve[:, -1].abs().max() < 1e-6 * curve[:, 0].max()
+
+
+@pytest.fixture(scope="module")
+def own():
+    """A model and its shares."""
+    model = build("llama")
+    return model, calibrate_heads(model, text=torch.arange(3, 90).repeat(3))
+
+
+def test_calibration_is_deterministic_and_leaves_the_model_alone(own, tmp_path):
+    model, shares = own
+    before = generate(model, prompt()[0])
+    counted = []
+    again = calibrate_heads(model, tmp_path / "heads.safetensors", torch.arange(3, 90).repeat(3), 0, counted.append)
+    assert torch.equal(again.table, shares.table) and again.heads == (HEADS,) * LAYERS
+    assert sum(counted) == 2 * again.tokens == 2 * 261
+    assert torch.equal(generate(model, prompt()[0]), before) and "_fastkv_config" not in vars(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    other = calibrate_heads(model, text=torch.arange(3, 90).repeat(3), seed=1)
+    assert not torch.equal(other.table, shares.table)
+
+
+def test_the_models_own_text(monkeypatch):
+    """It begins where the model's texts begin, and is the same for a seed."""
+    monkeypatch.setattr(calibrate, "LENGTH", 40)
+    model = build("llama", bos_token_id=7)
+    first, second = calibrate.own_texts(model, 0)
+    assert first.shape == second.shape == (1, calibrate.ROWS * 40)
+    assert (first.view(calibrate.ROWS, 40)[:, 0] == 7).all()
+    again, other = calibrate.own_texts(model, 0), calibrate.own_texts(model, 1)
+    assert torch.equal(again[1], second) and not torch.equal(other[1], second)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3_moe", "deepseek_v3"])
+def test_other_families(name):
+    """Layers with sliding windows, soft-caps, experts and latents: as many shares as there are compressed heads."""
+    model = build(name, "eager" if name == "gemma2" else "sdpa")
+    shares = calibrate_heads(model, text=torch.arange(3, 90).repeat(3))
+    fastkv.patch(model, "keydiff", Budget(tokens=24, sinks=2, recent=4, heads=shares), evict_every=4)
+    ids, mask = prompt()
+    cache = FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    stored = torch.cat([cache.stored(layer.cache.layer)[0] for layer in cache.compressed])
+    assert len(stored) == sum(shares.heads) and int(stored.sum()) == 24 * len(stored)
+
+
+def test_what_cannot_be_calibrated():
+    model = build("llama")
+    refused("at least 128 tokens", calibrate_heads, model, text=torch.arange(20))
+    refused("token ids", calibrate_heads, model, text=torch.rand(500))
+    refused("no output embeddings", calibrate_heads, model.model)
+    fastkv.patch(model, "keydiff", 64)
+    refused("stock model", calibrate_heads, model, text=torch.arange(3, 90).repeat(3))
+
+
+# The file.
+
+
+def test_a_file_gives_the_same_shares(own, tmp_path):
+    model, shares = own
+    file = tmp_path / "heads.safetensors"
+    shares.save(file)
+    assert file.stat().st_size < 100_000
+    again = HeadShares.load(file, model.config)
+    assert torch.equal(again.table, shares.table) and repr(again) == repr(shares)
+    refused("another model", HeadShares.load, file, build("llama", num_hidden_layers=2).config)
+    file.write_bytes(file.read_bytes()[:-9])
+    refused("cannot be read", HeadShares.load, file, model.config)
+    refused("cannot be read", HeadShares.load, tmp_path / "none.safetensors", model.config)
+
+
+def test_shares_must_be_numbers():
+    table = torch.full((len(KEEPS), 1, 2), float("nan")).half()
+    refused("finite", HeadShares, table, (2,), "", "", "", 1)
+    refused("of shape", HeadShares, torch.ones(2, 1, 2).half(), (2,), "", "", "", 1)
+
+
+def test_where_patch_finds_them(own, tmp_path, monkeypatch, capsys):
+    """Beside the model, then in the user's cache, else they are made and one line says so."""
+    stock, shares = own
+    made = []
+
+    def calibrated(model):
+        made.append(model)
+        return shares
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate, "calibrate_heads", calibrated)
+    assert calibrate.shares_for(stock, "calibrated") is shares and len(made) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "Budget(heads='uniform')" in told
+    found = calibrate.shares_for(stock, "calibrated")  # in the cache now
+    assert torch.equal(found.table, shares.table) and len(made) == 1 and not capsys.readouterr().err
+    model = build("llama")
+    model.config._name_or_path = str(tmp_path)
+    other = shares_of(model, seed=4)
+    other.save(tmp_path / "heads.safetensors")
+    assert repr(calibrate.shares_for(model, "calibrated")) == repr(other)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    refused("other weights", calibrate.shares_for, model, "calibrated")
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_not_to_run(own, tmp_path, monkeypatch, capsys):
+    model, shares = own
+    (tmp_path / "fastkv").write_text("a file where a directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "calibrate_heads", lambda model: shares)
+    assert calibrate.shares_for(model, "calibrated") is shares
+    assert "not stored" in capsys.readouterr().err
+
+
+def test_a_digest_is_of_the_weights_and_not_of_their_dtype():
+    model = build("llama").bfloat16()
+    digest = weights_digest(model)
+    assert weights_digest(model.float()) == digest
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert weights_digest(model) != digest
+
+
+@pytest.mark.calibrated
+def test_the_default_is_calibrated(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "LENGTH", 40)
+    model = fastkv.patch(build("llama"))
+    config = FastKVCache(model).config
+    assert config.policy.name == "fastkv" and isinstance(config.budget.heads, HeadShares)
+    assert [file.suffix for file in (tmp_path / "fastkv" / "heads").iterdir()] == [".safetensors"]
+
+
+# What a budget says.
+
+
+def test_budgets_take_a_file_or_shares(own, tmp_path):
+    model, shares = build("llama"), own[1]
+    file = tmp_path / "heads.safetensors"
+    shares.save(file)
+    for heads in (file, str(file), shares):
+        monkeypatched = fastkv.patch(model, "keydiff", Budget(tokens=64, heads=heads))
+        if heads is shares:
+            assert FastKVCache(monkeypatched).config.budget.heads is shares
+    refused("heads must be", Budget, tokens=64, heads="adaptively")
+    refused("another model", fastkv.patch, model, "keydiff", Budget(tokens=64, heads=shares_of()))
+
+
+def test_a_policy_that_fixes_heads_takes_no_shares(own, tmp_path):
+    model, shares = build("llama"), own[1]
+    (tmp_path / "pattern.tsv").write_text("1.0\t0.1\n" * LAYERS)
+    fixed = fastkv.policies.get("duoattention", pattern=str(tmp_path / "pattern.tsv"))
+    refused("fixes how many tokens", fastkv.patch, model, fixed, Budget(tokens=64, heads=shares))
+    fastkv.patch(model, fixed, 64)  # what nobody asked for gives way
+    assert FastKVCache(model).config.budget.heads == "uniform"
+
+
+def test_shares_of_as_many_layers():
+    shares = shares_of(heads=(2, 2))
+    refused("shares of 2 layers", Budget(tokens=64, heads=shares).check_layers, 4)
+
+
+# Caches.
+
+SETTINGS = {
+    "whole": {},
+    "blocks": {"prefill_block": 16},
+    "int8": {"slots": "int8"},
+    "int4": {"slots": "int4"},
+    "moments": {"correction": "moments"},
+    "centroids": {"correction": "centroids"},
+    "reference": {"backend": "reference"},
+    "triton": {"backend": "triton"},
+    "fastkv": {"policy": "fastkv"},
+    "kvzip": {"policy": "kvzip"},
+}
+
+
+def patched(model, shares, tokens=20, **settings):
+    settings = {"policy": "keydiff", "evict_every": 4, **settings}
+    budget = Budget(tokens=tokens, sinks=2, recent=4, heads=shares)
+    return fastkv.patch(model, budget=budget, **settings)
+
+
+def kept(cache):
+    """Tokens that each head holds, [B, all heads]."""
+    return torch.cat([cache.stored(layer.cache.layer) for layer in cache.compressed], 1)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_heads_hold_what_they_are_dealt_and_memory_stays(settings):
+    """After a prompt and after decoding, in every mode; bytes are those of heads that are alike, starts aside."""
+    model = build("llama", head_dim=32)
+    shares = shares_of(model)
+    patched(model, shares, **settings)
+    ids, mask = prompt(length=80)
+    cache = FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    want = torch.tensor(shares.tokens_of(20, 80, 6)).flatten()
+    assert int(want.sum()) == 20 * len(want) and len(set(want.tolist())) > 2
+    assert torch.equal(kept(cache)[0].long(), want)  # the row without padding
+    for step in range(8):
+        model(torch.full((3, 1), 5 + step), past_key_values=cache)
+    assert torch.equal(kept(cache)[0].long(), want)
+    patched(model, "uniform", **settings)
+    other = FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=other)
+    states = [sum(layer.cache.nbytes() for layer in one.compressed) for one in (cache, other)]
+    starts = 3 * LAYERS * (HEADS + 1) * 4
+    assert states[0] <= states[1] + starts
+
+
+@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize("policy", ["fastkv", "keydiff", "momentkv"])
+def test_a_budget_as_large_as_the_text_changes_no_token(policy, block):
+    model = build("llama")
+    ids, mask = prompt()
+    want = generate(model, ids, mask, new=20)
+    patched(model, shares_of(model), tokens=80, policy=policy, prefill_block=block)
+    assert torch.equal(generate(model, ids, mask, new=20), want)
+
+
+def test_heads_are_dealt_anew_as_a_text_grows():
+    """A short prompt is kept whole, a long one after it or much decoding makes heads differ; the total stays."""
+    model = build("llama")
+    shares = shares_of(model)
+    patched(model, shares)
+    ids, _ = prompt(batch=1, length=200, pads=(0,))
+    cache = FastKVCache(model)
+    model(ids[:, :12], past_key_values=cache)
+    assert (kept(cache) == 12).all()
+    model(ids[:, 12:80], past_key_values=cache)
+    assert torch.equal(kept(cache)[0].long(), torch.tensor(shares.tokens_of(20, 80, 6)).flatten())
+    bytes_then = sum(layer.cache.nbytes() for layer in cache.compressed)
+    for place in range(80, 112):
+        model(ids[:, place : place + 1], past_key_values=cache)
+    dealt = torch.tensor(shares.tokens_of(20, 104, 6)).flatten()  # at 104 > 1.25 * 80, where eviction was due
+    assert torch.equal(kept(cache)[0].long(), dealt) and not torch.equal(
+        dealt, torch.tensor(shares.tokens_of(20, 80, 6)).flatten()
+    )
+    assert sum(layer.cache.nbytes() for layer in cache.compressed) == bytes_then
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_dealing_anew_while_decoding_keeps_the_cache_right(settings):
+    """With every slot of the deal in use, what attention reads is what the slots hold: a copy goes on alike."""
+    model = build("llama", head_dim=32)
+    patched(model, shares_of(model), **settings)
+    ids, _ = prompt(batch=2, length=120, pads=(0, 0))
+    cache = FastKVCache(model)
+    model(ids[:, :40], past_key_values=cache)
+    for place in range(40, 100):
+        model(ids[:, place : place + 1], past_key_values=cache)
+    twin = cache.clone()
+    for place in range(100, 120):
+        one, other = (model(ids[:, place : place + 1], past_key_values=each).logits for each in (cache, twin))
+        assert torch.equal(one, other) and one.isfinite().all()
+    assert int(kept(cache)[0].sum()) <= (20 + 4) * HEADS * LAYERS
+
+
+def test_a_padded_row_is_as_it_is_alone():
+    model = build("llama")
+    patched(model, shares_of(model))
+    ids, mask = prompt(length=80)
+    whole = FastKVCache(model)
+    model(ids, attention_mask=mask, past_key_values=whole)
+    got = model(torch.full((3, 1), 5), past_key_values=whole).logits
+    assert got.isfinite().all()
+    forked = whole.fork(2)
+    again = model(torch.full((6, 1), 6), past_key_values=forked).logits
+    alone = model(torch.full((3, 1), 6), past_key_values=whole).logits
+    torch.testing.assert_close(again[::2], alone)
+
+
+def test_save_and_load(tmp_path):
+    model = build("llama")
+    shares = shares_of(model)
+    patched(model, shares)
+    cache = FastKVCache(model)
+    ids, _ = prompt(batch=1, length=160, pads=(0,))
+    model(ids[:, :60], past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    again = FastKVCache.load(tmp_path / "cache.safetensors", model)
+    for place in range(60, 110):  # dealt anew on the way
+        one, other = (model(ids[:, place : place + 1], past_key_values=each).logits for each in (cache, again))
+        assert torch.equal(one, other), place
+    patched(model, shares_of(model, seed=5))
+    refused("budget.heads", FastKVCache.load, tmp_path / "cache.safetensors", model)
+
+
+def test_vector_shares_keys_as_pairs():
+    """Each head deals its own room to pairs and to keys without values."""
+    model = build("llama")
+    shares = shares_of(model)
+    patched(model, shares, correction="vector", vector=mapping(model), tokens=24)
+    cache = FastKVCache(model)
+    model(prompt(batch=1, length=80, pads=(0,))[0], past_key_values=cache)
+    dealt = shares.tokens_of(24, 80, 6)
+    for layer, want in zip(cache.compressed, dealt):
+        layout = layer.cache.rule.layout
+        assert [pairs + keys // 2 for pairs, keys in zip(layout.tokens, layout.approx or (0, 0))] == list(want)
+
+
+def test_static_steps_keep_their_slots():
+    """A static cache is dealt once, by its first prompt: addresses stay."""
+    model = build("llama")
+    shares = shares_of(model)
+    patched(model, shares)
+    cache = FastKVCache(model, static=True)
+    ids, _ = prompt(batch=1, length=120, pads=(0,))
+    model(ids[:, :80], past_key_values=cache)
+    want = torch.tensor(shares.tokens_of(20, 80, 6)).flatten()
+    addresses = [tensor.data_ptr() for tensor in cache.changed()]
+    for place in range(80, 120):
+        model(ids[:, place : place + 1], past_key_values=cache)
+    assert torch.equal(kept(cache)[0].long(), want)
+    assert [tensor.data_ptr() for tensor in cache.changed()] == addresses
+
+
+def test_a_module_takes_shares_of_the_whole_model():
+    shares = shares_of()
+    layer = FastKVAttention(4, HEADS, 16, "keydiff", Budget(tokens=20, sinks=2, recent=4, heads=shares), layer=1,
+                            num_layers=LAYERS, evict_every=4)  # fmt: skip
+    layer.allocate(1, prompt=80)
+    assert layer.cache.rule.layout.tokens == shares.tokens_of(20, 80, 6)[1]
+    refused("4 layers of 2 KV heads", FastKVAttention, 4, 4, 16, "keydiff", Budget(tokens=20, heads=shares, recent=4),
+            layer=1, num_layers=LAYERS)  # fmt: skip
+    refused("HeadShares.load", FastKVAttention, 4, 4, 16, "keydiff", Budget(tokens=64, heads="a.safetensors"))
+
+
+def test_the_command(own, tmp_path, monkeypatch, capsys):
+    from fastkv import cli
+    from fastkv.evaluation import common
+
+    monkeypatch.setattr(calibrate, "LENGTH", 40)
+    monkeypatch.setattr(common, "load", lambda name: (build("llama"), None))
+    assert cli.main(["calibrate", "heads", "--model", "tiny", "--out", str(tmp_path / "heads.safetensors")]) == 0
+    said = capsys.readouterr().out
+    assert "320 tokens" in said and "heads=" in said
+    assert HeadShares.load(tmp_path / "heads.safetensors", build("llama").config).tokens == 320
