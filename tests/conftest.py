@@ -50,11 +50,24 @@ def seeded():
         yield
 
 
-@pytest.fixture(autouse=True)
-def heads_alike(request, monkeypatch):
-    """Heads keep the same number of tokens unless a test says otherwise: models of tests are not calibrated for each.
+@pytest.fixture(autouse=True, scope="session")
+def heads_alike():
+    """Heads are alike unless a test says otherwise: models of tests are not calibrated for each."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr("fastkv.api.shares_for", only_from_files)
+        yield
 
-    Tests that are marked "calibrated" get what a user gets.
-    """
-    if request.node.get_closest_marker("calibrated") is None:
-        monkeypatch.setattr("fastkv.api.shares_for", lambda model, wanted: "uniform")
+
+@pytest.fixture(autouse=True)
+def heads_as_for_a_user(request, monkeypatch):
+    """Tests that are marked "calibrated" get what a user gets; files are read for all."""
+    from fastkv.integrations.transformers.calibrate import shares_for
+
+    marked = request.node.get_closest_marker("calibrated") is not None
+    monkeypatch.setattr("fastkv.api.shares_for", shares_for if marked else only_from_files)
+
+
+def only_from_files(model, wanted):
+    from fastkv.integrations.transformers.calibrate import shares_for
+
+    return "uniform" if wanted == "calibrated" else shares_for(model, wanted)

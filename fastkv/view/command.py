@@ -165,9 +165,8 @@ def traced(
 ) -> tuple[Full, list[tuple[str, int, Trace, str]]]:
     """The stock model, and every policy at every budget with the name of its correction."""
     caches = [(policy, tokens) for policy in options.policies for tokens in options.budgets]
-    # Kernels join centroids in the same way, but only the reference can be followed bit for bit.
-    backend = "auto" if model.device.type == "cpu" else "reference"
-    settings = {"prefill_block": reading.block, "evict_every": EVICT_EVERY, "static": False, "backend": backend}
+    # Other backends join centroids in the same way, but only the reference can be followed bit for bit.
+    settings = {"prefill_block": reading.block, "evict_every": EVICT_EVERY, "static": False, "backend": "reference"}
     settings["slots"] = options.slots
     found = []
     with common.progress(console) as progress:
