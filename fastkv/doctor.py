@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import transformers
 
 from . import __version__, policies
 from .backend import MODULES, why_not
+from .calibration.head_shares import HEADS_FILE
 from .config import BUDGET, POLICY, Config
 from .cpu import compiled
 from .errors import FastKVError, not_installed
@@ -114,6 +116,8 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
         model["below"] = "with attn_implementation='eager'"
     model["tested"] = TESTED.get(known.model_type, UNTESTED)
     kept = f"{config.policy.name}, {options.budget} tokens per KV head"
+    beside = Path(options.model) / HEADS_FILE
+    model["heads"] = f"calibrated, {beside}" if beside.is_file() else "calibrated when it is first patched"
     name = str(dtype).removeprefix("torch.")
     return {
         "model": model,

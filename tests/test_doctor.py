@@ -33,7 +33,7 @@ def test_a_model_of_full_attention(tmp_path, capsys):
     assert "memory of a sequence of 4096 tokens in bfloat16" in lines
     assert found["stock cache"] == f"{4 * 2 * 2 * 16 * 4096 * 2 / 2**20:.1f} MiB"
     assert "times less (fastkv, 64 tokens per KV head)" in found["fastkv"]
-    assert "refused" not in found
+    assert "refused" not in found and found["heads"] == "calibrated when it is first patched"
 
 
 def test_windows_stay(tmp_path, capsys):

@@ -277,6 +277,7 @@ def test_the_default_is_calibrated(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "LENGTH", 40)
     model = fastkv.patch(build("llama"))
     config = FastKVCache(model).config
+    assert "heads=calibrated" in repr(FastKVCache(model))
     assert config.policy.name == "fastkv" and isinstance(config.budget.heads, HeadShares)
     assert [file.suffix for file in (tmp_path / "fastkv" / "heads").iterdir()] == [".safetensors"]
 
@@ -487,4 +488,6 @@ def test_the_command(own, tmp_path, monkeypatch, capsys):
     assert cli.main(["calibrate", "heads", "--model", "tiny", "--out", str(tmp_path / "heads.safetensors")]) == 0
     said = capsys.readouterr().out
     assert "320 tokens" in said and "heads=" in said
+    rows = [line for line in said.splitlines() if line.startswith("  head ")]
+    assert len(rows) == HEADS and all(len(row.split("|")[1]) == LAYERS for row in rows)
     assert HeadShares.load(tmp_path / "heads.safetensors", build("llama").config).tokens == 320

@@ -6,9 +6,29 @@ import argparse
 from functools import partial
 
 from rich.console import Console
+from torch import Tensor
 
 from ..evaluation import common, texts
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads
+
+KEEP = 0.25  # of the text, for the picture
+SHADES = " ·░▒▓█"  # of a head that keeps next to nothing, ..., nearly all
+
+
+def picture(shares: Tensor) -> str:
+    """Layers from left to right and their heads below each other: the share of a text that each keeps.
+
+    Args: shares: [layers, Hkv], as `HeadShares.shares` gives them for `KEEP`.
+    """
+    level = (shares * KEEP * (len(SHADES) - 1)).round().long().clamp(max=len(SHADES) - 1)
+    rows = ["".join(SHADES[number] for number in head) for head in level.T.tolist()]
+    title = f"what each head keeps of a text where a quarter stays ({len(level)} layers from left to right):"
+    return "\n".join([title, *(f"  head {head:<3}|{row}|" for head, row in enumerate(rows)), _legend()])
+
+
+def _legend() -> str:
+    steps = len(SHADES) - 1
+    return "  " + ", ".join(f"{shade!r} {100 * place // steps} %" for place, shade in enumerate(SHADES))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +50,7 @@ def run(options: argparse.Namespace) -> None:
     with common.progress(console) as shown:
         bar = shown.add_task("calibrating", total=total)
         made = calibrate_heads(model, options.out, text, options.seed, lambda n: shown.advance(bar, n))
+    console.print(picture(made.shares(KEEP)), highlight=False)
     console.print(f"{options.out} written, from {made.tokens:,} tokens. Use it:")
     use = f'  fastkv.patch(model, budget=fastkv.Budget(keep=0.25, heads="{options.out}"))'
     console.print(use, soft_wrap=True, markup=False)

@@ -22,6 +22,7 @@ FILE = TensorFile(
     facts={"fingerprint": str, "model": str, "weights": str, "tokens": int},
 )
 KEEPS = tuple(2 ** (-step / 2) for step in range(13))  # 1 to 1/64: shares are stored for these
+HEADS_FILE = "heads.safetensors"  # beside a model
 FLOOR = 0.1  # of the mean, what every head keeps in any case
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import check_pool, neighbour_mean, peak_attention, rows_at, z_scores
+from ..reference import check_pool, compute_dtype, neighbour_mean, peak_attention, rows_at, z_scores
 from .base import Policy, Signals, check_at_least, known_or_mean
 from .expectedattention import ExpectedAttention
 
@@ -59,7 +59,8 @@ class FastKV(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The sum of the z-scores, [B, Hkv, N] fp32."""
-        keys = signals.pre_rope_keys
+        assert signals.rotary is not None
+        keys = signals.rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)
         unlike = ops.keydiff_scores(keys, "normalized_mean", mask=signals.valid, backend=signals.backend)
         score = z_scores(unlike, signals.valid) + z_scores(known_or_mean(signals), signals.valid)
         if signals.queries is None:

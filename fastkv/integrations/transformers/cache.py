@@ -112,6 +112,7 @@ class FastKVCache(Cache):
         unit = next(name for name in ("tokens", "keep", "bytes", "quality") if getattr(budget, name) is not None)
         settings = f"policy={self.config.policy.name!r}, correction={self.config.correction.name!r}"
         settings += f", budget={unit} {getattr(budget, unit)}"
+        settings += f", heads={'calibrated' if budget.shared is not None else repr(budget.heads)}"
         first = self.compressed[0].state
         if first is None:
             return f"FastKVCache({settings}, empty)"

@@ -29,7 +29,7 @@ from ...cache import signals as told
 from ...cache.selection import protected
 from ...cache.wrappers import HeldPrompt
 from ...calibration.files import describe, fingerprint, user_cache
-from ...calibration.head_shares import FLOOR, KEEPS, HeadShares, weights_digest
+from ...calibration.head_shares import FLOOR, HEADS_FILE, KEEPS, HeadShares, weights_digest
 from ...config import POLICY, Config
 from ...errors import FastKVError
 from ...parallel import Parallel
@@ -307,7 +307,7 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     """
     if wanted != "calibrated":
         return _checked(Path(wanted), model)
-    beside = Path(getattr(model.config, "_name_or_path", "") or ".") / "heads.safetensors"
+    beside = Path(getattr(model.config, "_name_or_path", "") or ".") / HEADS_FILE
     if beside.is_file():
         return _checked(beside, model)
     file = user_cache("heads") / f"{weights_digest(model)}.safetensors"
