@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,8 @@ INTRO = """# Results
 SmolLM2-135M-Instruct reads real text with six facts of nine kinds in it. It is asked for each fact twice: in the
 words of the text, and in other words. Texts are docstrings of Python's standard library. Nothing was tuned on them or
 on these facts. Policies, budgets and corrections share one reading of each text. Every cache has the stated share of
-the bytes of a bfloat16 cache of the whole text, everything counted. The model computes in float32.
+the bytes of a bfloat16 cache of the whole text, everything counted. The model computes in float32. Each head keeps what
+it needs ([budgets](budgets.md#heads)), except where all are alike.
 
 - **right**: of the questions that the full cache answers, the share whose answer the compressed cache generates too,
   greedily; ± one standard error over texts.
@@ -41,8 +43,12 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def link(name: str) -> str:
-    """A policy's name and class, as cells of a table."""
-    return f"`{name}` | `{type(policies.get(name)).__name__}`"
+    """A policy's name, class and paper, as cells of a table."""
+    kind = type(policies.get(name))
+    file = kind.__module__.rpartition(".")[2]
+    found = re.search(r"arXiv:(\d{4}\.\d{5})", str(kind.__doc__))
+    paper = "" if found is None else f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+    return f"`{name}` | [`{kind.__name__}`](../fastkv/policies/{file}.py) | {paper}"
 
 
 def fewest(rows: list[dict[str, Any]]) -> int:
@@ -73,7 +79,8 @@ def table_of(rows: list[dict[str, Any]], keeps: tuple[float, ...]) -> tuple[str,
         lines.append((total, f"| {link(name)} | {' | '.join(shown)} |"))
     head = " | ".join(f"{100 * (1 - keep):g} % removed" for keep in columns)
     body = "\n".join(line for _, line in sorted(lines, reverse=True))
-    return f"| policy | class | {head} |\n|---|---|{'---|' * len(columns)}\n{body}\n", columns
+    full = f"| full cache | | | {' | '.join(['**1.00**<br>0 · 0'] * len(columns))} |"
+    return f"| policy | class | paper | {head} |\n|---|---|---|{'---|' * len(columns)}\n{full}\n{body}\n", columns
 
 
 def error(cell: list[dict[str, Any]]) -> float:
