@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=Module)
 
 def patch(
     model: Model,
-    policy: str | Policy = settings.POLICY,
+    policy: str | Policy | None = None,
     budget: int | Budget = settings.BUDGET,
     *,
     prefill_block: int | str | None = None,
@@ -44,7 +44,8 @@ def patch(
 
     Args:
         model: a causal language model of a supported family, loaded with eager, sdpa or flash_attention_2 attention.
-        policy: name from `fastkv.policies.names()` or a `Policy`: which tokens stay.
+        policy: name from `fastkv.policies.names()` or a `Policy`: which tokens stay. None: "fastkv", or "momentkv" for
+            models whose rotary embedding cannot be undone (frequencies that follow the length).
         budget: tokens per KV head, mean over all heads, or a `Budget`. Heads keep what they need, see `Budget.heads`:
             for a model that was not calibrated yet, that is found out now.
         prefill_block: None reads the whole prompt with the stock kernel and compresses each layer right after its own
@@ -72,14 +73,17 @@ def patch(
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
     block: Any = settings.ELSEWHERE if prefill_block == "auto" else prefill_block
-    config = Config.make(policy, budget, block, evict_every, correction, backend, static, slots)
+    rest = budget, block, evict_every, correction, backend, static, slots
+    config = Config.make(policy or settings.POLICY, *rest)
     modules = engine.check(model, config)
+    if policy is None and not engine.can_undo_rotation(model, modules):
+        config = Config.make(settings.WITHOUT_ROTARY, *rest)
     if prefill_block == "auto":
         weight = next(model.parameters())
         config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
     config = settings.with_fits(config, model.config, vector)
-    config = with_shares(config, model)
     config = engine.with_rotations(config, model, modules)
+    config = with_shares(config, model)
     engine.detach(model)
     engine.attach(model, modules, config)
     return model

@@ -282,6 +282,27 @@ def test_the_default_is_calibrated(monkeypatch, tmp_path):
     assert [file.suffix for file in (tmp_path / "fastkv" / "heads").iterdir()] == [".safetensors"]
 
 
+@pytest.mark.calibrated
+def test_a_patched_model_is_calibrated_and_stays_patched(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "LENGTH", 40)
+    model = fastkv.patch(build("llama"), "keydiff", Budget(tokens=64, heads="uniform"))
+    monkeypatch.setattr(calibrate, "own_texts", lambda model, seed: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fastkv.patch(model, "snapkv")
+    assert FastKVCache(model).config.policy.name == "keydiff"
+
+
+def test_models_whose_rotation_follows_the_length_get_another_default():
+    """As they grow their frequencies change, so that keys cannot be turned back."""
+    model = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0})
+    assert FastKVCache(fastkv.patch(model)).config.policy.name == "momentkv"
+    assert FastKVCache(fastkv.patch(model)).config.correction.name == "moments"
+    refused("frequencies change", fastkv.patch, model, "fastkv")
+    fastkv.unpatch(model)
+    assert calibrate_heads(model, text=torch.arange(3, 90).repeat(3)).heads == (HEADS,) * LAYERS
+
+
 # What a budget says.
 
 

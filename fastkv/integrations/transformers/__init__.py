@@ -2,7 +2,18 @@
 
 from .attach import attach, check, detach
 from .families import REFUSED, TESTED
-from .selfcheck import rotations, with_rotations
+from .selfcheck import can_undo_rotation, rotations, with_rotations
 from .survey import Survey, survey
 
-__all__ = ["REFUSED", "TESTED", "Survey", "attach", "check", "detach", "rotations", "survey", "with_rotations"]
+__all__ = [
+    "REFUSED",
+    "TESTED",
+    "Survey",
+    "attach",
+    "can_undo_rotation",
+    "check",
+    "detach",
+    "rotations",
+    "survey",
+    "with_rotations",
+]

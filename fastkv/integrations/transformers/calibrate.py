@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,17 @@ from ...cache.selection import protected
 from ...cache.wrappers import HeldPrompt
 from ...calibration.files import describe, fingerprint, user_cache
 from ...calibration.head_shares import FLOOR, HEADS_FILE, KEEPS, HeadShares, weights_digest
-from ...config import POLICY, Config
+from ...config import POLICY, WITHOUT_ROTARY, Config
 from ...errors import FastKVError
 from ...parallel import Parallel
+from ...policies import get
 from ...reference.attention import grouped_logits
 from . import modules
 from .attach import attach, check, detach
 from .cache import FastKVCache
 from .deferred import read_again
 from .prompt import Prompt
-from .selfcheck import with_rotations
+from .selfcheck import can_undo_rotation, with_rotations
 
 TEXTS, ROWS, LENGTH = 2, 4, 256  # own texts, of so many pieces, of so many tokens each
 CHUNK = 512  # tokens that are read again at once
@@ -143,9 +145,11 @@ def own_texts(model: Any, seed: int) -> list[Tensor]:
 
 @contextmanager
 def held_whole(model: Any, num: int) -> Iterator[None]:
-    """The model with the default policy, heads alike, and room for `num` tokens; then stock again."""
+    """The model with the policy that is default for it, heads alike, and room for `num` tokens; then stock again."""
     config = Config.make(POLICY, Budget(tokens=num, heads="uniform"), None, 1, "none", "auto", False)
     found = check(model, config)
+    if not can_undo_rotation(model, found):
+        config = replace(config, policy=get(WITHOUT_ROTARY))
     attach(model, found, with_rotations(config, model, found))
     try:
         yield
@@ -319,7 +323,13 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
         file=sys.stderr,
         flush=True,
     )
-    made = calibrate_heads(model)
+    before = vars(model).get("_fastkv_config")
+    detach(model)
+    try:
+        made = calibrate_heads(model)
+    finally:
+        if before is not None:
+            attach(model, check(model, before), before)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         made.save(file)

@@ -159,6 +159,15 @@ def with_rotations(config: Config, model: Module, found: Iterable[Any]) -> Confi
     return replace(config, rotations=rotations(model, layers, halves=config.correction.key_only))
 
 
+def can_undo_rotation(model: Module, found: Iterable[Any]) -> bool:
+    """Whether keys of these attention modules can be had as they were before the rotary embedding."""
+    try:
+        rotations(model, [module.layer_idx for module in found if module.layer_idx not in modules.sources(model)])
+    except FastKVError:
+        return False
+    return True
+
+
 def _fix_inputs(decoder: Module) -> None:
     """Give every attention module the hidden states of its first call in all later ones, too.
 
