@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fastkv.kernels import (
-    blended_scores,
     compact,
     decode_attention,
     evict,
@@ -418,12 +417,6 @@ def of_window(kernel: Any, dim: int, bias: bool = False, **change: bool) -> Vari
     )  # fmt: skip
 
 
-def of_blend() -> Variant:
-    """Of `fastkv.kernels.blended_scores`."""
-    kernel, flags = blended_scores._blend_kernel, dict(BLOCK=blended_scores.BLOCK)
-    return variant("blended_scores", kernel, flags, types=dict(weight="fp32"), num_warps=8, wide=False)
-
-
 JOINING = (remember._gather_kernel, remember._offer_kernel, remember._settle_kernel)
 SPLIT = tuple((d, s) for d in (64, 128, 256) for s in (1, 16))
 
@@ -600,5 +593,4 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_window(window_scores._column_kernel, dim, bias=True) for dim in (64, 128)),
         *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
     ],
-    "blended_scores": [of_blend()],
 }

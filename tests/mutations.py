@@ -58,6 +58,7 @@ def bug(what: str, file: str, original: str, replacement: str, *tests: str) -> M
 
 
 COMPILED = "slots.py::test_compiled_"
+HEADS = "head_shares.py"
 MERGING = "properties.py::test_merging_is_counting_together"
 DECODING = "properties.py::test_decoding_is_softmax_over_all_tokens"
 BLOCK = "properties.py::test_a_block_is_softmax_over_its_past"
@@ -480,46 +481,11 @@ MUTATIONS = [
         f"{ATTENTION}::test_rows_padding_and_order_of_slots_do_not_matter",
     ),
     bug(
-        "fastkv counts padding among the tokens that attention is spread over",
-        "reference/scores.py",
-        ".exp() / mask.sum(-1, keepdim=True).clamp(min=1)",
-        ".exp() / attention.shape[-1]",
-        "centroid_cache.py::test_the_policy_adds_attention_to_distance",
-    ),
-    bug(
-        "fastkv takes what is left for all that it has read",
-        "reference/scores.py",
-        "seen = torch.where(mask, positions, 0).amax(-1, keepdim=True) + 1",
-        "seen = mask.sum(-1, keepdim=True)",
-        "centroid_cache.py::test_the_policy_adds_attention_to_distance",
-    ),
-    bug(
-        "fastkv keeps more tokens than there are",
-        "reference/scores.py",
-        "share = (tokens / seen).clamp(max=1)",
-        "share = tokens / seen",
-        "centroid_cache.py::test_the_policy_adds_attention_to_distance",
-    ),
-    bug(
-        "fastkv counts distances that are skewed to the left for nothing",
-        "reference/scores.py",
-        "skewness(z, mask).abs().clamp(max=1)",
-        "skewness(z, mask).clamp(0, 1)",
-        "centroid_cache.py::test_the_policy_adds_attention_to_distance",
-    ),
-    bug(
         "one program alone reads a head of 256 numbers in 4 bits",
         "kernels/decode_attention.py",
         "programs = max(programs, 2) if packed and padded > 128 else programs",
         "programs = max(programs, 1) if packed and padded > 128 else programs",
         "kernels_codes.py::test_no_program_alone_reads_a_wide_head_in_4_bits",
-    ),
-    bug(
-        "the kernel lets skewed distances count beyond their deviations",
-        "kernels/blended_scores.py",
-        "tl.minimum(tl.abs(skewness), 1.0)",
-        "tl.abs(skewness)",
-        "kernels_slots.py::test_blended_scores",
     ),
     bug(
         "snapkv pools while decoding",
@@ -580,7 +546,7 @@ MUTATIONS = [
     bug(
         "expected attention rescores rows that asked nothing",
         "policies/expectedattention.py",
-        "signals.valid & (count > 0)",
+        "torch.where(count > 0, known, 0)",
         "signals.valid",
         f"{STATISTICS}::test_a_block_without_queries_of_its_own_changes_nothing",
     ),
@@ -664,16 +630,9 @@ MUTATIONS = [
     bug(
         "a second reading has no more centroids than one reading",
         "policies/fastkv.py",
-        '"fine-centroids" if self.reread else "centroids"',
-        '"centroids"',
-        "reread.py::test_by_name_and_by_option",
-    ),
-    bug(
-        "a second reading leaves out what the last queries look at",
-        "policies/fastkv.py",
-        "known_or_mean(signals) + beside",
-        "known_or_mean(signals)",
-        "reread.py::test_it_keeps_what_both_readings_attend_to",
+        'correction = "fine-centroids"',
+        'correction = "centroids"',
+        "reread.py::test_by_name",
     ),
     bug(
         "samples of a second reading depend on padding",
@@ -1456,6 +1415,118 @@ MUTATIONS = [
         "self.absorb(q, k, v, valid, mass=mass)",
         "self.absorb(q, k, v, valid)",
         "centroid_cache.py::test_the_evicted_mass_of_a_block_reaches_what_is_observed",
+    ),
+    bug(
+        "fastkv asks queries of padding",
+        "policies/fastkv.py",
+        "asked = (~real).to(torch.uint8)",
+        "asked = real.to(torch.uint8)",
+        f"{STATISTICS}::test_rows_padding_and_order_of_slots_do_not_matter",
+    ),
+    bug(
+        "fastkv forgets what earlier blocks looked up",
+        "policies/fastkv.py",
+        "signals.memory.maximum(self._peak(signals))",
+        "self._peak(signals)",
+        EQUATION,
+    ),
+    bug(
+        "fastkv takes expected attention as it is, not its logarithm",
+        "policies/fastkv.py",
+        "expected.clamp(min=TINY).log()",
+        "expected.clamp(min=TINY)",
+        EQUATION,
+    ),
+    bug(
+        "fastkv compares keys as they are turned",
+        "policies/fastkv.py",
+        "signals.rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)",
+        "signals.keys.to(compute_dtype(signals.keys))",
+        EQUATION,
+    ),
+    bug(
+        "a second reading forgets how long values are",
+        "policies/fastkv.py",
+        "(signals.received * length)",
+        "(signals.received + 0 * length)",
+        f"{STATISTICS}::test_a_second_reading_says_what_was_looked_up",
+    ),
+    bug(
+        "a curve leaves out what the second reading's own tokens weigh",
+        "integrations/transformers/calibrate.py",
+        "kept = upto(weights) + own_weight[..., None]",
+        "kept = upto(weights) + 1e-6 * own_weight[..., None]",
+        f"{HEADS}::test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens",
+    ),
+    bug(
+        "the heads of a group are squared apart",
+        "integrations/transformers/calibrate.py",
+        "change.sum(0).square().sum(0)",
+        "change.square().sum(0).sum(0)",
+        f"{HEADS}::test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens",
+    ),
+    bug(
+        "shares follow the curve instead of its hull",
+        "integrations/transformers/calibrate.py",
+        "while len(corners) > 1:",
+        "while len(corners) > len(values):",
+        f"{HEADS}::test_the_hull_of_a_curve_lies_below_it_and_is_convex",
+    ),
+    bug(
+        "the last head gets what rounding leaves, the others less",
+        "calibration/head_shares.py",
+        "ends[-1] = total",
+        "ends[-1] = total - 1",
+        f"{HEADS}::test_all_tokens_are_dealt_and_none_twice",
+    ),
+    bug(
+        "a head may hold more than there is",
+        "calibration/head_shares.py",
+        "most = float(context) if context > average else math.inf",
+        "most = math.inf",
+        f"{HEADS}::test_all_tokens_are_dealt_and_none_twice",
+    ),
+    bug(
+        "shares between two budgets are those of the larger",
+        "calibration/head_shares.py",
+        "first + (second - first) * (place - below)",
+        "first + (second - first) * 0",
+        f"{HEADS}::test_shares_have_the_mean_one_and_are_linear_in_the_logarithm",
+    ),
+    bug(
+        "a text shorter than the budget is evicted from",
+        "calibration/head_shares.py",
+        "if context <= average and layers is None:",
+        "if False:",
+        f"{HEADS}::test_a_budget_as_large_as_the_text_changes_no_token",
+    ),
+    bug(
+        "heads keep their first deal however long the text becomes",
+        "cache/layer.py",
+        "or context <= max(self.context, self.average):",
+        "or self.context:",
+        f"{HEADS}::test_heads_are_dealt_anew_as_a_text_grows",
+    ),
+    bug(
+        "slots are dealt anew and what they hold stays behind",
+        "reference/state.py",
+        "        self.deal(capacities)\n\n    def trade",
+        "        self.limit = max(capacities)\n\n    def trade",
+        f"{HEADS}::test_heads_are_dealt_anew_as_a_text_grows",
+    ),
+    bug(
+        "a static cache is dealt anew",
+        "cache/layer.py",
+        "fixed = self.static or",
+        "fixed =",
+        f"{HEADS}::test_static_steps_keep_their_slots",
+    ),
+    bug(
+        "shares of other weights are taken",
+        "integrations/transformers/calibrate.py",
+        "shares.weights != weights_digest(model)",
+        "not shares.weights",
+        f"{HEADS}::test_where_patch_finds_them",
     ),
 ]
 

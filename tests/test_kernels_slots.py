@@ -1,12 +1,11 @@
 """Kernels of an eviction that are about single slots: their signals, and scores in standard deviations."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv import ops, reference
-from fastkv.kernels import blended_scores, slot_signals
+from fastkv import reference
+from fastkv.kernels import slot_signals
 from fastkv.reference import Centroids
 
 from .conftest import examples
@@ -41,26 +40,3 @@ def test_slot_signals(slots, lengths, seen, attention, parts, spare):
     for mine, theirs in zip(found, reference.slot_signals(positions, twin, spec), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
     assert state.exact.attention is None or not state.exact.attention.any()
-
-
-@pytest.mark.parametrize("num", [1, 37, 2048, 5000])
-def test_blended_scores(num):
-    """A head with no real token, one with a single one, equal distances, no attention, and distances far from 0."""
-    distance, mask = uniform(3, 2, num) ** 3 + 100, uniform(3, 2, num, seed=1) > 0.2
-    mask[0, 0], mask[0, 1], distance[1, 0] = False, False, 1 / 3
-    mask[0, 1, num // 2] = True
-    distance[2, 1] = distance[2, 1].round()  # skewed beyond 1
-    attention = uniform(3, 2, num, seed=2) ** 9  # few of them count
-    attention[1, 1] = 0
-    positions = (uniform(3, 2, num, seed=3) * 3 * num).int()
-    distance, attention = (torch.where(mask, given, float("nan")) for given in (distance, attention))
-    rest = positions, mask, 30, 12.0
-    want = reference.blended_scores(distance.double(), attention.double(), *rest)
-    got = ops.blended_scores(distance, attention, *rest, backend="triton")
-    torch.testing.assert_close(got.double(), want, atol=2e-4, rtol=1e-5)
-    assert torch.equal(got, ops.blended_scores(distance, attention, *rest, backend="triton"))
-
-
-def test_blended_scores_of_nothing():
-    none, mask = torch.zeros(1, 2, 0), torch.zeros(1, 2, 0, dtype=torch.bool)
-    assert blended_scores.blended_scores(none, none, none.int(), mask, 4, 1.0).shape == (1, 2, 0)

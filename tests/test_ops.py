@@ -168,9 +168,6 @@ CASES = {  # the name of the operator, and what is special about the case
     ),
     "slot_signals": lambda b: case(candidates()[0], layer(parts=5), make_spec(spare=3, sinks=1, recent=2, backend=b)),
     "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
-    "blended_scores": lambda b: case(
-        *(randn(B, HKV, C), torch.rand(B, HKV, C), *candidates(), 4, 2.5), backend=b
-    ),
     "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
     "compact without a block": lambda b: case(*compaction(0), None, layer(spread=True), make_spec(backend=b)),
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import Centroids, LayerState, Moments, Selection, Spec
-from . import blended_scores as blending
 from . import decode_attention as decode
 from . import key_scores, leverage, noncausal_mass, window_scores
 from . import moment_scores as residuals
@@ -56,13 +55,6 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
         return slots.slot_signals(positions, state, spec)
     with state.gathered() as own:
         return reference.slot_signals(positions, own, spec)
-
-
-def blended_scores(
-    distance: Tensor, attention: Tensor, positions: Tensor, mask: Tensor, tokens: int, weight: float
-) -> Tensor:
-    """`reference.blended_scores`."""
-    return blending.blended_scores(distance, attention, positions, mask, tokens, weight)
 
 
 def remember(

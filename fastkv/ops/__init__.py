@@ -27,7 +27,6 @@ from .layer import (
     workspace,
 )
 from .scores import (
-    blended_scores,
     keydiff_scores,
     leverage_scores,
     manifold_scores,

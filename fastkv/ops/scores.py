@@ -25,10 +25,6 @@ def _of_second(first: Tensor | None, *rest: Any) -> Tensor:
     return _of_first(*rest)
 
 
-def _of_scores(scores: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(scores)
-
-
 @operator(_of_first)
 def keydiff_scores(
     keys: Tensor, anchor: str = "mean", *, distance: str = "cosine", mask: Tensor | None = None, backend: str = "auto"
@@ -102,10 +98,6 @@ def window_scores(q: Tensor, keys: Tensor, scale: float, pool: int = 7, *, backe
 
 # Kernel: one launch.
 moment_scores = operator(_of_second)(by_keyword(reference.moment_scores))
-
-
-# Kernel: one launch.
-blended_scores = operator(_of_scores)(by_keyword(reference.blended_scores))
 
 
 def _selected(scores: Tensor, positions: Tensor, valid: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

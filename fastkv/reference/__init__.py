@@ -42,7 +42,6 @@ from .geometry import (
 )
 from .moments import Evicted, Moments, compute_dtype, moment_estimate, moment_residual, moment_scores
 from .scores import (
-    blended_scores,
     check_keydiff,
     check_pool,
     chunk_mean,

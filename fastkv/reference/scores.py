@@ -266,27 +266,6 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(flat, 0, offset / torch.where(flat, 1, std))
 
 
-def blended_scores(
-    distance: Tensor, attention: Tensor, positions: Tensor, mask: Tensor, tokens: int, weight: float
-) -> Tensor:
-    """Distance where it tells tokens apart, attention where it is sharp or room is scarce (`fastkv.policies.FastKV`):
-
-        min(|g|, 1) z + weight a / (s c)
-
-    with z the `z_scores` of the distances d, g their `skewness`, s the `spread` of the attention a over the n tokens
-    and c = min(L / T, 1) the share that stays of the T tokens read so far, one more than the newest position.
-
-    Args: distance, attention [B, Hkv, N], the latter not negative; positions [B, Hkv, N] int32; mask [B, Hkv, N] bool,
-        true for real tokens; tokens: L, at least 1; weight: of attention that is spread over all tokens.
-    Returns: [B, Hkv, N], 0 where not real.
-    """
-    z = z_scores(distance, mask)
-    seen = torch.where(mask, positions, 0).amax(-1, keepdim=True) + 1
-    share = (tokens / seen).clamp(max=1)
-    attention = torch.where(mask, attention, 0)
-    return skewness(z, mask).abs().clamp(max=1) * z + weight * attention / (spread(attention, mask) * share)
-
-
 def skewness(z: Tensor, mask: Tensor) -> Tensor:
     """Mean of z^3 over the real tokens, [B, Hkv, 1]: 0 for a symmetric distribution, 2 for an exponential one; 0 if all
     tokens are equal. Args: z-scores [B, Hkv, N], 0 where not real; mask [B, Hkv, N] bool."""
