@@ -151,7 +151,10 @@ def checked(options: argparse.Namespace, device: torch.device) -> argparse.Names
         Budget(tokens=tokens)
     if options.graphs and device.type != "cuda":
         raise FastKVError("--graphs needs a CUDA device, got none; leave it out")
-    options.settings = Settings(block_of(options.prefill_block), graphs=options.graphs, slots=options.slots)
+    heads = "calibrated" if options.model else "uniform"
+    options.settings = Settings(
+        block_of(options.prefill_block), graphs=options.graphs, slots=options.slots, heads=heads
+    )
     return options
 
 

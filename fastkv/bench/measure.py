@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from ..api import patched
+from ..budget import Budget
 from ..config import EVICT_EVERY
 from ..evaluation.common import FULL
 from ..integrations.transformers import stock
@@ -37,6 +38,7 @@ class Settings:
         block: a compressed cache reads its prompt in blocks of that many tokens; "auto", or None for all at once.
         samples: of decode steps in one measurement.  period: steps of a sample, and between evictions.
         graphs: whether decode steps are CUDA graphs, on both sides.  slots: how compressed caches store pairs.
+        heads: how many tokens each keeps, as in `fastkv.Budget`; of random weights none needs more than others.
     """
 
     block: int | str | None = "auto"
@@ -44,6 +46,7 @@ class Settings:
     period: int = EVICT_EVERY
     graphs: bool = False
     slots: str = "auto"
+    heads: str = "uniform"
 
     @property
     def room(self) -> int:
@@ -140,7 +143,7 @@ def contender(model: Any, policy: str | Policy, budget: int, settings: Settings)
         return
     static = True if settings.graphs else None
     how = {"prefill_block": settings.block, "evict_every": settings.period, "slots": settings.slots}
-    with patched(model, policy, budget, static=static, **how):
+    with patched(model, policy, Budget(tokens=budget, heads=settings.heads), static=static, **how):
         yield CompressedCache(model, settings)
 
 

@@ -85,7 +85,7 @@ def test_model(timed: Any, policy: str, device: torch.device) -> None:
     """Sixteen greedy steps of a small random model."""
     model = models.build("llama-small", device, torch.float32)
     if policy != "full":
-        fastkv.patch(model, policy, KEPT, evict_every=PERIOD)
+        fastkv.patch(model, policy, fastkv.Budget(tokens=KEPT, heads="uniform"), evict_every=PERIOD)
     ids = models.prompt("llama-small", 1, PROMPT, device)
 
     def make() -> tuple:

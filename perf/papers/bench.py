@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from random import Random
 from typing import Any
@@ -84,7 +84,7 @@ class Bench:
         # Every `patch` finds out anew how the model turns its keys, which takes longer than a small text.
         with (
             mock.patch.object(selfcheck, "rotations", lambda *args, **kwargs: self.rotary),
-            patched(self.model, policy, budget, **options),
+            patched(self.model, policy, alike(budget), **options),
         ):
             cache = FastKVCache(self.model, static=False)
             if isinstance(reading, Reading):
@@ -186,3 +186,8 @@ class Reading:
         """Keys of a layer before the rotation, [1, Hkv, N, D]."""
         k = self.layers[index][1]
         return self.bench.rotary[index].unrotate(k, torch.arange(k.shape[2]).expand(k.shape[:3]))
+
+
+def alike(budget: Budget) -> Budget:
+    """The budget with heads that are alike, as the papers have them, unless it says how they share."""
+    return replace(budget, heads="uniform") if budget.heads == "calibrated" else budget

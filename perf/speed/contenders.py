@@ -78,7 +78,10 @@ class FastKV(Full):
 
         super().__init__(model, case)
         static = {"static": True} if case.step != "eager" else {}
-        fastkv.patch(model, case.policy, case.budget, prefill_block=case.block, evict_every=case.period, **static)
+        budget = fastkv.Budget(
+            tokens=case.budget, heads="uniform"
+        )  # weights are random: no head needs more than others
+        fastkv.patch(model, case.policy, budget, prefill_block=case.block, evict_every=case.period, **static)
 
     def new_cache(self, length: int) -> Any:
         """An empty cache; the length of the prompt does not matter."""
