@@ -78,9 +78,7 @@ class FastKV(Full):
 
         super().__init__(model, case)
         static = {"static": True} if case.step != "eager" else {}
-        budget = fastkv.Budget(
-            tokens=case.budget, heads="uniform"
-        )  # weights are random: no head needs more than others
+        budget = fastkv.Budget(tokens=case.budget, heads="uniform")  # of random weights none needs more than others
         fastkv.patch(model, case.policy, budget, prefill_block=case.block, evict_every=case.period, **static)
 
     def new_cache(self, length: int) -> Any:
