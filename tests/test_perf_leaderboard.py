@@ -20,6 +20,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(leaderboard, "TABLES", {"later_2048": TABLE})
     monkeypatch.setattr(page, "PAGE", tmp_path / "results.md")
     monkeypatch.setattr(page, "PICTURE", tmp_path / "pictures" / "results.png")
+    monkeypatch.setattr(page, "README", tmp_path / "README.md")
+    page.README.write_text(f"before\n{page.MARK}\nold\n{page.END}\nafter\n")
     monkeypatch.setattr(page, "DRAWN", ("keydiff", "streaming"))
     return tmp_path
 
@@ -50,6 +52,9 @@ def test_the_page_says_what_was_measured(place):
     paper = "[2504.15364](https://arxiv.org/abs/2504.15364)"
     row = f"| `keydiff` | [`KeyDiff`](../fastkv/policies/keydiff.py) | {paper} | **0.50** ± 0.00<br>0.250 · 0.125 |"
     assert row in text
+    readme = page.README.read_text()
+    assert "| keydiff | 0.50, 0.250 | 0.50, 0.250 |" in readme and "3 texts" in readme
+    assert readme.startswith("before\n") and readme.endswith(f"{page.END}\nafter\n") and "old" not in readme
     assert text.index("`keydiff`") < text.index("`streaming`") and page.PICTURE.is_file()
 
 

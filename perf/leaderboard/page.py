@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from . import Table
 
 ROOT = Path(__file__).parents[2]
+MARK, END = "<!-- results: written by `make report`, do not edit -->", "<!-- results: end -->"
+README = ROOT / "README.md"
 PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
 LEAST = 30  # answerable questions of a cell that is published
-DRAWN = ("fastkv", "momentkv", "kvzip", "compactor", "keydiff", "snapkv", "streaming")
+DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff", "snapkv", "streaming")
 INTRO = """# Results
 
 SmolLM2-135M-Instruct reads real text with six facts of nine kinds in it. It is asked for each fact twice: in the
@@ -114,12 +116,37 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
         note = f"{count} texts, {asked} answerable questions or more in each cell; {where}."
         parts.append(f"## {table.title}\n\nEach cell: **right** ± error, then answer KL · text KL. {note}\n\n{made}")
         if name == "later_2048":
+            show_in_readme(whole, columns, f"{count} texts, {asked} questions or more; {where}")
             draw(whole, columns)
             parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
     if missing:
         lead = f"A column needs {LEAST} questions that the full cache answers, of every policy. `make report` goes on."
         parts.append("## Not measured enough to be published\n\n" + "\n".join([lead, "", *missing]) + "\n")
     PAGE.write_text("\n".join(parts))
+
+
+def show_in_readme(rows: list[dict[str, Any]], keeps: list[float], where: str) -> None:
+    """Replace the table in README by one of a few policies."""
+    text = README.read_text()
+    before, rest = text.split(MARK)
+    head = " | ".join(f"{100 * keep:g} % of the bytes" for keep in keeps)
+    lines = [
+        "",
+        "Right answers, and divergence of the answers in nats a token, of SmolLM2-135M, which has read 2,048 tokens that",
+        f"were compressed before the question ({where}; `make report`):",
+        "",
+        f"| policy | {head} |",
+        f"|---|{'---|' * len(keeps)}",
+    ]
+    for name in DRAWN:
+        shown = []
+        for keep in keeps:
+            cell = [row for row in rows if (row["policy"], row["keep"]) == (name, keep) and "right" in row]
+            asked = sum(row["asked"] for row in cell)
+            apart = sum(row["answer_kl"] * row["asked"] for row in cell) / asked
+            shown.append(f"{sum(row['right'] for row in cell) / asked:.2f}, {apart:.3f}")
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    README.write_text(f"{before}{MARK}\n" + "\n".join(lines) + f"\n\n{END}{rest.split(END)[1]}")
 
 
 def complete(rows: list[dict[str, Any]], table: Table, keep: float) -> set[int]:
