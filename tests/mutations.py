@@ -628,13 +628,6 @@ MUTATIONS = [
         "reread.py::test_centroids_of_a_second_reading_lie_where_it_attends",
     ),
     bug(
-        "a second reading has no more centroids than one reading",
-        "policies/fastkv.py",
-        'correction = "fine-centroids"',
-        'correction = "centroids"',
-        "reread.py::test_by_name",
-    ),
-    bug(
         "samples of a second reading depend on padding",
         "cache/wrappers.py",
         "torch.arange(num, device=q.device) * fed // num",

@@ -8,7 +8,7 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVError
 from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes
-from fastkv.policies import FastKV, FastKVReread, KVzip, get
+from fastkv.policies import FastKV, FastKVReread, KVzip
 from fastkv.reference import Centroids, centroid_estimate, merge_partials
 
 from .models import build, generate, prompt
@@ -24,6 +24,7 @@ class Short(FastKVReread):
     """In several chunks."""
 
     chunk: int = 16
+    refits = True
 
 
 class Plain(Short):
@@ -199,9 +200,8 @@ def test_equal_bytes():
 
 
 def test_by_name():
-    assert FastKVReread().rereads and FastKVReread().refits and not FastKV().rereads and not FastKV().refits
-    assert (FastKVReread().correction, FastKVReread().chunk) == ("fine-centroids", 512)
-    assert get("fastkv").correction == "centroids"
+    assert FastKVReread().rereads and not FastKV().rereads and not FastKVReread().refits
+    assert (FastKVReread().correction, FastKVReread().chunk) == ("centroids", 512)
     assert (KVzip().chunk, KVzip(chunk=5, prompt=[1]).prompt) == (2048, (1,)) and not KVzip().refits
 
 

@@ -93,9 +93,7 @@ class FastKVReread(FastKV):
 
     Source: fastkv's own; the second reading is KVzip's (Kim et al. 2025, arXiv:2505.23416). N is then |v| times the
     largest attention that any query of the second reading gave, in chunks of 512. Reading takes about twice as long
-    and, until it ends, the memory of the whole cache. Centroids take an eighth of the bytes of the pairs, settle among
-    the evicted tokens by that attention (`Centroids.settled`), and their values are refitted to the attention of some
-    queries of the second reading (`Centroids.refitted`).
+    and, until it ends, the memory of the whole cache.
 
     Args:
         every: for `FastKV` only.
@@ -104,9 +102,8 @@ class FastKVReread(FastKV):
     """
 
     name = "fastkv-reread"
-    correction = "fine-centroids"
     chunk = 512
-    rereads = refits = True
+    rereads = True
 
     def remember(self, signals: Signals) -> Tensor:
         """What a token received on the second reading; of tokens that were read once what `FastKV` remembers."""

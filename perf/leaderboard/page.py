@@ -132,8 +132,8 @@ def show_in_readme(rows: list[dict[str, Any]], keeps: list[float], where: str) -
     head = " | ".join(f"{100 * keep:g} % of the bytes" for keep in keeps)
     lines = [
         "",
-        "Right answers, and divergence of the answers in nats a token, of SmolLM2-135M, which has read 2,048 tokens that",
-        f"were compressed before the question ({where}; `make report`):",
+        "Right answers, and divergence of the answers in nats a token: SmolLM2-135M, 2,048 tokens that were compressed",
+        f"before the question ({where}; `make report`):",
         "",
         f"| policy | {head} |",
         f"|---|{'---|' * len(keeps)}",
