@@ -144,7 +144,7 @@ def test_centroids_of_a_second_reading_lie_where_it_attends():
     most, stock = most_attention(model, ids, 1), model(ids, use_cache=True).past_key_values.layers[1]
     fastkv.patch(model, Plain(chunk=64), small(), evict_every=EVERY)
     before = model(ids).past_key_values.layers[1].state
-    fastkv.patch(model, "fastkv-reread", small(), evict_every=EVERY)
+    fastkv.patch(model, Short(chunk=64), small(), evict_every=EVERY)
     after = model(ids).past_key_values.layers[1].state
     places = torch.arange(60)
     gone = torch.stack([~torch.isin(places, one[:TOKENS]) for one in before.exact["positions"][0]])[None]
