@@ -1414,7 +1414,7 @@ MUTATIONS = [
         "policies/fastkv.py",
         "asked = (~real).to(torch.uint8)",
         "asked = real.to(torch.uint8)",
-        f"{STATISTICS}::test_rows_padding_and_order_of_slots_do_not_matter",
+        EQUATION,
     ),
     bug(
         "fastkv forgets what earlier blocks looked up",
@@ -1491,7 +1491,7 @@ MUTATIONS = [
         "calibration/head_shares.py",
         "if context <= average and layers is None:",
         "if False:",
-        f"{HEADS}::test_a_budget_as_large_as_the_text_changes_no_token",
+        f"{HEADS}::test_a_text_that_fits_is_kept_by_all_heads",
     ),
     bug(
         "heads keep their first deal however long the text becomes",
@@ -1509,9 +1509,9 @@ MUTATIONS = [
     ),
     bug(
         "a static cache is dealt anew",
-        "cache/layer.py",
-        "fixed = self.static or",
-        "fixed =",
+        "integrations/transformers/layer.py",
+        "elif not self.cache.static:",
+        "else:",
         f"{HEADS}::test_static_steps_keep_their_slots",
     ),
     bug(

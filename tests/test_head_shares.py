@@ -76,6 +76,11 @@ def test_all_tokens_are_dealt_and_none_twice(heads, reserved, more, context, wei
         assert set(flat) == {average}
 
 
+def test_a_text_that_fits_is_kept_by_all_heads():
+    assert shares_of().tokens_of(200, 200, 4) == ((200,) * HEADS,) * LAYERS
+    assert shares_of().tokens_of(200, 201, 4) != ((200,) * HEADS,) * LAYERS
+
+
 def test_layers_share_as_they_are_told_and_heads_within_them():
     weights = (1.0, 2.0, 3.0, 4.0)
     dealt = shares_of().tokens_of(200, 1000, 0, weights)
@@ -483,8 +488,10 @@ def test_static_steps_keep_their_slots():
     model(ids[:, :80], past_key_values=cache)
     want = torch.tensor(shares.tokens_of(20, 80, 6)).flatten()
     addresses = [tensor.data_ptr() for tensor in cache.changed()]
-    for place in range(80, 120):
+    for place in range(80, 96):
         model(ids[:, place : place + 1], past_key_values=cache)
+    assert torch.equal(kept(cache)[0].long(), want)
+    model(ids[:, 96:], past_key_values=cache)
     assert torch.equal(kept(cache)[0].long(), want)
     assert [tensor.data_ptr() for tensor in cache.changed()] == addresses
 

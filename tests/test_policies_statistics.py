@@ -37,7 +37,7 @@ POLICIES = {
     "rkv strict": RKV(pool=3, weight=0.6, threshold=0.2),
     "expected-attention": ExpectedAttention(horizon=20),
     "expected-attention soon": ExpectedAttention(horizon=3, sinks=0, epsilon=0.0),
-    "fastkv": FastKV(every=3, horizon=20),
+    "fastkv": FastKV(every=2, horizon=20),
     "fastkv alone": FastKV(every=1, pool=1, horizon=3),
     "triattention": TriAttention(),
     "triattention near": TriAttention(horizon=40),

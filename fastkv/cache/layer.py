@@ -121,10 +121,10 @@ class LayerCache:
     def deal(self, context: int) -> None:
         """Let heads keep what they need of a text of so many tokens: the longer it is, the more they differ.
 
-        Their slots are dealt at the next selection. Not where addresses must not change, nor where some tokens have no
-        values, whose slots stay as they were dealt first.
+        Their slots are dealt at the next selection. Not for a static cache, whose addresses stay, and not where some
+        tokens have no values: their slots stay as they were dealt first.
         """
-        fixed = self.static or self.state is None or self.state.approx is not None
+        fixed = self.state is None or self.state.approx is not None
         if fixed or self.rule is None or not self.rule.layout.shared or context <= max(self.context, self.average):
             return
         self.context = context
