@@ -201,6 +201,23 @@ def test_other_families(name):
     assert len(stored) == sum(shares.heads) and int(stored.sum()) == 24 * len(stored)
 
 
+def test_training_is_neither_calibrated_with_nor_changed():
+    model, ids = build("llama", attention_dropout=0.5), torch.arange(3, 90).repeat(3)
+    want = calibrate_heads(model, text=ids)
+    model.train()
+    model.model.layers[1].eval()
+    assert torch.equal(calibrate_heads(model, text=ids).table, want.table)
+    assert model.training and model.model.layers[0].mlp.training and not model.model.layers[1].mlp.training
+
+
+def test_parts_of_a_model_are_not_calibrated(monkeypatch, tmp_path):
+    """They need a file, as the heads of other processes are not there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate.Parallel, "of", lambda model: calibrate.Parallel(rank=0, size=2))
+    refused("tensor parallelism", calibrate_heads, build("llama"), text=torch.arange(3, 90).repeat(3))
+    refused("tensor parallelism", calibrate.shares_for, build("llama"), "calibrated")
+
+
 def test_what_cannot_be_calibrated():
     model = build("llama")
     refused("at least 128 tokens", calibrate_heads, model, text=torch.arange(20))
@@ -316,9 +333,8 @@ def test_budgets_take_a_file_or_shares(own, tmp_path):
     file = tmp_path / "heads.safetensors"
     shares.save(file)
     for heads in (file, str(file), shares):
-        monkeypatched = fastkv.patch(model, "keydiff", Budget(tokens=64, heads=heads))
-        if heads is shares:
-            assert FastKVCache(monkeypatched).config.budget.heads is shares
+        fastkv.patch(model, "keydiff", Budget(tokens=64, heads=heads))
+        assert repr(FastKVCache(model).config.budget.heads) == repr(shares)
     refused("heads must be", Budget, tokens=64, heads="adaptively")
     refused("another model", fastkv.patch, model, "keydiff", Budget(tokens=64, heads=shares_of()))
 

@@ -27,8 +27,8 @@ class FastKV(Policy):
                                                                               (arXiv:2507.08143), its maximum
 
     E knows what most queries read, K what stands out whatever they read, N what few of them read, and much. The mean
-    over the queries of a text forgets what one of them looked up; the maximum does not. Every eighth query is asked: on
-    SmolLM2 that finds what all of them find. A prompt is read once, whole or in blocks: of earlier blocks N is
+    over the queries of a text forgets what one of them looked up; the maximum does not. Every eighth query is asked,
+    which is an eighth of the work. A prompt is read once, whole or in blocks: of earlier blocks N is
     remembered, E and K are computed anew. Between generated tokens, whose queries nobody keeps, K and N decide.
     Of the evicted tokens a head keeps centroids, in a sixteenth of the bytes of its pairs.
 

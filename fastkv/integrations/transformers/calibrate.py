@@ -1,4 +1,4 @@
-"""`fastkv calibrate heads`: which heads of a model need how much, found in a text that it writes itself.
+"""Which heads of a model need how much, found in a text that it writes itself.
 
 The model reads a text, and then the same text again behind it. For every head, the tokens of the first reading are put
 in the order in which the policy would keep them. With g the gradient of the second reading's loss with respect to a
@@ -267,7 +267,7 @@ def calibrate_heads(
     of the gradients of 512 tokens. The result is the model's: it serves all policies and budgets.
 
     Args:
-        model: a transformers model that `fastkv.patch` takes, not patched, in eval mode.
+        model: a transformers model that `fastkv.patch` takes, not patched.
         path: file to write, if any.
         text: token ids [N] or [1, N] to read instead, at least 128 tokens; of more than 3,072 the first.
         seed: of the text, and of the tokens that are drawn from its predictions.
@@ -282,14 +282,16 @@ def calibrate_heads(
             f"calibrate_heads needs logits, {type(model).__name__} has no output embeddings; load the model with "
             "AutoModelForCausalLM, or use Budget(heads='uniform')"
         )
-    if Parallel.of(model).size > 1:
-        raise FastKVError(
-            "calibrate_heads needs all heads in one process, got tensor parallelism; calibrate once in one process and "
-            "pass the file with Budget(heads=file)"
-        )
-    read = own_texts(model, seed) if text is None else pieces(text)
+    _check_whole(model)
+    training = [module for module in model.modules() if module.training]  # dropout would make it another result
     show = progress or (lambda tokens: None)
-    each = [curves(model, ids.to(model.device), seed, show) for ids in read]
+    try:
+        model.eval()
+        read = own_texts(model, seed) if text is None else pieces(text)
+        each = [curves(model, ids.to(model.device), seed, show) for ids in read]
+    finally:
+        for module in training:
+            module.training = True
     found = [sum(same[1:], same[0]) for same in zip(*each)]
     made = HeadShares(
         table=shares_of(found),
@@ -314,6 +316,7 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     beside = Path(getattr(model.config, "_name_or_path", "") or ".") / HEADS_FILE
     if beside.is_file():
         return _checked(beside, model)
+    _check_whole(model)
     file = user_cache("heads") / f"{weights_digest(model)}.safetensors"
     if file.is_file():
         return _checked(file, model)
@@ -336,6 +339,15 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     except (OSError, FastKVError) as error:  # a home that cannot be written is no reason not to run
         print(f"fastkv: the shares were not stored ({error})", file=sys.stderr, flush=True)
     return made
+
+
+def _check_whole(model: Any) -> None:
+    """Raise FastKVError if this process sees a part of the heads only."""
+    if Parallel.of(model).size > 1:
+        raise FastKVError(
+            "calibrating heads needs all of them in one process, got tensor parallelism; calibrate in one process, put "
+            f"{HEADS_FILE} beside the model or pass Budget(heads=file), or use Budget(heads='uniform')"
+        )
 
 
 def _checked(file: Path, model: Any) -> HeadShares:
