@@ -283,6 +283,8 @@ def calibrate_heads(
             "AutoModelForCausalLM, or use Budget(heads='uniform')"
         )
     _check_whole(model)
+    if path is not None and not Path(path).parent.is_dir():
+        raise FastKVError(f"{path} cannot be written, there is no directory {Path(path).parent}; make it first")
     training = [module for module in model.modules() if module.training]  # dropout would make it another result
     show = progress or (lambda tokens: None)
     try:
