@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=Module)
 def patch(
     model: Model,
     policy: str | Policy | None = None,
-    budget: int | Budget = settings.BUDGET,
+    budget: int | str | Budget = settings.BUDGET,
     *,
     prefill_block: int | str | None = None,
     evict_every: int = settings.EVICT_EVERY,
@@ -46,8 +46,9 @@ def patch(
         model: a causal language model of a supported family, loaded with eager, sdpa or flash_attention_2 attention.
         policy: name from `fastkv.policies.names()` or a `Policy`: which tokens stay. None: "fastkv", or "momentkv" for
             models whose rotary embedding cannot be undone (frequencies that follow the length).
-        budget: tokens per KV head, mean over all heads, or a `Budget`. Heads keep what they need, see `Budget.heads`:
-            for a model that was not calibrated yet, that is found out now.
+        budget: tokens per KV head, mean over all heads; "16x" for a cache that is sixteen times smaller than a bfloat16
+            cache of the first prompt; or a `Budget`. Heads keep what they need, see `Budget.heads`: for a model that
+            was not calibrated yet, that is found out now.
         prefill_block: None reads the whole prompt with the stock kernel and compresses each layer right after its own
             attention; a number reads it in blocks of that many tokens, so that memory never exceeds the bound;
             "auto" in blocks just large enough for the device to compute while it reads the weights.
@@ -63,9 +64,9 @@ def patch(
             these two and "reference", plain torch, can be asked for.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
             as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
-        slots: how keys and values are stored: "auto" in the model's dtype; "int8" and "fp8" in 8 bits a number, about
-            half the bytes of bfloat16; "int4" in 4 bits, about 0.29 of them. `Budget(bytes=...)` then keeps more
-            tokens.
+        slots: how keys and values are stored: "model" in the model's dtype; "int8" and "fp8" in 8 bits a number, about
+            half the bytes of bfloat16; "int4" in 4 bits, about 0.29 of them. "auto": of a budget in bytes what answers
+            best with them, int8, or int4 from "12x" on; of one in tokens "model".
         vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default
             the model's own directory is searched for vector.safetensors.
 
@@ -83,6 +84,8 @@ def patch(
         config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
     config = settings.with_fits(config, model.config, vector)
     config = engine.with_rotations(config, model, modules)
+    if slots == "auto":
+        config = config.coded(*engine.sizes(modules))
     config = with_shares(config, model)
     engine.detach(model)
     engine.attach(model, modules, config)

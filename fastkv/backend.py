@@ -120,7 +120,7 @@ def check_backend(
     evict_every: int,
     value_dim: int | None = None,
     latent: bool = False,
-    slots: str = "auto",
+    slots: str = "model",
 ) -> None:
     """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
     unfit = [dim for dim in (head_dim, value_dim or head_dim) if dim % INT4_GROUP]

@@ -7,6 +7,7 @@ number of slots only when a layer is allocated, because only then are the prompt
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,13 @@ from .calibration.head_shares import HeadShares
 from .errors import FastKVError
 
 HEADS = ("calibrated", "uniform", "adaptive")
+UNITS = ("tokens", "keep", "bytes", "compress", "quality")
+TIMES = re.compile(r"\d+(\.\d+)?x")
 PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta of the average
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class LayerCost:
     """Bytes per sequence of one layer's state: `per_token` for each token per KV head, `fixed` for the rest.
 
     On top come `sketch` for each token per KV head, in whole parts of `part` bytes, at least `least` in all: what is
-    remembered of evicted tokens.
+    remembered of evicted tokens. `full`: bytes of a token per KV head in a bfloat16 cache of all tokens.
     """
 
     per_token: float
@@ -32,6 +39,7 @@ class LayerCost:
     sketch: float = 0.0
     part: int = 1
     least: int = 0
+    full: float = 0.0
 
     def spent(self, tokens: float) -> float:
         """Bytes of a whole number of tokens per KV head."""
@@ -50,14 +58,17 @@ class LayerCost:
 class Budget:
     """How many tokens each KV head keeps.
 
-    Exactly one of `tokens`, `keep`, `bytes` and `quality` is given.
+    Exactly one of `tokens`, `keep`, `bytes`, `compress` and `quality` is given.
 
     Args:
         tokens: retained tokens per KV head, averaged over layers.
         keep: share of the first prompt that is retained, in (0, 1]; resolved once, when the prompt is first read.
-        bytes: bytes per sequence for all compressed layers together, moments and positions included.
+        bytes: bytes per sequence for all compressed layers together, moments and positions included. How many tokens
+            they hold depends on `slots`, which are of 8 bits unless told otherwise.
+        compress: how many times smaller the compressed layers are to be than a bfloat16 cache of the first prompt, at
+            least 1; as `bytes`, once the prompt is known. From 12 on, slots are of 4 bits unless told otherwise.
         quality: share of the full cache's answer quality to aim for, in (0, 1]; the share of the prompt that is kept
-            then follows from how predictable the prompt is (context-calibrated compression, Compactor Sec. 4). The
+            then follows from how predictable the prompt is (context-calibrated compression, Compactor Sec. 3.5). The
             prompt is held in full until it has been read.
         calibration: file that `fastkv calibrate context` wrote, for `quality`; by default the model's own directory is
             searched for context.json.
@@ -85,12 +96,13 @@ class Budget:
     heads: str | Path | HeadShares = "calibrated"
     quality: float | None = None
     calibration: str | Path | None = None
+    compress: float | None = None
 
     def __post_init__(self) -> None:
-        given = [unit for unit in ("tokens", "keep", "bytes", "quality") if getattr(self, unit) is not None]
+        given = [unit for unit in UNITS if getattr(self, unit) is not None]
         if len(given) != 1:
             raise FastKVError(
-                f"Budget needs exactly one of tokens, keep, bytes and quality, got {' and '.join(given) or 'none'}; "
+                f"Budget needs exactly one of {', '.join(UNITS)}, got {' and '.join(given) or 'none'}; "
                 "for example Budget(tokens=1024)"
             )
         for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1)):
@@ -101,9 +113,10 @@ class Budget:
                 )
         for name, example in (("keep", "0.25 keeps a quarter"), ("quality", "0.95 loses a twentieth")):
             share = getattr(self, name)
-            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-            if share is not None and (not is_number or not 0 < share <= 1):
+            if share is not None and (not _is_number(share) or not 0 < share <= 1):
                 raise FastKVError(f"Budget {name} must be in (0, 1], got {share!r}; {example}")
+        if self.compress is not None and (not _is_number(self.compress) or not 1 <= self.compress < math.inf):
+            raise FastKVError(f"Budget compress must be at least 1, got {self.compress!r}; 16 is sixteen times smaller")
         if self.calibration is not None and self.quality is None:
             raise FastKVError(
                 "Budget calibration is for quality=..., got none; give a quality or leave calibration out"
@@ -120,7 +133,7 @@ class Budget:
                 )
         else:
             weights = tuple(self.layers)
-            if not weights or any(isinstance(w, bool) or not isinstance(w, (int, float)) or not w > 0 for w in weights):
+            if not weights or not all(_is_number(weight) and weight > 0 for weight in weights):
                 raise FastKVError(f"Budget layers must list positive weights, got {self.layers!r}; one per layer")
             object.__setattr__(self, "layers", weights)
         named = isinstance(self.heads, str) and (self.heads in HEADS or self.heads.endswith(".safetensors"))
@@ -131,14 +144,19 @@ class Budget:
             )
 
     @classmethod
-    def of(cls, value: int | Budget) -> Budget:
-        """`Budget` unchanged, or an int as tokens per KV head. Raises FastKVError for anything else."""
+    def of(cls, value: int | str | Budget) -> Budget:
+        """`Budget` unchanged, an int as tokens per KV head, "16x" as `compress=16`.
+
+        Raises: FastKVError for anything else.
+        """
         if isinstance(value, Budget):
             return value
+        if isinstance(value, str) and TIMES.fullmatch(value):
+            return cls(compress=float(value[:-1]))
         if isinstance(value, bool) or not isinstance(value, int):
             raise FastKVError(
-                f"budget must be a whole number of tokens per KV head or a fastkv.Budget, got {value!r}; "
-                "for a share of the prompt use Budget(keep=0.25)"
+                f"budget must be a whole number of tokens per KV head, how many times smaller as '16x', or a "
+                f"fastkv.Budget, got {value!r}; for a share of the prompt use Budget(keep=0.25)"
             )
         return cls(tokens=value)
 
@@ -149,7 +167,12 @@ class Budget:
     @property
     def follows_prompt(self) -> bool:
         """Whether the number of tokens depends on the prompt."""
-        return self.keep is not None or self.quality is not None
+        return self.keep is not None or self.compress is not None or self.quality is not None
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether it says how much memory is spent, not on how many tokens."""
+        return self.bytes is not None or self.compress is not None
 
     @property
     def shared(self) -> HeadShares | None:
@@ -206,17 +229,24 @@ class Budget:
         if self.keep is not None:
             # A short prompt is never compressed below what is protected anyway.
             return max(math.ceil(self.keep * context), self.reserved, 1)
-        assert self.bytes is not None, "quality becomes keep before a layer is allocated"
-        average = int(cost.tokens(self.bytes / num_layers))
+        assert self.in_bytes, "quality becomes keep before a layer is allocated"
+        room = self._room(num_layers, context, cost)
+        average = int(cost.tokens(room / num_layers))
         if average < max(self.reserved, 1):
+            if self.bytes is None:
+                return max(self.reserved, 1)  # as above
             need = math.ceil(num_layers * cost.spent(max(self.reserved, 1)))
             raise FastKVError(
                 f"a budget of {self.bytes} bytes leaves {max(average, 0)} tokens per KV head, fewer than "
                 f"sinks + recent = {self.reserved}; give at least {need} bytes or lower sinks and recent"
             )
-        while self._spent(average, num_layers, context, cost) > self.bytes:
+        while self._spent(average, num_layers, context, cost) > room:
             average -= 1  # layers below the least of others pay for more than their share
         return average
+
+    def _room(self, num_layers: int, context: int, cost: LayerCost) -> float:
+        """Bytes of all layers together."""
+        return self.bytes or num_layers * cost.full * context / (self.compress or 1)
 
     def _spent(self, average: int, num_layers: int, context: int, cost: LayerCost) -> float:
         """Bytes of all layers where they keep so many tokens on average; 0 where that cannot exceed the budget."""

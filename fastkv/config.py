@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import corrections
-from .backend import BACKENDS
+from .backend import BACKENDS, INT4_GROUP
 from .budget import HEADS, Budget
 from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
@@ -20,12 +20,13 @@ from .calibration.vector_map import VectorMap
 from .corrections import Correction
 from .errors import FastKVError
 from .policies import Policy, get
-from .reference import AUTO, SlotFormat, slot_format
+from .reference import INT4, INT8, PLAIN, SlotFormat, slot_format
 from .rotary import Rotary
 
 # What `patch`, modules, commands and the vLLM plugin use where nothing is said.
 POLICY, BUDGET, EVICT_EVERY = "fastkv", 1024, 16
 WITHOUT_ROTARY = "momentkv"  # the policy where nobody says how keys are turned
+FOUR_BITS = 12  # times smaller, from which on more tokens of 4 bits answer better than fewer of 8
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Config:
     correction: Correction = corrections.NONE
     backend: str = "auto"
     static: bool | None = None
-    slots: SlotFormat = AUTO
+    slots: SlotFormat = PLAIN
     values: VectorMap | None = None
     curve: QualityCurve | None = None
     queries: QueryCalibration | None = None
@@ -64,7 +65,7 @@ class Config:
     def make(
         cls,
         policy: str | Policy,
-        budget: int | Budget,
+        budget: int | str | Budget,
         prefill_block: int | None,
         evict_every: int,
         correction: str | bool | None,
@@ -72,7 +73,10 @@ class Config:
         static: bool | None,
         slots: str = "auto",
     ) -> Config:
-        """Check the arguments of `fastkv.patch`. Raises FastKVError for each that cannot be used."""
+        """Check the arguments of `fastkv.patch`; slots "auto" are decided by `coded`, and until then plain.
+
+        Raises: FastKVError for each that cannot be used.
+        """
         chosen = get(policy)
         for name, value, least in (("prefill_block", prefill_block, 1), ("evict_every", evict_every, 1)):
             if value is None and name == "prefill_block":
@@ -87,7 +91,8 @@ class Config:
         share = Budget.of(budget)
         if chosen.layers is not None and share.layers == "uniform":
             share = replace(share, layers=chosen.layers)
-        config = cls(chosen, share, prefill_block, evict_every, wanted, backend, static, slot_format(slots))
+        stored = PLAIN if slots == "auto" else slot_format(slots)
+        config = cls(chosen, share, prefill_block, evict_every, wanted, backend, static, stored)
         config._check_combination()
         return config
 
@@ -106,7 +111,7 @@ class Config:
             what = "stores keys without their values" if self.correction.key_only else "changes values that are stored"
             raise FastKVError(
                 f"correction={self.correction.name!r} {what}, which slots={self.slots.name!r} does not provide for; "
-                "use slots='auto' or another correction"
+                "leave slots out or use another correction"
             )
         if self.correction.biases and not self.policy.rereads:
             raise FastKVError(
@@ -116,6 +121,20 @@ class Config:
         if self.prefill_block is not None and self.deferred:
             what = f"policy {name!r}" if self.policy.rereads else "Budget(quality=...)"
             raise FastKVError(f"{what} needs the whole context before anything is evicted; leave prefill_block out")
+
+    def coded(self, sizes: Iterable[int], latent: bool = False) -> Config:
+        """With the slots that "auto" means: codes where the budget says how many bytes are spent, and not on what.
+
+        The same bytes hold twice as many tokens of 8 bits, and what rounding costs is less than what those are worth.
+        Plain where codes cannot be: values that change or are missing, latents.
+
+        Args: sizes: numbers of a key and of a value in each layer.
+        """
+        correction, budget = self.correction, self.budget
+        if not budget.in_bytes or latent or correction.key_only or correction.observes:
+            return self
+        four = (budget.compress or 0) >= FOUR_BITS and not any(size % INT4_GROUP for size in sizes)
+        return replace(self, slots=INT4 if four else INT8)
 
     @property
     def deferred(self) -> bool:

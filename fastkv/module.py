@@ -20,7 +20,7 @@ from .calibration.vector_map import VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
 from .errors import FastKVError, check_groups, check_shape
 from .policies import Policy
-from .reference import FORMATS, LayerState, Moments
+from .reference import FORMATS, PLAIN, LayerState, Moments
 from .rotary import Rotary
 
 NAME = "FastKVAttention"
@@ -59,7 +59,7 @@ class FastKVAttention(Module):
         num_kv_heads: int,
         head_dim: int,
         policy: str | Policy | None = None,
-        budget: int | Budget = BUDGET,
+        budget: int | str | Budget = BUDGET,
         *,
         prefill_block: int | None = None,
         evict_every: int = EVICT_EVERY,
@@ -82,6 +82,8 @@ class FastKVAttention(Module):
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
         policy = policy or (WITHOUT_ROTARY if rotary is None else POLICY)
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None, slots)
+        if slots == "auto":
+            config = config.coded((head_dim,))
         turning = {} if rotary is None else {layer: rotary}
         self.config = replace(config, values=vector, queries=queries, rotations=turning)
         self._check_alone(layer, num_layers, rotary, output)
@@ -380,7 +382,7 @@ class FastKVAttention(Module):
 
 def _saved_format(keys: Tensor, host: Tensor) -> str:
     """What the saved slots are called; codes are the only keys that are integers, and say it at the end of `host`."""
-    return "auto" if keys.is_floating_point() else list(FORMATS)[int(host[-2])]
+    return PLAIN.name if keys.is_floating_point() else list(FORMATS)[int(host[-2])]
 
 
 def _saved_dtype(keys: Tensor, host: Tensor) -> torch.dtype:

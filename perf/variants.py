@@ -112,8 +112,8 @@ def variant(
 def coded(
     name: str, types: Mapping[str, str], given: Mapping[str, Any], slots: str
 ) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Name, types and given tensors of a variant whose slots are stored so: "auto", "int8", "fp8" or "int4"."""
-    if slots == "auto":
+    """Name, types and given tensors of a variant whose slots are stored so: "model", "int8", "fp8" or "int4"."""
+    if slots == "model":
         return name, dict(types), dict(given)
     codes = dict.fromkeys(("keys_ptr", "values_ptr"), CODES[slots]) | dict.fromkeys(SCALES, SCALE_TYPES[slots])
     return f"{name} {slots}", dict(types) | codes, dict(given) | dict.fromkeys(SCALES, True)
@@ -127,7 +127,7 @@ def slot_bytes(dim: int, slots: str, dtype: str = "bf16") -> int:
 
 def of_compact(
     name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
-    even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, slots: str = "auto", bias: bool = False,
+    even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, slots: str = "model", bias: bool = False,
     **launch: Any,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.compact`."""
@@ -145,11 +145,11 @@ def of_compact(
 
 def of_merge(
     kernel: Any, dim: int, splits: int, spread: bool = False, arches: tuple[str, ...] = (), rows: bool = False,
-    slots: str = "auto",
+    slots: str = "model",
 ) -> Variant:  # fmt: skip
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
-    narrow = dim > 256 or slots == "int4" or (slots != "auto" and dim == 256)
+    narrow = dim > 256 or slots == "int4" or (slots != "model" and dim == 256)
     launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=narrow)
     return of_compact(
         name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, slots=slots, **launch
@@ -159,13 +159,13 @@ def of_merge(
 def of_decode(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: bool = False, sinks: bool = False, rows: bool = False, slots: str = "auto",
+    ragged: bool = False, spread: bool = False, sinks: bool = False, rows: bool = False, slots: str = "model",
     bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
         DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP,
-        slots != "auto", slots == "int4",
+        slots != "model", slots == "int4",
     )  # fmt: skip
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
@@ -189,20 +189,20 @@ def of_decode(
         name, decode_attention._decode_attention_kernel, constants, dtype, types, given=given,
         even=() if ragged else ("slots", "pool"), num_warps=num_warps, num_stages=num_stages, arches=arches,
         narrow=slots == "int4", slot_bytes=slot_bytes(head_dim, slots, dtype),
-        further={chip: decode_attention.most_registers(constants, slots != "auto", chip) for chip in CUDA},
+        further={chip: decode_attention.most_registers(constants, slots != "model", chip) for chip in CUDA},
     )  # fmt: skip
 
 
 def of_evict(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False, rows: bool = False, codes: str = "auto",
+    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False, rows: bool = False, codes: str = "model",
     bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.evict`; codes: how slots are stored."""
     drop = slots - tokens
     chip = "hip" if arches == HIP else arches[0] if arches else ""
     constants, chunks, num_warps = evict._constants(
-        8, slots, drop, head_dim, spread, chip, dtype == "fp32" and codes == "auto", codes == "int4"
+        8, slots, drop, head_dim, spread, chip, dtype == "fp32" and codes == "model", codes == "int4"
     )
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
@@ -215,7 +215,7 @@ def of_evict(
     name, types, given = coded(name, {}, given, codes)
     return variant(
         name, evict._evict_kernel, constants, dtype, types, given=given, even=even, num_warps=num_warps,
-        narrow=head_dim > 256 or codes != "auto", arches=arches,
+        narrow=head_dim > 256 or codes != "model", arches=arches,
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
 
 def of_prefill(
     chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
-    spread: bool = False, sinks: bool = False, slots: str = "auto", bias: bool = False,
+    spread: bool = False, sinks: bool = False, slots: str = "model", bias: bool = False,
 ) -> Variant | None:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap. None
     where slots are decoded first."""

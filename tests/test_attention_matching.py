@@ -139,7 +139,7 @@ def test_more_keys_than_queries_are_picked_once_each():
             assert len(ranks.unique()) == len(ranks) and int(ranks.min()) > 0
 
 
-def read(policy, length=50, heads="uniform", slots="auto", **options):
+def read(policy, length=50, heads="uniform", slots="model", **options):
     """One layer of a model that has read a prompt, and what its tokens and queries were."""
     model = build(head_dim=32)
     ids, mask = prompt(2, length, (0, 7))
@@ -147,7 +147,7 @@ def read(policy, length=50, heads="uniform", slots="auto", **options):
     return model, model(ids, attention_mask=mask).past_key_values
 
 
-@pytest.mark.parametrize("heads,slots", [("uniform", "auto"), ("adaptive", "int8")])
+@pytest.mark.parametrize("heads,slots", [("uniform", "model"), ("adaptive", "int8")])
 def test_only_what_may_leave_gets_a_bias_and_another_value(heads, slots):
     _, cache = read("attention-matching", heads=heads, slots=slots)
     _, plain = read("attention-matching", heads=heads, slots=slots, correction="none")

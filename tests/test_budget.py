@@ -63,3 +63,27 @@ def test_of_accepts_numbers_and_budgets_only():
     for wrong in (1.0, "64", None, True):
         with pytest.raises(FastKVError, match="whole number"):
             Budget.of(wrong)
+
+
+def test_times_smaller_is_of_a_bfloat16_cache_of_the_prompt():
+    """Sixteen times smaller: per layer a sixteenth of `full` bytes for each of its tokens."""
+    cost = LayerCost(per_token=40, fixed=100, full=64)
+    for times, context in ((1.0, 100), (2, 1000), (16, 10_000)):
+        tokens = Budget(compress=times).layer_tokens(1, 3, context, cost)
+        room = 64 * context / times
+        assert cost.spent(tokens) <= room < cost.spent(tokens + 1)
+    assert Budget(compress=16).layer_tokens(0, 1, 40, cost) == 36  # what is protected stays
+    assert Budget.of("16x") == Budget(compress=16) and Budget.of("2.5x") == Budget(compress=2.5)
+    assert Budget(compress=2).follows_prompt and Budget(compress=2).in_bytes
+
+
+@pytest.mark.parametrize("value", [0.5, 0, -1, float("nan"), float("inf"), True, "16"])
+def test_it_cannot_be_larger_than_the_cache_it_is_smaller_than(value):
+    with pytest.raises(FastKVError, match="compress must be at least 1, got"):
+        Budget(compress=value)
+
+
+@pytest.mark.parametrize("value", ["x", "16", "-2x", "16x ", "1/4", "0.5x"])
+def test_words_that_are_no_budget(value):
+    with pytest.raises(FastKVError, match="budget must be|must be at least 1"):
+        Budget.of(value)

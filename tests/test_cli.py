@@ -135,7 +135,7 @@ def test_the_demo_asks_every_cache(capsys, tmp_path):
 
 
 def test_the_demo_stores_keys_and_values_as_it_is_told(bundled):
-    for slots in ("int4", "auto"):
+    for slots in ("int4", "model"):
         with demo.cached(bundled[0], "fastkv", fastkv.Budget(tokens=48, recent=16), slots) as model:
             cache = model(torch.ones(1, 4, dtype=torch.int64)).past_key_values
         assert {layer.state.exact.format.name for layer in cache.layers} == {slots}
@@ -232,7 +232,7 @@ def test_equal_bytes_are_equal(bundled, policy):
     sizes = {}
     for name in ("streaming", policy):
         budget = equal_bytes(model.config, 96, model.dtype, sinks=4, recent=16)
-        with fastkv.patched(model, policy_of(name), budget, evict_every=EVICT_EVERY):
+        with fastkv.patched(model, policy_of(name), budget, evict_every=EVICT_EVERY, slots="model"):
             sizes[name] = measure(model, asked).nbytes
     slot = sizes["streaming"] / (96 + EVICT_EVERY)
     assert sizes["streaming"] - slot * 1.1 <= sizes[policy] <= sizes["streaming"]

@@ -298,7 +298,7 @@ def test_caches_of_equal_bytes_are(family, base, correction, tmp_path):
     for rule in fastkv.policies.names():
         if rule == "duoattention" and family == "gemma2":
             continue  # its pattern is for four layers
-        caches[rule] = filled(model, policy(rule, tmp_path, model), budget, correction=correction)
+        caches[rule] = filled(model, policy(rule, tmp_path, model), budget, correction=correction, slots="model")
     assert_equal_bytes(caches, budget.bytes)
     # What a baseline holds, counted by hand: keys, values, positions; lengths, tokens seen and evicted.
     layers = 4 if family == "llama" else 2

@@ -290,7 +290,7 @@ def test_budgets_of_a_command_line():
     assert to_budget("keep=0.25", sinks=2) == Budget(keep=0.25, sinks=2)
     assert to_budget("bytes=2000000") == Budget(bytes=2_000_000)
     for value in ("half", "share=0.5", "keep=", "2.5"):
-        with pytest.raises(FastKVError, match="budget must be a number of tokens or one of"):
+        with pytest.raises(FastKVError, match="budget must be a number of tokens, 16x or one of"):
             to_budget(value)
     with pytest.raises(FastKVError, match="keep must be in"):
         to_budget("keep=2.0")

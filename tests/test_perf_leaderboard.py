@@ -93,9 +93,17 @@ def test_a_cache_that_keeps_everything_is_the_full_cache(loaded):
 
 def test_bytes_are_those_of_bfloat16(loaded):
     model, _ = loaded
-    for keep, slots, least, most in ((0.5, "auto", 0.4, 0.5), (0.5, "int8", 0.8, 1.0)):
-        budget = measure.budget_of(model, keep, 1000, "bytes", measure.policies.get("keydiff"), {"slots": slots})
-        assert least * 1000 <= budget.tokens <= most * 1000
+    for keep, slots, least, most in ((0.5, "model", 0.4, 0.5), (0.5, "int8", 0.8, 1.0)):
+        keydiff = measure.policies.get("keydiff")
+        budget, told = measure.tokens_of(model, keep, 1000, "bytes", keydiff, {"slots": slots})
+        assert least * 1000 <= budget.tokens <= most * 1000 and told == {"slots": slots}
+
+
+@pytest.mark.parametrize(
+    "policy,keep,slots", [("keydiff", 0.25, "int8"), ("keydiff", 1 / 16, "int4"), ("grkv", 0.5, "model")]
+)
+def test_slots_are_those_of_patch_for_such_bytes(loaded, policy, keep, slots):
+    assert measure.tokens_of(loaded[0], keep, 2000, "bytes", measure.policies.get(policy), {})[1] == {"slots": slots}
 
 
 def test_kl_is_kl():

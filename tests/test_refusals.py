@@ -63,7 +63,7 @@ def test_a_failed_repatch_keeps_the_old_patch():
 
 
 BUDGETS = {
-    "nothing given": ({}, "exactly one of tokens, keep, bytes and quality, got none"),
+    "nothing given": ({}, "exactly one of tokens, keep, bytes, compress, quality, got none"),
     "two units": ({"tokens": 64, "keep": 0.5}, "tokens and keep"),
     "keep of zero": ({"keep": 0.0}, r"in \(0, 1\]"),
     "keep above one": ({"keep": 1.5}, r"in \(0, 1\]"),

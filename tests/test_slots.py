@@ -19,7 +19,7 @@ from fastkv.cpu import compiled as compilation
 from fastkv.cpu import operations as cpu
 from fastkv.evaluation.equal_bytes import layer_token_bytes
 from fastkv.ops.operator import flat, flat_state, state_of
-from fastkv.reference import AUTO, FORMATS, FP8, INT4, INT8, rotated, step_of
+from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 
 from .conftest import examples
 from .models import build, generate, policy, prompt
@@ -40,7 +40,7 @@ def made(num, dtype=torch.float32, seed=0, dim=D):
     return tuple(torch.randn(B, heads, num, dim, generator=generator).to(dtype) for heads in (HQ, HKV, HKV))
 
 
-def module(slots="auto", policy="keydiff", **options):
+def module(slots="model", policy="keydiff", **options):
     """A layer that keeps 24 tokens a head and evicts every 5."""
     heads = options.pop("heads", "uniform")
     budget = options.pop("budget", Budget(tokens=24, sinks=2, recent=4, heads=heads))
@@ -132,7 +132,7 @@ def test_attention_is_close_to_that_of_plain_slots(slots, heads, backend):
     options = {"policy": "snapkv", "heads": heads, "backend": backend}
     plain, coded = run(module(**options), steps=0), run(module(slots, **options), steps=0)
     assert torch.equal(plain, coded)  # a first prompt is read as it is
-    plain, coded = (run(module(name, budget=Budget(tokens=99), backend=backend)) for name in ("auto", slots))
+    plain, coded = (run(module(name, budget=Budget(tokens=99), backend=backend)) for name in ("model", slots))
     allowed = {"int8": 0.01, "fp8": 0.04, "int4": 0.13}[slots]
     error = (plain - coded).norm() / plain.norm()
     assert 0 < error < allowed
@@ -326,7 +326,7 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch):
 
 @each_format
 def test_what_leaves_the_prompt_is_remembered_before_it_is_rounded(slots):
-    layers = [module(name, correction="moments", backend="reference") for name in ("auto", slots)]
+    layers = [module(name, correction="moments", backend="reference") for name in ("model", slots)]
     for layer in layers:
         run(layer, steps=0)
     one, other = (layer.moments() for layer in layers)
@@ -345,28 +345,28 @@ def test_copies_keep_their_format(slots):
 @pytest.mark.parametrize(("slots", "ratio"), [("int8", 0.53), ("fp8", 0.53), ("int4", 0.30)])
 def test_bytes_of_a_slot_at_128_numbers(slots, ratio):
     sizes = {}
-    for name in ("auto", slots):
+    for name in ("model", slots):
         layer = FastKVAttention(4, 2, 128, "keydiff", Budget(tokens=1024), slots=name)
         layer.allocate(1, dtype=torch.bfloat16)
         sizes[name] = sum(tensor.nbytes for tensor in layer.state.exact.moving().values())
-    assert sizes[slots] <= ratio * sizes["auto"]
+    assert sizes[slots] <= ratio * sizes["model"]
 
 
 @each_format
 @pytest.mark.parametrize(("dtype", "same"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
 def test_centroids_follow_tokens_not_codes(slots, dtype, same):
     found = {}
-    for name in ("auto", slots):
+    for name in ("model", slots):
         layer = FastKVAttention(4, 2, 128, "snapkv", Budget(tokens=1000), slots=name, correction="centroids")
         layer.allocate(1, dtype=dtype)
         found[name] = layer.state.parts.num
     assert found[slots] == 1000 * 512 // (16 * 520)
-    assert (found["auto"] == found[slots]) == same
+    assert (found["model"] == found[slots]) == same
 
 
 def sentence(match):
     """A refusal: one sentence that says what to do instead."""
-    return pytest.raises(FastKVError, match=match + ".*; use |must be one of")
+    return pytest.raises(FastKVError, match=match + ".*; (use|leave) |must be one of")
 
 
 def test_refusals():
@@ -382,9 +382,9 @@ def test_refusals():
 def test_plain_is_the_default():
     layer = module()
     run(layer)
-    assert layer.state.exact.format is AUTO and layer.state.exact.key_scales is None
+    assert layer.state.exact.format is PLAIN and layer.state.exact.key_scales is None
     assert not any("scales" in name for name, _ in layer.state.named_tensors())
-    assert reference.slot_format("auto") is AUTO and fastkv.FastKVAttention is FastKVAttention
+    assert reference.slot_format("model") is PLAIN and fastkv.FastKVAttention is FastKVAttention
 
 
 # Whole layers and models.
@@ -469,7 +469,7 @@ def test_module_is_saved_loaded_and_moved(slots, tmp_path):
 def test_old_and_new_modules_refuse_each_other():
     plain, coded = module(), module("int8")
     run(plain)
-    with pytest.raises(FastKVError, match="slots='auto' were saved, this module has slots='int8'"):
+    with pytest.raises(FastKVError, match="slots='model' were saved, this module has slots='int8'"):
         coded.load_state_dict(plain.state_dict())
 
 
@@ -480,7 +480,7 @@ MORE = {"none": {"int8": 1.92, "fp8": 1.92, "int4": 3.48}, "centroids": {"int8":
 @pytest.mark.parametrize(("correction", "slots"), [(one, name) for one in MORE for name in CODED])
 def test_a_budget_of_bytes_keeps_more_tokens(slots, correction):
     kept = {}
-    for name in ("auto", slots):
+    for name in ("model", slots):
         budget = Budget(bytes=1 << 20, sinks=2, recent=4)
         layer = FastKVAttention(4, 2, 128, "keydiff", budget, evict_every=1, slots=name, correction=correction)
         layer.allocate(1, dtype=torch.bfloat16)
@@ -488,7 +488,7 @@ def test_a_budget_of_bytes_keeps_more_tokens(slots, correction):
         each = layer_token_bytes(layer.cache)
         assert layer.cache.nbytes() > (1 << 20) - each
         kept[name] = layer.cache.rule.layout.total
-    assert kept[slots] > MORE[correction][slots] * kept["auto"]
+    assert kept[slots] > MORE[correction][slots] * kept["model"]
 
 
 @pytest.mark.parametrize("name", ["decode_step", "prefill_attention", "compact", "evict"])
@@ -539,11 +539,11 @@ def test_eight_bits_cost_the_bundled_model_nothing(read):
     model, tokenizer = load(dtype=torch.bfloat16)
     questions = make_questions(tokenizer, "facts", 512, 4, 31)
     full, found = feed_answers(model, questions, read), {}
-    for slots in ("auto", "int8"):
+    for slots in ("model", "int8"):
         with fastkv.patched(model, "fastkv", Budget(tokens=96, sinks=4, recent=16), slots=slots):
             kept = feed_answers(model, questions, read)
         found[slots] = (full.exp() * (full - kept)).sum(-1).mean().item()
-    assert found["int8"] <= max(1.02 * found["auto"], found["auto"] + 1e-4)
+    assert found["int8"] <= max(1.02 * found["model"], found["model"] + 1e-4)
 
 
 @torch.no_grad()
@@ -568,3 +568,33 @@ def test_codes_do_not_depend_on_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         got = INT4.encode(rows)
     assert all(torch.equal(*pair) for pair in zip(got, want))
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "name"),
+    [
+        (Budget(bytes=200_000, sinks=2, recent=4), {}, "int8"),
+        ("2x", {}, "int8"),
+        ("16x", {}, "int8"),  # heads of 16 numbers, no whole group of 32
+        (64, {}, "model"),
+        (Budget(keep=0.5), {}, "model"),
+        ("2x", {"slots": "model"}, "model"),
+        ("2x", {"correction": "ridge"}, "model"),
+        (Budget(bytes=200_000, sinks=2, recent=4), {"correction": "moments"}, "int8"),
+    ],
+    ids=str,
+)
+def test_budgets_in_bytes_are_spent_on_codes(budget, options, name):
+    model = fastkv.patch(build(), "snapkv", budget, **options)
+    assert fastkv.FastKVCache(model).compressed[0].cache.config.slots.name == name
+
+
+def test_sixteen_times_smaller():
+    """Codes of 4 bits where heads have whole groups; latents stay as they are; a module follows the same rule."""
+    layer = FastKVAttention(4, 2, 64, "keydiff", "16x")
+    q = torch.randn(1, 4, 2048, 64, generator=torch.Generator().manual_seed(0))
+    layer(q, q[:, :2], q[:, 2:])
+    assert layer.config.slots is INT4
+    assert 0.9 < layer.cache.nbytes() * 16 / (2048 * 2 * 2 * 64 * 2) <= 1
+    latent = fastkv.patch(build("deepseek_v3"), "knorm", "2x")
+    assert fastkv.FastKVCache(latent).compressed[0].cache.config.slots is PLAIN

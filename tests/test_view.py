@@ -87,7 +87,8 @@ def array(data, cache, name):
 def plainly(bundled, cache):
     """The model patched as for that cache of the page."""
     budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], sinks=SINKS, recent=RECENT), torch.float32)
-    return patched(bundled[0], cache["policy"], budget, prefill_block=BLOCK, evict_every=EVICT_EVERY)
+    settings = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model"}
+    return patched(bundled[0], cache["policy"], budget, **settings)
 
 
 def test_the_page_says_what_the_cache_holds(bundled, data, ids):
@@ -161,13 +162,13 @@ def test_slots_of_fewer_bits_are_followed(slots, bytes_of_a_token, bundled, tmp_
     """Centroids are followed bit for bit, or there would be no page."""
     sizes = [f"--context={CONTEXT}", f"--prefill-block={BLOCK}", f"--steps={STEPS}", "--equal=tokens"]
     found = {}
-    for name in ("auto", slots):
+    for name in ("model", slots):
         path = tmp_path / f"{name}.html"
         caches = ["--policies=fastkv", f"--budgets={BUDGETS[0]}", "--slots", name]
         assert main([*VIEW, *sizes, *caches, "--out", str(path)]) == 0
         found[name] = data_of(path.read_text())
-    cache, plain = found[slots]["caches"][0], found["auto"]["caches"][0]
-    assert (found[slots]["slots"], found["auto"]["slots"]) == (slots, "float32")
+    cache, plain = found[slots]["caches"][0], found["model"]["caches"][0]
+    assert (found[slots]["slots"], found["model"]["slots"]) == (slots, "float32")
     assert cache["slot"] == bytes_of_a_token and plain["slot"] == 2 * 4 * 64 + 4
     assert cache["bytes"] < plain["bytes"] and cache["kept"] == plain["kept"]
     gone, centroid = array(found[slots], cache, "gone"), array(found[slots], cache, "centroid")

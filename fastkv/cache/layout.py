@@ -16,7 +16,7 @@ from ..corrections import Correction, Shape
 from ..errors import FastKVError
 from ..parallel import Parallel
 from ..policies import QueryStatistics
-from ..reference import AUTO, LayerState, Moments, SlotFormat, Slots, Spec
+from ..reference import PLAIN, LayerState, Moments, SlotFormat, Slots, Spec
 from ..rotary import Rotary
 
 SAMPLE = 1024  # tokens per head at which the cost of a layout is measured; even, so that no rounding shows
@@ -54,7 +54,7 @@ class Layout:
     attention: bool = False
     memory: bool = False
     latent: bool = False
-    format: SlotFormat = AUTO
+    format: SlotFormat = PLAIN
     backend: str = "reference"
 
     @property
@@ -145,7 +145,8 @@ def cost(like_keys: Tensor, like_values: Tensor, layout: Callable[[int], Layout]
     once, twice = (_bytes(replace(one, mean=0), heads, *dims, like_keys.dtype) for one in (made, double))
     each = (twice - once) / SAMPLE
     shape = Shape(heads, *dims, like_keys.element_size(), made.latent, made.format)
-    return made.correction.cost(shape, LayerCost(each, once - round(SAMPLE * each)))
+    full = 2.0 * heads * (dims[0] if made.latent else sum(dims))  # bfloat16
+    return made.correction.cost(shape, LayerCost(each, once - round(SAMPLE * each), full=full))
 
 
 @functools.lru_cache(maxsize=256)  # layers of a model are alike, so are its caches, and each takes milliseconds
@@ -181,7 +182,7 @@ def layout_of(
     if latent and not config.slots.plain:
         raise FastKVError(
             f"slots={config.slots.name!r} stores keys and values apart, layer {layer} keeps latents, which are both "
-            "(MLA); use slots='auto'"
+            "(MLA); leave slots out"
         )
     if latent and (config.correction.observes or config.correction.biases):
         raise FastKVError(

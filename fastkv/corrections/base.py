@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..budget import LayerCost
-from ..reference import AUTO, Evicted, LayerState, SlotFormat, Spec
+from ..reference import PLAIN, Evicted, LayerState, SlotFormat, Spec
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shape:
     value_dim: int
     itemsize: int
     latent: bool = False
-    format: SlotFormat = AUTO
+    format: SlotFormat = PLAIN
 
     @property
     def pair(self) -> int:

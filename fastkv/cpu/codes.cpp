@@ -1,12 +1,13 @@
-// Slots of codes on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, attention of a decode step to codes.
+// Slots on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, attention of a decode step to slots.
 //
-// Attention decodes a head's slots a tile at a time, so a number becomes fp32 in the nearest cache, once for all
-// queries of the head. int4: queries are turned instead of keys, sums instead of values. Sums depend on neither threads
-// nor batch.
+// Threads share a head's slots, a stretch at a time, so that the longest head does not decide. A stretch is read a tile
+// at a time: a number becomes fp32 in the nearest cache, once for all queries of the head. int4: queries are turned
+// instead of keys, sums instead of values. Sums depend on neither threads nor batch.
 
 namespace {
 
-constexpr int TILE = 16;    // slots decoded at a time
+constexpr int TILE = 16;    // slots read at a time
+constexpr int STRETCH = 128;  // slots that a thread takes at a time
 constexpr int AT_ONCE = 4;  // queries for which a decoded vector is used while it is in a register
 constexpr int GROUP = 32;   // numbers of a row of int4 that share a scale
 constexpr int LONGEST = 512;           // numbers of a row
@@ -132,6 +133,26 @@ struct E4m3 {
     }
 };
 
+// Rows as they are, of fp32 or bfloat16.
+struct Float32 {
+    static constexpr bool TURNED = false;
+
+    static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
+        std::memcpy(row, codes, dim * sizeof(float));
+    }
+};
+
+struct Bfloat16 {
+    static constexpr bool TURNED = false;
+
+    static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
+        for (int64_t i = 0; i < dim; i += WIDE) {
+            Shorts halves = *reinterpret_cast<const Shorts*>(codes + 2 * i);
+            store(row + i, (Floats)(__builtin_convertvector(halves, Ints) << 16));
+        }
+    }
+};
+
 // 4 bits for each number of the turned row, a step and a zero point for each 32 of them.
 struct Int4 {
     static constexpr bool TURNED = true;
@@ -186,7 +207,8 @@ struct Int4 {
 
 extern "C" {
 
-// Codes and scales of a tensor of the cache; strides in bytes, of batch rows, heads and slots.
+// Codes and scales of a tensor of the cache, plain rows without scales; strides in bytes, of batch rows, heads and
+// slots.
 struct Coded {
     uint8_t *codes, *scales;
     int64_t code_strides[3], scale_strides[3];
@@ -224,16 +246,21 @@ struct Attention {
 
 namespace {
 
+// Some slots of a head, and where what they add up to begins.
+struct Part {
+    int64_t place, first, last;
+};
+
 template <typename Format>
-class Head {
+class Stretch {
     const Attention& all;
-    int64_t batch, head, place, start, length, width;  // width: length in whole tiles
+    int64_t batch, head, place, first_slot, begin, length, width;  // width: length in whole tiles
     std::vector<float> tile, queries, parts, weights;
 
     // The next slots, at most TILE, decoded; zeros after the last.
     void read(const Coded& from, int64_t first) {
         int64_t count = std::min<int64_t>(length - first, TILE);
-        for (int64_t i = 0, slot = start + first; i < count; ++i, ++slot)
+        for (int64_t i = 0, slot = first_slot + first; i < count; ++i, ++slot)
             Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), &tile[i * all.dim],
                          all.dim);
         for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(&tile[i], Floats{});
@@ -287,7 +314,7 @@ class Head {
 
     int64_t at_once(int64_t row) const { return all.rows - row < AT_ONCE ? 1 : AT_ONCE; }
 
-    // The weights become e^(weight - the largest); returns the largest and sets their sum.
+    // The weights become e^(weight - the largest), 0 where that is -inf; returns the largest and sets their sum.
     float exponentials(float* row, float* sum) {
         float lanes[WIDE], top = -__builtin_inff();
         Floats tops = floats(row), whole = {};
@@ -297,6 +324,10 @@ class Head {
         }
         store(lanes, tops);
         for (float one : lanes) top = one > top ? one : top;
+        if (top == -__builtin_inff()) {
+            std::fill_n(row, width, 0.0f);
+            return *sum = 0, top;
+        }
         for (int64_t i = 0; i < width; i += WIDE) {
             Floats some = exponential(floats(row + i) - top);
             store(row + i, some);
@@ -308,21 +339,16 @@ class Head {
     }
 
   public:
-    Head(const Attention& all, int64_t place)
-        : all(all), batch(place / all.heads), head(place % all.heads), place(place),
-          start(all.starts ? all.starts[place + batch] : 0),
-          length(std::min<int64_t>(all.lengths[place], all.slots)), width((length + TILE - 1) / TILE * TILE),
-          tile(TILE * all.dim),
+    Stretch(const Attention& all, const Part& part)
+        : all(all), batch(part.place / all.heads), head(part.place % all.heads), place(part.place),
+          first_slot((all.starts ? all.starts[place + batch] : 0) + part.first), begin(part.first),
+          length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), tile(TILE * all.dim),
           queries(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim),
           parts(AT_ONCE * TILE * WIDE), weights(all.rows * width) {}
 
-    void attend() {
+    // out [rows, dim]: the sum of values, each times e^(logit - top); tops and sums [rows]: of these weights.
+    void attend(float* out, float* tops, float* sums) {
         const int64_t rows = all.rows, dim = all.dim;
-        float* out = all.out + place * rows * dim;
-        std::memset(out, 0, rows * dim * sizeof(float));
-        std::fill_n(all.lse + place * rows, rows, -__builtin_inff());
-        if (all.weights) std::fill_n(all.weights + place * rows * all.slots, rows * all.slots, 0.0f);
-        if (!length) return;
         for (int64_t row = 0; row < rows; ++row) {
             float* query = &queries[row * dim];
             if (Format::TURNED) SINGLE.turn(query, dim, all.root);
@@ -332,18 +358,17 @@ class Head {
             read(all.keys, first);
             for (int64_t row = 0, some; row < rows; row += some) {
                 some = at_once(row);
-                float *query = &queries[row * dim], *out = &weights[row * width + first];
-                some == 1 ? multiply<1>(query, out) : multiply<AT_ONCE>(query, out);
+                float *query = &queries[row * dim], *to = &weights[row * width + first];
+                some == 1 ? multiply<1>(query, to) : multiply<AT_ONCE>(query, to);
             }
         }
-        std::vector<float> shares(rows);
         for (int64_t row = 0; row < rows; ++row) {
-            float *mine = &weights[row * width], sum;
-            for (int64_t i = 0; all.bias && i < length; ++i) mine[i] += all.bias[place * all.slots + i];
+            float* mine = &weights[row * width];
+            const float* bias = all.bias ? all.bias + place * all.slots + begin : nullptr;
+            for (int64_t i = 0; bias && i < length; ++i) mine[i] += bias[i];
             for (int64_t i = length; i < width; ++i) mine[i] = -__builtin_inff();
-            float top = exponentials(mine, &sum);
-            all.lse[place * rows + row] = top + __builtin_logf(sum);
-            shares[row] = 1 / sum;
+            tops[row] = exponentials(mine, sums + row);
+            if (all.weights) std::copy(mine, mine + length, all.weights + (place * rows + row) * all.slots + begin);
         }
         for (int64_t first = 0; first < length; first += TILE) {
             read(all.values, first);
@@ -353,20 +378,71 @@ class Head {
                 some == 1 ? add<1>(mine, out + row * dim) : add<AT_ONCE>(mine, out + row * dim);
             }
         }
-        for (int64_t row = 0; row < rows; ++row) {
-            float* mine = out + row * dim;
-            for (int64_t i = 0; i < dim; i += WIDE) store(mine + i, floats(mine + i) * shares[row]);
-            if (Format::TURNED) SINGLE.turn(mine, dim, all.root);
-            for (int64_t i = 0; all.weights && i < length; ++i)
-                all.weights[(place * rows + row) * all.slots + i] = weights[row * width + i] * shares[row];
-        }
     }
 };
 
+// What the stretches of a head add up to: `number` of them, of which `outs`, `tops` and `sums` lie one behind another.
+template <typename Format>
+void join(const Attention& all, const Part* parts, int64_t number, const float* outs, const float* tops,
+          const float* sums) {
+    const int64_t rows = all.rows, dim = all.dim, place = parts->place;
+    for (int64_t row = 0; row < rows; ++row) {
+        float top = -__builtin_inff(), sum = 0;
+        for (int64_t part = 0; part < number; ++part) top = std::max(top, tops[part * rows + row]);
+        std::vector<float> shares(number), mine(dim);
+        for (int64_t part = 0; part < number; ++part) {
+            shares[part] = __builtin_expf(tops[part * rows + row] - top);
+            sum += shares[part] * sums[part * rows + row];
+        }
+        all.lse[place * rows + row] = top + __builtin_logf(sum);
+        for (int64_t part = 0; part < number; ++part) {
+            float share = shares[part] / sum;
+            const float* out = outs + (part * rows + row) * dim;
+            for (int64_t i = 0; i < dim; i += WIDE) store(&mine[i], floats(&mine[i]) + floats(out + i) * share);
+            float* weights = all.weights + (place * rows + row) * all.slots;
+            for (int64_t i = parts[part].first; all.weights && i < parts[part].last; ++i) weights[i] *= share;
+        }
+        if (Format::TURNED) SINGLE.turn(&mine[0], dim, all.root);
+        std::copy(mine.begin(), mine.end(), all.out + (place * rows + row) * dim);
+    }
+}
+
 template <typename Format>
 void attend(const Attention& all) {
-#pragma omp parallel for num_threads(all.threads)
-    for (int64_t place = 0; place < all.batch * all.heads; ++place) Head<Format>(all, place).attend();
+    const int64_t places = all.batch * all.heads, rows = all.rows;
+    std::vector<Part> parts;
+    std::vector<int64_t> begins;  // of each place, among the parts
+    for (int64_t place = 0; place < places; ++place) {
+        begins.push_back(parts.size());
+        int64_t length = std::min<int64_t>(all.lengths[place], all.slots);
+        for (int64_t first = 0; first < length; first += STRETCH)
+            parts.push_back({place, first, std::min(first + STRETCH, length)});
+    }
+    begins.push_back(parts.size());
+    std::vector<float> outs(parts.size() * rows * all.dim), tops(parts.size() * rows), sums(parts.size() * rows);
+#pragma omp parallel num_threads(all.threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (size_t part = 0; part < parts.size(); ++part)
+            Stretch<Format>(all, parts[part]).attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
+#pragma omp for
+        for (int64_t place = 0; place < places; ++place) {
+            int64_t first = begins[place], number = begins[place + 1] - first;
+            if (all.weights) {  // of slots that are not in use: 0
+                int64_t length = number ? parts[first + number - 1].last : 0;
+                for (int64_t row = 0; row < rows; ++row)
+                    std::fill(all.weights + (place * rows + row) * all.slots + length,
+                              all.weights + (place * rows + row + 1) * all.slots, 0.0f);
+            }
+            if (number) {
+                join<Format>(all, &parts[first], number, &outs[first * rows * all.dim], &tops[first * rows],
+                             &sums[first * rows]);
+                continue;
+            }
+            std::fill_n(all.out + place * rows * all.dim, rows * all.dim, 0.0f);
+            std::fill_n(all.lse + place * rows, rows, -__builtin_inff());
+        }
+    }
 }
 
 template <typename Format>
@@ -394,12 +470,16 @@ void each(const Rows& all, bool encode) {
 
 }  // namespace
 
+#define READ(name, Format) \
+    void attend_##name(const Attention* all) { attend<Format>(*all); }
 #define FORMAT(name, Format)                                              \
-    void attend_##name(const Attention* all) { attend<Format>(*all); }     \
+    READ(name, Format)                                                    \
     void encode_##name(const Rows* all) { each<Format>(*all, true); }      \
     void decode_##name(const Rows* all) { each<Format>(*all, false); }
 
 extern "C" {
+READ(float32, Float32)
+READ(bfloat16, Bfloat16)
 FORMAT(int8, Scaled<Int8>)
 FORMAT(fp8, Scaled<E4m3>)
 FORMAT(int4, Int4)

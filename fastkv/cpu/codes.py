@@ -1,7 +1,8 @@
-"""Slots of codes on a CPU, compiled from codes.cpp on first use.
+"""Slots of codes, and of heads that hold unequally many, on a CPU, compiled from codes.cpp on first use.
 
 torch has no product of numbers with codes of 8 or 4 bits that is as fast as one of numbers alone, and decoding every
-slot takes longer than attention. Without a C++ compiler (`compiled`), slots are decoded.
+slot takes longer than attention. Nor has it attention to heads of unequal length: they would be copied to equal ones.
+Without a C++ compiler (`compiled`), slots are decoded and copied.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..reference.state import SCALES
 from . import compiled
 
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
+PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Three = c_int64 * 3
 
 
@@ -25,13 +27,17 @@ class Coded(Structure):
     _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
 
     @classmethod
-    def of(cls, codes: Tensor, scales: Tensor, first: int = 0) -> Coded:
+    def of(cls, codes: Tensor, scales: Tensor | None, first: int = 0) -> Coded:
         """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...] from slot `first` on; or [B, N, ...] of heads that share
-        slots.
+        slots. Plain rows have no scales.
         """
         shared = codes.ndim == 3
         pointers, strides = [], []
         for part in (codes, scales):
+            if part is None:
+                pointers.append(0)
+                strides.append(Three(0, 0, 0))
+                continue
             batch, *rest = (size * part.element_size() for size in part.stride())
             head, slot = (0, rest[0]) if shared else rest[:2]
             pointers.append(part.data_ptr() + first * slot)
@@ -64,6 +70,14 @@ class Attention(Structure):
 def serves(form: SlotFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
     return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
+
+
+def attends(slots: Slots, dim: int) -> bool:
+    """Whether `attend` is faster than torch for these slots, and can be used: of codes, or of unequal heads."""
+    if not slots.format.plain:
+        return serves(slots.format, dim)
+    fits = slots.starts is not None and slots.keys.dtype in PLAIN and slots.keys.stride(-1) == 1
+    return fits and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
 
 
 def root(dim: int) -> float:
@@ -112,7 +126,7 @@ def decode(form: SlotFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) 
 
 
 def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of the G query heads of each KV head to its slots in use.
+    """Attention of the G query heads of each KV head to its slots in use, as `attends` says.
 
     Args: q [B, Hkv, G, D] in any float dtype.  weights: None, or where they are written, fp32 [B, Hkv, G, N].
     Returns: out [B, Hkv, G, D] and lse [B, Hkv, G], fp32.
@@ -127,5 +141,6 @@ def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tup
     )
     coded = (Coded.of(getattr(slots, name), getattr(slots, scales)) for name, scales in SCALES.items())
     sizes = batch, heads, rows, dim, number, torch.get_num_threads()
-    compiled.call("codes", f"attend_{slots.format.name}", Attention(*coded, *pointers, *sizes, scale, root(dim)))
+    name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
+    compiled.call("codes", f"attend_{name}", Attention(*coded, *pointers, *sizes, scale, root(dim)))
     return out, lse

@@ -162,13 +162,13 @@ def decode_step(
         state.seen.add_(1)
         length = None if length is None else length + 1
     (batch, num_heads, dim), heads, num = q.shape, state.heads, slots.filled
-    groups, weights, coded = num_heads // heads, None, not slots.format.plain
+    groups, weights, compiled = num_heads // heads, None, slot_codes.attends(slots, dim)
     # The kernel uses the processor's bfloat16 instructions for several rows only.
-    native = groups > 1 and q.dtype == torch.bfloat16 and not coded and multiplies_bfloat16()
-    apart = slots.attention is None and groups <= FEW and not native and not coded
+    native = groups > 1 and q.dtype == torch.bfloat16 and slots.format.plain and multiplies_bfloat16()
+    apart = slots.attention is None and groups <= FEW and not native and slots.format.plain and not compiled
     rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
     each = groups if apart else 1
-    if coded and slot_codes.serves(slots.format, dim):
+    if compiled:
         weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
         out, lse = slot_codes.attend(rows, slots, spec.scale, weights)
     else:

@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .. import __version__, policies
-from ..budget import HEADS, Budget
+from ..budget import HEADS, TIMES, Budget
 from ..calibration.files import replace_file
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
-from ..reference import FORMATS
+from ..reference import FORMATS, PLAIN
 from . import pretrained, texts
 from .equal_bytes import assert_equal_bytes, equal_bytes, is_full
 
@@ -39,7 +39,7 @@ EQUAL = (
 )
 MODEL = "smollm2 (SmolLM2-135M-Instruct, of the extra real), a folder, a .gguf file or a name"
 TEXTS = f"a text in UTF-8, - for standard input, or {', '.join(texts.SOURCES)}, which come with Python"
-UNITS = {"tokens": int, "keep": float, "bytes": int, "quality": float}
+UNITS = {"tokens": int, "keep": float, "bytes": int, "compress": float, "quality": float}
 SHORTEST = 96  # tokens of a text
 FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
 SUFFIXES = (".txt", ".md")
@@ -211,7 +211,7 @@ def add_caches(parser: argparse.ArgumentParser) -> None:
     """The options that say which caches are compared: policies, how much they keep, and when they evict."""
     option(parser, "--policies --policy", POLICIES, "policies", "NAME")
     add = parser.add_argument
-    option(parser, "--budgets --budget", ("128", "256"), "tokens per KV head, or keep=X, bytes=N, quality=X")
+    option(parser, "--budgets --budget", ("128", "256"), "tokens per KV head, or 16x, keep=X, bytes=N, quality=X")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=EQUAL)
     option(parser, "--sinks", 4, "first tokens that stay")
     option(parser, "--recent", 32, "last tokens that stay")
@@ -226,27 +226,33 @@ def add_caches(parser: argparse.ArgumentParser) -> None:
 CACHE = ("equal", "sinks", "recent", "layers", "heads", "prefill_block", "evict_every", "correction", "slots")
 
 
-def add_slots(parser: argparse.ArgumentParser) -> None:
-    """The option that says how compressed caches store keys and values."""
-    what = "how keys and values are stored; auto is the model's dtype (the default)"
-    parser.add_argument("--slots", choices=tuple(FORMATS), default="auto", help=what)
+def add_slots(parser: argparse.ArgumentParser, default: str = PLAIN.name) -> None:
+    """The option that says how compressed caches store keys and values.
+
+    Args: default: what the command compares unless it is told: bytes of tokens as the model has them, or whatever
+        `fastkv.patch` makes of bytes.
+    """
+    what = f"how keys and values are stored, as in fastkv.patch (default: {default})"
+    parser.add_argument("--slots", choices=("auto", *FORMATS), default=default, help=what)
 
 
 def to_budget(value: int | str | Budget, **shares: Any) -> Budget:
-    """A `Budget` from what fits into a command line: 512, "512", "keep=0.25", "bytes=2000000" or "quality=0.95".
+    """A `Budget` from what fits into a command line: 512, "512", "16x", "keep=0.25", "bytes=2000000" or
+    "quality=0.95".
 
     Args: shares: sinks, recent, layers and heads, as in `Budget`; a ready Budget has its own.
     """
     if isinstance(value, Budget):
         return value
-    unit, _, number = str(value).rpartition("=")
+    text = str(value)
+    unit, _, number = (f"compress={text[:-1]}" if TIMES.fullmatch(text) else text).rpartition("=")
     unit = unit or "tokens"
     try:
         amount = UNITS[unit](number)
     except (KeyError, ValueError):
         raise FastKVError(
-            f"budget must be a number of tokens or one of {', '.join(f'{unit}=...' for unit in UNITS)}, got {value!r}; "
-            "for example 512 or keep=0.25"
+            f"budget must be a number of tokens, 16x or one of {', '.join(f'{unit}=...' for unit in UNITS)}, got "
+            f"{value!r}; for example 512 or keep=0.25"
         ) from None
     return Budget(**{unit: amount}, **shares)
 

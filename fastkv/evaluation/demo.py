@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--words", 24, "tokens of an answer, at most")
     option("--seed", 6, "of the facts and their places")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
-    common.add_slots(parser)
+    common.add_slots(parser, "auto")
     add("--quick", action="store_true", help="a shorter run: two policies, one budget, 512 tokens")
 
 

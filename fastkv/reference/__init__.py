@@ -74,11 +74,11 @@ from .selection import (
     slot_signals,
 )
 from .slots import (
-    AUTO,
     FORMATS,
     FP8,
     INT4,
     INT8,
+    PLAIN,
     SlotFormat,
     Stored,
     decode_rows,

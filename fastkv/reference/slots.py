@@ -2,11 +2,11 @@
 
 A format turns rows [..., D] into codes and scales, each row by itself, and back. Rounding is half to even, divisions
 are in fp32 and correctly rounded, so codes are the same bits on every backend for the same fp32 numbers. Rows are
-finite. Decoded rows are fp32 (those of "auto" as they are).
+finite. Decoded rows are fp32 (those of "model" as they are).
 
 `name`: the stored tensors of a row of D numbers; what a number x is read back as:
 
-- auto: D numbers in the model's dtype; x.
+- model: D numbers in the model's dtype; x.
 - int8: D codes int8, s fp32; s c with c = round(x / s), s = max |x| / 127. |error| <= s / 2.
 - fp8: D codes e4m3, s fp32; s c with c = e4m3(x / s), s = max |x| / 448. |error| <= max(|x| / 16, s / 1024).
 - int4: D codes of 4 bits, and for each 32 numbers m and z int8; s (c - z) with c = clamp(round(y / s) + z, 0, 15), y =
@@ -38,7 +38,7 @@ class SlotFormat:
     Attributes: name: what `fastkv.patch(..., slots=name)` calls it.
     """
 
-    name: str = "auto"
+    name: str = "model"
     bits: ClassVar[int] = 0  # of the code of a number
 
     @property
@@ -213,11 +213,11 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (1 - 2 * (parity & 1)).to(dtype)
 
 
-AUTO = SlotFormat()
+PLAIN = SlotFormat()
 INT8 = Scaled("int8")
 FP8 = Scaled("fp8", torch.float8_e4m3fn, torch.uint8, 448.0)
 INT4 = Grouped("int4")
-FORMATS: dict[str, SlotFormat] = {one.name: one for one in (AUTO, INT8, FP8, INT4)}
+FORMATS: dict[str, SlotFormat] = {one.name: one for one in (PLAIN, INT8, FP8, INT4)}
 
 
 def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from ..backend import implementation, resolve
 from .gather import rows_at, unpack
 from .moments import Evicted, Moments
-from .slots import AUTO, SlotFormat, Stored, decode_rows, encode_rows
+from .slots import PLAIN, SlotFormat, Stored, decode_rows, encode_rows
 
 if TYPE_CHECKING:
     from ..corrections import Correction
@@ -67,7 +67,7 @@ class Slots:
     value_dim: int = 0
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
-    format: SlotFormat = AUTO
+    format: SlotFormat = PLAIN
     decodes_to: torch.dtype | None = None
     backend: str = "reference"
     # Tensors with a row for every token, which moves with it.

@@ -30,7 +30,7 @@ TOY_LENGTH = 32  # in a dry run
 DEFAULT, PLAIN = "fastkv default", "fastkv no correction"
 
 
-def decode(correction: str, attention: bool = False, slots: str = "auto") -> Callable[[Case, Place], Work]:
+def decode(correction: str, attention: bool = False, slots: str = "model") -> Callable[[Case, Place], Work]:
     """One step, append included; lengths grow by one per launch and are restored between replays.
 
     Args: attention: whether the attention of each slot is added up, as the default policy needs it.  slots: how pairs
@@ -92,7 +92,7 @@ OWN: dict[str, tuple[str, Callable[[Case, Place], Work]]] = {  # by name: what i
     DEFAULT: ("centroids", decode("centroids", attention=True)),
     "fastkv moments": ("moments", decode("moments")),
     PLAIN: ("moments", decode("none")),
-    **{f"fastkv {slots}": ("centroids", decode("centroids", True, slots)) for slots in FORMATS if slots != "auto"},
+    **{f"fastkv {slots}": ("centroids", decode("centroids", True, slots)) for slots in FORMATS if slots != "model"},
 }
 
 

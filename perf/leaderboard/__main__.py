@@ -61,16 +61,21 @@ FEW = ("fastkv", "fastkv-reread", "momentkv", "compactor", "kvzip", "streaming")
 NARROW = (0.25, 0.125)
 TABLES = {
     "later_2048": Table("2,048 tokens, compressed before the question", names=ALL),
-    "uniform_2048": Table(
-        "2,048 tokens, all heads alike", names=ALL, settings={"heads": "uniform"}, keeps=NARROW, texts=12
+    "bfloat16_2048": Table(
+        "2,048 tokens, slots in bfloat16", names=ALL, settings={"slots": "model"}, keeps=NARROW, texts=12
     ),
-    "int8_2048": Table("2,048 tokens in slots of 8 bits", settings={"slots": "int8"}),
-    "int4_2048": Table("2,048 tokens in slots of 4 bits", settings={"slots": "int4"}),
+    "uniform_2048": Table(
+        "2,048 tokens, slots in bfloat16, all heads alike",
+        names=ALL,
+        settings={"heads": "uniform", "slots": "model"},
+        keeps=NARROW,
+        texts=12,
+    ),
     "blocks_2048": Table("2,048 tokens in blocks of 256", names=ONCE, settings={"prefill_block": 256}, keeps=NARROW),
     "seen_2048": Table(
         "2,048 tokens, read together with the question", names=FEW, question="seen", keeps=NARROW, texts=7
     ),
-    "tokens_2048": Table("2,048 tokens, at equal tokens", equal="tokens", keeps=NARROW),
+    "tokens_2048": Table("2,048 tokens, at equal tokens, in float32", equal="tokens", keeps=NARROW),
     "later_1024": Table("1,024 tokens, compressed before the question", length=1024, keeps=NARROW),
     "later_4096": Table("4,096 tokens, compressed before the question", length=4096, keeps=NARROW),
     "later_8000": Table("8,000 tokens, compressed before the question", length=8000, names=FEW, keeps=NARROW),

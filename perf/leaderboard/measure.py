@@ -19,7 +19,6 @@ from fastkv.evaluation import facts
 from fastkv.evaluation.reading import Reading
 
 NEW = 24  # tokens of an answer at most
-ITEMSIZE = 2  # bytes are counted in bfloat16, whatever the model computes in
 
 
 @dataclass(frozen=True)
@@ -125,23 +124,28 @@ def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
     return torch.tensor([row for row, _ in joined]), torch.tensor([mark for _, mark in joined])
 
 
-def budget_of(
+def tokens_of(
     model: Any, keep: float, num: int, equal: str, policy: policies.Policy, settings: dict[str, Any]
-) -> Budget:
-    """The share `keep` of the text's tokens, or the tokens that fit into that share of the bytes of a bf16 cache."""
+) -> tuple[Budget, dict[str, Any]]:
+    """The share `keep` of the text's tokens, or the tokens that fit into that share of the bytes of a bf16 cache.
+
+    Returns: the budget, in tokens or a share of them, and the rest of the settings, as `fastkv.patch` decides them for
+        that share of the bytes.
+    """
+    rest = {name: value for name, value in settings.items() if name != "heads"}
     heads = settings.get("heads", "calibrated")
     if equal == "tokens":
-        return Budget(keep=keep, heads=heads)
+        return Budget(keep=keep, heads=heads), rest
     text = model.config
     hkv, dim, layers = text.num_key_value_heads, text.head_dim, text.num_hidden_layers
-    total = int(keep * num * layers * hkv * 2 * dim * ITEMSIZE)
     rows = torch.empty(1, hkv, 1, dim, dtype=torch.bfloat16, device="meta")
-    bounded, patching = Budget(bytes=total, heads=heads), {k: v for k, v in settings.items() if k != "heads"}
-    with patched(model, policy, bounded, **patching):
+    bounded = Budget(compress=1 / keep, heads=heads)
+    with patched(model, policy, bounded, **rest):
         cache = FastKVCache(model).compressed[0].cache
         known = cache.config.budget
         spent = cost(rows, rows, partial(layout_of, cache, hkv), ragged=known.shared is not None)
-        return replace(bounded, bytes=None, tokens=known.average(layers, num, spent))
+        told = rest | {"slots": cache.config.slots.name}
+        return replace(bounded, compress=None, tokens=known.average(layers, num, spent)), told
 
 
 def layout_of(cache: LayerCache, heads: int, tokens: int) -> Layout:
@@ -165,12 +169,12 @@ def cell(
 ) -> dict[str, Any]:
     """Right answers, KL of answers and of the text that goes on, bytes and seconds of one cache."""
     policy = policies.get(name)
-    budget = budget_of(model, keep, len(text.sample.prefix), equal, policy, settings)
+    budget, told = tokens_of(model, keep, len(text.sample.prefix), equal, policy, settings)
     begun = time.perf_counter()
-    own = {key: value for key, value in settings.items() if key != "heads"}
-    cache = caches(model, text, policy, budget, own)
+    cache = caches(model, text, policy, budget, told)
     compressing = time.perf_counter() - begun
     found: dict[str, Any] = {"tokens": budget.tokens, "nbytes": cache.nbytes(), "compress_s": compressing}
+    found["slots"] = cache.compressed[0].cache.config.slots.name
     if text.answers:
         found |= judged(model, tokenizer, text.answers, cache)
     goes_on = model(torch.tensor([text.sample.continuation]), past_key_values=cache.clone()).logits[0].float()

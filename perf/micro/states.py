@@ -42,7 +42,7 @@ def filled(
     free: int = 0,
     correction: str = "moments",
     attention: bool = False,
-    slots: str = "auto",
+    slots: str = "model",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> LayerState:

@@ -2,6 +2,7 @@
 
 from .attach import attach, check, detach
 from .families import REFUSED, TESTED
+from .modules import sizes
 from .selfcheck import can_undo_rotation, rotations, with_rotations
 from .survey import Survey, survey
 
@@ -14,6 +15,7 @@ __all__ = [
     "check",
     "detach",
     "rotations",
+    "sizes",
     "survey",
     "with_rotations",
 ]

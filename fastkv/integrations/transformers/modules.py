@@ -7,7 +7,7 @@ that goes through transformers' attention interface; what it passes there shows 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
@@ -181,6 +181,12 @@ class Sizes:
             device=weights[0].device,
             dtype=next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32),
         )
+
+
+def sizes(found: Iterable[Module]) -> tuple[set[int], bool]:
+    """Numbers of keys and values that attention modules hand to attention, and whether any are of latents."""
+    known = [Sizes.of(module) for module in found]
+    return {dim for size in known for dim in (size.key_dim, size.value_dim)}, any(map(latent.is_latent, found))
 
 
 def output(module: Module) -> Module | None:

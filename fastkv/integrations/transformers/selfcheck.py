@@ -20,7 +20,7 @@ from ... import corrections, policies
 from ...budget import Budget
 from ...config import Config
 from ...errors import FastKVError
-from ...reference import AUTO
+from ...reference import PLAIN
 from ...rotary import Rotary
 from . import modules
 
@@ -256,7 +256,7 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         correction=corrections.NONE,
         budget=Budget(tokens=ROOM),
         values=None,
-        slots=AUTO,  # rounded numbers would not agree
+        slots=PLAIN,  # rounded numbers would not agree
     )
 
     def read(how: str, size: int, cache: Any) -> Tensor:

@@ -54,6 +54,8 @@ def config_of(vllm_config: Any) -> Config:
         chosen["budget"] = Budget(**budget)
     del chosen["vector"]  # of the model, see `method.fitted`
     config = Config.make(**chosen, static=None)
+    if chosen["slots"] == "auto":
+        config = config.coded(())
     _check_method(config)
     _check_engine(vllm_config, config)
     return config
