@@ -85,5 +85,5 @@ def test_it_cannot_be_larger_than_the_cache_it_is_smaller_than(value):
 
 @pytest.mark.parametrize("value", ["x", "16", "-2x", "16x ", "1/4", "0.5x"])
 def test_words_that_are_no_budget(value):
-    with pytest.raises(FastKVError, match="budget must be|must be at least 1"):
+    with pytest.raises(FastKVError, match=r"budget must be|must be at least 1"):
         Budget.of(value)

@@ -366,7 +366,7 @@ def test_centroids_follow_tokens_not_codes(slots, dtype, same):
 
 def sentence(match):
     """A refusal: one sentence that says what to do instead."""
-    return pytest.raises(FastKVError, match=match + ".*; (use|leave) |must be one of")
+    return pytest.raises(FastKVError, match=match + r".*; (use|leave) |must be one of")
 
 
 def test_refusals():
