@@ -22,7 +22,7 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def held(dtype=torch.float32, slots="auto", attention=False, spare=0):
+def held(dtype=torch.float32, slots="model", attention=False, spare=0):
     """Heads that hold LENGTHS tokens with biases log(COPIES), and room for `spare` more."""
     keys, values = (random(B, HKV, C + spare, D, seed=seed, dtype=dtype) for seed in (1, 2))
     positions = torch.arange(C + spare, dtype=torch.int32).repeat(B, HKV, 1)
@@ -65,9 +65,9 @@ def expected(q, state, more=None, softcap=None):
 
 @pytest.mark.parametrize(
     "backend,slots,softcap,slab",
-    [("triton", "auto", 2.0, False), ("triton", "int8", None, True),
-     ("reference", "auto", 2.0, False), ("reference", "int4", None, True), ("cpu", "auto", None, False),
-     ("cpu", "auto", None, True), ("cpu", "int8", None, False)],
+    [("triton", "model", 2.0, False), ("triton", "int8", None, True),
+     ("reference", "model", 2.0, False), ("reference", "int4", None, True), ("cpu", "model", None, False),
+     ("cpu", "model", None, True), ("cpu", "int8", None, False)],
 )  # fmt: skip
 @pytest.mark.parametrize("attention", [False, True])
 def test_a_step_counts_a_slot_as_often_as_its_bias_says(backend, slots, softcap, slab, attention):
@@ -77,7 +77,7 @@ def test_a_step_counts_a_slot_as_often_as_its_bias_says(backend, slots, softcap,
         own.exact.attention = torch.zeros(own.exact.keys.shape[:2])
     q, k, v = random(B, HQ, D, seed=3), random(B, HKV, 1, D, seed=4), random(B, HKV, 1, D, seed=5)
     more = k, v
-    if slots != "auto":
+    if slots != "model":
         more = tuple(FORMATS[slots].decode(*FORMATS[slots].encode(part)) for part in more)
     want, lse = expected(q, state, more, softcap)
     out, retained, _ = ops.decode_step(q, k, v, own, make_spec(D**-0.5, softcap, backend=backend))
@@ -133,7 +133,7 @@ def biases(state):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("slab", [False, True])
-@pytest.mark.parametrize("slots", ["auto", "int8"])
+@pytest.mark.parametrize("slots", ["model", "int8"])
 def test_a_bias_moves_with_its_slot(backend, slab, slots):
     state = held(slots=slots)
     before = biases(state)

@@ -64,7 +64,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=None, slots="auto") -> LayerState:
+def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=None, slots="model") -> LayerState:
     """Slots of unequal heads, some of them empty or full, with moments of up to six evicted tokens."""
     width = max(map(max, OWNED))
     keys, values = normal(2, BATCH, HEADS, width, dim, dtype=dtype)
@@ -148,7 +148,7 @@ def evicting(dim: int, ragged: bool, scan: int = 2048, rows: list[int] | None = 
     return Problem(state, call, Workspace.allocate(state.batch, HEADS, G, width, dim))
 
 
-def compacting(dim: int, slots: str = "auto", **made):
+def compacting(dim: int, slots: str = "model", **made):
     """Nine slots and a block of forty tokens, most of which go: a list in two splits."""
     used, num, room = 9, 49, 12
     state = layer(dim, False, **made)

@@ -1,8 +1,8 @@
-"""Slots of codes, and of heads that hold unequally many, on a CPU, compiled from codes.cpp on first use.
+"""A decode step's attention to slots, plain or codes, on a CPU, compiled from codes.cpp on first use.
 
-torch has no product of numbers with codes of 8 or 4 bits that is as fast as one of numbers alone, and decoding every
-slot takes longer than attention. Nor has it attention to heads of unequal length: they would be copied to equal ones.
-Without a C++ compiler (`compiled`), slots are decoded and copied.
+torch decodes 8 and 4 bits before it multiplies, which takes longer than attention; copies heads of unequal length to
+equal ones; and converts all of bfloat16 to float32. Without a C++ compiler (`compiled`), and for float16, it does all
+that.
 """
 
 from __future__ import annotations
@@ -73,11 +73,10 @@ def serves(form: SlotFormat, dim: int) -> bool:
 
 
 def attends(slots: Slots, dim: int) -> bool:
-    """Whether `attend` is faster than torch for these slots, and can be used: of codes, or of unequal heads."""
+    """Whether `attend` can be used for these slots. The first question compiles."""
     if not slots.format.plain:
         return serves(slots.format, dim)
-    fits = slots.starts is not None and slots.keys.dtype in PLAIN and slots.keys.stride(-1) == 1
-    return fits and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
+    return slots.keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
 
 
 def root(dim: int) -> float:

@@ -1,5 +1,5 @@
-"""How a CPU does it fast: torch's fused attention, estimates of the evicted in few operators, evictions that touch only
-the tokens that leave.
+"""How a CPU does it fast: a decode step's attention where slots lie (`codes`), torch's fused attention for prompts,
+estimates of the evicted in few operators, evictions that touch only the tokens that leave.
 
 Each function has the arguments and results of the one of that name in `reference`, which says what they mean and does
 what cannot be done here. A CPU's tensors may be looked at without waiting for a device, so shapes here may follow their
@@ -31,7 +31,6 @@ from . import codes as slot_codes
 from . import joins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW = 2  # queries of a head for which it is faster to read its keys once for each than once for all
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 
@@ -77,25 +76,16 @@ def attend(
     scale: float,
     mask: Tensor,
     causal: bool = False,
-    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, T, D] to keys and values [B, Hkv, N, D].
 
-    Args: mask: 0 or -inf, broadcasts to [B, Hq, T, N]; causal: query i sees keys 0 ... i, as far as the mask lets it;
-        dtype: of the factors of all products, whatever comes in; sums are in fp32.
+    Args: mask: 0 or -inf, broadcasts to [B, Hq, T, N]; causal: query i sees keys 0 ... i, as far as the mask lets it.
     Returns: out [B, Hq, T, D] and lse [B, Hq, T], fp32; both 0 where a query sees nothing.
     """
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    q, keys, values = (rows.to(dtype) for rows in (q, keys, values))
+    q, keys, values = (rows.float() for rows in (q, keys, values))
     out, lse = fused(q, keys, values, is_causal=causal, attn_mask=mask, scale=scale)
-    return out.float(), lse
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it. Without, products of converted slots are faster."""
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return supported is not None and supported()
+    return out, lse
 
 
 def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,20 +152,16 @@ def decode_step(
         state.seen.add_(1)
         length = None if length is None else length + 1
     (batch, num_heads, dim), heads, num = q.shape, state.heads, slots.filled
-    groups, weights, compiled = num_heads // heads, None, slot_codes.attends(slots, dim)
-    # The kernel uses the processor's bfloat16 instructions for several rows only.
-    native = groups > 1 and q.dtype == torch.bfloat16 and slots.format.plain and multiplies_bfloat16()
-    apart = slots.attention is None and groups <= FEW and not native and slots.format.plain and not compiled
-    rows = q[:, :, None] if apart else q.reshape(batch, heads, groups, dim)
-    each = groups if apart else 1
-    if compiled:
+    groups, weights = num_heads // heads, None
+    rows = q.reshape(batch, heads, groups, dim)
+    if slot_codes.attends(slots, dim):
         weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
         out, lse = slot_codes.attend(rows, slots, spec.scale, weights)
     else:
-        mask = adding(unused(slots.lengths, num, each, length), slots.biases(num), each)
+        mask = adding(unused(slots.lengths, num, 1, length), slots.biases(num))
         pairs = slots["keys"], slots["values"]
         if slots.attention is None:
-            out, lse = attend(rows, *pairs, spec.scale, mask, dtype=q.dtype if native else torch.float32)
+            out, lse = attend(rows, *pairs, spec.scale, mask)
         else:
             out, lse, weights = observed(rows, *pairs, spec.scale, mask)
     known, total = spec.evicted(state), lse
