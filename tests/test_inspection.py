@@ -13,8 +13,8 @@ from rich.console import Console
 from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM
 
 from fastkv import FastKVError
-from fastkv.evaluation import inspection as geometry
-from fastkv.evaluation.inspection import (
+from fastkv.lab import inspection as geometry
+from fastkv.lab.inspection import (
     MOST,
     MOST_POINTS,
     Dimensions,

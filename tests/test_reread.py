@@ -7,7 +7,7 @@ import torch
 
 import fastkv
 from fastkv import Budget, FastKVError
-from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes
+from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
 from fastkv.policies import FastKV, FastKVReread, KVzip
 from fastkv.reference import Centroids, centroid_estimate, merge_partials
 
