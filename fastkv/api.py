@@ -31,7 +31,7 @@ def patch(
     *,
     prefill_block: int | str | None = None,
     evict_every: int = settings.EVICT_EVERY,
-    correction: str | bool | None = "auto",
+    correction: str | bool | Correction | None = "auto",
     backend: str = "auto",
     static: bool | None = None,
     slots: str = "auto",
@@ -55,9 +55,9 @@ def patch(
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
             zeroth-order part, "none" nothing; "cosh" is "moments" with a tighter mass; "centroids" keeps a few weighted
-            pairs of the evicted tokens instead, "fine-centroids" twice as many; "ridge" refits the values of what
-            stays while a prompt is read (GRKV), "matching" fits values and biases after a second reading (Attention
-            Matching); "auto" is what the policy brings. "vector" lets twice as many tokens keep their key only, in the
+            pairs of the evicted tokens instead; "ridge" refits the values of what stays while a prompt is read (GRKV),
+            "matching" fits values and biases after a second reading (Attention Matching); an object, as
+            `fastkv.corrections.CentroidCorrection(share=8)`, has other settings; "auto" is what the policy brings. "vector" lets twice as many tokens keep their key only, in the
             room of half the pairs, and recovers their values with a linear map (VECTOR); "vector+mean" and
             "vector+moments" do both.
         backend: "auto" runs Triton kernels on an accelerator ("triton") and torch's fused attention on a CPU ("cpu");

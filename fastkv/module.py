@@ -63,7 +63,7 @@ class FastKVAttention(Module):
         *,
         prefill_block: int | None = None,
         evict_every: int = EVICT_EVERY,
-        correction: str | bool | None = "auto",
+        correction: str | bool | Correction | None = "auto",
         scale: float | None = None,
         softcap: float | None = None,
         layer: int = 0,

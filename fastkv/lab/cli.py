@@ -75,7 +75,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     ),
     "inspect": dict(
         module=".inspection",
-        help="measure the keys and values a model makes of a text, and say which policy that suits; writes "
+        help="measure the keys and values a model makes of a text: dimension, norms, directions, leverage; writes "
         "inspect.json and inspect.png",
         epilog="--model PATH --text FILE --context 2048 --out inspection",
     ),

@@ -1,7 +1,6 @@
-"""`fastkv inspect`: what the keys of a model look like, so that a user can see which policy suits it.
+"""`fastkv inspect`: what the keys of a model look like.
 
-Reads a text once with the stock model and measures the keys it leaves in the cache: a table, two or three sentences of
-advice, a picture. Functions of a layer take one sequence, [Hkv, N, D] in order of position, and answer for each KV head
+Reads a text once with the stock model and measures the keys it leaves in the cache: a table and a picture. Functions of a layer take one sequence, [Hkv, N, D] in order of position, and answer for each KV head
 in float64.
 
 Intrinsic dimension, of one head, says how many coordinates its cloud of keys needs (ManifoldKV, Appendix E). PCA counts
@@ -33,14 +32,6 @@ from . import common
 LEAST = 256  # tokens; fewer tell nothing about a cloud in 64 or more dimensions
 MOST = 2048  # tokens of a longer text that are read unless --context says otherwise
 ROOMY = 112  # columns of a table with spaces around
-
-# Thresholds of the advice: rules of thumb on means over all layers and heads, not results of the papers.
-ALIGNED = 0.3  # anchor similarity from which keys share a direction
-EVEN = 0.15  # spread of key norms up to which they are even: most keys are within 15 % of the mean length
-FALLING = 0.9  # spread of the distances, relative to the shortest prefix, below which the centroid is diluted
-REGAINED = 1.05  # spread with windows, relative to that without, from which windows help
-SINGULAR = 0.2  # leverage of the top tenth of the tokens that is twice what equal tokens would have
-LENGTHS = 3  # prefixes that a statement about length needs
 
 MOST_POINTS = 2000  # all pairs of so many take 32 MB; the estimates then vary by about 2 %
 NEIGHBOURS = range(10, 21)
@@ -268,7 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> Report:
-    """Print the table and the advice, and write inspect.json and inspect.png into `options.out`."""
+    """Print the table, and write inspect.json and inspect.png into `options.out`."""
     console = console or common.console_of()
     if options.context is not None and options.context < LEAST:
         raise FastKVError(f"context must be at least {LEAST} tokens, got {options.context}; give a larger one")
@@ -280,8 +271,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
     report = measure(model, ids, options, console)
     console.print(table_of(report, roomy=console.width >= ROOMY))
     console.print(explain(report))
-    console.print("\n".join(advice(report)))
-    record = {"versions": common.versions(), **vars(report), "advice": advice(report)}
+    record = {"versions": common.versions(), **vars(report)}
     common.write_json(options.out / "inspect.json", record)
     write_plot(report, options.out / "inspect.png")
     console.print(f"{options.out / 'inspect.png'} and {options.out / 'inspect.json'} written")
@@ -375,50 +365,6 @@ def explain(report: Report) -> str:
 Means over the KV heads of a layer, {report.tokens} tokens of {report.text}, windows of {report.window}.
 {common.legend(COLUMNS)}
 {missing}"""
-
-
-def advice(report: Report) -> list[str]:
-    """Sentences derived from the means over all layers and heads; see the thresholds at the top of this file."""
-    anchor, uneven = report.mean("anchor"), report.mean("key_spread")
-    even = f"their norms are even (std {uneven:.0%})"
-    if uneven > EVEN:
-        first = (
-            f"Key norms vary (std {uneven:.0%} of the mean), which a cosine does not see: try manifold, which ranks by "
-            "distance, and knorm."
-        )
-    elif anchor >= ALIGNED:
-        first = (
-            f"Keys share a direction (anchor similarity {anchor:.2f}) and {even}, so a key differs from the others by "
-            "its direction: try keydiff."
-        )
-    else:
-        first = (
-            f"Keys point in many directions (anchor similarity {anchor:.2f}) and {even}, so the mean key says little "
-            "about any of them: try policies that look at attention, momentkv or snapkv."
-        )
-    caution = "This is a hint from the geometry of one text; fastkv eval measures what a policy costs."
-    advised = [first, _about_length(report)]
-    if report.no_rotary is None:
-        leverage = report.mean("leverage")
-        held = f"A tenth of the tokens holds {leverage:.0%} of the leverage"
-        if leverage >= SINGULAR:
-            advised.append(f"{held}, so some keys are unlike any mixture of the others: compactor can tell them apart.")
-        else:
-            advised.append(f"{held}, little more than an even share: leverage alone tells compactor little.")
-    return [*advised, caution]
-
-
-def _about_length(report: Report) -> str:
-    before, whole, windowed = report.mean("spread", 0), report.mean("spread"), report.mean("window_spread")
-    if len(report.lengths) < LENGTHS:
-        return f"{report.tokens} tokens are too few to see whether the centroid dilutes; try a longer --context."
-    seen = f"(spread from {before:.3f} at {report.lengths[0]} tokens to {whole:.3f} at {report.tokens})"
-    if whole >= FALLING * before:
-        return f"Distances from the mean key do not even out with length {seen}: no windows needed so far."
-    said = f"Distances from the mean key even out with length {seen}"
-    if windowed >= REGAINED * whole:
-        return f"{said}, less so in windows of {report.window} ({windowed:.3f}): give manifold a window."
-    return f"{said}, in windows of {report.window} as well ({windowed:.3f}): a window would not help manifold here."
 
 
 def write_plot(report: Report, path: Path) -> None:

@@ -208,10 +208,7 @@ class Following:
                 held = (form.decode(*form.encode(part[:, :, :before])) for part in pairs)
                 keys, values = (torch.cat([old, new[:, :, before:].float()], 2) for old, new in zip(held, pairs))
                 pairs = keys, values
-            lost = lost[:, : pairs[0].shape[2]]
-            self.join(self.parts, lost, pairs)
-            if before == 0 and self.layer.cache.config.policy.refits:
-                self.settle(self.parts, lost, pairs)
+            self.join(self.parts, lost[:, : pairs[0].shape[2]], pairs)
 
     def join(self, parts: Centroids, lost: Tensor, pairs: Pairs) -> None:
         """Let them join the centroids, as `reference.remember` does, oldest first, and follow where each goes."""
@@ -233,17 +230,6 @@ class Following:
             self.move(here.new_zeros(len(index), size).scatter_(1, order[0], here))
             parts = after
         self.parts = parts
-
-    def settle(self, parts: Centroids, lost: Tensor, pairs: Pairs) -> None:
-        """Follow all of a prompt to the nearest centroids, as a second reading has them; the cache knows the means."""
-        state = self.layer.state
-        assert state is not None and isinstance(state.parts, Centroids)
-        chosen = parts.nearest(*pairs, lost[None])[0]
-        count = chosen.new_zeros(len(chosen), parts.num).scatter_add_(1, chosen, lost.long())
-        order = (count == 0).to(torch.uint8).argsort(dim=-1, stable=True)  # used ones first
-        place = torch.where(lost, order.argsort(dim=-1).gather(1, chosen), -1)
-        self.place[:, : place.shape[1]] = place
-        self.parts = Centroids(*(rows.clone() for rows in state.parts.tensors()))
 
     def move(self, target: Tensor) -> None:
         """What was at place m is now at place target[:, m], [Hkv, M]."""
