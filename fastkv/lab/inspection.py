@@ -1,7 +1,7 @@
 """`fastkv inspect`: what the keys of a model look like.
 
-Reads a text once with the stock model and measures the keys it leaves in the cache: a table and a picture. Functions of a layer take one sequence, [Hkv, N, D] in order of position, and answer for each KV head
-in float64.
+Reads a text once with the stock model and measures the keys it leaves in the cache: a table and a picture. Functions
+of a layer take one sequence, [Hkv, N, D] in order of position, and answer for each KV head in float64.
 
 Intrinsic dimension, of one head, says how many coordinates its cloud of keys needs (ManifoldKV, Appendix E). PCA counts
 the directions of the flat space that holds the cloud. The two others look at nearest neighbours only, so they see the

@@ -24,6 +24,7 @@ from torch import Tensor
 from ...cache.layout import Layout
 from ...calibration.files import describe, fingerprint, replace_file
 from ...config import Config
+from ...corrections import text_of
 from ...errors import FastKVError
 from ...policies import Policy
 from ...reference import LayerState
