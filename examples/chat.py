@@ -9,7 +9,7 @@ import argparse
 import torch
 
 import fastkv
-from fastkv.evaluation import pretrained
+from fastkv.lab import pretrained
 
 SAY = (
     "Hello! My name is Rosalind, and I have a dog called Biscuit.",

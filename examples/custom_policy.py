@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 import fastkv
-from fastkv.evaluation import facts, pretrained
+from fastkv.lab import facts, pretrained
 from fastkv.policies import Policy, Signals
 
 EXAMPLE = "example: python examples/custom_policy.py --model PATH --prompt prompt.txt --budget 1024 --words 50"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import fastkv
-from fastkv.evaluation import facts, pretrained
+from fastkv.lab import facts, pretrained
 
 EXAMPLE = "example: python examples/long_document.py --model PATH --text book.txt --question 'Who is the narrator?'"
 

@@ -4,18 +4,22 @@
     fastkv.patch(model, budget=1024)
     model.generate(...)
 
-Importing this package changes nothing in torch or transformers.
+Importing this package changes nothing in torch or transformers, and imports neither until a name is used.
 """
 
-from . import ops, policies, reference
-from .api import patch, patched, unpatch
-from .budget import Budget
-from .calibration.head_shares import HeadShares
-from .errors import FastKVError
-from .integrations.transformers.cache import FastKVCache
-from .integrations.transformers.calibrate import calibrate_heads
-from .integrations.transformers.cuda_graphs import capture_decode
-from .module import FastKVAttention
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import ops, policies, reference
+    from .api import patch, patched, unpatch
+    from .budget import Budget
+    from .calibration.head_shares import HeadShares
+    from .errors import FastKVError
+    from .integrations.transformers.cache import FastKVCache
+    from .integrations.transformers.calibrate import calibrate_heads
+    from .integrations.transformers.cuda_graphs import capture_decode
+    from .module import FastKVAttention
 
 __version__ = "0.1.0"
 
@@ -34,3 +38,28 @@ __all__ = [
     "reference",
     "unpatch",
 ]
+PLACES = {
+    "Budget": "budget",
+    "FastKVAttention": "module",
+    "FastKVCache": "integrations.transformers.cache",
+    "FastKVError": "errors",
+    "HeadShares": "calibration.head_shares",
+    "calibrate_heads": "integrations.transformers.calibrate",
+    "capture_decode": "integrations.transformers.cuda_graphs",
+    "patch": "api",
+    "patched": "api",
+    "unpatch": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = PLACES.get(name)
+    found = import_module(f".{name if place is None else place}", __name__)
+    globals()[name] = found = found if place is None else getattr(found, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

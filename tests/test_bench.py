@@ -11,12 +11,12 @@ import torch
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.bench import command
-from fastkv.bench.command import Bench, add_arguments, cases_of, checked
-from fastkv.bench.measure import Case, Memory, Settings, Timed, contender, decode, measure, warm_up
-from fastkv.bench.shapes import SHAPES, SIZES, Shape, fitting, working_bytes
-from fastkv.cli import main
-from fastkv.evaluation.common import FULL
+from fastkv.lab.bench import command
+from fastkv.lab.bench.command import Bench, add_arguments, cases_of, checked
+from fastkv.lab.bench.measure import Case, Memory, Settings, Timed, contender, decode, measure, warm_up
+from fastkv.lab.bench.shapes import SHAPES, SIZES, Shape, fitting, working_bytes
+from fastkv.lab.cli import main
+from fastkv.lab.common import FULL
 from perf.speed import models
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_peaks_see_what_was_freed_and_start_at_zero():
 
 
 def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
-    monkeypatch.setattr("fastkv.bench.measure.forget_peak", lambda: False)
+    monkeypatch.setattr("fastkv.lab.bench.measure.forget_peak", lambda: False)
     assert Memory(CPU).peak() is None
 
 

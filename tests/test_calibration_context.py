@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastkv
-from fastkv.calibration import fit_context as context
 from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.fit_context import FILLERS, Triple, english_text, fit, make_triples, residual
 from fastkv.calibration.quality import QualityCurve, context_nll, keep_for, retained, save
+from fastkv.lab import fit_context as context
+from fastkv.lab.fit_context import FILLERS, Triple, english_text, fit, make_triples, residual
 
 from .models import FAMILIES, build
 from .toy import MODEL, MODEL_DIR, calibration_text, load

@@ -8,8 +8,8 @@ import torch
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.calibration.fit_queries import add_arguments, fit, run
 from fastkv.calibration.query_calibration import QueryCalibration
+from fastkv.lab.fit_queries import add_arguments, fit, run
 from fastkv.policies import QueryStatistics
 
 from .models import build, prompt, query_calibration

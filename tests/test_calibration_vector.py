@@ -15,12 +15,11 @@ from safetensors.torch import save_file
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.calibration import fit_vector
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.fit_vector import Sums, add_arguments, fit, pre_rope_pairs, run
 from fastkv.calibration.vector_map import FILE, VectorMap, required_r2
-from fastkv.evaluation import common
 from fastkv.integrations.transformers import rotations
+from fastkv.lab import common, fit_vector
+from fastkv.lab.fit_vector import Sums, add_arguments, fit, pre_rope_pairs, run
 
 from .models import FAMILIES, VOCAB, build, prompt
 from .toy import MODEL, MODEL_DIR, TASKS, generate, load, write

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 import fastkv
-from fastkv.cli import main
-from fastkv.evaluation import asking, demo, facts
-from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.evaluation.pictures import labelled, spread
-from fastkv.evaluation.recording import cache_bytes
+from fastkv.lab import asking, demo, facts
+from fastkv.lab.cli import main
+from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
+from fastkv.lab.pictures import labelled, spread
+from fastkv.lab.recording import cache_bytes
 
 from .pairwise import each
 from .processes import of_module, run
@@ -43,7 +43,7 @@ def test_help_explains_and_gives_an_example(arguments, capsys):
 
 
 def test_runs_as_a_command(tmp_path):
-    code, said, errors = run(of_module("fastkv.cli"), tmp_path, "doctor")
+    code, said, errors = run(of_module("fastkv.lab.cli"), tmp_path, "doctor")
     assert code == 0, errors
     assert torch.__version__ in said
 

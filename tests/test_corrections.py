@@ -16,14 +16,13 @@ from .states import make_spec, make_state
 
 B, HKV, D, DV = 2, 3, 16, 8
 NAMES = corrections.names()
-SHARES = {"centroids": 16, "fine-centroids": 8}  # of the bytes of the pairs, one of so many
+SHARES = {"centroids": 16}  # of the bytes of the pairs, one of so many
 MIXED_IN = {  # order of the moments, whether they have a spread; another class; or nothing
     "none": None,
     "mean": (0, False),
     "moments": (1, False),
     "cosh": (1, True),
     "centroids": Centroids,
-    "fine-centroids": Centroids,
     "ridge": None,
     "matching": None,
     "vector": None,

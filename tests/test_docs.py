@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fastkv.cli import build_parser
+from fastkv.lab.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "perf/README.md")
@@ -155,9 +155,9 @@ def test_workflows_run_what_a_developer_runs(name):
 
 def test_what_is_read_of_a_page():
     text = "[a](b.md#c) [d](https://e.f) ![g](h/i.png)\n`make test ARGS=x` and make sure\n```\npython -m perf.aot\n"
-    text += "fastkv demo  # fastkv/cli.py.\n```\n`perf/results/*.json`, my/fastkv/x"
+    text += "fastkv demo  # fastkv/lab/cli.py.\n```\n`perf/results/*.json`, my/fastkv/x"
     assert links(text) == ["b.md", "h/i.png"]
     assert targets(text) == ["test"]
     assert modules(text) == ["perf.aot"]
     assert commands(text) == ["demo"]
-    assert paths(text) == ["fastkv/cli.py", "perf/results/*.json"]
+    assert paths(text) == ["fastkv/lab/cli.py", "perf/results/*.json"]

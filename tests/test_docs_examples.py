@@ -17,8 +17,8 @@ import torch
 import transformers
 
 import fastkv
-from fastkv.cli import build_parser
 from fastkv.integrations.vllm import settings
+from fastkv.lab.cli import build_parser
 
 from .test_docs import OURS, PAGES, ROOT, code
 from .toy import generate, load
@@ -125,7 +125,7 @@ MODULES = sorted({line for _, line in LINES if line.startswith("python -m") and 
 @pytest.mark.parametrize("line", MODULES)
 def test_the_options_of_a_module_exist(line):
     module, *words = line.split()[2:]
-    if module != "fastkv.evaluation":  # passes the harness's own options on
+    if module != "fastkv.lab":  # passes the harness's own options on
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known_options(module)
 
 

@@ -5,9 +5,9 @@ import torch
 import transformers
 
 import fastkv
-from fastkv.cli import main
 from fastkv.config import Config
 from fastkv.integrations.transformers import survey
+from fastkv.lab.cli import main
 
 from .models import COMMON, GEMMA, build, compressed_layers
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fastkv import FastKVError
-from fastkv.evaluation import facts, texts
+from fastkv.lab import facts, texts
 
 from . import toy
 

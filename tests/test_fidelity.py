@@ -16,12 +16,12 @@ from rich.console import Console
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, reference
-from fastkv.cli import build_parser
-from fastkv.evaluation import common
-from fastkv.evaluation import fidelity as module
-from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
-from fastkv.evaluation.fidelity import add_arguments, compare, measure, read_full, run
 from fastkv.integrations.transformers.layer import FastKVLayer
+from fastkv.lab import common
+from fastkv.lab import fidelity as module
+from fastkv.lab.cli import build_parser
+from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes, stored_bytes, token_bytes
+from fastkv.lab.fidelity import add_arguments, compare, measure, read_full, run
 
 from .models import build, policy, prompt
 from .test_vector_cache import mapping

@@ -525,8 +525,7 @@ def test_a_module_takes_shares_of_the_whole_model():
 
 
 def test_the_command(own, tmp_path, monkeypatch, capsys):
-    from fastkv import cli
-    from fastkv.evaluation import common
+    from fastkv.lab import cli, common
 
     monkeypatch.setattr(calibrate, "LENGTH", 40)
     monkeypatch.setattr(common, "load", lambda name: (build("llama"), None))

@@ -45,12 +45,7 @@ ROOMS = [
     "integrations",
     "module",
     "api",
-    "evaluation",
-    "bench",
-    "view",
-    "doctor",
-    "calibration.fit",  # the files of calibration are read by the core, and written by what measures with it
-    "cli",
+    "lab",
 ]
 # Imports that would close a cycle at the top of a module, and why they may stand in a function.
 LATE = {
@@ -69,7 +64,7 @@ def room(module):
     _, first, second = [*module.split("."), "", ""][:3]
     if first == "calibration" and second in ("files", "head_shares"):
         return "calibration.files"
-    return "calibration.fit" if first == "calibration" and second.startswith("fit") else first or None
+    return first or None
 
 
 MODULES = {module_name(path): path for path in FILES}

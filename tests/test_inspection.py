@@ -13,14 +13,12 @@ from rich.console import Console
 from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM
 
 from fastkv import FastKVError
-from fastkv.evaluation import inspection as geometry
-from fastkv.evaluation.inspection import (
+from fastkv.lab import inspection as geometry
+from fastkv.lab.inspection import (
     MOST,
     MOST_POINTS,
     Dimensions,
-    Report,
     add_arguments,
-    advice,
     dimensions,
     explain,
     mean,
@@ -348,9 +346,6 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
     rows = {words[0]: words[1:] for words in map(str.split, table) if words and words[0].isdigit()}
     assert set(rows) == {str(index) for index in range(model.config.num_hidden_layers)}
     assert "…" not in printed, "the table fits"
-    for sentence in record["advice"]:
-        assert sentence in " ".join(printed.split())
-
     ids = tokenizer(text.read_text(), return_tensors="pt").input_ids
     projected = []
     for block in model.model.layers:
@@ -420,7 +415,6 @@ def test_a_model_whose_rotation_is_not_known_lacks_two_columns_and_says_why():
     printed = io.StringIO()
     Console(file=printed, width=120).print(table_of(report))
     assert [line.split()[-2:] for line in printed.getvalue().splitlines()[2:]] == [["-", "-"]] * 2
-    assert not any("leverage" in sentence for sentence in advice(report))
 
 
 def test_a_model_that_only_slides_is_refused():
@@ -464,33 +458,3 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(arguments, names, tmp_path
     message = str(refused.value)
     assert names in message and "\n" not in message and not message.endswith(".")
     assert not list(tmp_path.rglob("inspect.*"))
-
-
-def layer_with(**numbers):
-    """A layer with one head and everything at a plain value unless given."""
-    plain = {name: [1.0] for name in geometry.COLUMNS}
-    flat = {name: [[0.3]] * 3 for name in ("pull", "spread", "window_pull", "window_spread")}
-    return {**plain, **flat, "layer": 0, "key_spread": [0.05], "anchor": [0.8], "leverage": [0.12], **numbers}
-
-
-def told(**numbers):
-    return advice(Report("m", "t", 1024, [256, 512, 1024], 256, [layer_with(**numbers)]))
-
-
-def test_advice_follows_from_the_numbers():
-    directions, length, leverage, caution = told()
-    assert "keydiff" in directions and "0.80" in directions and "5%" in directions
-    assert "no windows needed" in length
-    assert "little" in leverage and "12%" in leverage
-    assert "hint" in caution
-    assert "manifold" in told(key_spread=[0.4])[0]
-    assert "momentkv" in told(anchor=[0.1])[0]
-    falling = [[0.3], [0.25], [0.2]]
-    assert "give manifold a window" in told(spread=falling, window_spread=[[0.3], [0.3], [0.25]])[1]
-    assert "would not help" in told(spread=falling, window_spread=falling)[1]
-    assert "compactor can" in told(leverage=[0.35])[2]
-
-
-def test_a_short_context_says_nothing_about_length():
-    layer = layer_with(spread=[[0.3]], window_spread=[[0.3]])
-    assert "too few" in advice(Report("m", "t", 256, [256], 64, [layer]))[1]

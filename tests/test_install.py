@@ -43,9 +43,9 @@ def test_the_wheel_holds_what_a_user_needs(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = [name for name in file.namelist() if ".dist-info/" not in name]
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastkv").rglob("*.py")}
-    data = {"fastkv/py.typed", "fastkv/view/page.html"}
+    data = {"fastkv/py.typed", "fastkv/lab/view/page.html"}
     assert here | data <= set(names)
-    assert any(name.startswith("fastkv/evaluation/tasks/") for name in names)
+    assert any(name.startswith("fastkv/lab/tasks/") for name in names)
     assert all(name.startswith("fastkv/") and not name.endswith(".safetensors") for name in names)
 
 
@@ -75,7 +75,7 @@ sys.modules["rich"] = sys.modules["matplotlib"] = None  # as if they were not in
 
 import torch
 import fastkv
-from fastkv.cli import main
+from fastkv.lab.cli import main
 from transformers import LlamaConfig, LlamaForCausalLM
 
 print(fastkv.__file__)

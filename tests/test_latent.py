@@ -13,8 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, ops, reference
 from fastkv.backend import check_backend
-from fastkv.evaluation.equal_bytes import assert_equal_bytes, equal_bytes
 from fastkv.integrations.transformers import families, latent
+from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
 from fastkv.parallel import Parallel
 from fastkv.reference import Moments, Slots
 

@@ -19,11 +19,12 @@ from lm_eval.models.huggingface import HFLM
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
-import fastkv.evaluation
+import fastkv.lab
 from fastkv import Budget, FastKVError
-from fastkv.evaluation import FastKVLM, asking, ruler
-from fastkv.evaluation.common import FULL, to_budget
-from fastkv.evaluation.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
+from fastkv.lab import asking, ruler
+from fastkv.lab.common import FULL, to_budget
+from fastkv.lab.harness import Row, Score, add_arguments, load_tasks, metadata_of, run, scores_of, table_of
+from fastkv.lab.plugins import FastKVLM
 
 from .test_ruler import toy_bpe
 from .toy import MODEL, MODEL_DIR, generate, load
@@ -299,10 +300,10 @@ def test_budgets_of_a_command_line():
 def test_registration_needs_the_harness(monkeypatch, capsys):
     assert get_model("fastkv") is FastKVLM
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    bare = importlib.reload(fastkv.evaluation)
+    bare = importlib.reload(fastkv.lab)
     with pytest.raises(FastKVError, match=r"pip install 'fastkv-attn\[eval\]'"):
         _ = bare.FastKVLM
-    assert importlib.import_module("fastkv.evaluation.__main__").main() == 2
+    assert importlib.import_module("fastkv.lab.__main__").main() == 2
     assert "pip install 'fastkv-attn[eval]'" in capsys.readouterr().err
 
 
@@ -400,7 +401,7 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
 
 LAUNCHED = """
 import argparse
-from fastkv.evaluation.harness import add_arguments, run
+from fastkv.lab.harness import add_arguments, run
 
 parser = argparse.ArgumentParser()
 add_arguments(parser)
@@ -435,13 +436,13 @@ def test_processes_share_the_questions(tasks, tmp_path):
 
 @pytest.mark.slow
 def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
-    """`accelerate launch -m fastkv.evaluation` on the CPU: --multi_gpu is what starts several processes."""
+    """`accelerate launch -m fastkv.lab` on the CPU: --multi_gpu is what starts several processes."""
     model = f"pretrained={MODEL_DIR},policy=keydiff,budget=128,evict_every=4"
     flags = ["--model", "fastkv", "--model_args", model, "--tasks", tasks, "--limit", "4", "--device", "cpu"]
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
     launcher += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     result = subprocess.run(
-        [*launcher, "-m", "fastkv.evaluation", *flags, "--output_path", str(tmp_path / "two.json")],
+        [*launcher, "-m", "fastkv.lab", *flags, "--output_path", str(tmp_path / "two.json")],
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(fastkv.__file__).parent.parent)},
         capture_output=True,
         text=True,
@@ -450,8 +451,8 @@ def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
     assert result.returncode == 0, result.stderr
     assert set(re.findall(r"generate_until requests: 100%\D*(\d+)/", result.stderr)) == {"2"}, "of four, in the first"
     without_defaults(monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["fastkv.evaluation", *flags, "--output_path", str(tmp_path / "one.json")])
-    assert importlib.import_module("fastkv.evaluation.__main__").main() == 0
+    monkeypatch.setattr(sys, "argv", ["fastkv.lab", *flags, "--output_path", str(tmp_path / "one.json")])
+    assert importlib.import_module("fastkv.lab.__main__").main() == 0
     one, two = (json.loads(next(tmp_path.glob(f"{name}_*.json")).read_text()) for name in ("one", "two"))
     assert one["results"] == two["results"] and one["n-samples"] == two["n-samples"]
 
@@ -645,24 +646,24 @@ def test_ruler_through_the_harness_command_line(tiny, tasks, tmp_path, monkeypat
     own = tmp_path / "own"
     own.mkdir()
     (own / "mine.yaml").write_text(Path(tasks.split(",")[0]).read_text())
-    shared = ["fastkv.evaluation", "--model", "fastkv", "--device", "cpu", "--include_path", str(own)]
+    shared = ["fastkv.lab", "--model", "fastkv", "--device", "cpu", "--include_path", str(own)]
     shared += ["--model_args", f"pretrained={folder},policy=keydiff,budget=200"]
     line = [*shared, "--tasks", "fastkv_ruler_vt,choose_code", "--metadata", "max_seq_lengths=[1000]", "num_samples=1"]
     monkeypatch.setattr(sys, "argv", [*line, "--output_path", str(tmp_path / "out.json"), "--log_samples"])
-    assert importlib.import_module("fastkv.evaluation.__main__").main() == 0
+    assert importlib.import_module("fastkv.lab.__main__").main() == 0
     written = json.loads(next(tmp_path.glob("out_*.json")).read_text())
     assert set(written["results"]) == {"fastkv_ruler_vt", "choose_code"}
     (sample,) = map(json.loads, next(tmp_path.glob("samples_fastkv_ruler_vt_*")).read_text().splitlines())
     assert sample["arguments"]["gen_args_0"]["arg_0"] == ruler.generate("vt", tokenizer, 1000).prompt
 
     monkeypatch.setattr(sys, "argv", [*shared, "--tasks", "fastkv_ruler_qa_2"])
-    assert importlib.import_module("fastkv.evaluation.__main__").main() == 2
+    assert importlib.import_module("fastkv.lab.__main__").main() == 2
     assert "--metadata hotpotqa=PATH" in capsys.readouterr().err
     (own / "lost.yaml").write_text(yaml.safe_dump({"task": "lost", "dataset_path": str(own / "gone")}))
     monkeypatch.setattr(sys, "argv", [*shared, "--tasks", "lost"])
-    assert importlib.import_module("fastkv.evaluation.__main__").main() == 2
+    assert importlib.import_module("fastkv.lab.__main__").main() == 2
     told = capsys.readouterr().err
-    assert "fastkv.evaluation: something to read is missing" in told and str(own / "gone") in told
+    assert "fastkv.lab: something to read is missing" in told and str(own / "gone") in told
     assert "dataset_path: FOLDER" in told
 
 
@@ -681,8 +682,8 @@ def test_the_harness_command_line_knows_the_model(tasks, tmp_path, monkeypatch):
     arguments = f"pretrained={MODEL_DIR},policy=keydiff,budget=keep=0.5,prefill_block=40"
     flags = {"--model": "fastkv", "--model_args": arguments, "--tasks": tasks, "--limit": "2", "--device": "cpu"}
     line = [word for pair in flags.items() for word in pair]
-    monkeypatch.setattr(sys, "argv", ["fastkv.evaluation", *line, "--output_path", str(tmp_path / "out.json")])
-    assert importlib.import_module("fastkv.evaluation.__main__").main() == 0
+    monkeypatch.setattr(sys, "argv", ["fastkv.lab", *line, "--output_path", str(tmp_path / "out.json")])
+    assert importlib.import_module("fastkv.lab.__main__").main() == 0
     written = json.loads(next(tmp_path.glob("out_*.json")).read_text())
     assert set(written["results"]) == {"choose_code", "answer_code"}
     assert written["config"]["model_args"]["budget"] == "keep=0.5"

@@ -9,9 +9,9 @@ from rich.console import Console
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.cli import build_parser
-from fastkv.evaluation import needles
-from fastkv.evaluation.needles import Grid, Row, table_of
+from fastkv.lab import needles
+from fastkv.lab.cli import build_parser
+from fastkv.lab.needles import Grid, Row, table_of
 
 from .test_ruler import toy_bpe
 from .toy import MODEL, MODEL_DIR, load, placed

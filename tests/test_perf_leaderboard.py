@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fastkv.evaluation import facts
+from fastkv.lab import facts
 from perf.leaderboard import __main__ as leaderboard
 from perf.leaderboard import measure, page
 

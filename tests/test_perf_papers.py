@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastkv import Budget
-from fastkv.evaluation import facts
+from fastkv.lab import facts
 from perf.papers import __main__ as command
 from perf.papers import page, row
 from perf.papers.bench import Bench

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.cli import main
-from fastkv.evaluation import asking, facts, pretrained
+from fastkv.lab import asking, facts, pretrained
+from fastkv.lab.cli import main
 
 from .toy import MODEL, MODEL_DIR
 

@@ -5,7 +5,7 @@ import torch
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, policies
-from fastkv.evaluation.reading import Reading
+from fastkv.lab.reading import Reading
 
 from .models import build
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastkv import Budget, FastKVCache, patch, unpatch
-from fastkv.evaluation import facts
-from fastkv.evaluation.pretrained import load
+from fastkv.lab import facts
+from fastkv.lab.pretrained import load
 from perf.leaderboard import measure
 
 pytestmark = pytest.mark.real

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.evaluation import TASK_FILES, needles, ruler
-from fastkv.evaluation.haystack import NOISE, SENTENCES, Request, Units, longest, prose, scatter
-from fastkv.evaluation.ruler import english_words, string_match_all, string_match_part
+from fastkv.lab import needles, ruler
+from fastkv.lab.harness import TASK_FILES
+from fastkv.lab.haystack import NOISE, SENTENCES, Request, Units, longest, prose, scatter
+from fastkv.lab.ruler import english_words, string_match_all, string_match_part
 
 from .conftest import examples
 from .toy import TASKS as TOY_TASKS

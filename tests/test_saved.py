@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fastkv
-from fastkv import FastKVCache, FastKVError, corrections
+from fastkv import FastKVCache, FastKVError
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
@@ -292,7 +292,6 @@ def contents_in_place(cache):
 def saved_bytes():
     """A model and the file of a small cache of it, made once."""
     import tempfile
-    from pathlib import Path
 
     model = fastkv.patch(build(), "h2o", small(heads="adaptive"), correction="mean", evict_every=EVERY)
     with tempfile.TemporaryDirectory() as directory, torch.no_grad():
@@ -590,51 +589,3 @@ def test_many_questions_over_one_saved_prefix(tmp_path):
     answers = tokenizer.batch_decode(at_once[:, prompts.shape[1] :])
     right = sum(answer.startswith(expected[:8]) for answer, expected in zip(answers, text.answers))
     assert right >= 7, "the prefix knows the answers"
-
-
-@pytest.mark.parametrize(
-    "name,policy,correction",
-    [("momentkv", "momentkv", "auto"), ("vector", "keydiff", "vector+moments")],
-)
-@torch.no_grad()
-def test_files_of_fastkv_0_1_are_read(name, policy, correction):
-    """The same prompt read now gives the same tensors, and both go on alike; 0.1 called `vector+moments` moments."""
-    model = build(num_hidden_layers=1)
-    weights = {0: torch.linspace(-0.1, 0.1, 512).view(2, 16, 16)}
-    vector = mapping(model, weights) if name == "vector" else None
-    budget = fastkv.Budget(tokens=12, sinks=2, recent=3)
-    fastkv.patch(model, policy, budget, evict_every=4, prefill_block=16, correction=correction, vector=vector)
-    ids, _ = prompt(1, 60, (0,))
-    old = FastKVCache.load(Path(__file__).parent / "data" / f"cache_0.1_{name}.safetensors", model)
-    new = model(prompt(1, 40, (0,))[0]).past_key_values
-    for (which, mine), (_, theirs) in zip(
-        old.layers[0].state.named_tensors(), new.layers[0].state.named_tensors(), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=which)
-    for token in ids[0, :9]:
-        after = [model(token.view(1, 1), past_key_values=cache).logits for cache in (old, new)]
-        torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_centroids_of_fastkv_0_1_become_those_of_today(monkeypatch, tmp_path):
-    """They were fewer, with means in fp32: these are rounded, others follow, and there is room for more."""
-    model = build(num_hidden_layers=1)
-    fastkv.patch(model, "fastkv", fastkv.Budget(tokens=64, sinks=2, recent=3), evict_every=4)
-    ids, _ = prompt(1, 130, (0,))
-    with monkeypatch.context() as then:
-        then.setattr(corrections.centroids, "MEANS", torch.float32)
-        old = model(ids).past_key_values
-        old.save(tmp_path / "cache")
-    read = FastKVCache.load(tmp_path / "cache", model)
-    before, parts = (cache.layers[0].state.parts for cache in (old, read))
-    assert parts.num > before.num and parts.keys.dtype == torch.bfloat16
-    assert read.nbytes() == model(ids).past_key_values.nbytes()
-    assert torch.equal(parts.count[..., : before.num], before.count) and not parts.count[..., before.num :].any()
-    for mine, theirs in ((parts.keys, before.keys), (parts.values, before.values)):
-        assert ((mine[:, :, : before.num].float() - theirs).abs() <= 2**-7 * theirs.abs()).all()
-        assert not mine[:, :, before.num :].any()
-    for token in ids[0, :9]:
-        model(token.view(1, 1), past_key_values=read)
-    assert (parts.count > 0).sum() > (before.count > 0).sum()
-    assert (parts.count.sum(-1) + read.layers[0].state.stored == 139).all()

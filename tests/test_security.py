@@ -103,7 +103,7 @@ WATCHED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "
 seen = []
 sys.addaudithook(lambda event, args: seen.append(event) if event.startswith(WATCHED) else None)
 
-import fastkv, fastkv.cli
+import fastkv, fastkv.lab.cli
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2]).eval()
 tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[2])
 ids = tokenizer("the code of amber ferret is 84 36 92 . " * 12, return_tensors="pt").input_ids

@@ -17,7 +17,7 @@ from fastkv import Budget, FastKVAttention, FastKVCache, FastKVError, ops, refer
 from fastkv.cpu import codes as compiled_codes
 from fastkv.cpu import compiled as compilation
 from fastkv.cpu import operations as cpu
-from fastkv.evaluation.equal_bytes import layer_token_bytes
+from fastkv.lab.equal_bytes import layer_token_bytes
 from fastkv.ops.operator import flat, flat_state, state_of
 from fastkv.reference import FORMATS, FP8, INT4, INT8, PLAIN, rotated, step_of
 

@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
 from fastkv.cache.layout import Layout
-from fastkv.cli import main
-from fastkv.evaluation import fidelity
-from fastkv.evaluation.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.integrations.transformers import modules
 from fastkv.integrations.transformers.layer import FastKVLayer
-from fastkv.view.command import RECENT, REMEMBERS, SINKS, pieces_of
-from fastkv.view.page import LEVELS, TEMPLATE, TOP, coded, packed
-from fastkv.view.trace import Reading, follow, read_full, trace
+from fastkv.lab import fidelity
+from fastkv.lab.cli import main
+from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
+from fastkv.lab.view.command import RECENT, REMEMBERS, SINKS, pieces_of
+from fastkv.lab.view.page import LEVELS, TEMPLATE, TOP, coded, packed
+from fastkv.lab.view.trace import Reading, follow, read_full, trace
 
 from .browser import Browser, find
 from .families import tiny

@@ -34,10 +34,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from fastkv import policies
-from fastkv.calibration.fit_context import Sample
-from fastkv.evaluation import haystack
-from fastkv.evaluation.recording import cache_bytes, kept_tokens, record_attention
-from fastkv.evaluation.words import (
+from fastkv.lab import haystack
+from fastkv.lab.fit_context import Sample
+from fastkv.lab.recording import cache_bytes, kept_tokens, record_attention
+from fastkv.lab.words import (
     ADJECTIVES,
     ADVERBS,
     CONJUNCTIONS,

@@ -66,8 +66,6 @@ def absorb_block(
         if rule.config.correction.observes:
             told = refit.refit(told, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, told, kept, num, rule, full=full)
-    if full and again is not None and rule.config.policy.refits:
-        refit.refit_centroids(told, kept.kept, again, state, rule)
     if full and again is not None and rule.config.correction.biases:
         refit.match(told, again, state, rule)
     if state.prompted is not None:

@@ -1,6 +1,4 @@
-"""Values refitted to attention: of tokens that stay, where the correction says so, or of centroids, after a second
-reading; and biases of slots.
-"""
+"""Values of tokens that stay, refitted to attention where the correction says so; and biases of slots."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from torch import Tensor
 from .. import ops
 from ..corrections import Pairs
 from ..policies import Signals
-from ..reference import Centroids, LayerState, Spec, compute_dtype, pack, visible_keys
-from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
+from ..reference import LayerState, pack, visible_keys
+from ..reference.attention import grouped_logits, masked_softmax
 from . import signals
 from .layout import LayerConfig
 from .selection import protected
@@ -58,47 +56,6 @@ def _attention(
         return weights.flatten(2, 3)
 
     return attention(seen), attention(seen & kept[:, :, None, None])
-
-
-def refit_centroids(
-    told: Signals, kept: Tensor, again: signals.SecondReading, state: LayerState, rule: LayerConfig
-) -> None:
-    """Refit the centroids, if the layer has any, to a second reading; see `Centroids.settled` and `refitted`.
-
-    A token weighs the square root of the most attention it received: less would blur what is looked at, more would
-    leave the others to whatever is near.
-
-    Args: kept [B, Hkv, N] bool, of the candidates, all of them from the prompt, those that stayed.
-    """
-    spec = rule.spec
-    if not isinstance(state.parts, Centroids):
-        return
-    received = again.received.clamp(min=torch.finfo(again.received.dtype).tiny)
-    parts = state.parts.settled(told.keys, told.values, told.valid & ~kept, received.sqrt())
-    # One product of weights with what is summed over all and over the kept: values, and ones for the mass.
-    values = told.values.to(compute_dtype(told.values))
-    values = torch.cat([values, values.new_ones(*kept.shape, 1)], -1)
-    summed = torch.cat([values, values * kept[..., None]], -1)
-    queries = zip(again.queries.split(QUERY_CHUNK, 2), again.asked.split(QUERY_CHUNK, 1))
-    found = zip(*(_all_and_kept(q, asked, told, summed, spec) for q, asked in queries))
-    out, lse, rest, rest_lse = (torch.cat(part, 3).flatten(2, 3) for part in found)
-    state.parts.copy_(parts.refitted(again.queries, (out, lse), (rest, rest_lse), spec.scale, spec.softcap))
-
-
-def _all_and_kept(q: Tensor, asked: Tensor, told: Signals, summed: Tensor, spec: Spec) -> tuple[Tensor, ...]:
-    """Attention over all candidates and the log of its mass, then both over those that stayed: [B, Hkv, G, T, Dv] and
-    [B, Hkv, G, T]; masses are 0 for queries q [B, Hq, T, D] that do not count, asked [B, T].
-    """
-    logits = grouped_logits(q, told.keys, spec.scale, spec.softcap)
-    logits.masked_fill_(~told.valid[:, :, None, None], float("-inf"))
-    top = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
-    sums = logits.sub_(top).exp_().flatten(2, 3) @ summed
-    found: list[Tensor] = []
-    for part in sums.unflatten(2, logits.shape[2:4]).chunk(2, -1):
-        mass = part[..., -1:]
-        seen = (mass > 0) & asked[:, None, None, :, None]
-        found += torch.where(seen, part[..., :-1] / mass, 0), torch.where(seen, mass.log() + top, float("-inf"))[..., 0]
-    return tuple(found)
 
 
 def match(told: Signals, again: signals.SecondReading, state: LayerState, rule: LayerConfig) -> None:

@@ -1,4 +1,4 @@
-"""A few weighted pairs that stand for all evicted tokens, in a sixteenth or an eighth of the bytes of those that stay.
+"""A few weighted pairs that stand for all evicted tokens, in a sixteenth of the bytes of those that stay.
 
 Where slots hold codes of 8 or 4 bits, bytes are those that the same tokens would take in 2-byte numbers: how many
 centroids the evicted need depends on what was evicted, not on how finely the others are stored.
@@ -50,4 +50,3 @@ def nbytes(shape: Shape) -> int:
 
 
 CENTROIDS = CentroidCorrection()
-FINE_CENTROIDS = CentroidCorrection("fine-centroids", share=8)

@@ -38,7 +38,7 @@ class AttentionMatching(KVzip):
 
     name = "attention-matching"
     correction = "matching"
-    refits = True
+    samples_queries = True
 
     keys: str = "attention"
 

@@ -53,7 +53,7 @@ class Signals:
         received: [B, Hkv, N] fp32, the largest attention weight that any query of a second reading gave each candidate;
             None without one.
         reference_queries: [B, Hq, W, Dk] post-RoPE, some of those of a second reading, and asked: [B, W] bool, false
-            for none; None without one, empty unless they are kept (`refits`).
+            for none; None without one, empty unless they are kept (`samples_queries`).
         memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
             policy `remembers`.
         rotary: how the layer turns its keys, None unless "pre_rope" is needed.
@@ -154,8 +154,8 @@ class Policy:
         return ()
 
     @property
-    def refits(self) -> bool:
-        """Whether queries of a second reading are kept, for scores or for centroids to be refitted to them."""
+    def samples_queries(self) -> bool:
+        """Whether some queries of a second reading are kept, for its scores."""
         return False
 
     @property

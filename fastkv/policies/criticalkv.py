@@ -41,7 +41,7 @@ class CriticalKV(_OnTop):
     moment_order, remembers, rereads, layers = map(_of_base, ("moment_order", "remembers", "rereads", "layers"))
     observation, recent_share = map(_of_base, ("observation", "recent_share"))
     check, head_tokens, remember = map(_of_base, ("check", "head_tokens", "remember"))
-    chunk, prompt, refits, calibration = map(_of_base, ("chunk", "prompt", "refits", "calibration"))
+    chunk, prompt, samples_queries, calibration = map(_of_base, ("chunk", "prompt", "samples_queries", "calibration"))
 
     base: str | Policy = "snapkv"
     epsilon: float = 1e-4

@@ -48,7 +48,6 @@ from .moments import MASSES, Evicted, compute_dtype
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
 BLOCK = 1024
 STEP, TURN = 0x61C88647, 0x6A09E667  # 2^32 times 1 - 1 / golden ratio and sqrt(2) - 1: far from fractions
-REFIT_RIDGE = 0.1  # of a refit of values, relative to the mean square of their shares
 # At most one centroid in so many disappears in a round: of SETTLED in use, of ROOMY M, of more. The last rounds join
 # what has been joined, and decide more; the closer to the exact rule, the better.
 FINE, MEDIUM, COARSE = 8, 4, 2
@@ -205,82 +204,6 @@ class Centroids(Evicted):
     def estimate(self, q: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """`centroid_estimate` with the cosh mass."""
         return centroid_estimate(q, self, scale, softcap)
-
-    def nearest(self, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Which centroid is nearest to each token, [B, Hkv, N] int64, in the units of a merge's costs.
-
-        Args: keys [B, Hkv, N, Dk], values [B, Hkv, N, Dv]; mask [B, Hkv, N] bool, which tokens count.
-        """
-        dtype, inside = self.count.dtype, mask[..., None]
-        number = inside.sum(2, keepdim=True).clamp(min=1)
-        points, means = [], []
-        for rows, own in ((keys, self.keys), (values, self.values)):
-            middle = torch.where(inside, rows.to(dtype), 0).sum(2, keepdim=True) / number
-            away = torch.where(inside, rows.to(dtype) - middle, 0)
-            variance = away.square().sum((2, 3), keepdim=True) / number
-            unit = variance.clamp(min=torch.finfo(dtype).tiny).rsqrt()
-            points.append(away * unit)
-            means.append((own.to(dtype) - middle) * unit)
-        centres = torch.cat(means, -1)
-        squares = centres.square().sum(-1).masked_fill(self.count == 0, float("inf"))[:, :, None]
-        blocks = torch.cat(points, -1).split(BLOCK, 2)  # bounds the table of distances
-        return torch.cat([(squares - 2 * part @ centres.mT).argmin(-1) for part in blocks], 2)
-
-    def settled(self, keys: Tensor, values: Tensor, mask: Tensor, weight: Tensor) -> Centroids:
-        """The same tokens, all of them at hand, each with the `nearest` of these centroids; means are weighted.
-
-        One step of Lloyd's algorithm. Means are closest to the tokens that attention would miss most: k_c = sum_j w_j
-        k_j / sum_j w_j, and v_c alike. n_c is the number of tokens, sigma_c^2 their mean squared deviation from k_c.
-
-        Args: as of `nearest`, where these centroids stand for the tokens of the mask; weight [B, Hkv, N], w > 0.
-        """
-        dtype, inside = self.count.dtype, mask[..., None]
-        chosen, places = self.nearest(keys, values, mask), torch.arange(self.num, device=keys.device)
-
-        def totals(tokens: Tensor) -> Tensor:  # of [B, Hkv, N, D], by centroid; no atomic addition on a GPU
-            both = zip(chosen.split(BLOCK, 2), tokens.split(BLOCK, 2))
-            return sum((where[..., None] == places).to(dtype).mT @ part for where, part in both)
-
-        share = torch.where(inside, weight.to(dtype)[..., None], 0)
-        total = totals(share).clamp(min=torch.finfo(dtype).tiny)
-        rows = [torch.where(inside, part.to(dtype), 0) for part in (keys, values)]
-        new_keys, new_values = (totals(share * part) / total for part in rows)
-        moved = torch.where(inside, (rows[0] - rows_at(new_keys, chosen)).square().mean(-1, keepdim=True), 0)
-        count, spread = totals(inside.to(dtype))[..., 0], totals(moved)[..., 0]
-        found = Centroids(count, new_keys, new_values, spread)
-        return found.at(found.order()).rounded(self.keys.dtype)
-
-    def refitted(
-        self,
-        q: Tensor,
-        full: tuple[Tensor, Tensor],
-        kept: tuple[Tensor, Tensor],
-        scale: float,
-        softcap: float | None = None,
-    ) -> Centroids:
-        """The same parts with other values, so that attention of q over the kept tokens and these is what it was.
-
-        With Z the mass of all tokens and Z_R that of the kept ones, the parts have the shares P_c = e^b_c / (Z_R +
-        sum_c e^b_c) of a query's attention, and E = f - (1 - sum_c P_c) f_R - sum_c P_c v_c is missing. Ridge
-        regression towards what was there before: V <- V + (P^T P + lambda I)^-1 P^T E, lambda = REFIT_RIDGE times the
-        mean of diag(P^T P), in float64, because queries are nearly alike. A head that evicted nothing stays as it is.
-
-        Args: q [B, Hq, T, Dk]; full: f [B, Hkv, G * T, Dv] and log Z [B, Hkv, G * T] over all tokens, -inf for queries
-            that do not count; kept: f_R and log Z_R, the same over those that were kept.
-        """
-        (out, lse), (rest, rest_lse) = full, kept
-        counts = (lse > float("-inf"))[..., None]
-        logits = torch.cat([rest_lse[..., None], centroid_logits(q, self, scale, softcap)], -1)
-        shares = torch.where(counts, logits, 0).softmax(-1)
-        shares = torch.where(counts, shares, 0).double()
-        base, parts = shares[..., :1], shares[..., 1:]
-        missing = torch.where(counts, out - base * rest - parts @ self.values.double(), 0)
-        gram = parts.transpose(-1, -2) @ parts
-        size = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-        gram.diagonal(dim1=-2, dim2=-1).add_((REFIT_RIDGE * size).clamp(min=torch.finfo(size.dtype).tiny))
-        # Waits for no device, unlike solve.
-        change = torch.linalg.solve_ex(gram, parts.transpose(-1, -2) @ missing).result
-        return Centroids(self.count, self.keys, (self.values + change).to(self.values.dtype), self.spread)
 
     def costs(self, half: int) -> Tensor:
         """[B, Hkv, movers, partners], what a merge adds to the weighted sum of squares within parts; inf if unused.

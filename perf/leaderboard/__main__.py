@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fastkv import policies
-from fastkv.evaluation import facts
-from fastkv.evaluation.pretrained import load
+from fastkv.lab import facts
+from fastkv.lab.pretrained import load
 from perf.environment import environment
 
 from . import measure, page

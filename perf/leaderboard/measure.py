@@ -15,8 +15,8 @@ from transformers import DynamicCache
 from fastkv import Budget, FastKVCache, patch, patched, policies, unpatch
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Layout, cost
-from fastkv.evaluation import facts
-from fastkv.evaluation.reading import Reading
+from fastkv.lab import facts
+from fastkv.lab.reading import Reading
 
 NEW = 24  # tokens of an answer at most
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from fastkv.calibration.files import replace_file
-from fastkv.evaluation import common, pretrained
+from fastkv.lab import common, pretrained
 from perf.engine import ROOT
 from perf.environment import environment
 

@@ -20,9 +20,9 @@ from transformers import DynamicCache
 
 from fastkv import Budget, patched, policies
 from fastkv.calibration.quality import context_nll
-from fastkv.evaluation import facts
 from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
+from fastkv.lab import facts
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastkv import reference
-from fastkv.calibration.fit_vector import Sums, pre_rope_pairs
 from fastkv.calibration.vector_map import required_r2
-from fastkv.evaluation.inspection import dimensions
+from fastkv.lab.fit_vector import Sums, pre_rope_pairs
+from fastkv.lab.inspection import dimensions
 
 from .bench import Bench
 from .row import AGREES, DIFFERS, Judged, Row, mean, number, percent

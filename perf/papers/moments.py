@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkv import Budget
-from fastkv.evaluation.fidelity import Full, Witness, distance, feed
+from fastkv.lab.fidelity import Full, Witness, distance, feed
 from fastkv.policies import MomentKV
 
 from .bench import Bench, Reading
@@ -44,7 +44,7 @@ def fed(bench: Bench, tokens: Tensor, steps: int) -> tuple[Reading, Full]:
 def evicted(
     bench: Bench, reading: Reading, tokens: Tensor, full: Full, policy: Any, budget: Budget, correction: str
 ) -> dict[str, Any]:
-    """What eviction does to the fed tokens: means over steps and heads, by layer, as in `fastkv.evaluation.fidelity`.
+    """What eviction does to the fed tokens: means over steps and heads, by layer, as in `fastkv.lab.fidelity`.
 
     own: |o - f| / |f| with f attention over all pairs; mass: w_E; cosine: of f_E with f_R; estimate: of f_E with its
     estimate; error: |o - o_full| / |o_full| against the run of the full cache; kl: of the next token, nats.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastkv.evaluation import common
+from fastkv.lab import common
 
 from .row import PAPERS, UNTRIED, Judged, Row
 

@@ -15,10 +15,9 @@ from unittest import mock
 import torch
 
 from fastkv import Budget, reference
-from fastkv.calibration import fit_context, fit_vector
 from fastkv.calibration.quality import keep_for
 from fastkv.corrections import vector
-from fastkv.evaluation import facts
+from fastkv.lab import facts, fit_context, fit_vector
 from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
 from fastkv.policies.base import Signals
 

@@ -20,14 +20,14 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...cache.layout import Layout
 from ...calibration.files import describe, fingerprint, replace_file
 from ...config import Config
+from ...corrections import text_of
 from ...errors import FastKVError
 from ...policies import Policy
-from ...reference import Centroids, LayerState
+from ...reference import LayerState
 from . import stock
 from .layer import FastKVLayer
 
@@ -109,12 +109,11 @@ def described(config: Config) -> dict[str, Any]:
     """What the contents of a cache depend on, as JSON: `policy`, `policy.window`, `budget.tokens`, `correction`, ..."""
     flat: dict[str, Any] = {
         "policy": config.policy.name,
-        "correction": config.correction.name,
+        "correction": text_of(config.correction),
+        "slots": config.slots.name,
         "evict_every": config.evict_every,
         "vector": None,
     }
-    if not config.slots.plain:  # files from before there was a choice do not name it
-        flat["slots"] = config.slots.name
     flat |= _settings("policy", config.policy) | _settings("budget", config.budget)
     flat["budget.heads"] = str(config.budget.heads)  # no path any more
     if config.values is not None:
@@ -216,7 +215,6 @@ def _fill(
     dtype = saved["exact.keys"].dtype if layout.format.plain else dtype
     keys, values = (torch.empty(batch, heads, 0, dim, dtype=dtype, device="meta") for dim in dims)
     state = layout.allocate(keys, values)
-    saved = _with_current_centroids(saved, state)
     for name, like in list(state.named_tensors()):
         if name == "moments.slope" and name not in saved:
             continue
@@ -234,23 +232,6 @@ def _fill(
     file.need(_sound(state, seen))
     layer.cache.adopt(state, layout, heads * groups)
     layer.adopted(seen, recording > 0)
-
-
-def _with_current_centroids(saved: dict[str, Tensor], state: LayerState) -> dict[str, Tensor]:
-    """The saved tensors; centroids of fastkv 0.1, fewer and with means in fp32, become those of `state`: rounded, and
-    followed by unused ones.
-    """
-    parts = state.parts
-    if not isinstance(parts, Centroids) or any(f"centroids.{one.name}" not in saved for one in fields(parts)):
-        return saved
-    old = Centroids(*(saved[f"centroids.{one.name}"] for one in fields(parts)))
-    if old.keys.dtype != torch.float32 or old.count.ndim != 3 or old.num > parts.num:
-        return saved
-    count, keys, values, spread = old.rounded(parts.keys.dtype).tensors()
-    more = parts.num - old.num
-    rows, numbers = (0, 0, 0, more), (0, more)
-    made = (pad(count, numbers), pad(keys, rows), pad(values, rows), pad(spread, numbers))
-    return saved | {f"centroids.{one.name}": tensor for one, tensor in zip(fields(parts), made)}
 
 
 def _layout(
@@ -342,14 +323,6 @@ class _File:
     def check_settings(self, here: dict[str, Any]) -> None:
         """Raise FastKVError unless these are the settings that were saved."""
         saved = dict(self.header.get("settings") or {})
-        called = str(saved.get("correction"))
-        if saved.get("vector") is not None and not called.startswith("vector"):
-            # fastkv 0.1 left that part of the name out.
-            saved["correction"] = "vector" if called == "none" else f"vector+{called}"
-        if saved.get("policy") == "fastkv" and saved.get("policy.weight") == 128.0 and "policy.reread" not in saved:
-            saved["policy.weight"] = 4.0  # the default, before it was divided by shares of the head
-        # Files from before there was a second reading do not name it.
-        saved = {name: False for name in here if name.endswith(".reread")} | saved
         names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]
         if "policy" in names:  # another policy has other hyper-parameters
             names = [name for name in names if not name.startswith("policy.")]

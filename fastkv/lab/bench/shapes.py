@@ -1,0 +1,118 @@
+"""Random-weight models of named shapes: speed and memory do not depend on what the weights are.
+
+`perf/speed/models.py` has these shapes too, because its processes also run beside other source trees of fastkv and in
+environments without it; `tests/test_bench.py` holds them equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ...errors import FastKVError
+
+LONGEST = 262_144  # positions
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model.
+
+    Attributes: model_type: of transformers.  sizes: see `SIZES`.  more: what else differs from that type's defaults.
+    """
+
+    model_type: str
+    sizes: tuple[int, ...]
+    more: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return self.sizes[3]
+
+    def with_layers(self, layers: int) -> Shape:
+        """The same with another number of layers."""
+        return replace(self, sizes=(*self.sizes[:3], layers, *self.sizes[4:]))
+
+    def config(self) -> Any:
+        """Of transformers."""
+        settings = {**dict(zip(SIZES, self.sizes)), **dict(self.more), "max_position_embeddings": LONGEST}
+        return AutoConfig.for_model(self.model_type, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)
+
+    def parameters(self) -> int:
+        """Numbers that its weights are."""
+        with torch.device("meta"):
+            return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(self.config()).parameters())
+
+    @torch.no_grad()
+    def build(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """The model in eval mode; matrices are drawn from a seeded generator, vectors stay as made."""
+        with device:
+            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype, attn_implementation="sdpa").eval()
+        generator = torch.Generator(device).manual_seed(0)
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.02, generator=generator)
+        return model
+
+
+TIED, UNTIED = ("tie_word_embeddings", True), ("tie_word_embeddings", False)
+# Every sixth layer attends to everything, the others to a window.
+GEMMA = (TIED, ("sliding_window", 1024), ("sliding_window_pattern", 6), ("query_pre_attn_scalar", 256))
+SHAPES = {
+    "llama-3.1-8b": Shape("llama", (128_256, 4096, 14_336, 32, 32, 8, 128), (UNTIED,)),
+    "llama-3.2-3b": Shape("llama", (128_256, 3072, 8192, 28, 24, 8, 128), (TIED,)),
+    "qwen3-4b": Shape("qwen3", (151_936, 2560, 9728, 36, 32, 8, 128), (TIED,)),
+    "gemma-3-12b": Shape("gemma3_text", (262_208, 3840, 15_360, 48, 16, 8, 256), GEMMA),
+    "llama-small": Shape("llama", (1000, 256, 688, 4, 4, 2, 64), (UNTIED,)),
+}
+
+
+def named(name: str) -> Shape:
+    """The shape of that name. Raises FastKVError for an unknown one."""
+    if name not in SHAPES:
+        raise FastKVError(f"shape must be one of {', '.join(SHAPES)}, got {name!r}; or give a checkpoint with --model")
+    return SHAPES[name]
+
+
+def fitting(name: str, free: int, tokens: int, dtype: torch.dtype) -> Shape:
+    """The shape of that name, with fewer layers where it does not fit.
+
+    Args: free: bytes there are.  tokens: of the largest full cache, all sequences together.
+    Raises: FastKVError if not even one layer fits.
+    """
+    shape = named(name)
+    one, two = shape.with_layers(1), shape.with_layers(2)
+    each = dtype.itemsize * (two.parameters() - one.parameters() + tokens * _kept_numbers(shape))
+    fixed = dtype.itemsize * (2 * one.parameters() - two.parameters()) + working_bytes(shape.config(), tokens, dtype)
+    layers = min((free - fixed) // each, shape.layers)
+    if layers < 1:
+        raise FastKVError(
+            f"one layer of {name} and a full cache of {tokens} tokens need {(fixed + each) / 2**30:.1f} GiB, there are "
+            f"{free / 2**30:.1f}; choose smaller --contexts, a smaller --batch or another --shape"
+        )
+    return shape.with_layers(layers)
+
+
+def _kept_numbers(shape: Shape) -> int:
+    """Numbers of a token in the full cache of a layer."""
+    return 2 * shape.sizes[5] * shape.sizes[6]
+
+
+def working_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
+    """About what one layer takes while it reads a prompt of so many tokens, all sequences together."""
+    text = config.get_text_config(decoder=True)
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return dtype.itemsize * tokens * (3 * inner + 8 * text.hidden_size)

@@ -1,0 +1,159 @@
+"""`fastkv doctor`: what is installed and usable here, and what would become of a model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .. import __version__, policies
+from ..backend import MODULES, why_not
+from ..calibration.head_shares import HEADS_FILE
+from ..config import BUDGET, POLICY, Config
+from ..cpu import compiled
+from ..errors import FastKVError, not_installed
+from ..integrations.transformers import TESTED, Survey, survey
+from .pretrained import place
+
+Lines = dict[str, str]
+UNTESTED = "not tested: compared with the stock model when it is patched"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument(
+        "--model", metavar="PATH", help="smollm2, a directory or a .gguf file, of which only the config is read"
+    )
+    parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
+    parser.add_argument("--budget", type=int, default=BUDGET, metavar="N", help=f"tokens kept per KV head ({BUDGET})")
+    parser.add_argument(
+        "--slots", default="auto", help="how keys and values are stored: auto, model, int8, fp8 or int4 (auto)"
+    )
+    parser.add_argument("--policy", default=POLICY, help=f"one of {', '.join(policies.names())} ({POLICY})")
+
+
+def run(options: argparse.Namespace) -> None:
+    """The command."""
+    for title, lines in (machine() if options.model is None else checkpoint(options)).items():
+        print(title)
+        for name, text in lines.items():
+            print(f"  {name:<{max(map(len, lines))}}  {text}")
+
+
+def machine() -> dict[str, Lines]:
+    """What there is here."""
+    versions = {"python": platform.python_version(), "fastkv": __version__}
+    versions |= {name: version(name) for name in ("torch", "triton", "transformers", "numpy", "flash-attn")}
+    devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+    found = {"versions": versions, "devices": devices, "backends": backends()}
+    return {**found, "attention implementations": attention_implementations(), "commands": commands()}
+
+
+def version(package: str) -> str:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def backends() -> Lines:
+    """What can compute fastkv's operations here, and why the rest cannot."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = compiled.library("codes")
+    how = f"decoded for every step, as nothing was compiled: {found}" if isinstance(found, str) else "compiled"
+    cpu = f"torch's fused attention; slots of 8 and 4 bits are {how}"
+    about = {"reference": "plain torch, any device", "cpu": cpu, "triton": "the kernels"}
+    problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
+    return {name: f"not available: {why}" if why else f"available ({about[name]})" for name, why in problems.items()}
+
+
+def attention_implementations() -> Lines:
+    """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
+    flash = "available" if torch.cuda.is_available() else "not available: torch sees no CUDA device"
+    if problem := not_installed("flash"):
+        flash = f"not available: {problem}"
+    sdpa = "available (not for models with soft-capped logits or sinks, which it ignores)"
+    return {"eager": "available", "sdpa": sdpa, "flash_attention_2": flash}
+
+
+def commands() -> Lines:
+    """Which commands can be run."""
+    rest = {name: not_installed(name) for name in ("eval", "cli")}
+    rest["eval"] = rest["eval"] or rest["cli"]
+    known = {name: f"not available: {problem}" if problem else "available" for name, problem in rest.items()}
+    return {"doctor": "available", "eval": known["eval"], "all others": known["cli"]}
+
+
+def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
+    """What would become of a checkpoint. Raises FastKVError if there is none that transformers knows."""
+    if options.context < 1:
+        raise FastKVError(f"--context must be a whole number of at least 1 token, got {options.context}")
+    config = Config.make(options.policy, options.budget, None, 16, "auto", "auto", None, options.slots)
+    made = without_weights(options.model, None)
+    known: Any = made.config
+    text = known.get_text_config(decoder=True)
+    model = {"class": type(made).__name__, "type": known.model_type}
+    dtype = getattr(text, "dtype", None) or getattr(known, "dtype", None) or torch.bfloat16
+    try:
+        found = survey(made, config, options.context, dtype)
+    except FastKVError as error:
+        model["refused"] = str(error)
+        if known._attn_implementation == "eager":
+            return {"model": model}
+        try:
+            found = survey(without_weights(options.model, "eager"), config, options.context, dtype)
+        except FastKVError:
+            return {"model": model}
+        model["below"] = "with attn_implementation='eager'"
+    model["tested"] = TESTED.get(known.model_type, UNTESTED)
+    kept = f"{config.policy.name}, {options.budget} tokens per KV head"
+    beside = Path(options.model) / HEADS_FILE
+    model["heads"] = f"calibrated, {beside}" if beside.is_file() else "calibrated when it is first patched"
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "model": model,
+        "layers": layers(found),
+        f"memory of a sequence of {options.context} tokens in {name}": memory(found, kept),
+    }
+
+
+def without_weights(path: str, attention: str | None) -> Any:
+    """The model of a checkpoint on the meta device. Raises FastKVError if there is none that transformers knows."""
+    try:
+        where, gguf = place(path)
+        config = transformers.AutoConfig.from_pretrained(where, **gguf)
+        known = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        auto = transformers.AutoModelForImageTextToText if known else transformers.AutoModelForCausalLM
+        with torch.device("meta"):
+            return auto.from_config(config, attn_implementation=attention)
+    except FastKVError:
+        raise
+    except (ImportError, OSError, ValueError) as error:
+        what = str(error).strip().partition("\n")[0]
+        raise FastKVError(f"cannot read the config of {path} ({what}); give a directory with a config.json") from error
+
+
+def layers(found: Survey) -> Lines:
+    """Which are compressed."""
+    if not found.left:
+        return {"compressed": f"all {found.layers}"}
+    names = ", ".join(map(str, found.compressed))
+    return {"compressed": f"{len(found.compressed)} of {found.layers}: {names}", "left to transformers": found.left}
+
+
+def memory(found: Survey, kept: str) -> Lines:
+    """Bytes, and what they are."""
+    share = f"{found.before / found.after:.1f} times less" if found.after < found.before else "no less"
+    return {
+        "stock cache": f"{found.before / 2**20:.1f} MiB",
+        "fastkv": f"{found.after / 2**20:.1f} MiB, {share} ({kept})",
+    }

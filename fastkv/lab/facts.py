@@ -1,0 +1,308 @@
+"""Facts hidden in real text, and questions about them: in the words of the text, and in other words.
+
+    from fastkv.lab import facts
+
+    sample = facts.sample(tokenizer, length=2048, seed=0)
+    model(torch.tensor([sample.prefix + sample.questions[0].ids]))
+
+Tuning and reporting never share a text or a fact: `split="tuning"` takes Python's language reference and one set of
+facts, `split="reported"` docstrings of the standard library and another.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from ..errors import FastKVError
+from . import texts
+
+ASKED = 6  # facts of a text
+GOES_ON = 64  # tokens of the text after the prefix
+MARK = "\x00"  # the place of the text in a chat template
+SPLITS = {"tuning": "topics", "reported": "library"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fact.
+
+    Attributes:
+        name: of the kind.  text: the sentence, of a subject {0} and a value {1}.
+        literal: the question in the sentence's words.  reworded: with another verb or noun than the sentence has.
+        subjects, values: to draw from; values None: numbers of seven digits.
+    """
+
+    name: str
+    text: str
+    literal: str
+    reworded: str
+    subjects: tuple[str, ...]
+    values: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a fact.
+
+    Attributes:
+        kind: of the fact.  fact: the sentence in the text.  text: the question.  answer: what has to be in the reply.
+        ids: tokens of the rest of the chat turn, from the question to where the reply begins.  reworded: whether it
+        avoids the words of the sentence where it can.
+    """
+
+    kind: str
+    fact: str
+    text: str
+    answer: str
+    ids: list[int]
+    reworded: bool
+
+    def answered_by(self, reply: str) -> bool:
+        """Whether a reply contains the answer, case and separators of digits aside."""
+        return plain(self.answer) in plain(reply)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text with facts in it: the first tokens of a chat turn, questions, and how the text goes on.
+
+    Attributes:
+        prefix: tokens, as many as were asked for.  questions: one or two a fact.
+        continuation: tokens after the prefix.
+    """
+
+    prefix: list[int]
+    questions: list[Question]
+    continuation: list[int]
+
+
+def plain(text: str) -> str:
+    """Lower case, without the commas, dashes and spaces that a model writes into numbers."""
+    return text.lower().replace(",", "").replace("-", "").replace(" ", "")
+
+
+def _kinds(*rows: tuple[Any, ...]) -> tuple[Kind, ...]:
+    return tuple(
+        Kind(name, text, literal, reworded, tuple(subjects.split()), None if values is None else tuple(values.split()))
+        for name, text, literal, reworded, subjects, values in rows
+    )
+
+
+BANKS: dict[str, tuple[Kind, ...]] = {
+    "tuning": _kinds(
+        (
+            "number",
+            "One of the special magic numbers for {0} is: {1}.",
+            "What is the special magic number for {0} mentioned in the text?",
+            "Which magic number does {0} have?",
+            "Lisbon Oslo Cairo Quito Hanoi",
+            None,
+        ),
+        (
+            "ingredient",
+            "The secret ingredient in {0}'s soup is {1}.",
+            "What is the secret ingredient in {0}'s soup?",
+            "What does {0} put into the soup?",
+            "Martha Rosalind Agnes Beatrice",
+            "saffron cardamom tarragon fennel turmeric nutmeg",
+        ),
+        (
+            "ship",
+            "The old ship of captain {0} was called the {1}.",
+            "What was the old ship of captain {0} called?",
+            "Which ship did {0} command?",
+            "Morrow Hargrave Pellew Draycott",
+            "Heron Dolphin Sparrow Walrus Falcon",
+        ),
+        (
+            "password",
+            "The password for the {0} door is {1}.",
+            "What is the password for the {0} door?",
+            "Which word opens the {0} door?",
+            "green north cellar garden",
+            "marmalade umbrella hurricane porcupine cathedral telescope",
+        ),
+        (
+            "phone",
+            "The phone number of doctor {0} is {1}.",
+            "What is the phone number of doctor {0}?",
+            "Which number do I dial to call doctor {0}?",
+            "Alvarez Whitcombe Okafor Lindqvist",
+            None,
+        ),
+        (
+            "festival",
+            "The annual cheese festival of {0} takes place in {1}.",
+            "When does the annual cheese festival of {0} take place?",
+            "In which month is the festival in {0}?",
+            "Bramford Oakhurst Tilbury Wexcombe",
+            "January March August October November",
+        ),
+        (
+            "dog",
+            "The dog of the lighthouse keeper {0} is named {1}.",
+            "What is the dog of the lighthouse keeper {0} named?",
+            "What does {0} call the dog?",
+            "Ingram Kerrigan Tremaine Farley",
+            "Biscuit Thunder Pepper Shadow Marble",
+        ),
+        (
+            "instrument",
+            "Every evening {0} practises the {1} in the attic.",
+            "What does {0} practise every evening in the attic?",
+            "Which musical instrument does {0} play?",
+            "Leopold Cordelia Anselm Philippa",
+            "trombone accordion violin bassoon harp",
+        ),
+    ),
+    "reported": _kinds(
+        (
+            "locker",
+            "The locker of {0} opens with the code {1}.",
+            "With which code does the locker of {0} open?",
+            "What is the combination for {0}?",
+            "Nathaniel Sebastian Octavia Marguerite",
+            None,
+        ),
+        (
+            "colour",
+            "The kitchen of {0} has been painted {1}.",
+            "What colour has the kitchen of {0} been painted?",
+            "Which colour are the kitchen walls of {0}?",
+            "Winifred Gideon Harriet Percival",
+            "turquoise crimson lavender orange emerald",
+        ),
+        (
+            "horse",
+            "The horse that {0} rode in the great race was called {1}.",
+            "What was the horse called that {0} rode in the great race?",
+            "Which animal did {0} compete on?",
+            "Mortimer Isadora Fitzroy Clementine",
+            "Lightning Buttercup Midnight Tornado Juniper",
+        ),
+        (
+            "town",
+            "{0} moved to the town of {1} after the war.",
+            "To which town did {0} move?",
+            "Where does {0} live now?",
+            "Bartholomew Eleanor Ludovic Rosamund",
+            "Ashbourne Penzance Kilkenny Montrose Tavistock",
+        ),
+        (
+            "account",
+            "The account number of the {0} company is {1}.",
+            "What is the account number of the {0} company?",
+            "What is the bank number of the firm {0}?",
+            "Halloway Brixton Castleford Danvers",
+            None,
+        ),
+        (
+            "weekday",
+            "The library in {0} stays closed on {1}.",
+            "On which day does the library in {0} stay closed?",
+            "When can nobody borrow books in the library of {0}?",
+            "Elmswood Fairhaven Kingsbury Northgate",
+            "Monday Tuesday Wednesday Thursday Friday",
+        ),
+        (
+            "profession",
+            "{0} used to work as a {1} before he became famous.",
+            "What did {0} use to work as?",
+            "What was the former profession of {0}?",
+            "Crispin Thaddeus Valentin Ignatius",
+            "plumber baker carpenter butcher gardener tailor",
+        ),
+        (
+            "fruit",
+            "The favourite fruit of the painter {0} is the {1}.",
+            "What is the favourite fruit of the painter {0}?",
+            "Which fruit does {0} like to eat most?",
+            "Benedetta Oswald Lavinia Rupert",
+            "pomegranate apricot mango pineapple cherry",
+        ),
+        (
+            "treasure",
+            "The treasure of {0} was buried under the {1}.",
+            "Where was the treasure of {0} buried?",
+            "Where did {0} hide the treasure?",
+            "Redbeard Blackwell Silvers Graves",
+            "windmill chapel bridge fountain stable",
+        ),
+    ),
+}
+
+
+@cache
+def _tokens(tokenizer: Any, source: str) -> list[int]:
+    return list(tokenizer(texts.read(source), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def stretch(tokenizer: Any, source: str, length: int, draw: random.Random) -> list[int]:
+    """`length` tokens of a source from a random place.
+
+    Raises: FastKVError if the text is shorter.
+    """
+    ids = _tokens(tokenizer, source)
+    if len(ids) < length:
+        raise FastKVError(
+            f"{source} has {len(ids)} tokens, expected {length} or more; give a longer text or ask for less"
+        )
+    start = draw.randrange(len(ids) - length + 1)
+    return ids[start : start + length]
+
+
+def around(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
+    """Tokens before and after the text in a chat turn that ends with a question; without a template, plain lines."""
+    if tokenizer.chat_template is None:
+        before, after = "", f"\n\nQuestion: {question}\nAnswer:"
+    else:
+        turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
+        before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split(MARK)
+    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))  # type: ignore
+
+
+def sample(
+    tokenizer: Any,
+    length: int,
+    seed: int,
+    source: str | None = None,
+    split: str = "reported",
+    asked: int = ASKED,
+    both: bool = False,
+) -> Sample:
+    """A text of `length` tokens in all, with one fact of each of `asked` kinds between random lines.
+
+    Args: source: as in `texts.read`, by default that of the split.  split: whose facts, "tuning" or "reported".
+        both: whether each fact is asked for in both ways; else every other one in other words.
+    Raises: FastKVError if the text is too short, or another split is asked for.
+    """
+    if split not in BANKS:
+        raise FastKVError(f"split must be one of {', '.join(BANKS)}, got {split!r}")
+    draw = random.Random(f"{split} {seed}")
+    encode = partial(tokenizer, add_special_tokens=False)
+    facts: list[list[int]] = []
+    questions: list[Question] = []
+    head: list[int] = []
+    for place, kind in enumerate(draw.sample(BANKS[split], asked)):
+        subject = draw.choice(kind.subjects)
+        value = str(draw.randrange(1_000_000, 10_000_000)) if kind.values is None else draw.choice(kind.values)
+        fact = kind.text.format(subject, value)
+        facts.append(encode(f"\n{fact}\n")["input_ids"])
+        for reworded, words in enumerate((kind.literal, kind.reworded)):
+            asks = f"{words.format(subject)} Answer in a few words."
+            head, ids = around(tokenizer, asks)
+            if both or reworded == place % 2:
+                questions.append(Question(kind.name, fact, asks, value, ids, bool(reworded)))
+    room = length - len(head) - sum(map(len, facts))
+    if room < asked:
+        raise FastKVError(f"a text of {length} tokens has no room for {asked} facts; ask for a longer one")
+    text = stretch(tokenizer, source or SPLITS[split], room + GOES_ON, draw)
+    text, goes_on = text[:room], text[room:]
+    ends = [place for place, token in enumerate(text, 1) if "\n" in tokenizer.decode([token])]
+    places = ends if len(ends) >= asked else range(room + 1)  # between lines, where the text has some
+    for place, fact_ids in zip(sorted(draw.sample(places, asked), reverse=True), facts):
+        text = text[:place] + fact_ids + text[place:]
+    return Sample(head + text, questions, goes_on)

@@ -1,0 +1,331 @@
+"""`fastkv calibrate context`: fit how much of a context a wanted quality needs, for one model and some policies.
+
+What compression does to answers is measured as triples: share kept, NLL of the context, quality left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import policies
+from ..api import patched
+from ..budget import Budget
+from ..calibration.files import describe, fingerprint
+from ..calibration.quality import QualityCurve, context_nll, retained, save
+from ..errors import FastKVError
+from . import common
+from .words import ADJECTIVES, NOUNS, PLACES, TRANSITIVE
+
+PENALTY = 2.0
+STEEPEST = 50.0  # a curve beyond it is a step
+KEEPS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+LENGTHS = (256, 512, 1024)
+SINKS, RECENT = 4, 16
+FLOOR = 0.05  # nats per token below which an answer counts as certain
+LEVELS = (0.1, 0.5, 0.9)  # quantiles of the NLL whose curves are drawn
+
+FILLERS = ("varied", "repeated", "random")
+QUESTIONS = 4  # at most, for each text; they share its compressed context
+FACT_EVERY, MOST_FACTS = 96, 48  # tokens of an English text for each fact; no adjective or noun is used twice
+
+
+class Triple(NamedTuple):
+    """One measurement: share of the context kept, mean token NLL of the context, quality that was left, in [0, 1]."""
+
+    keep: float
+    nll: float
+    quality: float
+
+
+class Sample(NamedTuple):
+    """A text and some questions about it; `context + " " + questions[i]` is to be continued by `answers[i]`."""
+
+    context: str
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+Write: TypeAlias = Callable[[PreTrainedTokenizerBase, int, int], Sample]  # tokenizer, tokens and seed to a text
+
+
+class Asked(NamedTuple):
+    """A context [1, N] and its Q questions, each followed by its answer: rests [Q, T], padded on the right.
+
+    `answers` [Q, T] is true for the tokens of the answers.
+    """
+
+    context: Tensor
+    rests: Tensor
+    answers: Tensor
+
+
+def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
+    """Facts in English prose, about `length` tokens by this tokenizer, for any model.
+
+    Filler takes turns: `varied` sentences, two `repeated` ones, or log lines of `random` digits.
+    """
+
+    def tokens(sentence: str) -> int:
+        return len(tokenizer(f" {sentence}", add_special_tokens=False).input_ids)
+
+    rng = random.Random(f"{length}/{seed}")
+    num = max(2, min(length // FACT_EVERY, MOST_FACTS))
+    owners = [f"{adjective} {noun}" for adjective, noun in zip(rng.sample(ADJECTIVES, num), rng.sample(NOUNS, num))]
+    codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
+    sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
+    again = cycle([_prose(rng), _prose(rng)])
+    filler = {"varied": lambda: _prose(rng), "repeated": lambda: next(again), "random": lambda: _log(rng)}
+    room = length - sum(map(tokens, sentences))
+    while room > 0:
+        sentences.append(filler[FILLERS[seed % len(FILLERS)]]())
+        room -= tokens(sentences[-1])
+    rng.shuffle(sentences)
+    asked = rng.sample(range(num), min(QUESTIONS, num))
+    questions = [f"Question: What is the access code of the {owners[one]}? Answer:" for one in asked]
+    return Sample(" ".join(sentences), tuple(questions), tuple(f"{codes[one]}." for one in asked))
+
+
+def _prose(rng: random.Random) -> str:
+    """A sentence that could stand in a story."""
+    who, what = (f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(2))
+    return f"{who.capitalize()} {rng.choice(TRANSITIVE)} {what} in the {rng.choice(PLACES)}."
+
+
+def _log(rng: random.Random) -> str:
+    """A line that nobody could predict."""
+    return f"Entry {rng.randrange(10**6):06d} reads {' '.join(str(rng.randrange(10, 100)) for _ in range(8))}."
+
+
+@torch.no_grad()
+def make_triples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: str,
+    *,
+    keeps: Sequence[float] = KEEPS,
+    lengths: Sequence[int] = LENGTHS,
+    samples: int = 12,
+    seed: int = 0,
+    write: Write = english_text,
+    query_aware: bool = False,
+    progress: Callable[[], None] | None = None,
+) -> list[Triple]:
+    """Measure a policy on generated texts: the data that `fit` wants.
+
+    The context is read and compressed before any question is known, as in Compactor, Sec. 3.5. Quality is
+
+        y = max(NLL(answer | full), floor) / max(NLL(answer | compressed), floor), at most 1,
+
+    with the mean NLL over the tokens of all answers to a context. The floor keeps an answer that is certain either way
+    from counting as spoilt: without it, 0.9999 and 0.999 would differ by a factor of ten.
+
+    Args:
+        keeps: shares of the context to try. A share below sinks and recent tokens is measured, and reported, as theirs.
+        lengths: tokens of the texts.  samples: texts of each length.  seed: of the first text; the others follow.
+        write: makes a text of a length.  progress: called after each text.
+        query_aware: compress a context together with its first question instead, as when a prompt is read for one
+            answer; contexts then survive much stronger compression, but only for that question.
+    """
+    common.check_stock("context calibration", model)
+    if not keeps or not all(0 < keep <= 1 for keep in keeps):
+        raise FastKVError(f"keeps must list shares in (0, 1], got {list(keeps)}; for example 0.1, 0.25, 0.5")
+    longest = common.longest_text(model)
+    if not lengths or not all(common.SHORTEST <= length <= longest for length in lengths):
+        raise FastKVError(
+            f"lengths must list numbers of tokens from {common.SHORTEST} to {longest}, got {list(lengths)}"
+        )
+    if samples < 1:
+        raise FastKVError(f"samples must be at least 1, got {samples}; more of them make a steadier fit")
+    triples = []
+    for length in lengths:
+        for index in range(samples):
+            # The texts of negative seeds are nobody else's: whoever measures counts up.
+            asked = _tokenise(model, tokenizer, write(tokenizer, length, -1 - seed - index), query_aware)
+            triples += _measure(model, policy, keeps, asked)
+            if progress is not None:
+                progress()
+    return triples
+
+
+def _tokenise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, query_aware: bool) -> Asked:
+    """Tokens of a text on the model's device; only the context gets the tokenizer's special tokens."""
+    context = tokenizer(sample.context).input_ids
+    questions, answers = (
+        [tokenizer(f" {one}", add_special_tokens=False).input_ids for one in texts]
+        for texts in (sample.questions, sample.answers)
+    )
+    if query_aware:  # the last token of the question waits: what is read after compression predicts the answer
+        context += questions[0][:-1]
+        questions, answers = [questions[0][-1:]], answers[:1]
+    rests = [torch.tensor(question + answer) for question, answer in zip(questions, answers)]
+    wanted = [torch.arange(len(rest)) >= len(question) for rest, question in zip(rests, questions)]
+    padded = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (rests, wanted))
+    return Asked(torch.tensor([context], device=model.device), *padded)
+
+
+def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked: Asked) -> list[Triple]:
+    """One triple for each share that keeps another number of tokens."""
+    length = asked.context.shape[1]
+    decoder: Any = model.get_decoder()
+    read = decoder(asked.context, use_cache=True)
+    config = model.config.get_text_config(decoder=True)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    nll = float(context_nll(read.last_hidden_state, asked.context, model.get_output_embeddings(), softcap))
+    full = _answer_nll(model, read.past_key_values, asked)
+    triples = []
+    kept = {max(math.ceil(keep * length), SINKS + RECENT): keep for keep in keeps}
+    for tokens, keep in sorted(kept.items()):
+        with patched(model, policy, Budget(keep=keep, sinks=SINKS, recent=RECENT)):
+            cache = model(asked.context, logits_to_keep=1, use_cache=True).past_key_values
+            compressed = _answer_nll(model, cache, asked)
+        triples.append(Triple(min(tokens / length, 1.0), nll, min(max(full, FLOOR) / max(compressed, FLOOR), 1.0)))
+    return triples
+
+
+def _answer_nll(model: PreTrainedModel, cache: Any, asked: Asked) -> float:
+    """Mean NLL of the tokens of all answers; uses the cache up."""
+    cache.batch_repeat_interleave(len(asked.rests))
+    logits = model(asked.rests, past_key_values=cache).logits[:, :-1].float()
+    said = logits.log_softmax(-1).gather(-1, asked.rests[:, 1:, None])[..., 0]
+    return -float(said[asked.answers[:, 1:]].mean())
+
+
+def fit(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, float]:
+    """alpha and beta of `fastkv.calibration.quality`, by asymmetric least squares (Compactor, Sec. 3.5).
+
+    Minimised is the mean over (r, c, y) of w (f(r) - y)^2. Where the curve promises more quality than was measured,
+    f > y, it asks for too small an r, and w = penalty; elsewhere w = 1. The paper names no penalty. With 2, an error
+    that spoils answers weighs as much as two that waste memory; a large one gives the lower envelope of the triples.
+
+    The unknowns are the steepness at the smallest and at the largest NLL: a scan of both finds the right valley, L-BFGS
+    in float64 its bottom. Deterministic. If all NLLs are equal, alpha = 0. Steepness stays within +-50.
+    """
+    if not triples:
+        raise FastKVError(
+            "fit needs at least one triple (keep, nll, quality), got none; measure some with make_triples"
+        )
+    keep, nll, quality = torch.tensor(triples, dtype=torch.float64).T
+    shares = torch.stack([keep, quality])
+    if not (shares.ge(0).all() and shares.le(1).all() and nll.isfinite().all()):
+        raise FastKVError("fit needs shares and qualities in [0, 1] and a finite nll, got others; check the triples")
+    if not 0 < penalty < float("inf"):
+        raise FastKVError(f"penalty must be a positive number, got {penalty}; 1 treats both errors alike")
+    low, spread = nll.min(), nll.max() - nll.min()
+    place = (nll - low) / spread if spread > 0 else torch.zeros_like(nll)
+
+    def loss(ends: Tensor) -> Tensor:
+        excess = retained(keep, torch.lerp(ends[..., :1], ends[..., 1:], place)) - quality
+        return (torch.where(excess > 0, penalty, 1.0) * excess.square()).mean(-1)
+
+    steps = torch.linspace(-STEEPEST, STEEPEST, 40, dtype=torch.float64)  # even, so that none is 0, where f is linear
+    grid = torch.cartesian_prod(steps, steps)
+    ends = grid[torch.stack([loss(row) for row in grid.split(40)]).argmin()].clone().requires_grad_()
+    optimiser = torch.optim.LBFGS(
+        [ends], max_iter=500, tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+    )
+
+    @torch.enable_grad()
+    def step() -> float:
+        optimiser.zero_grad()
+        error = loss(ends)
+        error.backward()  # type: ignore[no-untyped-call]
+        return float(error.detach())
+
+    optimiser.step(step)
+    first, last = (float(end) for end in ends.detach().clamp(-STEEPEST, STEEPEST))
+    alpha = (last - first) / float(spread) if spread > 0 else 0.0
+    return alpha, first - alpha * float(low)
+
+
+def residual(triples: Sequence[Triple], alpha: float, beta: float) -> float:
+    """Root mean square of measured minus fitted quality."""
+    keep, nll, quality = torch.tensor(triples, dtype=torch.float64).T
+    return float((quality - retained(keep, alpha * nll + beta)).square().mean().sqrt())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv calibrate context`."""
+    option = partial(common.option, parser)
+    common.add_model(parser, ".")
+    option("--policies --policy", common.POLICIES, "policies", "NAME")
+    option("--samples", 12, "texts of each length")
+    option("--lengths", LENGTHS, "tokens of the texts")
+    option("--seed", 0, "of the first text")
+    option("--penalty", PENALTY, "weight of promising too much against promising too little", "W")
+    aware = (
+        "compress each context together with its question; the default compresses it before any question is known, so "
+        "that the file holds for whatever is asked"
+    )
+    parser.add_argument("--query-aware", action="store_true", help=aware)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and fit every policy, print alpha, beta and residual, and write context.json and context.png."""
+    console = common.console_of()
+    common.check_some("policies", options.policies)
+    for name in options.policies:
+        policies.get(name)
+    common.make_folder(options.out)
+    model, tokenizer = common.load(options.model)
+    shape, words = fingerprint(model.config), describe(model.config)
+    settings = {name: getattr(options, name) for name in ("lengths", "samples", "seed", "query_aware")}
+    fitted: list[tuple[QualityCurve, list[Triple]]] = []
+    with common.progress(console) as progress:
+        bar = progress.add_task("", total=len(options.policies) * len(options.lengths) * options.samples)
+        for name in options.policies:
+            progress.update(bar, description=name)
+            triples = make_triples(model, tokenizer, name, **settings, progress=partial(progress.advance, bar))
+            alpha, beta = fit(triples, options.penalty)
+            error = residual(triples, alpha, beta)
+            curve = QualityCurve(alpha, beta, name, shape, words, len(triples), error, options.query_aware)
+            fitted.append((curve, triples))
+        progress.update(bar, description="measured")
+    for curve, _ in fitted:
+        console.print(
+            f"{curve.policy:<12} alpha {curve.alpha:8.3f}  beta {curve.beta:8.3f}  residual {curve.residual:.3f}  "
+            f"triples {curve.triples}"
+        )
+    file = options.out / "context.json"
+    save(file, (curve for curve, _ in fitted))
+    write_plot(fitted, options.out / "context.png")
+    console.print(
+        f"{file} and context.png written. Use the file with\nfastkv.Budget(quality=0.95, calibration={str(file)!r})."
+    )
+
+
+def write_plot(fitted: Sequence[tuple[QualityCurve, Sequence[Triple]]], path: Path) -> None:
+    """Write a PNG with one panel a policy: triples coloured by the context's NLL, curves at three levels of it."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    every = [triple.nll for _, triples in fitted for triple in triples]
+    norm, colours = Normalize(min(every), max(every)), colormaps["viridis"]
+    shares = torch.linspace(0, 1, 201, dtype=torch.float64)
+    figure = common.figure(4.2 * len(fitted) + 1.0, 4.2)
+    axes = figure.subplots(1, len(fitted), sharey=True, squeeze=False)[0]
+    for axis, (curve, triples) in zip(axes, fitted):
+        keep, nll, quality = (list(column) for column in zip(*triples))
+        axis.scatter(keep, quality, c=nll, cmap=colours, norm=norm, s=16, alpha=0.6, linewidths=0)
+        for level in torch.tensor(nll, dtype=torch.float64).quantile(torch.tensor(LEVELS, dtype=torch.float64)):
+            line = retained(shares, curve.steepness(level))
+            axis.plot(shares, line, color=colours(norm(float(level))), label=f"NLL {level:.2f}", linewidth=2)
+        axis.set_title(curve.policy, fontsize=11)
+        axis.set_xlabel("share of the context kept")
+        common.finish(axis, legend=True)
+    axes[0].set_ylabel("quality: NLL ratio of the answers")
+    axes[0].set_ylim(-0.02, 1.04)
+    figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), label="NLL of the context, nats per token")
+    figure.savefig(path)

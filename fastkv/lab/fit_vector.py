@@ -1,0 +1,233 @@
+"""Fit the maps from keys to values of VECTOR: one pass over text, sums of products only, one small solve per head.
+
+Ordinary least squares per (layer, KV head): W = argmin sum_i |k~_i W - v_i|^2 = (K^T K)^+ K^T V, with k~ the keys
+before the rotary embedding (VECTOR, arXiv:2605.23258, Section 3.1, which fits one map per layer; heads evict different
+tokens here, so each has its own). There is no intercept: attention applies W once, to the weighted sum of keys.
+
+The quality is R^2 = 1 - sum |v_i - k~_i W|^2 / sum |v_i - v_mean|^2, over all dimensions of a head together, on
+sequences that were not fitted. As in the paper's tables (its Appendix D calls a negative R^2 worse than the mean), it
+is relative to the mean of the values, here of the held-out ones. The theory of its Section 4 divides by |v|^2 instead,
+which can only give more: a head that exceeds the threshold here does so there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..calibration.files import describe, fingerprint
+from ..calibration.vector_map import VectorMap, required_r2
+from ..errors import FastKVError
+from ..integrations.transformers import rotations
+from ..rotary import Rotary
+from . import common
+from .equal_bytes import is_full
+
+# Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
+CUTOFF = 1e-10
+# Values that vary less than this share of their energy are constant up to rounding: there is nothing to explain.
+CONSTANT = 1e-12
+
+
+def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int) -> Iterator[Tensor]:
+    """Token ids of the text, [1, length] int64 each, until there are `tokens` of them or the text ends.
+
+    Documents are packed one after the other, as in pre-training, and cut into sequences; each starts with the
+    tokenizer's start token if it has the habit of adding one. The last, shorter rest is dropped.
+
+    Args: source: as in `common.documents`.
+    """
+    if length < 2 or tokens < length:
+        raise FastKVError(
+            f"calibration needs sequences of at least 2 tokens and at least one of them, got length {length} and "
+            f"{tokens} tokens; choose a larger number"
+        )
+    start = common.start_of(tokenizer)
+    step = length - len(start)
+    waiting: list[int] = []
+    made = 0
+    for text in common.documents(source):
+        waiting += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        while len(waiting) >= step and made + length <= tokens:
+            yield torch.tensor([start + waiting[:step]])
+            waiting, made = waiting[step:], made + length
+        if made + length > tokens:
+            return
+    if not made:
+        raise FastKVError(
+            f"{source} has {len(waiting)} tokens, but expected at least one sequence of {length}; use more text or a "
+            "smaller length"
+        )
+
+
+class Sums:
+    """Sums of products of the keys and values of one layer, per KV head, in float64: all that least squares needs.
+
+    Attributes:
+        count: pairs added.  kk: [Hkv, Dk, Dk] K^T K.  kv: [Hkv, Dk, Dv] K^T V.  vv: [Hkv] sum of |v|^2.
+        v: [Hkv, Dv] sum of v.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+        self.count = 0
+        self.kk = keys.new_zeros(heads, key_dim, key_dim, dtype=torch.float64)
+        self.kv = keys.new_zeros(heads, key_dim, value_dim, dtype=torch.float64)
+        self.vv = keys.new_zeros(heads, dtype=torch.float64)
+        self.v = keys.new_zeros(heads, value_dim, dtype=torch.float64)
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """Add pairs: keys [B, Hkv, N, Dk] before the rotary embedding, values [B, Hkv, N, Dv]."""
+        k, v = (pairs.transpose(0, 1).flatten(1, 2).double() for pairs in (keys, values))
+        self.count += k.shape[1]
+        self.kk += k.mT @ k
+        self.kv += k.mT @ v
+        self.vv += v.square().sum((1, 2))
+        self.v += v.sum(1)
+
+    def solve(self) -> Tensor:
+        """The least-squares map, [Hkv, Dk, Dv] fp64; of minimal norm where the keys do not determine it."""
+        return torch.linalg.pinv(self.kk, rtol=CUTOFF, hermitian=True) @ self.kv
+
+    def r2(self, weight: Tensor) -> Tensor:
+        """R^2 of a map [Hkv, Dk, Dv] on these pairs, [Hkv] fp64; 0 for a head whose values do not vary."""
+        weight = weight.to(self.kk)
+        residual = self.vv - 2 * (weight * self.kv).sum((1, 2)) + (weight * (self.kk @ weight)).sum((1, 2))
+        total = self.vv - self.v.square().sum(1) / self.count
+        varies = total > CONSTANT * self.vv
+        return torch.where(varies, 1 - residual / torch.where(varies, total, 1), 0)
+
+
+def fit(
+    model: PreTrainedModel,
+    batches: Iterable[Tensor],
+    *,
+    held_out: float = 0.1,
+    boundary: float = 1.0,
+    progress: Callable[[int], None] | None = None,
+) -> VectorMap:
+    """Fit the maps of all full-attention layers of a stock model to text.
+
+    Args:
+        model: a transformers model that is not patched, in eval mode.
+        batches: token ids, [B, T] each, no padding; B and T may vary. They are read once and nothing of them is kept.
+        held_out: share of the sequences that measure the maps and do not enter them: the first, then evenly spaced.
+        boundary: see `required_r2`, which gives the threshold.
+        progress: called after each batch with the number of tokens read so far.
+
+    Returns: the maps, on the CPU.
+    """
+    threshold = required_r2(boundary)
+    turning = rotations(model, _full_layers(model, held_out), halves=True)
+    fitted: dict[int, Sums] = {}
+    measured: dict[int, Sums] = {}
+    tokens = rows = held = 0
+    for ids in batches:
+        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+            raise FastKVError(
+                f"fit needs batches of token ids [B, T], got {list(ids.shape)} {ids.dtype}; tokenise first"
+            )
+        apart = []
+        for row in range(rows, rows + len(ids)):
+            apart.append(held < held_out * (row + 1))
+            held += apart[-1]
+        rows += len(ids)
+        tokens += ids.numel()
+        chosen = torch.tensor(apart)
+        for layer, keys, values in pre_rope_pairs(model, turning, ids):
+            for kept, which in ((fitted, ~chosen), (measured, chosen)):
+                kept.setdefault(layer, Sums(keys, values)).add(keys[which], values[which])
+        if progress is not None:
+            progress(tokens)
+    if not 0 < held < rows:
+        raise FastKVError(
+            f"fit needs a sequence to fit and one to hold out, got {rows} in all; pass more text or shorter sequences"
+        )
+    weights, r2 = {}, {}
+    for layer, sums in fitted.items():
+        if not all(torch.isfinite(pairs[layer].vv + pairs[layer].kk.sum((1, 2))).all() for pairs in (fitted, measured)):
+            raise FastKVError(
+                f"fit needs finite keys and values, layer {layer} has others; load the model in bfloat16 or float32"
+            )
+        weights[layer] = sums.solve().float().cpu()
+        r2[layer] = measured[layer].r2(weights[layer]).cpu()
+    return VectorMap(weights, r2, threshold, fingerprint(model.config), describe(model.config), tokens)
+
+
+def _full_layers(model: PreTrainedModel, held_out: float) -> list[int]:
+    """Indices of the layers to fit. Raises FastKVError unless the model is stock and ready, and the share sensible."""
+    common.check_stock("fit", model)
+    if not 0 < held_out < 1:
+        raise FastKVError(f"held_out must be between 0 and 1, got {held_out}; 0.1 holds out every tenth sequence")
+    layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    full = [index for index, layer in enumerate(layers) if is_full(layer)]
+    if not full:
+        raise FastKVError(
+            f"fit needs full-attention layers, got {type(model).__name__} with none in {len(layers)}; its cache is "
+            "bounded already"
+        )
+    return full
+
+
+def pre_rope_pairs(
+    model: PreTrainedModel, turning: Mapping[int, Rotary], ids: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """What every full-attention layer caches for token ids [B, T], with the rotation of the keys undone.
+
+    Args: turning: of each of these layers, see `rotations`.
+    Returns: (layer, keys [B, Hkv, T, Dk] fp32, values [B, Hkv, T, Dv]) for each.
+    """
+    for layer, keys, values in common.read_stock(model, ids):
+        positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        # The rotation is undone in fp32, as decoding does it.
+        yield layer, turning[layer].to(keys.device).unrotate(keys.float(), positions), values
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv calibrate vector`."""
+    option = partial(common.option, parser)
+    common.add_model(parser, "vector.safetensors", "file to write", "FILE")
+    option("--text", common.TEXT, f"{common.TEXTS}, or a folder of .txt and .md files", "PATH")
+    option("--length", 2048, "tokens of a sequence")
+    option("--tokens", 200_000, "tokens in all")
+    edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
+    option("--boundary", 1.0, edge, "S")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fit, print R^2 of every head, write the file and say how to use it."""
+    console = Console(highlight=False)
+    model, tokenizer = common.load(options.model)
+    batches = sequences(options.text, tokenizer, options.length, options.tokens)
+    with common.progress(console) as shown:
+        bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
+        fitted = fit(model, batches, boundary=options.boundary, progress=lambda n: shown.update(bar, completed=n))
+    fitted.save(options.out)
+    console.print(table_of(fitted))
+    usable = [use for layer in fitted.weights for use in fitted.usable(layer)]
+    console.print(
+        f"{sum(usable)} of {len(usable)} heads exceed the threshold of {fitted.threshold:.2f} and may drop values; the "
+        f"others evict plainly.\n{options.out} written, from {fitted.tokens:,} tokens. Use it:"
+    )
+    use = f'  fastkv.patch(model, correction="vector", vector="{options.out}")'
+    console.print(use, soft_wrap=True, markup=False)
+
+
+def table_of(fitted: VectorMap) -> Table:
+    """Held-out R^2, one row a layer and one column a KV head; heads that fall back to plain eviction say so."""
+    heads = range(max(len(r2) for r2 in fitted.r2.values()))
+    table = Table(title="held-out R² of values predicted from keys")
+    for name in ("layer", *(f"head {head}" for head in heads), "mean"):
+        table.add_column(name, justify="right")
+    for layer, r2 in fitted.r2.items():
+        cells = [f"{x:.3f}{'' if use else ' plain'}" for x, use in zip(r2.tolist(), fitted.usable(layer))]
+        table.add_row(str(layer), *cells, f"{r2.mean():.3f}")
+    return table

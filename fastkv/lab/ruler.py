@@ -1,0 +1,477 @@
+"""The thirteen tasks of RULER (arXiv:2404.06654), written offline for any tokenizer and any length.
+
+    from fastkv.lab import ruler
+
+    sample = ruler.generate("niah_multikey_1", tokenizer, length=4096, seed=0, index=7)
+    ruler.score(sample, what_the_model_wrote)
+
+Tasks, kinds of text, numbers and metrics are those of the benchmark; the wording is fastkv's own, so results compare
+policies with each other, not with published tables. The essays are generated prose or the user's own files. `qa_1` and
+`qa_2` read SQuAD and HotpotQA from a local file.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+import re
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import chain, count, cycle, islice, repeat
+from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
+from typing import Any, NamedTuple
+
+from ..errors import FastKVError
+from .haystack import NOISE, Draft, Request, Sample, Tokenizer, Units, drafted, essays, hidden, longest, prose, scatter
+from .words import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
+
+__all__ = ["TASKS", "Sample", "generate", "score"]
+
+CONTROL = re.compile(r"[\x00-\x1f]")
+DEPTHS = 40  # places a needle may have, evenly from the start of the text to its end
+HOPS = 4  # of variable tracking, from variable to variable
+NAME = 5  # letters of a variable
+EXAMPLE_UNITS = 5  # lines of noise in the worked example
+COMMON = 10  # words that are asked for
+SHORT = 4096  # tokens; a shorter list repeats its words less often
+LETTERS = 6  # of a coded word
+SHORTEST = 5  # letters of an English word of a list
+TOKENS_PER_ENTRY = 2  # at least: a number and a word
+ALPHA = 2.0  # of the zeta distribution: the word of rank k comes 1 / k^alpha as often as the first
+ASKED = 3  # frequent words that are asked for
+DOTS = "..."  # the word of rank 1, which does not count
+FREQUENT_LEAST = 46  # words; from here on the first five ranks are never equally frequent
+
+
+# Retrieval: eight ways to hide numbers, and assignments that hand a value from variable to variable.
+
+TRACKING = (
+    "The text below sets variables, each to a number or to the value of another variable. Follow the assignments and "
+    "find every variable that ends up with the number asked for."
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a task hides, and in what.
+
+    Attributes:
+        haystack: "noise" (one line repeated), "essay" (prose) or "needles" (needles that nobody asks for).
+        keys: "words" or "uuids".  values: "numbers" of 7 digits, or "uuids".
+        num_keys: needles with different keys.  num_values: needles for each key.  num_queries: keys that are asked for.
+    """
+
+    haystack: str
+    keys: str = "words"
+    values: str = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+
+KINDS = {
+    "niah_single_1": Kind("noise"),
+    "niah_single_2": Kind("essay"),
+    "niah_single_3": Kind("essay", values="uuids"),
+    "niah_multikey_1": Kind("essay", num_keys=4),
+    "niah_multikey_2": Kind("needles"),
+    "niah_multikey_3": Kind("needles", keys="uuids", values="uuids"),
+    "niah_multivalue": Kind("essay", num_values=4),
+    "niah_multiquery": Kind("essay", num_keys=4, num_queries=4),
+}
+
+
+def niah(request: Request) -> Draft:
+    """Needles at random depths, those asked for at `request.depth` if it is given; keys and values all differ."""
+    kind, rng = KINDS[request.task], request.rng()
+    keys = _different(kind.keys, rng, kind.num_keys)
+    values = _different(kind.values, rng, kind.num_keys * kind.num_values)
+    pairs = [(key, values[i * kind.num_values + j]) for i, key in enumerate(keys) for j in range(kind.num_values)]
+    asked = keys[: kind.num_queries]
+    answers = tuple(value for key, value in pairs if key in asked)
+    needles = [_needle(kind, key, value) for key, value in pairs]
+    depths = [place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), len(needles))]
+    if request.depth is not None:
+        depths = [request.depth if key in asked else depth for depth, (key, _) in zip(depths, pairs)]
+
+    filler = Units(_filler(kind, request, {*keys, *values}))
+    between = " " if kind.haystack == "essay" else "\n"
+    told = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
+    what, verb = (kind.values, "are") if len(answers) > 1 else (kind.values.removesuffix("s"), "is")
+    question = (
+        f"Question: which secret {what} did the text give for {told}?\n"
+        f"Answer: for {told}, the secret {what} in the text {verb}"
+    )
+    task = (
+        f"The text below hides secret {kind.values}, each with the name it belongs to. Read it with care and remember "
+        f"the {kind.values}, because a question about them follows."
+    )
+
+    write = hidden(filler, between, needles, depths)
+    return drafted(request, write, before=task, question=question, answers=answers)
+
+
+def tracking(request: Request) -> Draft:
+    """One chain of `HOPS` hops in noise, its assignments in order at random depths, after a short worked example."""
+    rng = request.rng()
+    names = _different("variables", rng, 2 * (HOPS + 1))
+    shown, asked = names[: HOPS + 1], names[HOPS + 1 :]
+    shown_value, value = rng.sample(range(10_000, 100_000), 2)
+    filler = Units(repeat(NOISE))
+    shown_text = scatter(filler.take(EXAMPLE_UNITS), _statements(shown, shown_value), _depths(rng))
+    example = "\n".join([TRACKING, "", *shown_text, "", f"{_tracked(shown_value)} {', '.join(shown)}."])
+    statements, depths, question = _statements(asked, value), _depths(rng), _tracked(value)
+
+    write = hidden(filler, "\n", statements, depths)
+    before, answers = f"{example}\n\n{TRACKING}", tuple(asked)
+    return drafted(request, write, before=before, question=question, answers=answers)
+
+
+def _needle(kind: Kind, key: str, value: str) -> str:
+    return f"One secret {kind.values.removesuffix('s')} of {key} is {value}."
+
+
+def _filler(kind: Kind, request: Request, taken: set[str]) -> Iterator[str]:
+    rng = request.rng("filler")
+    if kind.haystack == "noise":
+        return repeat(NOISE)
+    if kind.haystack == "needles":
+        pairs = ((MAKE[kind.keys](rng), MAKE[kind.values](rng)) for _ in count())
+        return (_needle(kind, *pair) for pair in pairs if not taken.intersection(pair))
+    return prose(rng) if request.text is None else essays(request.text, rng)
+
+
+def _drawn(kind: str, rng: random.Random) -> Iterator[str]:
+    """Different keys, values, variables or coded words without end."""
+    taken: set[str] = set()
+    while True:
+        word = MAKE[kind](rng)
+        if word not in taken:
+            taken.add(word)
+            yield word
+
+
+def _different(kind: str, rng: random.Random, number: int) -> list[str]:
+    return list(islice(_drawn(kind, rng), number))
+
+
+MAKE: dict[str, Callable[[random.Random], str]] = {
+    "words": lambda rng: f"{rng.choice((*ADJECTIVES, *KEY_FIRST))}-{rng.choice((*NOUNS, *KEY_SECOND))}",
+    "numbers": lambda rng: str(rng.randrange(10**6, 10**7)),
+    "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+    "variables": lambda rng: "".join(rng.choices(ascii_uppercase, k=NAME)),
+    "codes": lambda rng: "".join(rng.choices(ascii_lowercase, k=LETTERS)),
+}
+
+
+def _statements(names: Sequence[str], value: int) -> list[str]:
+    """The first variable gets the value, every other one that of the variable before it."""
+    return [f"SET {name} = {given}" for name, given in zip(names, [value, *names])]
+
+
+def _depths(rng: random.Random) -> list[float]:
+    return sorted(rng.random() for _ in range(HOPS + 1))
+
+
+def _tracked(value: int) -> str:
+    return (
+        f"Question: which variables have the value {value} in the end?\n"
+        f"Answer: in the text above, {HOPS + 1} variables get the value {value}, namely"
+    )
+
+
+# Counting: the common words of a list, the frequent words of a coded text.
+
+COMMON_TASK = (
+    "Below is a numbered list of words. Some words are in it many times, most only a few times. Remember those that "
+    "are in the list most often."
+)
+COMMON_QUESTION = (
+    f"Question: which {COMMON} words are in the list most often?\nAnswer: the {COMMON} words that are in the list most "
+    "often are"
+)
+FREQUENT_TASK = (
+    "Below is a text in a code of made-up words. Count how often each word is in it, and remember the three most "
+    "frequent ones."
+)
+FREQUENT_QUESTION = (
+    f"Question: which three coded words are the most frequent? Give only the words; the dots {DOTS} are no word.\n"
+    "Answer: the three most frequent words of the coded text are"
+)
+
+
+def common_words(request: Request) -> Draft:
+    """A shuffled list of ten common words, 30 times each, and others, 3 times each, after a short worked example.
+
+    Lists of less than `SHORT` tokens have them 6 times and once. The words are English, and random letters where those
+    do not suffice; none is part of another, so that finding a word in an answer means that it was given.
+    """
+    rng = request.rng()
+    often, seldom = (30, 3) if request.length >= SHORT else (6, 1)
+    shown_often, shown_seldom, shown_others = (10, 3, 20) if request.length >= SHORT else (3, 1, 10)
+    words = _vocabulary(rng, request.length // (TOKENS_PER_ENTRY * seldom))
+    asked, shown, others = (list(islice(words, number)) for number in (COMMON, COMMON, shown_others))
+    shown_list = _numbered(_placed(shown, shown_often, rng) + _placed(others, shown_seldom, rng))
+    example = f"{COMMON_TASK}\n\n{shown_list}\n\n{COMMON_QUESTION} {', '.join(shown)}."
+    common = _placed(asked, often, rng)
+    filler = Units((word, _placed([word], seldom, rng)) for word in words)
+
+    def write(units: int) -> tuple[str, dict[str, Any]]:
+        uncommon = dict(filler.take(units))
+        context = _numbered(common + [one for placed in uncommon.values() for one in placed])
+        return context, {"counts": {**dict.fromkeys(asked, often), **dict.fromkeys(uncommon, seldom)}}
+
+    before, answers = f"{example}\n\n{COMMON_TASK}", tuple(asked)
+    return drafted(request, write, before=before, question=COMMON_QUESTION, answers=answers)
+
+
+def frequent_words(request: Request) -> Draft:
+    """Coded words in random order with frequencies of a zeta distribution; rank 1 are dots, the next three the answers.
+
+    A unit is one word. There is a word for every 50 tokens of the length, as in RULER.
+    """
+    rng = request.rng()
+    words = [DOTS, *islice(_drawn("codes", rng), max(ASKED + 1, request.length // 50))]
+    ranks, order = Units(_zeta(len(words))), Units(iter(rng.random, None))
+
+    def write(units: int) -> tuple[str, dict[str, Any]]:
+        drawn = [words[rank] for rank in ranks.take(units)]
+        context = " ".join(word for _, word in sorted(zip(order.take(units), drawn)))
+        return context, {"counts": dict(Counter(drawn))}
+
+    answers = tuple(words[1 : ASKED + 1])
+    return drafted(request, write, before=FREQUENT_TASK, question=FREQUENT_QUESTION, answers=answers)
+
+
+def _placed(words: Sequence[str], times: int, rng: random.Random) -> list[tuple[float, str]]:
+    """Every word so many times, with random places that do not change when more words come."""
+    return [(rng.random(), word) for word in words for _ in range(times)]
+
+
+def _numbered(placed: Sequence[tuple[float, str]]) -> str:
+    return " ".join(f"{number}. {word}" for number, (_, word) in enumerate(sorted(placed), 1))
+
+
+def _vocabulary(rng: random.Random, number: int) -> Iterator[str]:
+    """Different words without end, none part of another; English and coded ones are mixed in the first `number`.
+
+    A list takes no more than those, so its common words are no more English than the others: only counting finds them.
+    """
+    english = set(english_words())
+    coded = (word for word in _drawn("codes", rng) if not english & {word[1:], word[:-1], word})
+    pool = [*english_words(), *islice(coded, max(0, number - len(english)))]
+    rng.shuffle(pool)
+    return chain(pool, coded)
+
+
+@cache
+def english_words() -> tuple[str, ...]:
+    """The English words that are long enough and have no other one in them."""
+    every = {*ADJECTIVES, *ADVERBS, *INTRANSITIVE, *KEY_FIRST, *KEY_SECOND, *NOUNS, *PLACES, *TRANSITIVE}
+    words = sorted(word for word in every if len(word) >= SHORTEST)
+    return tuple(word for word in words if not any(other in word for other in words if other != word))
+
+
+def _zeta(words: int) -> Iterator[int]:
+    """Ranks (from 0) one by one, so that at every time t rank k - 1 has come floor(t / k^alpha) times."""
+    due = [((rank + 1) ** ALPHA, rank, 1) for rank in range(words)]
+    while True:
+        _, rank, times = due[0]
+        yield rank
+        heapq.heapreplace(due, ((times + 1) * (rank + 1) ** ALPHA, rank, times + 1))
+
+
+# Question answering: paragraphs with the answer among many others, from the user's own copy of the data.
+
+QA_TASK = "Answer the question below from the documents. Give only the answer, in as few words as the documents use."
+
+
+class Source(NamedTuple):
+    """A data set: its name, file and address, and the metadata that names the file in lm-evaluation-harness."""
+
+    name: str
+    file: str
+    address: str
+    option: str
+
+
+SOURCES = {
+    "qa_1": Source("SQuAD 2.0", "dev-v2.0.json", "https://rajpurkar.github.io/SQuAD-explorer", "squad"),
+    "qa_2": Source("HotpotQA", "hotpot_dev_distractor_v1.json", "https://hotpotqa.github.io", "hotpotqa"),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its answers (any one is right), and paragraphs as places in the list of all documents.
+
+    Attributes:
+        needed: paragraphs that every text has.  near: of the same article, preferred as distractors.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    needed: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+def questions_on_documents(request: Request) -> Draft:
+    """Documents in random order: those the answer needs, then others of the same article, then any, repeated at need.
+
+    The question is one of the file's, in an order that depends on the seed only, whatever the length.
+    """
+    paragraphs, questions = _load(request.task, request.data)
+    order = list(range(len(questions)))
+    random.Random(request.seed).shuffle(order)
+    asked = questions[order[request.index % len(order)]]
+    rng = request.rng()
+    needed = [(rng.random(), paragraphs[one]) for one in asked.needed]
+    filler = Units(_others(paragraphs, asked, rng))
+    question = f"Question: {asked.text}\nAnswer:"
+
+    def write(units: int) -> tuple[str, dict[str, Any]]:
+        placed = sorted(needed + filler.take(units))
+        context = "\n\n".join(f"Document {number}:\n{text}" for number, (_, text) in enumerate(placed, 1))
+        depths = tuple(placed.index(one) / len(placed) for one in needed)
+        return context, {"needles": tuple(text for _, text in needed), "depths": depths}
+
+    between = f"{QA_TASK}\n\n"
+    return drafted(request, write, before=QA_TASK, between=between, question=question, answers=asked.answers)
+
+
+def _others(paragraphs: tuple[str, ...], asked: Question, rng: random.Random) -> Iterator[tuple[float, str]]:
+    near = rng.sample(asked.near, len(asked.near))
+    known = {*asked.needed, *near}
+    far = [one for one in range(len(paragraphs)) if one not in known]
+    rng.shuffle(far)
+    for one in cycle(near + far):
+        yield rng.random(), paragraphs[one]
+
+
+def _load(task: str, data: str | Path | None) -> tuple[tuple[str, ...], tuple[Question, ...]]:
+    """All paragraphs, each once, and all questions that have an answer."""
+    name, file, address, option = SOURCES[task]
+    advice = f"download {file} from {address} and pass data=PATH, or --metadata {option}=PATH for lm-evaluation-harness"
+    if data is None:
+        raise FastKVError(f"{task} reads {name}, which does not come with fastkv, and got no file; {advice}")
+    path = Path(data)
+    if not path.is_file():
+        raise FastKVError(f"{task} expected {name}'s {file} at {path}, got nothing there; {advice}")
+    try:
+        return _parse(task, path, path.stat().st_mtime_ns)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise FastKVError(f"{path} is not {name}'s {file}, reading it failed with {error!r}; {advice}") from error
+
+
+@lru_cache(maxsize=2)
+def _parse(task: str, path: Path, changed: int) -> tuple[tuple[str, ...], tuple[Question, ...]]:
+    """`changed` is when the file was written, so that a new file is read anew."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    paragraphs: dict[str, int] = {}
+    questions = list(_squad(content, paragraphs) if task == "qa_1" else _hotpot(content, paragraphs))
+    if not questions or len(paragraphs) < 2:
+        raise ValueError("no questions, or fewer than two paragraphs")
+    return tuple(paragraphs), tuple(questions)
+
+
+def _squad(content: Any, paragraphs: dict[str, int]) -> Iterator[Question]:
+    for article in content["data"]:
+        places = [paragraphs.setdefault(one["context"], len(paragraphs)) for one in article["paragraphs"]]
+        for place, paragraph in zip(places, article["paragraphs"]):
+            near = tuple(dict.fromkeys(other for other in places if other != place))
+            for asked in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
+                if answers:  # SQuAD 2.0 also asks what has none
+                    yield Question(asked["question"], answers, (place,), near)
+
+
+def _hotpot(content: Any, paragraphs: dict[str, int]) -> Iterator[Question]:
+    """A question needs two of its ten paragraphs, and RULER keeps all ten."""
+    for asked in content:
+        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
+        places = tuple(dict.fromkeys(paragraphs.setdefault(text, len(paragraphs)) for text in texts))
+        yield Question(asked["question"], (asked["answer"],), places)
+
+
+# Marks, and all of it.
+
+
+def string_match_all(prediction: str, answers: Sequence[str]) -> float:
+    """Share of the reference strings that occur in the prediction, 0 to 1; of every task but question answering.
+
+    Case does not matter, and control characters separate words.
+    """
+    if isinstance(answers, str) or not answers:
+        raise FastKVError(
+            f"a prediction is marked with a sequence of at least one answer, got {answers!r}; pass a tuple"
+        )
+    text = CONTROL.sub("\n", prediction).lower()
+    return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def string_match_part(prediction: str, answers: Sequence[str]) -> float:
+    """1 if any of the reference strings, which say the same, occurs in the prediction, else 0; otherwise as above."""
+    return float(string_match_all(prediction, answers) > 0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a task is written and marked; `least` is the smallest number of filler units that makes sense."""
+
+    write: Callable[[Request], Draft]
+    metric: Callable[[str, tuple[str, ...]], float] = string_match_all
+    least: int = 1
+
+
+TASKS = {
+    **dict.fromkeys(KINDS, Task(niah)),
+    "vt": Task(tracking),
+    "cwe": Task(common_words),
+    "fwe": Task(frequent_words, least=FREQUENT_LEAST),
+    **dict.fromkeys(SOURCES, Task(questions_on_documents, string_match_part)),
+}
+
+
+def generate(
+    task: str,
+    tokenizer: Tokenizer,
+    length: int,
+    seed: int = 0,
+    index: int = 0,
+    *,
+    depth: float | None = None,
+    text: str | Path | None = None,
+    data: str | Path | None = None,
+) -> Sample:
+    """One sample of `task`; the same arguments always give the same one.
+
+    The prompt and `tokens_to_generate` together have at most `length` tokens, and with one more unit of filler (a
+    sentence, a line, a word and its repetitions, a document) they would have more.
+
+    Args:
+        task: one of `TASKS`.
+        tokenizer: of the model, special tokens included as it adds them; or a function that counts a text's tokens.
+        length: tokens.  seed, index: of the set of samples, and in it.
+        depth: where to put the needles that are asked for, 0 to 1; at random places if None. For niah tasks.
+        text: file or folder of .txt and .md files for the essays; generated prose if None. For niah tasks with essays.
+        data: the file with the questions. For qa tasks, which need it.
+    """
+    if task not in TASKS:
+        raise FastKVError(f"expected one of the tasks {', '.join(TASKS)}, got {task!r}; choose one of them")
+    essays = task in KINDS and KINDS[task].haystack == "essay"
+    for name, value, has in (("depth", depth, task in KINDS), ("text", text, essays), ("data", data, task in SOURCES)):
+        if value is not None and not has:
+            raise FastKVError(f"{task} has no {name}, got {name}={value!r}; leave it out or choose another task")
+    draft = TASKS[task].write(Request(task, length, seed, index, depth, text, data))
+    return longest(draft, tokenizer, length, TASKS[task].least)
+
+
+def score(sample: Sample, prediction: str) -> float:
+    """RULER's mark of what a model wrote, 0 to 1: the share of the answers in it, for `qa` whether any is in it."""
+    metric = TASKS[sample.task].metric if sample.task in TASKS else string_match_all
+    return metric(prediction, sample.answers)

@@ -1,0 +1,247 @@
+"""The command: read a text with every policy at every budget, and write the page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ... import Budget, FastKVError, policies
+from ...api import patched
+from ...config import EVICT_EVERY
+from .. import common, facts
+from ..equal_bytes import equal_bytes
+from .page import coded, packed, written
+from .trace import Full, Reading, Trace, read_full, trace
+
+SINKS, RECENT = 4, 16  # tokens that are never evicted, as in `fastkv demo`
+FACTS = "facts"  # the text that is read where none is given
+FED = 32  # last tokens of a text that are fed one at a time
+REMEMBERS = {  # what of an evicted token there still is, by correction
+    "none": "nothing of it is remembered",
+    "moments": "it is part of the mean and the covariance of all evicted tokens",
+    "centroids": "it is part of a centroid",
+    "ridge": "the values of what stayed were refitted to its attention",
+    "matching": "biases and values of what stayed were fitted to its attention",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv view`."""
+    add, option = parser.add_argument, partial(common.option, parser)
+    common.add_model(parser, "fastkv-view.html", "the page", "FILE")
+    option("--text", FACTS, f"{common.TEXTS}, or {FACTS}, {common.TEXT} with facts, a question and its answer", "FILE")
+    option("--seed", 0, "of the facts")
+    add("--answer", type=int, default=0, metavar="N", help="last tokens of your text that answer a question, if any")
+    option("--context", 768, "tokens of the text")
+    option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME")
+    option("--budgets --budget", (64, 128, 256), "sizes of the cache, tokens per KV head")
+    add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
+    common.add_slots(parser)
+    add("--prefill-block", default="64", metavar="N", help="tokens of a block, or whole (default: 64)")
+    fed = f"last tokens that are fed one at a time (default: the answer, {FED} without one)"
+    add("--steps", type=int, metavar="N", help=fed)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is read.
+
+    Attributes: ids [1, N].  pieces: of the text, one for each token.  name: where it is from.  answer: last tokens that
+        answer a question, 0 for none.  first: the token that the page begins with.
+    """
+
+    ids: Tensor
+    pieces: list[str]
+    name: str
+    answer: int
+    first: int
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> dict[str, Any]:
+    """Write the page. Returns: what it holds."""
+    console = console or common.console_of()
+    checked(options)
+    model, tokenizer = common.load(options.model)
+    common.check_length("context", options.context, model, options.model)
+    text = text_of(tokenizer, options)
+    steps = options.steps or text.answer or FED
+    num = text.ids.shape[1]
+    if not 1 <= steps < num - 1:
+        raise FastKVError(f"steps must be at least 1 and fewer than the {num} tokens of the text less one, got {steps}")
+    block = None if options.prefill_block == "whole" else int(options.prefill_block)
+    if block is not None and (num - steps) % block == 1:
+        steps += 1  # a block of one token that is left over is fed like those after it
+    reading = Reading(text.ids.to(model.device), block, steps)
+    common.make_folder(options.out.parent)
+    full, traces = traced(model, reading, options, console)
+    data = page_of(text, reading, options, full, traces, tokenizer)
+    written(data, options.out)
+    console.print(f"{options.out} written, {options.out.stat().st_size / 1024:.0f} KiB; open it in a browser")
+    return data
+
+
+def checked(options: argparse.Namespace) -> None:
+    """Raise FastKVError for what is wrong before a model is loaded."""
+    common.check_some("policies", options.policies)
+    common.check_some("budgets", options.budgets)
+    chosen = [policies.get(name) for name in options.policies]
+    for tokens in options.budgets:
+        Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
+    if options.context < common.SHORTEST:
+        raise FastKVError(f"context must be at least {common.SHORTEST} tokens, got {options.context}")
+    block = options.prefill_block
+    if block != "whole" and not (block.isdecimal() and int(block) > 1):
+        raise FastKVError(f"prefill-block must be whole or a number of at least 2 tokens, got {block!r}")
+    twice = next((policy.name for policy in chosen if policy.rereads), None)
+    if twice and block != "whole":
+        raise FastKVError(f"policy {twice!r} reads twice, got blocks of {block} tokens; add --prefill-block whole")
+    if options.steps is not None and options.steps < 1:
+        raise FastKVError(f"steps must be at least 1, got {options.steps}")
+
+
+def text_of(tokenizer: Any, options: argparse.Namespace) -> Text:
+    """The first tokens of the text. Raises FastKVError if it is too short, or foreign to the tokenizer."""
+    if options.text == FACTS:
+        return with_facts(tokenizer, options)
+    whole, name, answer = "".join(common.documents(options.text)), Path(options.text).name, options.answer
+    encoded = tokenizer(whole, truncation=True, max_length=options.context, return_offsets_mapping=tokenizer.is_fast)
+    ids = encoded.input_ids
+    if len(ids) < common.SHORTEST:
+        raise FastKVError(
+            f"the text {options.text} is too short, expected at least {common.SHORTEST} tokens, got {len(ids)}; give a "
+            "longer one"
+        )
+    common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
+    pieces = pieces_of(tokenizer, whole, ids, encoded.get("offset_mapping"))
+    return Text(torch.tensor([ids]), pieces, name, answer, found(ids, answer) if answer else 0)
+
+
+def with_facts(tokenizer: Any, options: argparse.Namespace) -> Text:
+    """A real text with facts in it that ends with a question and its answer, all of it `options.context` tokens."""
+    question = facts.sample(tokenizer, options.context, options.seed, common.TEXT).questions[0]
+    answer = tokenizer(question.answer, add_special_tokens=False).input_ids
+    rest = question.ids + answer
+    ids = facts.sample(tokenizer, options.context - len(rest), options.seed, common.TEXT).prefix + rest
+    common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
+    name = f"{common.TEXT} with facts, seed {options.seed}"
+    return Text(torch.tensor([ids]), pieces_of(tokenizer, "", ids, None), name, len(answer), found(ids, len(answer)))
+
+
+def found(ids: list[int], answer: int) -> int:
+    """Where the text says what its last `answer` tokens say: the place of the first of them, as far as it has one."""
+    start = len(ids) - answer
+    for length in (min(3, answer), 1):
+        places = [place for place in range(start) if ids[place:][:length] == ids[start:][:length]]
+        if places:
+            return places[0]
+    return start
+
+
+def pieces_of(tokenizer: Any, text: str, ids: list[int], places: Sequence[tuple[int, int]] | None) -> list[str]:
+    """What each token stands for, blanks before it included; a dot for one that goes on within a letter.
+
+    Args: places: of each token in the text, first and last character; None for a tokenizer that does not know.
+    """
+    if places is None:
+        return [tokenizer.decode([one]) for one in ids]
+    pieces, end = [], 0
+    special = set(tokenizer.all_special_ids)
+    for one, (_, stop) in zip(ids, places):
+        pieces.append(text[end:stop] or (tokenizer.convert_ids_to_tokens(one) if one in special else "·"))
+        end = max(end, stop)
+    return pieces
+
+
+def traced(
+    model: Any, reading: Reading, options: argparse.Namespace, console: Console
+) -> tuple[Full, list[tuple[str, int, Trace, str]]]:
+    """The stock model, and every policy at every budget with the name of its correction."""
+    caches = [(policy, tokens) for policy in options.policies for tokens in options.budgets]
+    # Other backends join centroids in the same way, but only the reference can be followed bit for bit.
+    settings = {"prefill_block": reading.block, "evict_every": EVICT_EVERY, "static": False, "backend": "reference"}
+    settings["slots"] = options.slots
+    found = []
+    with common.progress(console) as progress:
+        bar = progress.add_task("full cache", total=1 + len(caches))
+        full = read_full(model, reading)
+        progress.advance(bar)
+        for name, tokens in caches:
+            progress.update(bar, description=f"{name}, {tokens}")
+            budget = Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
+            if options.equal == "bytes":
+                budget = equal_bytes(model.config, budget, model.dtype)
+            with patched(model, name, budget, **settings):
+                correction = model._fastkv_config.correction.name
+                found.append((name, tokens, trace(model, reading, full), correction))
+            progress.advance(bar)
+        progress.update(bar, description="done")
+    return full, found
+
+
+def page_of(
+    text: Text,
+    reading: Reading,
+    options: argparse.Namespace,
+    full: Full,
+    traces: Sequence[tuple[str, int, Trace, str]],
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """What the page holds, see `page.html`."""
+    arrays, places = [], []
+    for _, _, one, _ in traces:
+        here = {"gone": one.gone, "error": coded(one.error), "centroid": one.centroid}
+        places.append([name for name, array in here.items() if array is not None])
+        arrays += [array for array in here.values() if array is not None]
+    numbers, starts = packed(arrays)
+    begins = iter(starts)
+    caches = []
+    for (policy, tokens, one, correction), names in zip(traces, places):
+        found = {name: next(begins) for name in names}
+        caches.append(
+            {
+                "policy": policy,
+                "budget": tokens,
+                "remembers": REMEMBERS[correction],
+                "kept": one.kept,
+                "bytes": one.nbytes,
+                "slot": one.slot,
+                "events": one.events,
+                "said": words(tokenizer, one.said),
+                "centroid": None,
+                **found,
+            }
+        )
+    block = "in one piece" if reading.block is None else f"in blocks of {reading.block} tokens"
+    first = traces[0][2]
+    return {
+        "model": Path(options.model).name,
+        "text": text.name,
+        "read": f"Read {block}, the last {reading.steps} one at a time.",
+        "tokens": text.pieces,
+        "first": text.first,
+        "answer": text.answer if reading.steps >= text.answer else 0,
+        "sinks": SINKS,
+        "recent": RECENT,
+        "layers": first.layers,
+        "heads": first.gone.shape[1],
+        "bytes": full.nbytes,
+        "slots": traces[0][2].stored,
+        "said": words(tokenizer, full.said),
+        "policies": list(options.policies),
+        "budgets": list(options.budgets),
+        "caches": caches,
+        "numbers": numbers,
+    }
+
+
+def words(tokenizer: Any, ids: Tensor) -> list[str]:
+    """Tokens as text, each with a blank before it where the tokenizer has words."""
+    return [f" {tokenizer.decode([one]).strip()}" for one in ids.tolist()]
