@@ -1,5 +1,7 @@
 """Shares of heads: how they are found, what they come to in tokens, the file, and the caches that follow them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -522,6 +524,20 @@ def test_a_module_takes_shares_of_the_whole_model():
     refused("4 layers of 2 KV heads", FastKVAttention, 4, 4, 16, "keydiff", Budget(tokens=20, heads=shares, recent=4),
             layer=1, num_layers=LAYERS)  # fmt: skip
     refused("HeadShares.load", FastKVAttention, 4, 4, 16, "keydiff", Budget(tokens=64, heads="a.safetensors"))
+
+
+def test_shares_that_are_known_are_found_and_none_are_made(own, tmp_path, monkeypatch):
+    """In the user's cache, before it beside the model; what is of other weights is refused."""
+    model, shares = own
+    monkeypatch.setattr(calibrate, "user_cache", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path / "model"))
+    assert calibrate.known_shares(model) is None
+    for place in (tmp_path / "heads" / f"{shares.weights}.safetensors", tmp_path / "model" / "heads.safetensors"):
+        place.parent.mkdir()
+        shares.save(place)
+        assert repr(calibrate.known_shares(model)) == repr(shares)
+    replace(shares, weights="0" * 16).save(tmp_path / "model" / "heads.safetensors")
+    refused("weights", calibrate.known_shares, model)
 
 
 def test_the_command(own, tmp_path, monkeypatch, capsys):

@@ -346,6 +346,7 @@ def test_the_bundled_model_is_inspected_from_end_to_end(width, tmp_path):
     rows = {words[0]: words[1:] for words in map(str.split, table) if words and words[0].isdigit()}
     assert set(rows) == {str(index) for index in range(model.config.num_hidden_layers)}
     assert "…" not in printed, "the table fits"
+    assert "what each head needs is not known yet" in printed or "what each head keeps of a text" in printed
     ids = tokenizer(text.read_text(), return_tensors="pt").input_ids
     projected = []
     for block in model.model.layers:

@@ -344,8 +344,8 @@ def test_clicking_through_the_page(browser, page, data):
     assert browser.run("Array.from(keptBy(cacheNow(), rows(), state.time))") == kept.int().tolist()
     browser.press("End")
     assert browser.text("#time-out") == f"the end, {CONTEXT} tokens"
-    # The text: one stop of the Tab key, then arrows; what is focused has its fate told.
-    browser.press("Tab")
+    # The text: behind the search, one stop of the Tab key, then arrows; what is focused has its fate told.
+    browser.press("Tab", 2)
     assert browser.run("document.activeElement.parentNode.id") == "text"
     browser.press("Home")
     assert browser.text("#where") == f"Token 0 of {CONTEXT}" and browser.text("#fate").startswith("Kept.")
@@ -365,6 +365,32 @@ def test_clicking_through_the_page(browser, page, data):
     browser.press("End")
     browser.run("new Promise(done => setTimeout(done, 300))")
     assert browser.run("state.token") == CONTEXT - 1
+    assert browser.errors == []
+
+
+@pytest.mark.slow
+def test_a_word_is_found_and_a_head_is_chosen(browser, page, data):
+    """The words of tokens 40 and 41, then the next place of a word; a link leads to a token; a click to a head."""
+    browser.open(page)
+    words = "".join(data["tokens"][40:42]).strip().upper()
+    type_in = "(at('search').value = {}, at('search').dispatchEvent(new Event('input')), at('found').textContent)"
+    browser.run("select(0)")
+    said = browser.run(type_in.format(json.dumps(words)))
+    text = "".join(data["tokens"]).lower()
+    assert said == f"1 of {text.count(words.lower())}"
+    found = browser.run("state.token")
+    assert "".join(data["tokens"][found:]).strip().lower().startswith(words.lower())
+    assert browser.run("location.hash") == f"#{found}"
+    assert browser.run(type_in.format('"no such words"')) == "not in the text" and browser.run("state.token") == found
+    browser.run("location.hash = '#7'")
+    browser.run("new Promise(done => setTimeout(done, 100))")
+    assert browser.run("state.token") == 7
+    gone = array(data, data["caches"][browser.run("state.policy * data.budgets.length + state.budget")], "gone")
+    kept = (gone == 0).float().mean(-1)
+    assert f"{100 * kept.min():.0f} % to {100 * kept.max():.0f} %" in browser.text("#shares-note")
+    browser.click("#shares")
+    chosen = browser.run("[state.layer, state.head]")
+    assert 1 <= chosen[0] <= len(data["layers"]) and 1 <= chosen[1] <= data["heads"]
     assert browser.errors == []
 
 

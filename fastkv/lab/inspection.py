@@ -26,9 +26,12 @@ from torch import Tensor
 from .. import reference
 from ..errors import FastKVError
 from ..integrations.transformers import rotations
+from ..integrations.transformers.calibrate import known_shares
 from ..rotary import Rotary
 from . import common
+from .fit_heads import KEEP, picture
 
+NOT_CALIBRATED = "what each head needs is not known yet: fastkv calibrate heads"
 LEAST = 256  # tokens; fewer tell nothing about a cloud in 64 or more dimensions
 MOST = 2048  # tokens of a longer text that are read unless --context says otherwise
 ROOMY = 112  # columns of a table with spaces around
@@ -271,6 +274,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Report:
     report = measure(model, ids, options, console)
     console.print(table_of(report, roomy=console.width >= ROOMY))
     console.print(explain(report))
+    shares = known_shares(model)
+    console.print(NOT_CALIBRATED if shares is None else picture(shares.shares(KEEP)))
     record = {"versions": common.versions(), **vars(report)}
     common.write_json(options.out / "inspect.json", record)
     write_plot(report, options.out / "inspect.png")

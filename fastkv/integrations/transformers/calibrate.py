@@ -315,13 +315,11 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     """
     if wanted != "calibrated":
         return _checked(Path(wanted), model)
-    beside = Path(getattr(model.config, "_name_or_path", "") or ".") / HEADS_FILE
-    if beside.is_file():
-        return _checked(beside, model)
+    known = known_shares(model)
+    if known is not None:
+        return known
     _check_whole(model)
-    file = user_cache("heads") / f"{weights_digest(model)}.safetensors"
-    if file.is_file():
-        return _checked(file, model)
+    file = _cached(model)
     print(
         f"fastkv: calibrating the heads of {describe(model.config)}, once for these weights, into {file}; "
         "Budget(heads='uniform') does without",
@@ -341,6 +339,24 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     except (OSError, FastKVError) as error:  # a home that cannot be written is no reason not to run
         print(f"fastkv: the shares were not stored ({error})", file=sys.stderr, flush=True)
     return made
+
+
+def known_shares(model: Any) -> HeadShares | None:
+    """The shares of a model from beside it or from the user's cache, if it was calibrated.
+
+    Raises: FastKVError if a file is damaged or of other weights.
+    """
+    beside = Path(getattr(model.config, "_name_or_path", "") or ".") / HEADS_FILE
+    if beside.is_file():
+        return _checked(beside, model)
+    if Parallel.of(model).size > 1 or not _cached(model).is_file():
+        return None  # a process with a part of the weights cannot know whose they are
+    return _checked(_cached(model), model)
+
+
+def _cached(model: Any) -> Path:
+    """Where the user's cache has the shares of these weights, if it has."""
+    return user_cache("heads") / f"{weights_digest(model)}.safetensors"
 
 
 def _check_whole(model: Any) -> None:
