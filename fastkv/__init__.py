@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .integrations.transformers.calibrate import calibrate_heads
     from .integrations.transformers.cuda_graphs import capture_decode
     from .module import FastKVAttention
+    from .prefix import compress
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "HeadShares",
     "calibrate_heads",
     "capture_decode",
+    "compress",
     "ops",
     "patch",
     "patched",
@@ -46,6 +48,7 @@ PLACES = {
     "HeadShares": "calibration.head_shares",
     "calibrate_heads": "integrations.transformers.calibrate",
     "capture_decode": "integrations.transformers.cuda_graphs",
+    "compress": "prefix",
     "patch": "api",
     "patched": "api",
     "unpatch": "api",

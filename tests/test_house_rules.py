@@ -45,6 +45,7 @@ ROOMS = [
     "integrations",
     "module",
     "api",
+    "prefix",
     "lab",
 ]
 # Imports that would close a cycle at the top of a module, and why they may stand in a function.

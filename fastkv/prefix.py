@@ -1,0 +1,133 @@
+"""compress: a prefix that others have read with a stock cache becomes a compressed one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from . import config as settings
+from .api import patch
+from .budget import Budget
+from .config import Config
+from .errors import FastKVError
+from .integrations import transformers as engine
+from .integrations.transformers import modules
+from .integrations.transformers.cache import FastKVCache
+from .policies import Policy
+
+POLICY = "keydiff"  # of those that look at keys and values alone, the one that answers best
+FROM_KEYS = frozenset({"pre_rope", "query_statistics"})  # signals that a cache and a file can give
+
+
+@torch.no_grad()
+def compress(
+    cache: Any,
+    model: Module,
+    policy: str | Policy = POLICY,
+    budget: int | str | Budget = settings.BUDGET,
+    *,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> FastKVCache:
+    """A compressed cache of what a stock cache holds, which stays as it is; the model is then patched for it.
+
+    Example:
+        cache = model(prefix, use_cache=True).past_key_values
+        small = fastkv.compress(cache, model, budget="4x")
+        model.generate(prompt, past_key_values=small)     # the prompt begins with the prefix
+
+    Args:
+        cache: of transformers, with keys and values [B, Hkv, N, D] of N tokens in every layer, as `DynamicCache`.
+        model: that filled it, patched or not.
+        policy: one that looks at keys and values alone: nobody kept the queries.
+        budget: as in `fastkv.patch`.
+        attention_mask: [B, N], 0 for padding; None for none.
+        options: more arguments of `fastkv.patch`.
+    Raises: FastKVError if the policy needs more, if the cache does not hold every token of every layer, or as `patch`.
+    """
+    before = vars(model).get("_fastkv_config")
+    patch(model, policy, budget, **options)
+    try:
+        made = FastKVCache(model)
+        _check_policy(made.config)
+        layers = _pairs(cache, made, model)
+        valid = _valid(attention_mask, layers[0][0])
+    except FastKVError:
+        engine.detach(model)
+        if before is not None:
+            engine.attach(model, engine.check(model, before), before)
+        raise
+    batch, num = valid.shape
+    attentions = modules.attentions(model)
+    for layer, (k, v) in zip(made.compressed, layers):
+        module = attentions[layer.cache.layer]
+        groups = modules.Sizes.of(module).groups
+        layer.lazy_initialization(k, v)
+        layer.seen = num
+        held = layer.hold()
+        nobody = k.new_zeros(()).expand(batch, k.shape[1] * groups, num, k.shape[3])  # whose queries nobody reads
+        own = valid.to(k.device)
+        k, v = (torch.where(own[:, None, :, None], part, 0) for part in (k, v))
+        held.held = nobody, k, v, own
+        held.attends = float(getattr(module, "scaling", None) or k.shape[3] ** -0.5), None, None, None
+        layer.commit(None)
+    return made
+
+
+def _check_policy(config: Config) -> None:
+    """Raise FastKVError for a policy or a correction that looks at more than keys and values."""
+    policy = config.policy
+    if policy.needs <= FROM_KEYS and not (config.deferred or policy.remembers or config.correction.observes):
+        return
+    what = f"policy {policy.name!r}"
+    if config.correction.observes:
+        what = f"correction={config.correction.name!r}"
+    elif config.budget.quality is not None:
+        what = "Budget(quality=...)"
+    raise FastKVError(
+        f"a cache holds keys and values, and {what} looks at queries or attention too; use policy 'keydiff', "
+        "'leverage', 'lagkv', 'knorm', 'manifold' or 'streaming', or read the prefix with a patched model"
+    )
+
+
+def _valid(mask: Tensor | None, keys: Tensor) -> Tensor:
+    """[B, N] bool, false for padding, of keys [B, Hkv, N, D]. Raises: FastKVError for a mask of another shape."""
+    shape = keys.shape[0], keys.shape[2]
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=keys.device)
+    if mask.shape != shape:
+        raise FastKVError(
+            f"attention_mask must have shape {list(shape)}, one number for each token of the cache, got "
+            f"{list(mask.shape)}; pass the mask that the prefix was read with"
+        )
+    return mask.to(keys.device, torch.bool)
+
+
+def _pairs(cache: Any, made: FastKVCache, model: Module) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer. Raises: FastKVError if they are not there for every token of every layer."""
+    name = type(cache).__name__
+    held: Any = getattr(cache, "layers", None)
+    if isinstance(cache, FastKVCache) or held is None or len(held) != len(made.layers):
+        raise FastKVError(
+            f"compress needs a cache of transformers with {len(made.layers)} layers, as DynamicCache, got {name}; pass "
+            "what model(ids, use_cache=True).past_key_values is without fastkv"
+        )
+    if len(made.compressed) < len(made.layers) or modules.sources(model):
+        raise FastKVError(
+            f"{type(model).__name__} has layers that are not compressed or share keys, expected full attention in "
+            "every layer; read the prefix with a patched model"
+        )
+    num = int(cache.get_seq_length())
+    found = []
+    for index, layer in enumerate(held):
+        k, v = (getattr(layer, part, None) for part in ("keys", "values"))  # of some caches there are none
+        if not num or not all(isinstance(part, Tensor) and part.ndim == 4 and part.shape[2] >= num for part in (k, v)):
+            raise FastKVError(
+                f"layer {index} of the {name} does not hold keys and values of all {num} tokens; fill the cache, and "
+                "use one that evicts, quantises and offloads nothing"
+            )
+        found.append((layer.keys[:, :, :num], layer.values[:, :, :num]))
+    return found

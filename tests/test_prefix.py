@@ -1,0 +1,96 @@
+"""compress: a stock cache becomes the compressed one that reading would have made."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import fastkv
+from fastkv import Budget, FastKVCache, FastKVError
+
+from .models import build, generate, prompt
+from .test_policy_matrix import EVERY, small
+from .test_saved import assert_same, contents
+
+POLICIES = ("keydiff", "manifold", "leverage", "lagkv", "knorm", "streaming", "random")
+
+
+def stock(model, ids, mask=None):
+    return model(ids, attention_mask=mask, use_cache=True).past_key_values
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "options", [{}, {"correction": "centroids"}, {"correction": "moments", "slots": "int8"}], ids=str
+)
+def test_it_is_what_reading_makes(policy, options):
+    """Bit for bit, also what the next tokens make of it; the stock cache stays as it is."""
+    model, (ids, _) = build(), prompt(1, 60, (0,))
+    cache = stock(model, ids)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    made = fastkv.compress(cache, model, policy, small(), evict_every=EVERY, **options)
+    read = model(ids).past_key_values
+    assert isinstance(made, FastKVCache) and made.get_seq_length() == 60
+    assert_same(contents(made), contents(read))
+    for layer, (keys, values) in zip(cache.layers, before):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    more = torch.cat([ids, ids[:, :5]], 1)
+    assert torch.equal(*(generate(model, more, new=9, past_key_values=one) for one in (made, read)))
+
+
+@torch.no_grad()
+def test_padding_and_adaptive_heads():
+    model, (ids, mask) = build(), prompt(2, 60, (0, 19))
+    cache = stock(model, ids, mask)
+    for heads in ("uniform", "adaptive"):
+        budget = small(heads=heads)
+        made = fastkv.compress(cache, model, "knorm", budget, evict_every=EVERY, attention_mask=mask)
+        read = model(ids, attention_mask=mask).past_key_values
+        for mine, theirs in zip(made.layers, read.layers):
+            assert torch.equal(mine.state.stored, theirs.state.stored)
+            assert torch.equal(mine.state.seen, theirs.state.seen)
+            torch.testing.assert_close(mine.state.exact["keys"], theirs.state.exact["keys"])
+
+
+@torch.no_grad()
+def test_a_static_cache_and_bytes():
+    """Of a cache with room for more, its tokens; the budget is of the prefix."""
+    model, (ids, _) = build(num_hidden_layers=2), prompt(1, 200, (0,))
+    static = StaticCache(config=model.config, max_cache_len=256)
+    model(ids, past_key_values=static)
+    made = fastkv.compress(static, model, budget="2x")
+    assert made.get_seq_length() == 200 and made.config.slots.name == "int8"
+    full = 200 * sum(2 * layer.keys.shape[1] * layer.keys.shape[3] * 2 for layer in static.layers)
+    assert 0.8 * full / 2 < made.nbytes() <= full / 2
+
+
+@torch.no_grad()
+def test_refusals_change_nothing():
+    model, (ids, _) = build(), prompt(1, 60, (0,))
+    cache = stock(model, ids)
+    fastkv.patch(model, "snapkv", 64)
+    before = model._fastkv_config
+    mine = model(ids).past_key_values
+    short = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        short.update(layer.keys, layer.values if index else layer.values[:, :, :50], index)
+    wrong = [
+        ("looks at queries or attention", cache, {"policy": "snapkv"}),
+        ("policy 'kvzip' looks at queries", cache, {"policy": "kvzip"}),
+        ("policy 'fastkv' looks at queries", cache, {"policy": "fastkv"}),
+        ("correction='ridge' looks at queries", cache, {"correction": "ridge"}),
+        ("got FastKVCache", mine, {}),
+        ("with 4 layers, as DynamicCache, got DynamicCache", DynamicCache(), {}),
+        ("layer 0 of the DynamicCache does not hold", short, {}),
+        (r"attention_mask must have shape \[1, 60\]", cache, {"attention_mask": torch.ones(1, 59)}),
+        ("smaller than sinks", cache, {"budget": 8}),
+    ]
+    for message, given, options in wrong:
+        with pytest.raises(FastKVError, match=message) as refused:
+            fastkv.compress(given, model, **{"budget": small(), **options})
+        assert "\n" not in str(refused.value)
+        assert model._fastkv_config is before or repr(model._fastkv_config) == repr(before)
+    with pytest.raises(FastKVError, match="layers that are not compressed"):
+        sliding = build("gemma2", "eager")
+        fastkv.compress(stock(sliding, ids), sliding, budget=Budget(tokens=20, recent=4))
+    assert "_fastkv_config" not in vars(sliding)
