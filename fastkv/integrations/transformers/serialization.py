@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from ... import __version__
 from ...cache.layout import Layout
 from ...calibration.files import describe, fingerprint, replace_file
 from ...config import Config
@@ -46,7 +47,6 @@ def write(
         int64, `rope_deltas` of the cache.
     Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
     """
-    from ... import __version__  # the package imports this file first
 
     _check_alone(layers)
     tensors: dict[str, Tensor] = {} if deltas is None else {DELTAS: deltas.cpu().contiguous()}
