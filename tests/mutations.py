@@ -847,9 +847,30 @@ MUTATIONS = [
     bug(
         "the compiled sum of rotated values is not turned back",
         "cpu/codes.cpp",
-        "            if (Format::TURNED) SINGLE.turn(mine, dim, all.root);\n",
+        "        if (Format::TURNED) SINGLE.turn(&mine[0], dim, all.root);\n",
         "",
         f"{COMPILED}attention_is_that_of_decoded_slots",
+    ),
+    bug(
+        "stretches of a head count alike, whatever their largest logit",
+        "cpu/codes.cpp",
+        "shares[part] = __builtin_expf(tops[part * rows + row] - top);",
+        "shares[part] = 1;",
+        "cpu.py::test_stretches_of_a_head_add_up",
+    ),
+    bug(
+        "weights of a stretch are not scaled to those of the head",
+        "cpu/codes.cpp",
+        "all.weights && i < parts[part].last; ++i) weights[i] *= share;",
+        "false; ++i) weights[i] *= share;",
+        "cpu.py::test_stretches_of_a_head_add_up",
+    ),
+    bug(
+        "a stretch that no query sees is not a number",
+        "cpu/codes.cpp",
+        "if (top == -__builtin_inff()) {",
+        "if (false) {",
+        "cpu.py::test_stretches_of_a_head_add_up",
     ),
     bug(
         "a zero point counts as it is, not in steps",
@@ -868,8 +889,8 @@ MUTATIONS = [
     bug(
         "heads that own stretches are all read from the first slot",
         "cpu/codes.cpp",
-        "start(all.starts ? all.starts[place + batch] : 0)",
-        "start(0)",
+        "first_slot((all.starts ? all.starts[place + batch] : 0) + part.first)",
+        "first_slot(part.first)",
         "slots.py::test_slots_are_decoded_where_nothing_compiles",
     ),
     bug(

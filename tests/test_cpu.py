@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import ops, reference
+from fastkv.cpu import codes as slot_codes
 from fastkv.cpu import compiled, joins
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, unpack
@@ -299,6 +300,44 @@ def test_windows_of_rows_are_what_they_are_alone(mixed):
 
     together = window([0, 1, 2])
     assert all(torch.equal(together[row], window([row])[0]) for row in range(3))
+
+
+SLOTS = compiled.library("codes")
+
+
+@pytest.mark.skipif(isinstance(SLOTS, str), reason=f"codes.cpp: {SLOTS}")
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stretches_of_a_head_add_up(dtype, ragged):
+    """Heads of up to three and a half stretches, one of which no query sees, with one large logit in another; and the
+    same bits for any number of threads.
+    """
+    random, lengths = torch.Generator().manual_seed(5), torch.tensor([[450, 128, 0], [129, 1, 300]], dtype=torch.int32)
+    keys, values = (torch.randn(2, 3, 450, 32, generator=random).to(dtype) for _ in range(2))
+    bias = torch.zeros(2, 3, 450)
+    bias[0, 0, 128:256], bias[0, 0, 400], bias[1, 2, 3] = -torch.inf, 40.0, 30.0
+    slots = reference.Slots(keys, values, lengths, bias=bias)
+    if ragged:
+        starts = torch.zeros(2, 4, dtype=torch.int32)
+        starts[:, 1:] = lengths.cumsum(-1)
+        room = int(starts.max())
+        slabs = [torch.zeros(2, room, *rows.shape[3:], dtype=rows.dtype) for rows in (keys, values, bias)]
+        for slab, rows in zip(slabs, (keys, values, bias)):
+            reference.pack(slab, starts, rows)
+        slots = reference.Slots(*slabs[:2], lengths, starts=starts, bias=slabs[2], limit=450)
+    assert slot_codes.attends(slots, 32)
+    q, weights = torch.randn(2, 3, 5, 32, generator=random), torch.full((2, 3, 5, 450), torch.nan)
+    logits = SCALE * q.double() @ keys.double().mT + bias[:, :, None]
+    logits = logits.masked_fill(torch.arange(450) >= lengths[..., None, None], -torch.inf)
+    want = logits.softmax(-1).nan_to_num(0.0)
+    out, lse = slot_codes.attend(q, slots, SCALE, weights)
+    close(weights, want, 4e-6)
+    close(out, want @ values.double(), 4e-6)
+    close(lse, logits.logsumexp(-1), 4e-6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    assert all(map(torch.equal, slot_codes.attend(q, slots, SCALE, None), (out, lse)))
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("why", ["softcap", "float64", "values of another size", "backend"])

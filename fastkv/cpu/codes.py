@@ -76,7 +76,10 @@ def attends(slots: Slots, dim: int) -> bool:
     """Whether `attend` can be used for these slots. The first question compiles."""
     if not slots.format.plain:
         return serves(slots.format, dim)
-    return slots.keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
+    rows = (slots.keys, slots.values)
+    alike = all(part is not None and part.dtype == slots.keys.dtype and part.stride(-1) == 1 for part in rows)
+    fits = alike and slots.keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
+    return fits and compiled.available("codes")
 
 
 def root(dim: int) -> float:
@@ -131,7 +134,8 @@ def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tup
     Returns: out [B, Hkv, G, D] and lse [B, Hkv, G], fp32.
     """
     (batch, heads, rows, dim), number = q.shape, slots.filled
-    lengths, starts = (None if part is None else part.contiguous() for part in (slots.lengths, slots.starts))
+    counts = (slots.lengths, slots.starts)  # an operator may be given other integers than slots have
+    lengths, starts = (None if part is None else part.to(torch.int32).contiguous() for part in counts)
     queries, bias = q.float().contiguous(), slots.biases(number)
     bias = None if bias is None else bias.float().contiguous()
     out, lse = (torch.empty(batch, heads, rows, *last, dtype=torch.float32, device=q.device) for last in ((dim,), ()))
