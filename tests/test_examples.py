@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 SMALL = {
     "long_document": ["--length", "400", "--budget", "128"],
-    "chat": ["--words", "4"],
     "custom_policy": "--length 256 --texts 2 --budget 64 --words 4 --against manifold,random".split(),
 }
 
@@ -61,11 +60,6 @@ def test_a_long_document(folder, capsys):
     assert len(main_of("long_document")(["--model", str(folder), *SMALL["long_document"]])) == 6
 
 
-def test_a_chat(folder, capsys):
-    held = main_of("chat")(["--model", str(folder), *SMALL["chat"]])
-    assert len(held) == 4 and len({nbytes for nbytes, _ in held}) == 1
-
-
 def test_a_policy_of_ones_own(folder, capsys):
     agreed = main_of("custom_policy")(["--model", str(folder), *SMALL["custom_policy"]])
     assert list(agreed) == ["far-and-long", "manifold", "random"] and all(0 <= one <= 1 for one in agreed.values())
@@ -87,15 +81,6 @@ def test_questions_of_several_lengths_to_a_text_of_ones_own(folder, capsys):
     both = run([*given, "--question", sample.questions[0], "--question", short])
     alone = [run([*given, "--question", question])[0] for question in (sample.questions[0], short)]
     assert both == alone and both[0].strip() == sample.answers[0]
-
-
-def test_a_chat_with_a_model_from_a_folder(folder, capsys):
-    samples = [generate("facts", 128, seed) for seed in range(2)]
-    said = [f"{sample.context} {sample.questions[0]}" for sample in samples]
-    held = main_of("chat")(
-        ["--model", str(folder), "--say", said[0], "--say", said[1], "--budget", "128", "--words", "4"]
-    )
-    assert held[0][1].strip() == samples[0].answers[0] and held[0][0] == held[1][0]
 
 
 def test_a_policy_of_ones_own_with_a_model_from_a_folder(folder, capsys):

@@ -49,6 +49,11 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "with smaller ones of several policies; prints answers and writes demo.json, demo.png and demo-memory.png",
         epilog="--budgets 1/4,1/8 --policies kvzip,streaming --out results",
     ),
+    "chat": dict(
+        module=".chat",
+        help="talk to a model whose memory of the conversation is bounded; /stats says what it holds",
+        epilog="--model PATH --budget 1024",
+    ),
     "calibrate": dict(
         help="fit what heads, VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
         epilog="vector --model PATH --text corpus/ --out vector.safetensors",

@@ -1,0 +1,200 @@
+"""`fastkv chat`: a conversation in bounded memory, in the terminal.
+
+One cache lives through all turns. Of each turn the model reads only what is new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import TextStreamer
+
+from ..api import patch
+from ..config import BUDGET, POLICY
+from ..errors import FastKVError
+from ..integrations.transformers.cache import FastKVCache
+from ..integrations.transformers.layer import FastKVLayer
+from . import common
+
+HELP = """/stats        tokens seen and kept, bytes
+/save FILE    write the conversation's cache
+/load FILE    go on with one that was saved with the same settings
+/reset        forget everything
+/quit         end, as Ctrl-D; Ctrl-C ends an answer"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv chat`."""
+    option = partial(common.option, parser)
+    option("--model", common.pretrained.SMOLLM2, common.MODEL, "PATH")
+    option("--policy", POLICY, "policy", "NAME")
+    option("--budget", str(BUDGET), "tokens per KV head, or bytes=N")
+    option("--words", 256, "tokens of an answer, at most")
+    option("--load", "", "conversation to go on with", "FILE")
+
+
+class Conversation:
+    """A model, the cache of what was said, and the tokens of it that the cache has not read yet.
+
+    Attributes: pending: [1, T] int64.  ended: whether the last answer ended by itself.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, words: int) -> None:
+        self.model, self.tokenizer, self.words = model, tokenizer, words
+        self.cache = FastKVCache(model)
+        self.pending = torch.zeros(1, 0, dtype=torch.long, device=model.device)
+        self.ended = self.stopped = False
+
+    @torch.no_grad()
+    def answer(self, said: str, streamer: Any = None) -> str:
+        """The model's answer to a message, drawn as its generation config says."""
+        words = turn(self.tokenizer, said, first=not self.cache.get_seq_length(), ended=self.ended)
+        new = self.tokenizer(words, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
+        # `generate` wants all tokens, looks at their number, and reads those that the cache has not seen.
+        seen = torch.zeros(1, self.cache.get_seq_length(), dtype=torch.long, device=self.model.device)
+        ids = torch.cat([seen, self.pending, new], 1)
+        self.stopped = False
+        with interrupted(self):
+            whole = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self.cache,
+                max_new_tokens=self.words,
+                streamer=streamer,
+                stopping_criteria=[lambda so_far, scores: torch.full(so_far.shape[:1], self.stopped)],
+            )
+        reply = whole[0, ids.shape[1] :]
+        self.pending = whole[:, self.cache.get_seq_length() :]
+        self.ended = int(reply[-1]) in ends_of(self.model)
+        return str(self.tokenizer.decode(reply, skip_special_tokens=True))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.cache, self.pending, self.ended = FastKVCache(self.model), self.pending[:, :0], False
+
+    @torch.no_grad()
+    def save(self, path: str) -> None:
+        """Write the cache, which reads first what it has not read yet. Raises: FastKVError as `FastKVCache.save`."""
+        if self.pending.shape[1]:
+            self.model(self.pending, past_key_values=self.cache)
+            self.pending = self.pending[:, :0]
+        self.cache.save(path)
+
+    def load(self, path: str) -> None:
+        """Go on with a saved conversation. Raises: FastKVError as `FastKVCache.load`."""
+        self.cache = FastKVCache.load(path, self.model)
+        self.pending, self.ended = self.pending[:, :0], True
+
+    def stats(self) -> str:
+        """Tokens seen and kept, and bytes beside those of a cache of everything."""
+        seen = self.cache.get_seq_length()
+        if not seen:
+            return "nothing was said yet"
+        states = [layer.state for layer in self.cache.compressed]
+        kept = torch.stack([state.stored.float().mean() for state in states if state is not None]).mean()
+        full = seen * sum(map(token_bytes, self.cache.compressed))
+        small = self.cache.nbytes() / 2**20
+        return f"{seen} tokens seen, {kept:.0f} kept per head; {small:.1f} MiB, a full cache {full / 2**20:.1f} MiB"
+
+
+def token_bytes(layer: FastKVLayer) -> int:
+    """Bytes that a token takes in a layer of the stock cache."""
+    state = layer.state
+    assert state is not None
+    numbers = state.exact.format.dim(state.exact.keys.shape[-1])
+    numbers += 0 if state.exact.values is None else state.exact.value_dim
+    return state.heads * numbers * state.exact.dtype.itemsize
+
+
+def ends_of(model: Any) -> set[int]:
+    """The tokens that end an answer."""
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, (list, tuple)) else {ends}
+
+
+@contextmanager
+def interrupted(conversation: Conversation) -> Iterator[None]:
+    """While this is open, Ctrl-C ends the answer and not the program."""
+    before = signal.signal(signal.SIGINT, lambda *_: setattr(conversation, "stopped", True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def turn(tokenizer: Any, said: str, first: bool, ended: bool) -> str:
+    """What is fed for a message: the end of the answer before it, if that was cut, the message, and the opening of the
+    next answer, as the tokenizer's chat template has them.
+    """
+    if tokenizer.chat_template is None:
+        return said if first else f"\n{said}"
+    applied = partial(tokenizer.apply_chat_template, tokenize=False)
+    message = {"role": "user", "content": said}
+    if first:
+        return str(applied([message], add_generation_prompt=True))
+    # Of three turns, the text behind the second answer; an answer of one letter says where it ends.
+    past = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    opening, before = applied(past[:1], add_generation_prompt=True), applied(past)
+    whole = applied([*past, message], add_generation_prompt=True)
+    if not (before.startswith(f"{opening}!") and whole.startswith(before)):
+        return str(applied([message], add_generation_prompt=True))
+    closing = before[len(opening) + 1 :]
+    if ended and tokenizer.eos_token and closing.startswith(tokenizer.eos_token):
+        closing = closing[len(tokenizer.eos_token) :]
+    return f"{closing}{whole[len(before) :]}"
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> None:
+    """Talk until the input ends."""
+    console = console or Console(highlight=False)
+    if options.words < 1:
+        raise FastKVError(f"words must be at least 1, got {options.words}")
+    model, tokenizer = common.load(options.model)
+    patch(model, options.policy, common.to_budget(options.budget), prefill_block="auto")
+    conversation = Conversation(model, tokenizer, options.words)
+    if options.load:
+        conversation.load(options.load)
+    console.print(f"{Path(options.model).name}, {options.policy}, {options.budget}. /help lists commands.")
+    while True:
+        try:
+            said = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if said == "/quit":
+            return
+        if not said:
+            continue
+        try:
+            if said.startswith("/"):
+                console.print(commanded(conversation, said), markup=False)
+            else:
+                conversation.answer(said, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        except FastKVError as error:  # the conversation goes on
+            console.print(str(error), markup=False)
+
+
+def commanded(conversation: Conversation, words: str) -> str:
+    """Do what a line that begins with / says; what there is to print about it."""
+    name, _, rest = words.partition(" ")
+    if name == "/stats":
+        return conversation.stats()
+    if name == "/reset":
+        conversation.reset()
+        return "forgotten"
+    if name in ("/save", "/load"):
+        if not rest.strip():
+            raise FastKVError(f"{name} needs a file; for example {name} chat.fastkv")
+        (conversation.save if name == "/save" else conversation.load)(rest.strip())
+        return f"{'written' if name == '/save' else 'read'}: {rest.strip()}"
+    if name == "/help":
+        return HELP
+    raise FastKVError(f"there is no command {name}; /help lists them")
