@@ -57,7 +57,7 @@ class Budget:
         keep: share of the first prompt that is retained, in (0, 1]; resolved once, when the prompt is first read.
         bytes: bytes per sequence for all compressed layers together, moments and positions included.
         quality: share of the full cache's answer quality to aim for, in (0, 1]; the share of the prompt that is kept
-            then follows from how predictable the prompt is (context-calibrated compression, Compactor Sec. 4). The
+            then follows from how predictable the prompt is (context-calibrated compression, Compactor Sec. 3.5). The
             prompt is held in full until it has been read.
         calibration: file that `fastkv calibrate context` wrote, for `quality`; by default the model's own directory is
             searched for context.json.

@@ -509,6 +509,27 @@ MUTATIONS = [
         "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
     ),
     bug(
+        "attention without a causal mask is scaled although it should not be",
+        "policies/compactor.py",
+        "signals.scale if self.scaled else 1.0",
+        "signals.scale",
+        "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
+    ),
+    bug(
+        "values count after pooling although they should before",
+        "policies/compactor.py",
+        "(length, 1.0) if self.values_first else (1.0, length)",
+        "(1.0, length)",
+        "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
+    ),
+    bug(
+        "eigenvectors are divided by what fp32 makes of the Gram matrix",
+        "reference/geometry.py",
+        "torch.linalg.eigh(wide.transpose(-1, -2) @ wide)",
+        "torch.linalg.eigh((wide.transpose(-1, -2) @ wide).float())",
+        "reference_geometry.py::test_eigenvectors_of_the_gram_matrix_give_what_an_svd_of_the_keys_gives",
+    ),
+    bug(
         "lagkv compares a partition with the one before it",
         "policies/lagkv.py",
         "parts.amin(3, keepdim=True).roll(-1, 2), parts.amax(3, keepdim=True).roll(-1, 2)",

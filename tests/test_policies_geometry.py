@@ -49,11 +49,15 @@ POLICIES = {
     "leverage-srht": Leverage(sketch=4, method="srht"),
     "leverage-qr": Leverage(sketch=3, method="qr"),
     "leverage-svd": Leverage(sketch=None, method="svd"),
+    "leverage-eig": Leverage(sketch=5, method="eig"),
     "leverage-exact": Leverage(method="exact"),
+    "leverage-centred": Leverage(sketch=4, centred=True),
     "noncausal": NonCausal(chunk=4, pool=3),
     "noncausal-unpooled": NonCausal(chunk=5, pool=1),
+    "noncausal-authors": NonCausal(chunk=5, pool=3, scaled=False, values_first=True),
     "compactor": Compactor(chunk=4, pool=3, sketch=4),
     "compactor-seed": Compactor(chunk=4, pool=3, sketch=4, method="qr", seed=5),
+    "compactor-authors": Compactor(chunk=6, pool=3, sketch=4, scaled=False, values_first=True, centred=True),
     "compactor-paper": Compactor(),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -170,6 +174,8 @@ def brute_leverage(keys, positions, policy):
     turn = torch.exp(-1j * positions[:, None] * ROTARY.frequencies.double())
     turned = torch.complex(keys[:, : DIM // 2], keys[:, DIM // 2 :]) * turn
     rows = torch.cat([turned.real, turned.imag], -1)
+    if policy.centred:
+        rows = rows - sum(rows) / len(rows)
     if policy.method != "exact" and policy.sketch is not None and policy.sketch < DIM:
         kind = "srht" if policy.method == "srht" else "gaussian"
         rows = rows @ sketch_matrix(DIM, policy.sketch, torch.Generator().manual_seed(policy.seed), kind=kind).double()
@@ -192,7 +198,8 @@ def brute_noncausal(policy, signals, b, h, index):
             for g in range(groups):
                 for i in members:
                     q = signals.queries[b, h * groups + g, i - start].double()
-                    logits = [signals.scale * float(q @ signals.keys[b, h, j].double()) for j in members]
+                    scale = signals.scale if policy.scaled else 1.0
+                    logits = [scale * float(q @ signals.keys[b, h, j].double()) for j in members]
                     if signals.softcap is not None:
                         logits = [signals.softcap * math.tanh(x / signals.softcap) for x in logits]
                     total = sum(math.exp(x) for x in logits)
@@ -200,7 +207,11 @@ def brute_noncausal(policy, signals, b, h, index):
                         mass[j] += math.exp(x) / total / groups
         for rank, i in enumerate(block):
             near = block[max(0, rank - policy.pool // 2) : rank + policy.pool // 2 + 1]
-            memory[i] = sum(mass[j] for j in near) / len(near) * float(signals.values[b, h, i].double().norm())
+            size = {j: float(signals.values[b, h, j].double().norm()) for j in near}
+            if policy.values_first:
+                memory[i] = sum(mass[j] * size[j] for j in near) / len(near)
+            else:
+                memory[i] = sum(mass[j] for j in near) / len(near) * size[i]
     known = [m for m in memory.values() if m > 0]
     mean = sum(known) / len(known) if known else 0.0
     return torch.tensor([memory[i] or mean for i in index], dtype=F64)
@@ -631,7 +642,7 @@ def test_frequencies_that_change_with_the_length_are_refused():
         (lambda: Manifold(metric="l3"), "metric must be one of l2, l1, linf, cosine"),
         (lambda: Leverage(sketch=0), "sketch must be an integer of at least 1"),
         (lambda: Leverage(sketch=129), "at most 128 columns for method 'cholesky', got 129"),
-        (lambda: Leverage(method="lu"), "method must be one of cholesky, qr, svd, exact, srht"),
+        (lambda: Leverage(method="lu"), "method must be one of cholesky, qr, svd, eig, exact, srht"),
         (lambda: NonCausal(chunk=0), "noncausal: chunk must be an integer of at least 1"),
         (lambda: NonCausal(pool=4), "odd width"),
         (lambda: Compactor(chunk=0), "compactor: chunk must be"),

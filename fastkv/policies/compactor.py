@@ -25,7 +25,10 @@ class NonCausal(Policy):
 
     Args:
         chunk: tokens that attend to each other.
-        pool: odd width of the mean pooling; the paper names none.
+        pool: odd width of the mean pooling; the paper names none, the authors' code has 3.
+        scaled: whether logits are multiplied by the layer's own scale; Eq. 5 and the authors' code do not.
+        values_first: whether the length of the values is pooled with the attention, as in the authors' code, or each
+            token's own length multiplies what was pooled.
     """
 
     name = "noncausal"
@@ -34,6 +37,8 @@ class NonCausal(Policy):
 
     chunk: int = 256
     pool: int = 5
+    scaled: bool = True
+    values_first: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(self, chunk=1, pool=1)
@@ -50,7 +55,7 @@ class NonCausal(Policy):
         mass = ops.noncausal_attention_mass(
             signals.queries,
             keys,
-            signals.scale,
+            signals.scale if self.scaled else 1.0,
             self.chunk,
             softcap=signals.softcap,
             mask=valid,
@@ -58,7 +63,8 @@ class NonCausal(Policy):
             backend=signals.backend,
         )
         length = torch.linalg.vector_norm(signals.values[:, :, start:].float(), dim=-1)
-        score = (neighbour_mean(mass, self.pool, positions, valid) * length).float()
+        first, last = (length, 1.0) if self.values_first else (1.0, length)
+        score = (neighbour_mean(mass * first, self.pool, positions, valid) * last).float()
         known = score.clamp(min=torch.finfo(torch.float32).tiny)  # also where the value is zero
         return torch.cat([signals.memory[:, :, :start], torch.where(valid, known, 0)], 2)
 
@@ -78,8 +84,10 @@ class Leverage(Policy):
 
     Args:
         sketch: columns of the Gaussian sketch Phi; None, or no fewer than the head size, for the keys themselves.
-        method: "cholesky", "qr", "svd", "exact" (SVD of the keys, no sketch) or "srht" (Hadamard sketch, Cholesky).
+        method: "cholesky", "qr", "svd", "eig" (eigenvectors of the Gram matrix, Alg. 1 and App. C), "exact" (SVD of the
+            keys, no sketch) or "srht" (Hadamard sketch, Cholesky).
         seed: of the sketch, which all heads and layers share.
+        centred: whether the mean key is subtracted first, as in the authors' later code; the paper does not.
     """
 
     name = "leverage"
@@ -88,6 +96,7 @@ class Leverage(Policy):
     sketch: int | None = 64
     method: str = "cholesky"
     seed: int = 0
+    centred: bool = False
 
     def __post_init__(self) -> None:
         if self.sketch is not None:
@@ -102,7 +111,13 @@ class Leverage(Policy):
     def score(self, signals: Signals) -> Tensor:
         """Leverage of each key among the cached ones."""
         return ops.leverage_scores(
-            signals.pre_rope_keys, self.sketch, self.method, self.seed, mask=signals.valid, backend=signals.backend
+            signals.pre_rope_keys,
+            self.sketch,
+            self.method,
+            self.seed,
+            mask=signals.valid,
+            centre=self.centred,
+            backend=signals.backend,
         )
 
 
@@ -115,10 +130,11 @@ class Compactor(NonCausal):
 
     Args:
         chunk: tokens that attend to each other.
-        pool: odd width of the mean pooling of the attention; the paper names none.
+        pool: odd width of the mean pooling of the attention.
+        scaled, values_first: how attention is computed, see `NonCausal`.
         blend: weight of the leverage, lambda in the paper (0.35 in its Table 2).
         sketch: columns of the Gaussian sketch; None for no sketch.
-        method: how leverage is computed, see `Leverage`.
+        method, centred: how leverage is computed, see `Leverage`.
         seed: of the sketch.
     """
 
@@ -129,6 +145,7 @@ class Compactor(NonCausal):
     sketch: int | None = 64
     method: str = "cholesky"
     seed: int = 0
+    centred: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +154,7 @@ class Compactor(NonCausal):
         self._leverage()
 
     def _leverage(self) -> Leverage:
-        return Leverage(self.sketch, self.method, self.seed)
+        return Leverage(self.sketch, self.method, self.seed, self.centred)
 
     def score(self, signals: Signals) -> Tensor:
         """Blend of the two z-scores."""
