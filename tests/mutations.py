@@ -509,6 +509,20 @@ MUTATIONS = [
         "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
     ),
     bug(
+        "a round does not know what the round before it evicted",
+        "cache/selection.py",
+        "left = replace(left, valid=kept, moments=signals.moments.add(signals.keys, signals.values, gone))",
+        "left = replace(left, valid=kept)",
+        "rounds.py::test_as_many_rounds_as_tokens_leave_are_one_token_at_a_time",
+    ),
+    bug(
+        "blocks of a prompt are evicted from in rounds",
+        "cache/prefill.py",
+        "rule.config.prefill_block is None and rule.config.policy.rounds > 1",
+        "rule.config.policy.rounds > 1",
+        "rounds.py::test_blocks_are_not_read_in_rounds",
+    ),
+    bug(
         "attention without a causal mask is scaled although it should not be",
         "policies/compactor.py",
         "signals.scale if self.scaled else 1.0",
