@@ -16,6 +16,7 @@ from .calibration.files import check_fitted
 from .calibration.head_shares import HeadShares
 from .calibration.vector_map import VectorMap
 from .config import Config
+from .corrections import Correction
 from .errors import FastKVError
 from .integrations import transformers as engine
 from .integrations.transformers.calibrate import shares_for
@@ -31,7 +32,7 @@ def patch(
     *,
     prefill_block: int | str | None = None,
     evict_every: int = settings.EVICT_EVERY,
-    correction: str | bool | None = "auto",
+    correction: str | bool | Correction | None = "auto",
     backend: str = "auto",
     static: bool | None = None,
     slots: str = "auto",
@@ -58,7 +59,7 @@ def patch(
             stays while a prompt is read (GRKV), "matching" fits values and biases after a second reading (Attention
             Matching); "auto" is what the policy brings. "vector" lets twice as many tokens keep their key only, in the
             room of half the pairs, and recovers their values with a linear map (VECTOR); "vector+mean" and
-            "vector+moments" do both.
+            "vector+moments" do both. What `fastkv.corrections.get(name, ...)` returned has options.
         backend: "auto" runs Triton kernels on an accelerator ("triton") and torch's fused attention on a CPU ("cpu");
             these two and "reference", plain torch, can be asked for.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured

@@ -67,7 +67,7 @@ class Config:
         budget: int | Budget,
         prefill_block: int | None,
         evict_every: int,
-        correction: str | bool | None,
+        correction: str | bool | Correction | None,
         backend: str,
         static: bool | None,
         slots: str = "auto",

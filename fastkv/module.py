@@ -18,6 +18,7 @@ from .cache.workspace import CacheWorkspace
 from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
 from .config import BUDGET, EVICT_EVERY, POLICY, WITHOUT_ROTARY, Config, check_shares
+from .corrections import Correction
 from .errors import FastKVError, check_groups, check_shape
 from .policies import Policy
 from .reference import FORMATS, LayerState, Moments
@@ -63,7 +64,7 @@ class FastKVAttention(Module):
         *,
         prefill_block: int | None = None,
         evict_every: int = EVICT_EVERY,
-        correction: str | bool | None = "auto",
+        correction: str | bool | Correction | None = "auto",
         scale: float | None = None,
         softcap: float | None = None,
         layer: int = 0,

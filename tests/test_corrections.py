@@ -137,10 +137,14 @@ def test_two_keys_take_the_room_of_a_pair(name):
             assert keys[1] == 0 and keys[0] == keys[2] == 2 * (tokens - pairs[0])
             assert pairs[0] >= min(max(reserved, 1), tokens)
     assert correction.split(20, 3, None, [False, False]) == ((20, 20), ())
-    if correction.key_only:  # p_a = min(p_c / 2, (1 - p_c) / 2) of every prompt token (VECTOR, Sec. 4.3)
+    if correction.key_only:  # p_a = min(p_c / 2, (1 - p_c) / 2) of every prompt token (VECTOR, Sec. 4, Eq. 1)
         for keep in (0.25, 0.5, 0.75):
             _, keys = correction.split(round(1000 * keep), 1, keep, [True])
             assert keys == (2 * round(1000 * min((1 - keep) / 2, keep / 2)),)
+        for share in (0, 0.25, 1):  # its sweep of p_a
+            pairs, keys = corrections.get(correction.name, share=share).split(400, 1, 0.4, [True])
+            given = min(400 * share, 399, 1000 * 0.6 / 2)
+            assert (pairs, keys) == ((400 - given,), (2 * given,) if given else ())
 
 
 @pytest.mark.parametrize("known", [None, 0, 1])

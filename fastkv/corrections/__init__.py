@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from ..errors import FastKVError
 from ..reference import LayerState
 from .base import COSH, MEAN, MOMENTS, Correction, Pairs, Shape
@@ -21,17 +24,24 @@ def names() -> list[str]:
     return [correction.name for correction in ALL]
 
 
-def get(name: str | bool | None) -> Correction:
-    """The correction called `name`; True is "moments", False and None are "none".
+def get(name: str | bool | Correction | None, **options: Any) -> Correction:
+    """The correction called `name`, with the given options; True is "moments", False and None are "none". A Correction
+    is returned as it is.
 
-    Raises: FastKVError for an unknown name.
+    Raises: FastKVError for an unknown name or option.
     """
+    if isinstance(name, Correction):
+        return name
     if name is None or isinstance(name, bool):
         name = "moments" if name else "none"
     found = next((correction for correction in ALL if correction.name == name), None)
     if found is None:
         raise FastKVError(f"correction must be one of auto, {', '.join(names())}, got {name!r}")
-    return found
+    unknown = sorted(options.keys() - set(found.options))
+    if unknown:
+        known = ", ".join(found.options) or "none"
+        raise FastKVError(f"correction {name!r} has no option {', '.join(unknown)}; it has {known}")
+    return replace(found, **options) if options else found
 
 
 def reading(state: LayerState, order: int | None) -> Correction:

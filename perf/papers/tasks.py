@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
-from unittest import mock
 
 import torch
 
-from fastkv import Budget, reference
+from fastkv import Budget, corrections, reference
 from fastkv.calibration import fit_context, fit_vector
 from fastkv.calibration.quality import keep_for
-from fastkv.corrections import vector
 from fastkv.evaluation import facts
 from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
-from fastkv.policies.base import Signals
 
 from .bench import Asked, Bench, Reading
 from .row import AGREES, DIFFERS, UNTRIED, Judged, Row, error, mean, number, percent
@@ -32,14 +27,13 @@ FEWEST = 30  # questions that a verdict rests on
 
 @dataclass(frozen=True)
 class Cache:
-    """A way to compress: policy, how the budget is shared, in blocks or whole, correction, and what is put in place."""
+    """A way to compress: policy, how the budget is shared, in blocks or whole, and correction with its maps."""
 
     policy: Any
     heads: str = "uniform"
     layers: str = "uniform"
     block: int | None = None
-    correction: str = "none"
-    within: Callable[[], Context[Any]] = nullcontext
+    correction: Any = "none"
     vector: Any = None
 
 
@@ -73,7 +67,7 @@ def answered(
                 budget = Budget(tokens=tokens, heads=one.heads, layers=one.layers)
                 given = reading if one.block is None else reading.ids
                 settings = {"correction": one.correction, "prefill_block": one.block, "vector": one.vector}
-                with one.within(), bench.cache(given, one.policy, budget, **settings) as cache:
+                with bench.cache(given, one.policy, budget, **settings) as cache:
                     got = bench.answers(cache, asked)
                 cell = cells.setdefault(f"{name} {keep}", {"right": [], "nll": []})
                 cell["right"].append(got.right)
@@ -208,20 +202,9 @@ def judge_variants(n: dict[str, Any]) -> Judged:
     )
 
 
-@dataclass(frozen=True)
-class Equation5(Compactor):
-    """Compactor whose attention does not divide logits by the root of the head's size, as the paper writes it."""
-
-    name = "compactor"
-
-    def remember(self, signals: Signals) -> Any:
-        """As `NonCausal`, of softmax(q . k)."""
-        return super().remember(replace(signals, scale=1.0))
-
-
 ATTENTION = {
     "fastkv: 1/√d, pool 5": Cache(Compactor(sketch=32)),
-    "as Eq. 5: no 1/√d": Cache(Equation5(sketch=32)),
+    "as Eq. 5: no 1/√d": Cache(Compactor(sketch=32, scaled=False)),
     "pool 3": Cache(Compactor(sketch=32, pool=3)),
     "no pooling": Cache(Compactor(sketch=32, pool=1)),
     "leverage only": Cache(Leverage(sketch=32)),
@@ -428,17 +411,6 @@ def judge_metrics(n: dict[str, Any]) -> Judged:
 # VECTOR.
 
 
-@contextmanager
-def approximated(pairs: float) -> Iterator[None]:
-    """p_a = pairs * (1 - p_c): so many pairs of those that fit become two keys each, in place of the library's rule."""
-
-    def keys(tokens: int, reserved: int, keep: float | None) -> int:
-        return 2 * max(min(int(pairs * tokens), tokens - max(reserved, 1)), 0)
-
-    with mock.patch.object(vector, "key_only", keys):
-        yield
-
-
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 PAPER_SWEEP = {0.5: ("43.6", "", "45.5", "", "41.8"), 0.25: ("42.9", "", "", "44.3 at .8", "41.6"),
                0.1: ("", "", "40.5", "", "")}  # fmt: skip
@@ -451,9 +423,7 @@ def sweep(bench: Bench) -> dict[str, Any]:
     ]
     fitted = fit_vector.fit(bench.model, batches, held_out=0.25 if not bench.quick else 0.4)
     caches = {
-        f"p_a = {pairs} (1 - p_c)": Cache(
-            "keydiff", correction="vector", within=partial(approximated, pairs), vector=fitted
-        )
+        f"p_a = {pairs} (1 - p_c)": Cache("keydiff", correction=corrections.get("vector", share=pairs), vector=fitted)
         if pairs
         else Cache("keydiff")
         for pairs in SHARES
