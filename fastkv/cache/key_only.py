@@ -11,7 +11,17 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, Moments, Selection, Slots, Spec, in_order, merge_partials, pack
+from ..reference import (
+    LayerState,
+    Moments,
+    Selection,
+    Slots,
+    Spec,
+    in_order,
+    merge_partials,
+    pack,
+    predicted_values,
+)
 from .layout import LayerConfig
 from .selection import keep_values
 
@@ -19,7 +29,7 @@ from .selection import keep_values
 def estimated(keys: Tensor, positions: Tensor, rule: LayerConfig) -> Tensor:
     """What the map makes of post-RoPE keys [B, Hkv, N, Dk] at `positions`: [B, Hkv, N, Dv] fp32."""
     assert rule.rotary is not None and rule.weight is not None
-    return rule.rotary.unrotate(keys.float(), positions) @ rule.weight
+    return predicted_values(rule.rotary.unrotate(keys.float(), positions), rule.weight)
 
 
 def recovered(approx: Slots, exact: Slots, rule: LayerConfig) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, Selection, select_each
+from ..reference import LayerState, Selection, select_each, z_scores
 from .layout import LayerConfig
 
 FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, arXiv:2407.11550)
@@ -30,6 +30,8 @@ def keep_best(
         each head keeps beyond that, None for none.
     """
     guard = protected(signals, seen, rule)
+    if rule.joint:
+        scores = z_scores(scores, signals.valid).mean(1, keepdim=True).repeat(1, scores.shape[1], 1)
     if rule.layout.adaptive:
         return _adaptive(signals, scores, guard, rule, more)
     wanted = _wanted(rule)
@@ -81,6 +83,8 @@ def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, ru
         candidates that have no value any more.
     """
     guard = protected(signals, seen, rule)
+    if rule.joint:  # candidates without a value have none in any head
+        errors = errors.sum(1, keepdim=True).repeat(1, errors.shape[1], 1)
     have = replace(signals, valid=kept & (errors >= 0))
     return _each(have, errors, guard, list(rule.layout.tokens)).kept
 
