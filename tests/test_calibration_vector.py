@@ -602,16 +602,17 @@ def calibrate(*arguments):
     run(parser.parse_args(list(arguments)))
 
 
-def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     model, tokenizer = bundled
     path = tmp_path / "v.safetensors"
     text = write(tmp_path / "text.txt", 3)
-    calibrate(
-        "--model", MODEL, "--text", text, "--length", "128", "--tokens", "1300", "--out", str(path), "--boundary", "0.5"
-    )
+    options = {"--model": MODEL, "--text": text, "--length": "128", "--tokens": "1300", "--boundary": "0.5"}
+    calibrate(*(word for pair in options.items() for word in pair), "--out", str(path), *["--joint"] * joint)
     printed = capsys.readouterr().out
     read = VectorMap.load(path, model.config)
-    direct = fit(model, fit_vector.sequences(text, tokenizer, 128, 1300), boundary=0.5)
+    direct = fit(model, fit_vector.sequences(text, tokenizer, 128, 1300), boundary=0.5, joint=joint)
+    assert ("all heads" in printed) == joint and ("head 1" in printed) != joint
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
     for layer, r2 in read.r2.items():
