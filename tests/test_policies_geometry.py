@@ -54,10 +54,11 @@ POLICIES = {
     "leverage-centred": Leverage(sketch=4, centred=True),
     "noncausal": NonCausal(chunk=4, pool=3),
     "noncausal-unpooled": NonCausal(chunk=5, pool=1),
-    "noncausal-authors": NonCausal(chunk=5, pool=3, scaled=False, values_first=True),
+    "noncausal-scaled": NonCausal(chunk=5, pool=5, scaled=True),
+    "noncausal-pooled-alone": NonCausal(chunk=5, pool=3, values_first=False),
     "compactor": Compactor(chunk=4, pool=3, sketch=4),
     "compactor-seed": Compactor(chunk=4, pool=3, sketch=4, method="qr", seed=5),
-    "compactor-authors": Compactor(chunk=6, pool=3, sketch=4, scaled=False, values_first=True, centred=True),
+    "compactor-centred": Compactor(chunk=6, pool=3, sketch=4, scaled=True, values_first=False, centred=True),
     "compactor-paper": Compactor(),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -500,7 +501,7 @@ def test_the_ragged_tail_is_not_favoured(tail, pads):
 
 
 def test_a_block_is_remembered_and_what_was_known_stays():
-    policy, signals = NonCausal(chunk=4, pool=3), made(pads=(0, 3))
+    policy, signals = NonCausal(chunk=4, pool=1), made(pads=(0, 3))
     signals.values[0, 0, 12] = 0
     memory = policy.remember(signals)
     assert torch.equal(memory[..., :9].nan_to_num(-1), signals.memory[..., :9].nan_to_num(-1))
@@ -660,4 +661,5 @@ def test_defaults_are_those_of_the_papers():
     assert (Manifold().window, WindowedManifold().window) == (None, 4096)
     paper = Compactor()
     assert (paper.blend, paper.sketch, paper.chunk) == (0.3, 64, 256)
+    assert (paper.pool, paper.scaled, paper.values_first, paper.centred) == (3, False, True, False)
     assert Leverage(sketch=500, method="qr").sketch == 500

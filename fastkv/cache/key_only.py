@@ -1,7 +1,8 @@
 """VECTOR: where two tokens may keep their key only, in the room of one pair, and their values come from a linear map.
 
-Source: VECTOR, arXiv:2605.23258, Sec. 4. Selection in two steps: the policy's best tokens stay, and among them those
-keep their value where the map errs most.
+Source: VECTOR, arXiv:2605.23258, Sec. 3.2. Selection in two steps: the policy's best tokens stay, and among them those
+keep their value where the map errs most. Where the map reads the keys of all heads of a layer, these choose together:
+they keep the same tokens, in slots of the same order.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def keep_best(
         each head keeps beyond that, None for none.
     """
     guard = protected(signals, seen, rule)
-    if rule.joint:
+    if rule.joint:  # heads choose together, by their mean
         scores = z_scores(scores, signals.valid).mean(1, keepdim=True).repeat(1, scores.shape[1], 1)
     if rule.layout.adaptive:
         return _adaptive(signals, scores, guard, rule, more)

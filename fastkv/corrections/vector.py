@@ -1,6 +1,6 @@
 """VECTOR: two tokens may keep their key only, in the room of one pair; a linear map recovers their values.
 
-Source: VECTOR, arXiv:2605.23258, Sec. 4. What attention adds for evicted tokens is another correction's.
+Source: VECTOR, arXiv:2605.23258, Sec. 3.2. What attention adds for evicted tokens is another correction's.
 """
 
 from __future__ import annotations

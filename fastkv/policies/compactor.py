@@ -16,19 +16,22 @@ from .base import Policy, Signals, check_at_least, known_or_mean
 
 @dataclass(frozen=True)
 class NonCausal(Policy):
-    """score_i = |v_i| times the pooled attention that token i gets from its chunk, tokens before and after it alike.
+    """score_i = mean over neighbours j of |v_j| a_j, a_j the attention that token j gets from its chunk, tokens before
+    and after it alike: a_j = sum_q softmax(q . k)_j.
 
-    Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.3, Eq. 5. Chunks do not reach across prompt
-    blocks, and a shorter last chunk has neither padded rows nor padded columns. Pooling averages over real neighbours
-    only, so the ends are not favoured. The score of a prompt token is computed once, with its block, and remembered;
-    a generated token, for which nobody asked without a causal mask, counts as much as the mean of the others.
+    Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.3, Eq. 5, pooled as in the authors' code. As
+    there, logits are not divided by the root of the head's size: on real weights caches answer far better so than with
+    the layer's own scale, which is an option. Chunks do not reach across prompt blocks, and a shorter last chunk has
+    neither padded rows nor padded columns. Pooling averages over real neighbours only, so the ends are not favoured.
+    The score of a prompt token is computed once, with its block, and remembered; a generated token, for which nobody
+    asked without a causal mask, counts as much as the mean of the others.
 
     Args:
         chunk: tokens that attend to each other.
-        pool: odd width of the mean pooling; the paper names none, the authors' code has 3.
-        scaled: whether logits are multiplied by the layer's own scale; Eq. 5 and the authors' code do not.
-        values_first: whether the length of the values is pooled with the attention, as in the authors' code, or each
-            token's own length multiplies what was pooled.
+        pool: odd width of the mean pooling; the paper names none.
+        scaled: whether logits are multiplied by the layer's own scale.
+        values_first: whether the length of the values is pooled with the attention; else each token's own length
+            multiplies what was pooled.
     """
 
     name = "noncausal"
@@ -36,9 +39,9 @@ class NonCausal(Policy):
     remembers = True
 
     chunk: int = 256
-    pool: int = 5
-    scaled: bool = True
-    values_first: bool = False
+    pool: int = 3
+    scaled: bool = False
+    values_first: bool = True
 
     def __post_init__(self) -> None:
         check_at_least(self, chunk=1, pool=1)
