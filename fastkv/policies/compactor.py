@@ -134,11 +134,13 @@ class Compactor(NonCausal):
     Args:
         chunk: tokens that attend to each other.
         pool: odd width of the mean pooling of the attention.
-        scaled, values_first: how attention is computed, see `NonCausal`.
+        scaled: whether its logits are multiplied by the layer's own scale, see `NonCausal`.
+        values_first: whether the length of the values is pooled with it, see `NonCausal`.
         blend: weight of the leverage, lambda in the paper (0.35 in its Table 2).
         sketch: columns of the Gaussian sketch; None for no sketch.
-        method, centred: how leverage is computed, see `Leverage`.
+        method: how leverage is computed, see `Leverage`.
         seed: of the sketch.
+        centred: whether leverage is that of keys less their mean.
     """
 
     name = "compactor"

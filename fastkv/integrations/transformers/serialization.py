@@ -33,6 +33,8 @@ from .layer import FastKVLayer
 
 HEADER = "fastkv.cache"  # the one metadata entry; its presence says what the file is
 VERSION = 1
+# Hyper-parameters of policies, as they were before there was a choice, and files named them.
+UNNAMED = {"reread": False, "scaled": True, "values_first": False, "centred": False}
 DELTAS = "rope_deltas"  # of the cache, where positions do not count tokens
 STOCK = "stock."  # before the names of what a compressed layer keeps for transformers
 
@@ -123,13 +125,15 @@ def described(config: Config) -> dict[str, Any]:
 
 
 def _settings(prefix: str, settings: Any) -> dict[str, Any]:
-    """The fields of a dataclass, also of a policy within. Not where files lie: what they said shows in the layout."""
+    """The fields of a dataclass, also of a policy within. Not where files lie: what they said shows in the layout. Nor
+    how prompts are read: what is kept goes on alike.
+    """
     flat: dict[str, Any] = {}
     for one in fields(settings):
         name, value = f"{prefix}.{one.name}", getattr(settings, one.name)
         if isinstance(value, Policy):
             flat |= {name: value.name} | _settings(name, value)
-        elif "Path" not in str(one.type):
+        elif "Path" not in str(one.type) and one.name != "rounds":
             flat[name] = value
     return flat
 
@@ -348,8 +352,7 @@ class _File:
             saved["correction"] = "vector" if called == "none" else f"vector+{called}"
         if saved.get("policy") == "fastkv" and saved.get("policy.weight") == 128.0 and "policy.reread" not in saved:
             saved["policy.weight"] = 4.0  # the default, before it was divided by shares of the head
-        # Files from before there was a second reading do not name it.
-        saved = {name: False for name in here if name.endswith(".reread")} | saved
+        saved = {name: UNNAMED[last] for name in here if (last := name.rpartition(".")[2]) in UNNAMED} | saved
         names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]
         if "policy" in names:  # another policy has other hyper-parameters
             names = [name for name in names if not name.startswith("policy.")]
