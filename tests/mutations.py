@@ -509,6 +509,13 @@ MUTATIONS = [
         "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
     ),
     bug(
+        "what Compactor remembered of old counts as today's",
+        "integrations/transformers/serialization.py",
+        '"scaled": True, "values_first": False',
+        '"scaled": False, "values_first": True',
+        "saved.py::test_a_file_that_does_not_name_a_choice_was_saved_before_there_was_one",
+    ),
+    bug(
         "heads choose for themselves although a map reads the keys of all",
         "cache/selection.py",
         "scores = z_scores(scores, signals.valid).mean(1, keepdim=True).repeat(1, scores.shape[1], 1)",
