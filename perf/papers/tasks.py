@@ -197,7 +197,7 @@ def judge_variants(n: dict[str, Any]) -> Judged:
 
 ATTENTION = {
     "as the authors' code": Cache(Compactor(sketch=32)),
-    "|v| after pooling": Cache(Compactor(sketch=32, values_first=False)),
+    "norm of v after pooling": Cache(Compactor(sketch=32, values_first=False)),
     "with 1/√d": Cache(Compactor(sketch=32, scaled=True)),
     "centred keys": Cache(Compactor(sketch=32, centred=True)),
     "leverage only": Cache(Leverage(sketch=32)),
