@@ -60,7 +60,7 @@ def patch(
             "matching" fits values and biases after a second reading (Attention Matching); "auto" is what the policy
             brings. "vector" lets twice as many tokens keep their key only, in the room of half the pairs, and recovers
             their values with a linear map (VECTOR); "vector+mean" and "vector+moments" do both. An object has other
-            settings, as `fastkv.corrections.CentroidCorrection(share=8)`.
+            settings, as `fastkv.corrections.get("centroids", share=8)`.
         backend: "auto" runs Triton kernels on an accelerator ("triton") and torch's fused attention on a CPU ("cpu");
             these two and "reference", plain torch, can be asked for.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured

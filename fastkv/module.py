@@ -145,7 +145,8 @@ class FastKVAttention(Module):
             )
         if values is not None:
             values.usable(layer)
-            check_shape(NAME, "vector", values.weights[layer], (self.num_kv_heads, self.head_dim, self.head_dim))
+            width = self.head_dim * (self.num_kv_heads if values.joint else 1)
+            check_shape(NAME, "vector", values.weights[layer], (self.num_kv_heads, width, self.head_dim))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of the new tokens to all tokens so far and, causally, to each other, [B, Hq, T, D].

@@ -165,6 +165,46 @@ def test_held_out_r2_is_that_of_the_stored_pairs():
         torch.testing.assert_close(fitted.r2[layer], direct, rtol=1e-11, atol=1e-11)
 
 
+@families
+def test_a_joint_fit_is_least_squares_on_the_keys_of_all_heads(name):
+    model, ids = build(name), sequences()
+    fitted = fit(model, ids.split(2), held_out=0.25, joint=True)
+    apart = torch.tensor([True, False, False, False] * 2)
+    turning = rotations(model, FULL_LAYERS[name])
+    for layer, keys, values in pre_rope_pairs(model, turning, ids):
+        k, v = (rows.double().transpose(1, 2).flatten(2) for rows in (keys, values))
+        weight = torch.linalg.lstsq(k[~apart].flatten(0, 1), v[~apart].flatten(0, 1)).solution
+        assert fitted.weights[layer].shape == (2, 32, 16) and fitted.r2[layer].shape == (1,)
+        for head in range(2):
+            mine = weight[:, 16 * head :][:, :16].float()
+            torch.testing.assert_close(fitted.weights[layer][head], mine, rtol=1e-4, atol=1e-4)
+        held = (k[apart].flatten(0, 1)[None], v[apart].flatten(0, 1)[None])
+        torch.testing.assert_close(fitted.r2[layer], brute_r2(*held, weight[None]), rtol=0, atol=1e-5)
+    assert fitted.joint and not fit(model, ids.split(2)).joint
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_values_that_hidden_states_explain_are_recovered_by_the_pseudo_inverse(joint):
+    """Keys of all heads that see all of a hidden state determine it, and with it values; keys of one head do not."""
+    model = build(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    fitted = fit(model, sequences().split(4), method="inverse", joint=joint)
+    attention = model.model.layers[1].self_attn
+    keys, values = (part.weight.double() for part in (attention.k_proj, attention.v_proj))
+    if joint:
+        assert all(((r2 - 1).abs() < 1e-6).all() for r2 in fitted.r2.values())
+        weight = torch.linalg.solve(keys, values, left=False).T
+        got = fitted.weights[1].transpose(0, 1).flatten(1)
+        torch.testing.assert_close(got.double(), weight, rtol=1e-3, atol=1e-4)
+        return
+    better = fit(model, sequences().split(4))
+    for layer, r2 in fitted.r2.items():
+        assert (r2 < better.r2[layer]).all()
+    for head in range(2):
+        own = slice(16 * head, 16 * head + 16)
+        wanted = (values[own] @ torch.linalg.pinv(keys[own])).T.float()
+        torch.testing.assert_close(fitted.weights[1][head], wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_values_that_are_linear_in_the_keys_are_predicted():
     model = build()
     weights = torch.randn(4, 2, 16, 16)
@@ -238,6 +278,10 @@ def test_fit_refuses_what_it_cannot_fit():
     refused("held_out", fit, model, [ids], held_out=0.0)
     refused("held_out", fit, model, [ids], held_out=1.0)
     refused("boundary", fit, model, [ids], boundary=0.0)
+    refused("method must be one of ols, inverse", fit, model, [ids], method="mp")
+    other = build()
+    other.model.layers[1].self_attn.k_proj = torch.nn.Sequential(other.model.layers[1].self_attn.k_proj)
+    refused("k_proj and v_proj", fit, other, [ids], method="inverse")
     refused("got 1 in all", fit, model, [ids[:1]])
     refused("got 0 in all", fit, model, [])
     refused("token ids", fit, model, [ids.float()])
@@ -313,6 +357,19 @@ def test_a_file_comes_back_bit_for_bit(tmp_path):
     first = path.read_bytes()
     fitted.save(path)
     assert path.read_bytes() == first and os.listdir(tmp_path) == ["vector.safetensors"]
+
+
+def test_a_joint_file_says_so_by_its_one_r2_a_layer(tmp_path):
+    path, config = tmp_path / "vector.safetensors", build().config
+    weights = {layer: torch.randn(2, 32, 16) for layer in range(4)}
+    r2 = {layer: torch.tensor([0.2 + 0.2 * layer], dtype=torch.float64) for layer in weights}
+    fitted = replace(example(), weights=weights, r2=r2, threshold=0.5)
+    fitted.save(path)
+    again = VectorMap.load(path, config)
+    same(again, fitted)
+    assert again.joint and [again.usable(layer) for layer in (1, 2)] == [[False, False], [True, True]]
+    replace(fitted, weights=weights | {1: torch.randn(2, 31, 16)}).save(path)
+    refused("damaged", VectorMap.load, path, config)
 
 
 def test_usable_compares_with_the_threshold():
@@ -544,16 +601,17 @@ def calibrate(*arguments):
     run(parser.parse_args(list(arguments)))
 
 
-def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys):
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_command_fits_prints_and_writes(bundled, tmp_path, capsys, joint):
     model, tokenizer = bundled
     path = tmp_path / "v.safetensors"
     text = write(tmp_path / "text.txt", 3)
-    calibrate(
-        "--model", MODEL, "--text", text, "--length", "128", "--tokens", "1300", "--out", str(path), "--boundary", "0.5"
-    )
+    options = {"--model": MODEL, "--text": text, "--length": "128", "--tokens": "1300", "--boundary": "0.5"}
+    calibrate(*(word for pair in options.items() for word in pair), "--out", str(path), *["--joint"] * joint)
     printed = capsys.readouterr().out
     read = VectorMap.load(path, model.config)
-    direct = fit(model, fit_vector.sequences(text, tokenizer, 128, 1300), boundary=0.5)
+    direct = fit(model, fit_vector.sequences(text, tokenizer, 128, 1300), boundary=0.5, joint=joint)
+    assert ("all heads" in printed) == joint and ("head 1" in printed) != joint
     same(read, direct)
     assert read.tokens == 1280 and read.threshold == pytest.approx(2 / 3)
     for layer, r2 in read.r2.items():

@@ -136,10 +136,14 @@ def test_two_keys_take_the_room_of_a_pair(name):
             assert keys[1] == 0 and keys[0] == keys[2] == 2 * (tokens - pairs[0])
             assert pairs[0] >= min(max(reserved, 1), tokens)
     assert correction.split(20, 3, None, [False, False]) == ((20, 20), ())
-    if correction.key_only:  # p_a = min(p_c / 2, (1 - p_c) / 2) of every prompt token (VECTOR, Sec. 4.3)
+    if correction.key_only:  # p_a = min(p_c / 2, (1 - p_c) / 2) of every prompt token (VECTOR, Sec. 4, Eq. 1)
         for keep in (0.25, 0.5, 0.75):
             _, keys = correction.split(round(1000 * keep), 1, keep, [True])
             assert keys == (2 * round(1000 * min((1 - keep) / 2, keep / 2)),)
+        for share in (0, 0.25, 1):  # its sweep of p_a
+            pairs, keys = corrections.get(correction.name, share=share).split(400, 1, 0.4, [True])
+            given = min(400 * share, 399, 1000 * 0.6 / 2)
+            assert (pairs, keys) == ((400 - given,), (2 * given,) if given else ())
 
 
 @pytest.mark.parametrize("known", [None, 0, 1])
@@ -160,3 +164,15 @@ def test_reading_moments_with_a_spread_has_the_cosh_mass():
     torch.testing.assert_close(mass, corrections.get("cosh").evicted(state).log_mass(q, 0.3), rtol=0, atol=0)
     state.moments.spread = None
     assert (mass > corrections.get("moments").evicted(state).log_mass(q, 0.3)).all()
+
+
+def test_centroids_in_another_share_of_the_bytes():
+    """An eighth holds twice as many as a sixteenth; what cannot be a share is refused."""
+    shape = Shape(HKV, D, DV, 4)
+    numbers = [
+        corrections.get("centroids", share=share).empty(1, shape, 1024, torch.device("cpu")).num for share in (16, 8)
+    ]
+    assert numbers[1] in (2 * numbers[0], 2 * numbers[0] + 1)
+    for share in (0, 0.5, True, -8):
+        with pytest.raises(FastKVError, match="share must be a whole number"):
+            corrections.get("centroids", share=share)

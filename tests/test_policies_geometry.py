@@ -49,11 +49,16 @@ POLICIES = {
     "leverage-srht": Leverage(sketch=4, method="srht"),
     "leverage-qr": Leverage(sketch=3, method="qr"),
     "leverage-svd": Leverage(sketch=None, method="svd"),
+    "leverage-eig": Leverage(sketch=5, method="eig"),
     "leverage-exact": Leverage(method="exact"),
+    "leverage-centred": Leverage(sketch=4, centred=True),
     "noncausal": NonCausal(chunk=4, pool=3),
     "noncausal-unpooled": NonCausal(chunk=5, pool=1),
+    "noncausal-scaled": NonCausal(chunk=5, pool=5, scaled=True),
+    "noncausal-pooled-alone": NonCausal(chunk=5, pool=3, values_first=False),
     "compactor": Compactor(chunk=4, pool=3, sketch=4),
     "compactor-seed": Compactor(chunk=4, pool=3, sketch=4, method="qr", seed=5),
+    "compactor-centred": Compactor(chunk=6, pool=3, sketch=4, scaled=True, values_first=False, centred=True),
     "compactor-paper": Compactor(),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -170,6 +175,8 @@ def brute_leverage(keys, positions, policy):
     turn = torch.exp(-1j * positions[:, None] * ROTARY.frequencies.double())
     turned = torch.complex(keys[:, : DIM // 2], keys[:, DIM // 2 :]) * turn
     rows = torch.cat([turned.real, turned.imag], -1)
+    if policy.centred:
+        rows = rows - sum(rows) / len(rows)
     if policy.method != "exact" and policy.sketch is not None and policy.sketch < DIM:
         kind = "srht" if policy.method == "srht" else "gaussian"
         rows = rows @ sketch_matrix(DIM, policy.sketch, torch.Generator().manual_seed(policy.seed), kind=kind).double()
@@ -192,7 +199,8 @@ def brute_noncausal(policy, signals, b, h, index):
             for g in range(groups):
                 for i in members:
                     q = signals.queries[b, h * groups + g, i - start].double()
-                    logits = [signals.scale * float(q @ signals.keys[b, h, j].double()) for j in members]
+                    scale = signals.scale if policy.scaled else 1.0
+                    logits = [scale * float(q @ signals.keys[b, h, j].double()) for j in members]
                     if signals.softcap is not None:
                         logits = [signals.softcap * math.tanh(x / signals.softcap) for x in logits]
                     total = sum(math.exp(x) for x in logits)
@@ -200,7 +208,11 @@ def brute_noncausal(policy, signals, b, h, index):
                         mass[j] += math.exp(x) / total / groups
         for rank, i in enumerate(block):
             near = block[max(0, rank - policy.pool // 2) : rank + policy.pool // 2 + 1]
-            memory[i] = sum(mass[j] for j in near) / len(near) * float(signals.values[b, h, i].double().norm())
+            size = {j: float(signals.values[b, h, j].double().norm()) for j in near}
+            if policy.values_first:
+                memory[i] = sum(mass[j] * size[j] for j in near) / len(near)
+            else:
+                memory[i] = sum(mass[j] for j in near) / len(near) * size[i]
     known = [m for m in memory.values() if m > 0]
     mean = sum(known) / len(known) if known else 0.0
     return torch.tensor([memory[i] or mean for i in index], dtype=F64)
@@ -489,7 +501,7 @@ def test_the_ragged_tail_is_not_favoured(tail, pads):
 
 
 def test_a_block_is_remembered_and_what_was_known_stays():
-    policy, signals = NonCausal(chunk=4, pool=3), made(pads=(0, 3))
+    policy, signals = NonCausal(chunk=4, pool=1), made(pads=(0, 3))
     signals.values[0, 0, 12] = 0
     memory = policy.remember(signals)
     assert torch.equal(memory[..., :9].nan_to_num(-1), signals.memory[..., :9].nan_to_num(-1))
@@ -631,7 +643,7 @@ def test_frequencies_that_change_with_the_length_are_refused():
         (lambda: Manifold(metric="l3"), "metric must be one of l2, l1, linf, cosine"),
         (lambda: Leverage(sketch=0), "sketch must be an integer of at least 1"),
         (lambda: Leverage(sketch=129), "at most 128 columns for method 'cholesky', got 129"),
-        (lambda: Leverage(method="lu"), "method must be one of cholesky, qr, svd, exact, srht"),
+        (lambda: Leverage(method="lu"), "method must be one of cholesky, qr, svd, eig, exact, srht"),
         (lambda: NonCausal(chunk=0), "noncausal: chunk must be an integer of at least 1"),
         (lambda: NonCausal(pool=4), "odd width"),
         (lambda: Compactor(chunk=0), "compactor: chunk must be"),
@@ -649,4 +661,5 @@ def test_defaults_are_those_of_the_papers():
     assert (Manifold().window, WindowedManifold().window) == (None, 4096)
     paper = Compactor()
     assert (paper.blend, paper.sketch, paper.chunk) == (0.3, 64, 256)
+    assert (paper.pool, paper.scaled, paper.values_first, paper.centred) == (3, False, True, False)
     assert Leverage(sketch=500, method="qr").sketch == 500

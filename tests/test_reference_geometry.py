@@ -122,7 +122,7 @@ def test_manifold_half_precision_is_computed_in_fp32():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "exact", "srht"])
+@pytest.mark.parametrize("method", LEVERAGE_METHODS)
 @pytest.mark.parametrize("sketch_dim", [None, 4])
 def test_leverage_is_the_projector_diagonal(method, sketch_dim, kind):
     keys = randn(2, 2, 19, 6)
@@ -161,6 +161,17 @@ def test_leverage_in_fp32_survives_rank_deficiency(method):
         assert abs(score[0, 0].sum().item() - 2) < 1e-2
 
 
+def test_eigenvectors_of_the_gram_matrix_give_what_an_svd_of_the_keys_gives():
+    """Also of fp32 keys of unequal directions, whose smallest eigenvalues fp32 could not hold beside the largest."""
+    keys = (randn(1, 2, 200, 16) * torch.logspace(-3, 1, 16, dtype=torch.float64)).float()
+    wanted = leverage_scores(keys.double(), None, "svd")
+    torch.testing.assert_close(leverage_scores(keys, None, "eig").double(), wanted, atol=1e-5, rtol=1e-5)
+    keys[0, 1, 3, 0] = float("nan")
+    spoilt = leverage_scores(keys, None, "eig")
+    assert spoilt[0, 1].isnan().all()
+    torch.testing.assert_close(spoilt[0, 0].double(), wanted[0, 0], atol=1e-5, rtol=1e-5)
+
+
 def test_leverage_with_fewer_tokens_than_columns():
     for method in LEVERAGE_METHODS:
         torch.testing.assert_close(
@@ -169,7 +180,7 @@ def test_leverage_with_fewer_tokens_than_columns():
         assert leverage_scores(randn(1, 1, 0, 32), 16, method).shape == (1, 1, 0)
 
 
-@pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "exact"])
+@pytest.mark.parametrize("method", ["cholesky", "qr", "svd", "eig", "exact"])
 def test_unsketched_leverage_is_invariant_to_invertible_maps(method):
     keys = randn(1, 2, 64, 8)
     turn = randn(8, 8, seed=5) + 3 * torch.eye(8)

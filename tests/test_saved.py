@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fastkv
-from fastkv import FastKVCache, FastKVError
+from fastkv import FastKVCache, FastKVError, policies
 from fastkv.integrations.transformers import serialization as saved
 from fastkv.parallel import Parallel
 
@@ -355,6 +355,35 @@ def rewritten(path, content, change=None, tensors=None):
     words = json.dumps(header)
     save_file(held, path, {saved.HEADER: f"{saved._digest(words, held)} {words}"})
     return path
+
+
+@torch.no_grad()
+def test_a_file_that_does_not_name_a_choice_was_saved_before_there_was_one(tmp_path):
+    """What Compactor remembers of a token is another number since its attention is another."""
+
+    def forget(header):
+        for name in ("scaled", "values_first", "centred"):
+            del header["settings"][f"policy.{name}"]
+
+    model, path = build(), tmp_path / "cache"
+    before = policies.get("compactor", scaled=True, values_first=False)
+    fastkv.patch(model, before, small(), evict_every=EVERY)
+    model(prompt()[0]).past_key_values.save(path)
+    old = rewritten(path, path.read_bytes(), forget)
+    FastKVCache.load(old, model)
+    fastkv.patch(model, "compactor", small(), evict_every=EVERY)
+    refused(old, model, "policy.scaled=True, policy.values_first=False, got policy.scaled=False")
+
+
+@torch.no_grad()
+def test_in_how_many_rounds_a_prompt_was_read_is_no_setting_of_its_cache(tmp_path):
+    model, path = build(), tmp_path / "cache"
+    fastkv.patch(model, policies.get("momentkv", rounds=3), small(), evict_every=EVERY)
+    cache = model(prompt()[0]).past_key_values
+    cache.save(path)
+    fastkv.patch(model, "momentkv", small(), evict_every=EVERY)
+    loaded = FastKVCache.load(path, model)
+    assert torch.equal(loaded.layers[2].state.exact.keys, cache.layers[2].state.exact.keys)
 
 
 def test_newer_versions(tmp_path):

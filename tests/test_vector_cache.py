@@ -1,13 +1,21 @@
 """VECTOR in the cache: tokens without values, at equal bytes, on top of any policy."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import DynamicCache
 
 import fastkv
+from fastkv.cache.layout import layout_of
 from fastkv.calibration.files import fingerprint
+from fastkv.calibration.head_shares import KEEPS, HeadShares
 from fastkv.calibration.vector_map import VectorMap
+from fastkv.config import Config
 from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
+from fastkv.integrations.transformers.calibrate import weights_digest
+from fastkv.parallel import Parallel
 
 from .models import build, generate, policy, prompt
 from .pairwise import covering, named
@@ -27,11 +35,11 @@ def linear_model(name="llama", **changes):
     return model, weights
 
 
-def mapping(model, weights=None, r2=1.0):
-    """A VectorMap for the model; r2 may be a table [layer][head]."""
+def mapping(model, weights=None, r2=1.0, joint=False):
+    """A VectorMap for the model; r2 may be a table [layer][head], [layer][1] for a joint map."""
     layers = range(model.config.num_hidden_layers)
     weights = weights or {layer: torch.randn(2, 16, 16) / 16 for layer in layers}
-    table = r2 if isinstance(r2, list) else [[r2, r2]] * len(layers)
+    table = r2 if isinstance(r2, list) else [[r2] if joint else [r2, r2]] * len(layers)
     return VectorMap(
         weights=weights,
         r2={layer: torch.tensor(table[layer], dtype=torch.float64) for layer in layers},
@@ -122,6 +130,108 @@ def test_heads_below_the_threshold_fall_back():
                 assert TOKENS <= exact < TOKENS + EVERY and approx == 0
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("joint", [False, True], ids=["head", "joint"])
+def test_a_token_without_value_attends_with_what_the_map_makes_of_its_key(joint, backend):
+    """Values are no linear map of keys here. The stock model predicts the same from a cache that holds, for tokens
+    without value, what the map makes of their keys.
+    """
+    model = build()
+    ids, _ = prompt(2, 50, (0, 0))
+    maps = mapping(model, joint_weights() if joint else None, joint=joint)
+    stock = model(ids).past_key_values
+    fastkv.patch(model, "keydiff", small(), correction="vector", vector=maps, backend=backend, evict_every=EVERY)
+    cache = fastkv.FastKVCache(model)
+    model(ids, past_key_values=cache)
+    token = torch.tensor([[5], [9]])
+    kept = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        turned, values = stock.layers[index].keys, stock.layers[index].values
+        raw = rotations(model, [index])[index].unrotate(turned, torch.arange(50).expand(2, 2, 50))
+        seen = [torch.cat([raw[:, 0], raw[:, 1]], -1)] * 2 if joint else raw.unbind(1)
+        made = [keys @ weight for keys, weight in zip(seen, maps.weights[index])]
+        state, tokens = layer.state, (TOKENS // 2, TOKENS)
+        assert all((slots.lengths == held).all() for slots, held in zip(state.tiers.values(), tokens))
+        places = [slots["positions"][:, :, :held].long() for slots, held in zip(state.tiers.values(), tokens)]
+        exact, approx = (place[..., None].expand(-1, -1, -1, 16) for place in places)
+        told = torch.cat([values.gather(2, exact), torch.stack(made, 1).gather(2, approx)], 2)
+        kept.update(torch.cat([turned.gather(2, exact), turned.gather(2, approx)], 2), told, index)
+    got = model(token, past_key_values=cache).logits
+    fastkv.unpatch(model)
+    expected = model(token, past_key_values=kept, position_ids=torch.full((2, 1), 50)).logits
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+    with_all = model(token, past_key_values=stock).logits
+    assert (with_all - expected).abs().max() > 1e-2
+
+
+def joint_weights():
+    generator = torch.Generator().manual_seed(4)
+    return {layer: torch.randn(2, 32, 16, generator=generator) / 16 for layer in range(4)}
+
+
+@pytest.mark.parametrize("name", ["keydiff", "momentkv", "h2o", "compactor"])
+@pytest.mark.parametrize("block", [None, 16])
+def test_with_a_joint_map_all_heads_keep_the_same_tokens(name, block):
+    """Through prompts, evictions and a second turn."""
+    model = build()
+    options = {"correction": "vector+moments", "vector": mapping(model, joint_weights(), joint=True)}
+    cache = two_turns(model, name, small(), block, **options)
+    for layer in cache.layers:
+        for slots in layer.state.tiers.values():
+            assert torch.equal(slots.lengths[:, 0], slots.lengths[:, 1])
+            for row in range(3):
+                first, second = slots["positions"][row, :, : int(slots.lengths[row, 0])]
+                assert torch.equal(first, second)
+
+
+def test_a_joint_map_keeps_values_where_a_layer_errs_most():
+    """The pool by the mean of the heads' z-scores, in it the largest sum of the heads' errors; protected ones first."""
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    stock, weights = model(ids).past_key_values.layers[0], joint_weights()
+    maps = mapping(model, weights, joint=True)
+    fastkv.patch(model, "keydiff", small(), correction="vector", vector=maps, evict_every=EVERY)
+    state = model(ids).past_key_values.layers[0].state
+    raw = rotations(model, [0])[0].unrotate(stock.keys.double(), torch.arange(50).expand(1, 2, 50)).double()
+    together = torch.cat([raw[0, 0], raw[0, 1]], -1)
+    made = torch.stack([together @ weights[0][head].double() for head in range(2)])
+    errors = (stock.values[0].double() - made).square().sum((0, 2))
+    scores = fastkv.reference.keydiff_scores(stock.keys)[0].double()
+    scores = ((scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True, correction=0)).mean(0)
+    always = {0, 1, 46, 47, 48, 49}
+    kept = sorted(range(50), key=lambda t: (t not in always, -float(scores[t]), t))[: TOKENS // 2 + TOKENS]
+    valued = sorted(kept, key=lambda t: (t not in always, -float(errors[t]), t))[: TOKENS // 2]
+    for head in range(2):
+        assert set(state.exact.positions[0, head, : TOKENS // 2].tolist()) == set(valued)
+        assert set(state.approx.positions[0, head, :TOKENS].tolist()) == set(kept) - set(valued)
+
+
+def test_layers_whose_joint_map_is_poor_evict_each_head_for_itself():
+    model = build()
+    ids, mask = prompt()
+    maps = mapping(model, joint_weights(), r2=[[1.0], [0.2], [1.0], [0.2]], joint=True)
+    fastkv.patch(model, "keydiff", small(), correction="vector", vector=maps, evict_every=EVERY)
+    cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
+    check(cache, mask.sum(-1) + 19)
+    for layer in (1, 3):
+        state = cache.layers[layer].state
+        assert state.approx is None
+        assert not torch.equal(*state.exact.positions[0, :, : int(state.exact.lengths.min())].sort(-1).values)
+
+
+def test_calibrated_heads_of_a_layer_with_a_joint_map_keep_their_mean():
+    model = build()
+    ids, _ = prompt(1, 50, (0,))
+    table = torch.tensor([[[1.6, 0.8], [1.2, 0.4]] * 2] * len(KEEPS)).half()
+    known = fingerprint(model.config), "tiny", weights_digest(model)
+    shares = HeadShares(table, (2,) * 4, *known, tokens=1)
+    options = {"correction": "vector", "vector": mapping(model, joint_weights(), joint=True), "evict_every": EVERY}
+    fastkv.patch(model, "keydiff", fastkv.Budget(tokens=TOKENS, sinks=2, recent=2, heads=shares), **options)
+    cache = model(ids).past_key_values
+    stored = [cache.stored(layer)[0].tolist() for layer in range(4)]
+    assert all(first == second for first, second in stored) and stored[0][0] > stored[1][0]
+
+
 def test_values_go_where_the_map_errs_least():
     """Among the kept tokens, exactly those with the largest |v - W k~|^2 keep their value, protected ones first."""
     model = build()
@@ -143,6 +253,20 @@ def test_values_go_where_the_map_errs_least():
         assert set(state.approx.positions[0, head, :TOKENS].tolist()) == set(kept) - set(valued)
 
 
+@pytest.mark.parametrize("share", [0, 0.25, 1])
+def test_the_share_of_keys_is_an_option(share):
+    """20 pairs' room: 20 (1 - share) pairs and twice as many keys as the others; what is protected stays a pair."""
+    model = build()
+    ids, _ = prompt(1, 90, (0,))
+    chosen = fastkv.corrections.get("vector", share=share)
+    fastkv.patch(model, "keydiff", small(), correction=chosen, vector=mapping(model), evict_every=EVERY)
+    state = model(ids).past_key_values.layers[0].state
+    pairs = max(round(TOKENS * (1 - share)), 6)
+    assert state.exact.lengths.tolist() == [[pairs, pairs]]
+    assert share == 0 or state.approx.lengths.tolist() == [[2 * (TOKENS - pairs)] * 2]
+    assert (share == 0) == (state.approx is None)
+
+
 def test_keep_follows_the_paper():
     """p_a = min(p_c / 2, (1 - p_c) / 2): 3/4 of 40 kept leaves 25 pairs and 10 keys, in the room of 30 pairs."""
     model = build()
@@ -155,6 +279,15 @@ def test_keep_follows_the_paper():
 
 def test_refusals(tmp_path):
     model = build()
+    joint = mapping(model, joint_weights(), joint=True)
+    config = replace(Config.make("keydiff", small(), None, 1, "vector", "reference", None), values=joint)
+    with pytest.raises(FastKVError, match="needs them in one process, got 2; fit one map a head"):
+        layout_of(config, 0, 1, TOKENS, None, False, Parallel(rank=1, size=2))
+    for share in (-0.1, 1.1, "half", True):
+        with pytest.raises(FastKVError, match=r"vector: share must be in \[0, 1\]"):
+            fastkv.corrections.get("vector", share=share)
+    with pytest.raises(FastKVError, match="correction 'moments' has no option share; it has none"):
+        fastkv.corrections.get("moments", share=0.5)
     with pytest.raises(FastKVError, match=r"no vector\.safetensors where the model was loaded from"):
         fastkv.patch(model, "keydiff", small(), correction="vector")
     with pytest.raises(FastKVError, match="is for correction='vector', got another correction"):

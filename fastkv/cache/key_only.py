@@ -1,7 +1,8 @@
 """VECTOR: where two tokens may keep their key only, in the room of one pair, and their values come from a linear map.
 
-Source: VECTOR, arXiv:2605.23258, Sec. 4. Selection in two steps: the policy's best tokens stay, and among them those
-keep their value where the map errs most.
+Source: VECTOR, arXiv:2605.23258, Sec. 3.2. Selection in two steps: the policy's best tokens stay, and among them those
+keep their value where the map errs most. Where the map reads the keys of all heads of a layer, these choose together:
+they keep the same tokens, in slots of the same order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, Moments, Selection, Slots, Spec, in_order, merge_partials, pack
+from ..reference import (
+    LayerState,
+    Moments,
+    Selection,
+    Slots,
+    Spec,
+    in_order,
+    merge_partials,
+    pack,
+    predicted_values,
+)
 from .layout import LayerConfig
 from .selection import keep_values
 
@@ -19,7 +30,7 @@ from .selection import keep_values
 def estimated(keys: Tensor, positions: Tensor, rule: LayerConfig) -> Tensor:
     """What the map makes of post-RoPE keys [B, Hkv, N, Dk] at `positions`: [B, Hkv, N, Dv] fp32."""
     assert rule.rotary is not None and rule.weight is not None
-    return rule.rotary.unrotate(keys.float(), positions) @ rule.weight
+    return predicted_values(rule.rotary.unrotate(keys.float(), positions), rule.weight)
 
 
 def recovered(approx: Slots, exact: Slots, rule: LayerConfig) -> tuple[Tensor, Tensor, Tensor]:

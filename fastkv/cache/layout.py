@@ -196,6 +196,14 @@ def layout_of(
     if pairs is None:
         usable = [True] * heads if config.values is None else config.values.usable(layer)[own]
         own_shares = (tokens,) * heads if shares is None else shares[own]
+        if config.values is not None and config.values.joint:
+            if parallel.size > 1:
+                raise FastKVError(
+                    f"a map from the keys of all heads of a layer needs them in one process, got {parallel.size}; fit "
+                    "one map a head with fastkv calibrate vector"
+                )
+            if any(usable):  # all heads keep the same tokens
+                own_shares = (sum(own_shares) // heads,) * heads
         pairs, approx = _split(correction, own_shares, tokens, reserved, keep, usable)
     elif correction.key_only:
         raise FastKVError(
@@ -252,7 +260,8 @@ class LayerConfig:
         parallel: processes that share the layer's heads.  rotary: how keys are turned, if anything undoes it.
         output: [hidden, Hq, Dv], the layer's output projection, if the policy reads it.
         queries: what the layer's queries are like, if the policy reads it.
-        weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value.
+        weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value; joint:
+            [Hkv, Hkv * Dk, Dv].
         readers: how many other layers attend to the same keys.
     """
 
@@ -290,6 +299,11 @@ class LayerConfig:
             weight=weight,
             readers=readers,
         )
+
+    @property
+    def joint(self) -> bool:
+        """Whether all heads keep the same tokens, because a value is recovered from the keys of all heads."""
+        return bool(self.layout.approx) and self.config.values is not None and self.config.values.joint
 
     def keeping(self, tokens: tuple[int, ...]) -> LayerConfig:
         """The same where heads keep so many tokens."""

@@ -62,7 +62,9 @@ def absorb_block(
         told, scores = signals.score(signals.of_block(told, q, valid, state, rule, again, mass), rule)
     kept = Selection(told.valid, told.valid.sum(-1))
     if full:
-        kept = selection.keep_best(told, scores, state.seen, rule)
+        whole = rule.config.prefill_block is None and rule.config.policy.rounds > 1
+        keep = selection.keep_in_rounds if whole else selection.keep_best
+        kept = keep(told, scores, state.seen, rule)
         if rule.config.correction.observes:
             told = refit.refit(told, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, told, kept, num, rule, full=full)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..policies import Signals
-from ..reference import LayerState, Selection, select_each
+from ..reference import LayerState, Selection, select_each, z_scores
 from .layout import LayerConfig
 
 FLOOR = 0.2  # of the mean budget, what every head keeps in any case (Ada-KV, arXiv:2407.11550)
@@ -21,17 +21,47 @@ def protected(signals: Signals, seen: Tensor, rule: LayerConfig) -> Tensor:
     return ops.protected(signals.positions, seen, rule.spec.sinks, rule.spec.recent)
 
 
-def keep_best(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig) -> Selection:
+def keep_best(
+    signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig, more: Tensor | None = None
+) -> Selection:
     """Of the N candidates, those that stay: as many of each head as the layer's layout says.
 
-    Args: scores [B, Hkv, N]; seen [B]: true tokens absorbed, the candidates included.
+    Args: scores [B, Hkv, N]; seen [B]: true tokens absorbed, the candidates included; more [B, Hkv] int64: how many
+        each head keeps beyond that, None for none.
     """
     guard = protected(signals, seen, rule)
+    if rule.joint:  # heads choose together, by their mean
+        scores = z_scores(scores, signals.valid).mean(1, keepdim=True).repeat(1, scores.shape[1], 1)
     if rule.layout.adaptive:
-        return _adaptive(signals, scores, guard, rule)
+        return _adaptive(signals, scores, guard, rule, more)
+    wanted = _wanted(rule)
+    if more is None:
+        return _each(signals, scores, guard, wanted)
+    tokens = torch.stack([row + number for row, number in zip(more.unbind(-1), wanted)], -1)
+    return select_each(scores, signals.positions, signals.valid, guard, tokens)
+
+
+def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerConfig) -> Selection:
+    """`keep_best` in as many rounds as the policy asks for, each of which evicts equally many (MomentKV, Alg. 1).
+
+    The policy scores what is left with the moments as they will be. Arguments as there; scores: of the first round.
+    """
+    policy, rounds = rule.config.policy, rule.config.policy.rounds
+    left, count = signals, signals.valid.sum(-1)
+    excess = torch.stack([row - number for row, number in zip(count.unbind(-1), _wanted(rule))], -1).clamp(min=0)
+    for coming in range(rounds - 1, 0, -1):
+        kept = keep_best(left, scores, seen, rule, more=excess * coming // rounds).kept
+        gone = signals.valid & ~kept
+        left = replace(left, valid=kept, moments=signals.moments.add(signals.keys, signals.values, gone))
+        scores = policy.score(left)
+    return keep_best(left, scores, seen, rule)
+
+
+def _wanted(rule: LayerConfig) -> list[int]:
+    """Tokens that each head keeps, with or without their value."""
     layout = rule.layout
     keys = layout.approx or (0,) * len(layout.tokens)
-    return _each(signals, scores, guard, [pairs + extra for pairs, extra in zip(layout.tokens, keys)])
+    return [pairs + extra for pairs, extra in zip(layout.tokens, keys)]
 
 
 def keep_slots(signals: Signals, scores: Tensor, guard: Tensor, state: LayerState, rule: LayerConfig) -> Selection:
@@ -53,6 +83,8 @@ def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, ru
         candidates that have no value any more.
     """
     guard = protected(signals, seen, rule)
+    if rule.joint:  # candidates without a value have none in any head
+        errors = errors.sum(1, keepdim=True).repeat(1, errors.shape[1], 1)
     have = replace(signals, valid=kept & (errors >= 0))
     return _each(have, errors, guard, list(rule.layout.tokens)).kept
 
@@ -74,8 +106,11 @@ def _each(signals: Signals, scores: Tensor, guard: Tensor, tokens: list[int]) ->
     return Selection(kept, kept.sum(-1))
 
 
-def _adaptive(signals: Signals, scores: Tensor, guard: Tensor, rule: LayerConfig) -> Selection:
-    """Heads * tokens candidates of the layer: the floor of each head first, the rest to the best scores of all heads.
+def _adaptive(
+    signals: Signals, scores: Tensor, guard: Tensor, rule: LayerConfig, more: Tensor | None = None
+) -> Selection:
+    """Heads * tokens candidates of the layer, and `more` [B, Hkv] in all: the floor of each head first, the rest to the
+    best scores of all heads.
 
     Equal scores go to the lower position, then to the lower head. Under tensor parallelism the heads of all processes
     compete, as they would on one device.
@@ -91,6 +126,10 @@ def _adaptive(signals: Signals, scores: Tensor, guard: Tensor, rule: LayerConfig
     def flat(part: Tensor) -> Tensor:
         return part.flatten(1)[:, None]
 
-    chosen = ops.select(flat(scores), flat(place), flat(valid), flat(first), heads * tokens, backend=backend)
+    choice, number = (flat(scores), flat(place), flat(valid), flat(first)), heads * tokens
+    if more is None:
+        chosen = ops.select(*choice, number, backend=backend)
+    else:
+        chosen = select_each(*choice, number + gather(more).sum(-1, keepdim=True))
     kept = rule.parallel.own(chosen.kept.reshape(scores.shape))
     return Selection(kept, kept.sum(-1))

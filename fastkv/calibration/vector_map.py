@@ -1,7 +1,8 @@
 """The linear maps from keys to values that VECTOR recovers dropped values with, and the file that holds them.
 
-For every full-attention layer and KV head: value ~ k~ @ weight, k~ the key before the rotary embedding. The map has no
-intercept, because attention applies it once to the weighted sum of keys: sum_j p_j (k~_j @ W) = (sum_j p_j k~_j) @ W.
+For every full-attention layer and KV head: value ~ k~ @ weight, k~ the key before the rotary embedding, of this head or
+of all KV heads of the layer side by side ("joint", the paper's map). The map has no intercept, because attention
+applies it once to the weighted sum of keys: sum_j p_j (k~_j @ W) = (sum_j p_j k~_j) @ W.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class VectorMap:
     """Maps from keys to values for one model, and how well they do on text that they were not fitted to.
 
     Attributes:
-        weights: layer -> [Hkv, Dk, Dv] fp32, value ~ k~ @ weight.
-        r2: layer -> [Hkv] fp64, held-out R^2 of each head against the mean of its values (see `fastkv.calibration`).
+        weights: layer -> [Hkv, Dk, Dv] fp32, value ~ k~ @ weight; joint: [Hkv, Hkv * Dk, Dv].
+        r2: layer -> [Hkv] fp64, held-out R^2 of each head against the mean of its values (see `fastkv.calibration`);
+            joint: [1], of all heads together.
         threshold: R^2 that a head has to exceed, see `required_r2`.
         fingerprint: of the config of the model it was fitted to.  model: the same in words.
         tokens: how many were read, the held-out ones included.
@@ -74,6 +76,11 @@ class VectorMap:
     model: str
     tokens: int
 
+    @property
+    def joint(self) -> bool:
+        """Whether a head's values are made of the keys of all heads, which then have to keep the same tokens."""
+        return any(len(self.r2[layer]) != len(weight) for layer, weight in self.weights.items())
+
     def usable(self, layer: int) -> list[bool]:
         """For each KV head of a full-attention layer whether its values may be dropped; the others evict plainly.
 
@@ -81,7 +88,8 @@ class VectorMap:
         """
         if layer not in self.r2:
             raise FastKVError(f"layer {layer} has no map, the fitted layers are {sorted(self.r2)}; choose one of them")
-        return (self.r2[layer] > self.threshold).tolist()
+        heads = len(self.weights[layer])
+        return (self.r2[layer] > self.threshold).expand(heads).tolist()
 
     def check(self, config: Any) -> None:
         """Raise FastKVError unless it was fitted to a model with this config, patched or not."""
@@ -108,12 +116,14 @@ class VectorMap:
         weights = {i: tensors.pop(f"weight.{i}") for i in layers if f"weight.{i}" in tensors}
         r2 = {i: tensors.pop(f"r2.{i}") for i in layers if f"r2.{i}" in tensors}
         whole = not tensors and weights and weights.keys() == r2.keys()
-        if not whole or not all(_fits(weight, r2[i]) for i, weight in weights.items()):
+        sound = whole and all(_fits(weight, r2[i]) for i, weight in weights.items())
+        if not sound or len({len(r2[i]) > 1 for i, weight in weights.items() if len(weight) > 1}) > 1:
             raise FILE.damaged(path)
         return cls(weights, r2, **facts)
 
 
 def _fits(weight: Tensor, r2: Tensor) -> bool:
-    """Whether they are finite, [Hkv, Dk, Dv] fp32 and [Hkv] fp64."""
-    kinds = (weight.ndim, weight.dtype, r2.dtype, r2.shape) == (3, torch.float32, torch.float64, weight.shape[:1])
-    return kinds and all(bool(tensor.isfinite().all()) for tensor in (weight, r2))
+    """Whether they are finite, [Hkv, Dk, Dv] fp32 and [Hkv] fp64, or joint."""
+    kinds = (weight.ndim, weight.dtype, r2.ndim, r2.dtype) == (3, torch.float32, 1, torch.float64)
+    joint = len(r2) == 1 and weight.shape[1] % len(weight) == 0
+    return kinds and (joint or len(r2) == len(weight)) and all(bool(tensor.isfinite().all()) for tensor in (weight, r2))

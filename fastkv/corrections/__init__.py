@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import replace
+from typing import Any
 
 from ..errors import FastKVError
 from ..reference import LayerState
 from .base import COSH, MEAN, MOMENTS, Correction, Pairs, Shape
-from .centroids import CENTROIDS, CentroidCorrection
+from .centroids import CENTROIDS
 from .matching import MATCHING
 from .ridge import RIDGE
 from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 
 NONE = Correction()
 ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
-OBJECTS: dict[str, Correction] = {}  # that were passed to `get`, by what operators are told of them
 
-__all__ = ["ALL", "NONE", "CentroidCorrection", "Correction", "Pairs", "Shape", "get", "names", "reading"]
+__all__ = ["ALL", "NONE", "Correction", "Pairs", "Shape", "get", "names", "reading"]
 
 
 def names() -> list[str]:
@@ -24,33 +24,24 @@ def names() -> list[str]:
     return [correction.name for correction in ALL]
 
 
-def get(name: str | bool | Correction | None) -> Correction:
-    """The correction called `name`; True is "moments", False and None are "none"; an object is itself.
+def get(name: str | bool | Correction | None, **options: Any) -> Correction:
+    """The correction called `name`, with the given options; True is "moments", False and None are "none"; an object is
+    itself.
 
-    Raises: FastKVError for an unknown name.
+    Raises: FastKVError for an unknown name or option.
     """
     if isinstance(name, Correction):
-        OBJECTS[text_of(name)] = name
         return name
     if name is None or isinstance(name, bool):
         name = "moments" if name else "none"
     found = next((correction for correction in ALL if correction.name == name), None)
     if found is None:
         raise FastKVError(f"correction must be one of auto, {', '.join(names())}, got {name!r}")
-    return found
-
-
-def text_of(correction: Correction) -> str:
-    """A word that `of_text` makes the correction of: its name, or what tells an object from that."""
-    named = next((one for one in ALL if one == correction), None)
-    if named is not None:
-        return named.name
-    return f"{correction.name}-{hashlib.sha256(repr(correction).encode()).hexdigest()[:16]}"
-
-
-def of_text(text: str) -> Correction:
-    """The inverse of `text_of`, for what `get` has seen in this process."""
-    return OBJECTS.get(text) or get(text)
+    unknown = sorted(options.keys() - set(found.options))
+    if unknown:
+        known = ", ".join(found.options) or "none"
+        raise FastKVError(f"correction {name!r} has no option {', '.join(unknown)}; it has {known}")
+    return replace(found, **options) if options else found
 
 
 def reading(state: LayerState, order: int | None) -> Correction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,12 +59,14 @@ class Correction:
         order: of the moments that it reads: 1, 0 (means only) or None.
         spread: whether these moments know how far keys are from their mean.
         kind: of what `empty` makes, as `Evicted.kinds` calls it; None for nothing.
+        options: fields that `corrections.get` may be given; what attention mixes in depends on none of them.
     """
 
     name: str = "none"
     order: int | None = None
     spread: bool = False
     kind: str | None = None
+    options: ClassVar[tuple[str, ...]] = ()
 
     def evicted(self, state: LayerState) -> Evicted | None:
         """What of the state is mixed into attention for the evicted tokens; None for nothing."""

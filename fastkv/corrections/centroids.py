@@ -7,10 +7,12 @@ centroids the evicted need depends on what was evicted, not on how finely the ot
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from ..budget import LayerCost
+from ..errors import FastKVError
 from ..reference import Centroids, Evicted, LayerState
 from .base import Correction, Shape
 
@@ -28,6 +30,11 @@ class CentroidCorrection(Correction):
     name: str = "centroids"
     kind: str | None = "centroids"
     share: int = 16
+    options: ClassVar[tuple[str, ...]] = ("share",)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int) or self.share < 1:
+            raise FastKVError(f"centroids: share must be a whole number of at least 1, got {self.share!r}; 16 is usual")
 
     def evicted(self, state: LayerState) -> Evicted | None:
         """The centroids."""

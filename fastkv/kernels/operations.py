@@ -35,7 +35,10 @@ def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
 
 
 def decode_step(q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec) -> Any:
-    """`reference.decode_step`."""
+    """`reference.decode_step`, which does the step itself where values are recovered from the keys of all heads."""
+    if state.recovery is not None and state.recovery.weight.shape[1] != state.recovery.weight.shape[2]:
+        with state.gathered() as own:
+            return reference.decode_step(q, k, v, own, spec)
     step = decode.decode_step if state.approx is None else vector.vector_decode_step
     return step(q, k, v, state, spec)
 

@@ -1,8 +1,14 @@
 """Fit the maps from keys to values of VECTOR: one pass over text, sums of products only, one small solve per head.
 
-Ordinary least squares per (layer, KV head): W = argmin sum_i |k~_i W - v_i|^2 = (K^T K)^+ K^T V, with k~ the keys
-before the rotary embedding (VECTOR, arXiv:2605.23258, Section 3.1, which fits one map per layer; heads evict different
-tokens here, so each has its own). There is no intercept: attention applies W once, to the weighted sum of keys.
+Ordinary least squares: W = argmin sum_i |k~_i W - v_i|^2 = (K^T K)^+ K^T V, with k~ the keys before the rotary
+embedding (VECTOR, arXiv:2605.23258, Section 3.1). The paper fits one map per layer, from the keys of all KV heads to
+the values of all (`joint`): it explains far more, but a head then needs the other heads' keys of the same tokens, so
+that all heads have to keep the same. A map of its own for each KV head leaves them free. There is no intercept:
+attention applies W once, to the weighted sum of keys.
+
+"inverse" is what the paper compares with (Appendix D): the shortest hidden state that explains the keys, then the value
+projection, W = W_K^+ W_V without any text. It is off by whatever keys do not see of hidden states, by a bias and by a
+norm of the keys.
 
 The quality is R^2 = 1 - sum |v_i - k~_i W|^2 / sum |v_i - v_mean|^2, over all dimensions of a head together, on
 sequences that were not fitted. As in the paper's tables (its Appendix D calls a negative R^2 worse than the mean), it
@@ -21,16 +27,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn import Linear
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.files import describe, fingerprint
+from ..calibration.files import describe, fingerprint, kv_shapes
 from ..calibration.vector_map import VectorMap, required_r2
 from ..errors import FastKVError
 from ..integrations.transformers import rotations
+from ..integrations.transformers.modules import attentions
 from ..rotary import Rotary
 from . import common
 from .equal_bytes import is_full
 
+METHODS = ("ols", "inverse")
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
 CUTOFF = 1e-10
 # Values that vary less than this share of their energy are constant up to rounding: there is nothing to explain.
@@ -110,6 +119,8 @@ def fit(
     model: PreTrainedModel,
     batches: Iterable[Tensor],
     *,
+    joint: bool = False,
+    method: str = "ols",
     held_out: float = 0.1,
     boundary: float = 1.0,
     progress: Callable[[int], None] | None = None,
@@ -119,12 +130,16 @@ def fit(
     Args:
         model: a transformers model that is not patched, in eval mode.
         batches: token ids, [B, T] each, no padding; B and T may vary. They are read once and nothing of them is kept.
+        joint: one map from the keys of all heads of a layer to the values of all, instead of one a KV head.
+        method: "ols", or "inverse", the pseudo-inverse of the key projection, which text only measures.
         held_out: share of the sequences that measure the maps and do not enter them: the first, then evenly spaced.
         boundary: see `required_r2`, which gives the threshold.
         progress: called after each batch with the number of tokens read so far.
 
     Returns: the maps, on the CPU.
     """
+    if method not in METHODS:
+        raise FastKVError(f"method must be one of {', '.join(METHODS)}, got {method!r}; 'ols' fits the text")
     threshold = required_r2(boundary)
     turning = rotations(model, _full_layers(model, held_out), halves=True)
     fitted: dict[int, Sums] = {}
@@ -142,7 +157,8 @@ def fit(
         rows += len(ids)
         tokens += ids.numel()
         chosen = torch.tensor(apart)
-        for layer, keys, values in pre_rope_pairs(model, turning, ids):
+        for layer, *pairs in pre_rope_pairs(model, turning, ids):
+            keys, values = map(side_by_side, pairs) if joint else pairs
             for kept, which in ((fitted, ~chosen), (measured, chosen)):
                 kept.setdefault(layer, Sums(keys, values)).add(keys[which], values[which])
         if progress is not None:
@@ -153,13 +169,45 @@ def fit(
         )
     weights, r2 = {}, {}
     for layer, sums in fitted.items():
-        if not all(torch.isfinite(pairs[layer].vv + pairs[layer].kk.sum((1, 2))).all() for pairs in (fitted, measured)):
+        if not all(torch.isfinite(part[layer].vv + part[layer].kk.sum((1, 2))).all() for part in (fitted, measured)):
             raise FastKVError(
                 f"fit needs finite keys and values, layer {layer} has others; load the model in bfloat16 or float32"
             )
-        weights[layer] = sums.solve().float().cpu()
-        r2[layer] = measured[layer].r2(weights[layer]).cpu()
+        weight = (sums.solve() if method == "ols" else inverse(model, layer, joint)).float().cpu()
+        r2[layer] = measured[layer].r2(weight).cpu()
+        weights[layer] = each_head(weight, key_value_heads(model, layer)) if joint else weight
     return VectorMap(weights, r2, threshold, fingerprint(model.config), describe(model.config), tokens)
+
+
+def side_by_side(rows: Tensor) -> Tensor:
+    """What H heads have of a token as one head has it: [B, H, N, D] as [B, 1, N, H * D]."""
+    return rows.transpose(1, 2).flatten(2)[:, None]
+
+
+def each_head(weight: Tensor, heads: int) -> Tensor:
+    """A joint map [1, K, H * Dv] by the heads whose values it makes, [H, K, Dv]."""
+    return weight[0].unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
+
+
+def key_value_heads(model: PreTrainedModel, layer: int) -> int:
+    """Hkv of a layer."""
+    return kv_shapes(model.config.get_text_config(decoder=True))[layer][0]
+
+
+def inverse(model: PreTrainedModel, layer: int, joint: bool) -> Tensor:
+    """W_K^+ then W_V in float64, [Hkv, Dk, Dv]; joint: [1, Hkv * Dk, Hkv * Dv].
+
+    Raises: FastKVError for a layer without projections of its own for keys and values.
+    """
+    module = attentions(model)[layer]
+    found = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
+    if not all(isinstance(projection, Linear) for projection in found):
+        raise FastKVError(
+            f"method='inverse' needs the weights of k_proj and v_proj, got {type(module).__name__} without; use 'ols'"
+        )
+    heads = 1 if joint else key_value_heads(model, layer)
+    keys, values = (one.weight.detach().double().unflatten(0, (heads, -1)) for one in found)  # type: ignore[union-attr]
+    return (values @ torch.linalg.pinv(keys)).mT
 
 
 def _full_layers(model: PreTrainedModel, held_out: float) -> list[int]:
@@ -200,6 +248,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--tokens", 200_000, "tokens in all")
     edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
     option("--boundary", 1.0, edge, "S")
+    joint = "one map for all heads of a layer, as in the paper; they then keep the same tokens"
+    parser.add_argument("--joint", action="store_true", help=joint)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -209,7 +259,8 @@ def run(options: argparse.Namespace) -> None:
     batches = sequences(options.text, tokenizer, options.length, options.tokens)
     with common.progress(console) as shown:
         bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
-        fitted = fit(model, batches, boundary=options.boundary, progress=lambda n: shown.update(bar, completed=n))
+        settings = {"joint": options.joint, "boundary": options.boundary}
+        fitted = fit(model, batches, **settings, progress=lambda n: shown.update(bar, completed=n))
     fitted.save(options.out)
     console.print(table_of(fitted))
     usable = [use for layer in fitted.weights for use in fitted.usable(layer)]
@@ -225,7 +276,7 @@ def table_of(fitted: VectorMap) -> Table:
     """Held-out R^2, one row a layer and one column a KV head; heads that fall back to plain eviction say so."""
     heads = range(max(len(r2) for r2 in fitted.r2.values()))
     table = Table(title="held-out R² of values predicted from keys")
-    for name in ("layer", *(f"head {head}" for head in heads), "mean"):
+    for name in ("layer", *(["all heads"] if fitted.joint else (f"head {head}" for head in heads)), "mean"):
         table.add_column(name, justify="right")
     for layer, r2 in fitted.r2.items():
         cells = [f"{x:.3f}{'' if use else ' plain'}" for x, use in zip(r2.tolist(), fitted.usable(layer))]

@@ -101,7 +101,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
 
 def spec_text(spec: Spec) -> str:
     """The argument that a spec becomes."""
-    name = None if spec.correction is None else corrections.text_of(spec.correction)
+    name = None if spec.correction is None else spec.correction.name
     return f"{spec.scale} {spec.softcap} {name} {spec.backend} {spec.tokens} {spec.spare} {spec.sinks} {spec.recent}"
 
 
@@ -112,7 +112,7 @@ def spec_of(text: str) -> Spec:
     return Spec(
         float(scale),
         None if softcap == "None" else float(softcap),
-        None if name == "None" else corrections.of_text(name),
+        None if name == "None" else corrections.get(name),
         backend,
         *map(int, numbers),
     )

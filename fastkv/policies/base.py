@@ -169,6 +169,13 @@ class Policy:
         return 0
 
     @property
+    def rounds(self) -> int:
+        """In how many rounds a whole prompt is evicted from, for scores that read the moments: those of what a round
+        evicts are known to the next one.
+        """
+        return 1
+
+    @property
     def recent_share(self) -> float:
         """Share of the budget that goes to the most recent tokens, whatever their score."""
         return 0.0

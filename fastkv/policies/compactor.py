@@ -16,16 +16,23 @@ from .base import Policy, Signals, check_at_least, known_or_mean
 
 @dataclass(frozen=True)
 class NonCausal(Policy):
-    """score_i = |v_i| times the pooled attention that token i gets from its chunk, tokens before and after it alike.
+    """score_i = mean over neighbours j of |v_j| a_j, a_j the attention that token j gets from its chunk, tokens before
+    and after it alike: a_j = sum_q softmax(q . k)_j.
 
-    Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.3, Eq. 5. Chunks do not reach across prompt
-    blocks, and a shorter last chunk has neither padded rows nor padded columns. Pooling averages over real neighbours
-    only, so the ends are not favoured. The score of a prompt token is computed once, with its block, and remembered;
-    a generated token, for which nobody asked without a causal mask, counts as much as the mean of the others.
+    Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.3, Eq. 5, pooled as in the authors' code. As
+    there, logits are not divided by the root of the head's size: on real weights with calibrated heads, answers and
+    text then stay much closer to the full cache's than with the layer's own scale, which is an option. Where all heads
+    keep equally many tokens, `values_first=False` stays closer. Chunks do not reach across prompt blocks, and a shorter
+    last chunk has neither padded rows nor padded columns. Pooling averages over real neighbours only, so the ends are
+    not favoured. The score of a prompt token is computed once, with its block, and remembered; a generated token, for
+    which nobody asked without a causal mask, counts as much as the mean of the others.
 
     Args:
         chunk: tokens that attend to each other.
         pool: odd width of the mean pooling; the paper names none.
+        scaled: whether logits are multiplied by the layer's own scale.
+        values_first: whether the length of the values is pooled with the attention; else each token's own length
+            multiplies what was pooled.
     """
 
     name = "noncausal"
@@ -33,7 +40,9 @@ class NonCausal(Policy):
     remembers = True
 
     chunk: int = 256
-    pool: int = 5
+    pool: int = 3
+    scaled: bool = False
+    values_first: bool = True
 
     def __post_init__(self) -> None:
         check_at_least(self, chunk=1, pool=1)
@@ -50,7 +59,7 @@ class NonCausal(Policy):
         mass = ops.noncausal_attention_mass(
             signals.queries,
             keys,
-            signals.scale,
+            signals.scale if self.scaled else 1.0,
             self.chunk,
             softcap=signals.softcap,
             mask=valid,
@@ -58,7 +67,8 @@ class NonCausal(Policy):
             backend=signals.backend,
         )
         length = torch.linalg.vector_norm(signals.values[:, :, start:].float(), dim=-1)
-        score = (neighbour_mean(mass, self.pool, positions, valid) * length).float()
+        first, last = (length, 1.0) if self.values_first else (1.0, length)
+        score = (neighbour_mean(mass * first, self.pool, positions, valid) * last).float()
         known = score.clamp(min=torch.finfo(torch.float32).tiny)  # also where the value is zero
         return torch.cat([signals.memory[:, :, :start], torch.where(valid, known, 0)], 2)
 
@@ -78,8 +88,10 @@ class Leverage(Policy):
 
     Args:
         sketch: columns of the Gaussian sketch Phi; None, or no fewer than the head size, for the keys themselves.
-        method: "cholesky", "qr", "svd", "exact" (SVD of the keys, no sketch) or "srht" (Hadamard sketch, Cholesky).
+        method: "cholesky", "qr", "svd", "eig" (eigenvectors of the Gram matrix, Alg. 1 and App. C), "exact" (SVD of the
+            keys, no sketch) or "srht" (Hadamard sketch, Cholesky).
         seed: of the sketch, which all heads and layers share.
+        centred: whether the mean key is subtracted first, as in the authors' later code; the paper does not.
     """
 
     name = "leverage"
@@ -88,6 +100,7 @@ class Leverage(Policy):
     sketch: int | None = 64
     method: str = "cholesky"
     seed: int = 0
+    centred: bool = False
 
     def __post_init__(self) -> None:
         if self.sketch is not None:
@@ -102,7 +115,13 @@ class Leverage(Policy):
     def score(self, signals: Signals) -> Tensor:
         """Leverage of each key among the cached ones."""
         return ops.leverage_scores(
-            signals.pre_rope_keys, self.sketch, self.method, self.seed, mask=signals.valid, backend=signals.backend
+            signals.pre_rope_keys,
+            self.sketch,
+            self.method,
+            self.seed,
+            mask=signals.valid,
+            centre=self.centred,
+            backend=signals.backend,
         )
 
 
@@ -115,11 +134,14 @@ class Compactor(NonCausal):
 
     Args:
         chunk: tokens that attend to each other.
-        pool: odd width of the mean pooling of the attention; the paper names none.
+        pool: odd width of the mean pooling of the attention.
+        scaled: whether its logits are multiplied by the layer's own scale, see `NonCausal`.
+        values_first: whether the length of the values is pooled with it, see `NonCausal`.
         blend: weight of the leverage, lambda in the paper (0.35 in its Table 2).
         sketch: columns of the Gaussian sketch; None for no sketch.
         method: how leverage is computed, see `Leverage`.
         seed: of the sketch.
+        centred: whether leverage is that of keys less their mean.
     """
 
     name = "compactor"
@@ -129,6 +151,7 @@ class Compactor(NonCausal):
     sketch: int | None = 64
     method: str = "cholesky"
     seed: int = 0
+    centred: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +160,7 @@ class Compactor(NonCausal):
         self._leverage()
 
     def _leverage(self) -> Leverage:
-        return Leverage(self.sketch, self.method, self.seed)
+        return Leverage(self.sketch, self.method, self.seed, self.centred)
 
     def score(self, signals: Signals) -> Tensor:
         """Blend of the two z-scores."""

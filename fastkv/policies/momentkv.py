@@ -18,7 +18,8 @@ class MomentKV(Policy):
 
     Source: MomentKV, arXiv:2606.01563, Eq. 10 and Sec. 5.1: observation window of the last 32 queries, the first token
     kept as a sink, adjacent tokens scored in chunks of 4 while the prompt is read, budget shared between the heads of a
-    layer. While decoding, alpha is the mean since the last eviction. Before anything is evicted, r_j = v_j.
+    layer. While decoding, alpha is the mean since the last eviction. Before anything is evicted, r_j = v_j. Its Alg. 1
+    evicts one token at a time and scores the others anew; `rounds` do so with a share of a whole prompt's tokens.
 
     With `patch(model, policy, budget, evict_every=..., correction=...)`, the paper's experiments are
 
@@ -34,6 +35,8 @@ class MomentKV(Policy):
         chunk: adjacent prompt tokens that share their mean score.
         informed: whether the residual takes part in the score; without it, the score is attention alone.
         residual_order: 1 for the residual of Eq. 10, 0 for the distance to the mean evicted value.
+        rounds: in which a prompt that is read whole loses its tokens, equally many in each; 1 scores it once, by
+            attention and the length of values. Blocks and decoding evict a few tokens at a time anyway.
     """
 
     name = "momentkv"
@@ -44,9 +47,10 @@ class MomentKV(Policy):
     chunk: int = 4
     informed: bool = True
     residual_order: int = 1
+    rounds: int = 1
 
     def __post_init__(self) -> None:
-        check_at_least(self, window=1, chunk=1)
+        check_at_least(self, window=1, chunk=1, rounds=1)
         if self.residual_order not in (0, 1):
             raise FastKVError(
                 f"momentkv: residual_order must be 0 or 1, got {self.residual_order!r}; "

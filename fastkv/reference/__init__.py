@@ -26,6 +26,7 @@ from .attention import (
     merge_partials,
     most_attended,
     peak_attention,
+    predicted_values,
     prefill_attention,
     with_sink,
 )

@@ -384,4 +384,15 @@ def recovered_values(state: LayerState, dtype: torch.dtype) -> tuple[Tensor, Ten
     assert slots is not None and recovery is not None
     keys = slots["keys"].to(dtype)
     index = torch.where(slots.valid, slots["positions"], 0)  # the position of an unused slot may be anything
-    return keys, unrotate(keys, index, recovery.cos, recovery.sin) @ recovery.weight.to(dtype)
+    return keys, predicted_values(unrotate(keys, index, recovery.cos, recovery.sin), recovery.weight.to(dtype))
+
+
+def predicted_values(keys: Tensor, weight: Tensor) -> Tensor:
+    """Values [B, Hkv, N, Dv] that a linear map makes of keys [B, Hkv, N, Dk] before the rotary embedding.
+
+    Args: weight [Hkv, Dk, Dv] of each head's own keys, or [Hkv, Hkv * Dk, Dv] of the keys of all heads, which then
+        belong to the same tokens.
+    """
+    if weight.shape[1] != keys.shape[-1]:
+        keys = keys.transpose(1, 2).flatten(2)[:, None]
+    return keys @ weight

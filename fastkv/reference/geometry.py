@@ -15,7 +15,7 @@ from .attention import masked_softmax, softcapped, with_sink
 from .moments import compute_dtype
 
 METRICS = ("l2", "l1", "linf", "cosine")
-LEVERAGE_METHODS = ("cholesky", "qr", "svd", "exact", "srht")
+LEVERAGE_METHODS = ("cholesky", "qr", "svd", "eig", "exact", "srht")
 RIDGE = 1e-6  # of the mean eigenvalue of the Gram matrix: far below any kept direction, far above rounding in float64
 
 
@@ -111,8 +111,13 @@ def _orthonormal_row_norms(rows: Tensor, method: str) -> Tensor:
         basis = torch.linalg.solve_triangular(factor, wide.transpose(-1, -2), upper=False)
         return basis.square().sum(-2).to(rows.dtype)
     finite = rows.isfinite().all(-1).all(-1)[..., None]
-    rows = torch.where(finite[..., None], rows, 0)  # these two refuse a whole batch for one NaN in it
-    if method == "qr":
+    rows = torch.where(finite[..., None], rows, 0)  # these refuse a whole batch for one NaN in it
+    if method == "eig":
+        wide = rows.double()  # the Gram matrix squares singular values; in fp32 the paper has to clamp the small ones
+        energy, basis = torch.linalg.eigh(wide.transpose(-1, -2) @ wide)
+        size = energy.clamp(min=torch.finfo(energy.dtype).tiny).sqrt()  # rounding may make them negative
+        basis = wide @ (basis / size[..., None, :])
+    elif method == "qr":
         # Without pivoting Q spans more than the columns if they are dependent; the small R says which part counts.
         basis, corner = torch.linalg.qr(rows)
         left, size, _ = torch.linalg.svd(corner, full_matrices=False)
@@ -121,7 +126,7 @@ def _orthonormal_row_norms(rows: Tensor, method: str) -> Tensor:
         basis, size, _ = torch.linalg.svd(rows, full_matrices=False)
     least = size.amax(-1, keepdim=True) * (torch.finfo(rows.dtype).eps * max(rows.shape[-2:]))
     score = torch.where((size > least)[..., None, :], basis, 0).square().sum(-1)
-    return torch.where(finite, score, torch.nan)
+    return torch.where(finite, score.to(rows.dtype), torch.nan)
 
 
 def leverage_scores(
@@ -136,13 +141,15 @@ def leverage_scores(
     """Approximate statistical leverage of each key: how much its direction is its own (Compactor, Alg. 1).
 
     With X = K Phi and U an orthonormal basis of the columns of X, score_i = |U_i|^2; U = X L^-T for X^T X = L L^T
-    ("cholesky", with a relative ridge), from a rank-revealing QR ("qr") or an SVD ("svd"). "exact" is the SVD of K
-    itself; "srht" is Cholesky with a subsampled Hadamard sketch instead of a Gaussian one. All heads share one sketch.
-    Unsketched scores lie in [0, 1] and sum to the rank of K. Rank-deficient keys are fine.
+    ("cholesky", with a relative ridge), from a rank-revealing QR ("qr"), from an SVD ("svd"), or X V Lambda^-1/2 for
+    X^T X = V Lambda V^T ("eig", App. C). "exact" is the SVD of K itself; "srht" is Cholesky with a subsampled Hadamard
+    sketch instead of a Gaussian one. All heads share one sketch. Unsketched scores lie in [0, 1] and sum to the rank of
+    K. Rank-deficient keys are fine.
 
     Args: pre_rope_keys [B, Hkv, N, D] (keys before the rotation); sketch_dim: columns of Phi, None or >= D for no
         sketch; generator: of the sketch, seeded with 0 by default; mask [B, Hkv, N] bool, true for real tokens; centre:
-        subtract the mean key first (not in the paper: leverage then ignores the direction all keys share).
+        subtract the mean key first (as in the authors' later code, not in the paper: leverage then ignores the
+        direction all keys share).
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 keys), 0 where not real.
     Raises: FastKVError for an unknown method or a sketch_dim below 1.
     """

@@ -204,7 +204,8 @@ class Slots:
 class Recovery:
     """What recovers the value of a token from its key (VECTOR): v ~ k~ @ weight, k~ the key before its rotation.
 
-    Attributes: weight [Hkv, Dk, Dv]; cos, sin [P, D/2], row p for position p, divided by the rotary scaling factor.
+    Attributes: weight [Hkv, Dk, Dv], or [Hkv, Hkv * Dk, Dv] of the keys of all heads; cos, sin [P, D/2], row p for
+        position p, divided by the rotary scaling factor.
     """
 
     weight: Tensor

@@ -61,6 +61,11 @@ class Bench:
         self.quick, self.trusting = quick, trusting
         self.tick: Callable[[float], None] = lambda share: None
 
+    @property
+    def heads(self) -> int:
+        """KV heads of a layer."""
+        return int(self.model.config.num_key_value_heads)
+
     def size(self, whole: int, quick: int) -> int:
         """A number of tokens or texts."""
         return quick if self.quick else whole

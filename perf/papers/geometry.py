@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastkv import reference
 from fastkv.calibration.vector_map import required_r2
-from fastkv.lab.fit_vector import Sums, pre_rope_pairs
+from fastkv.lab.fit_vector import Sums, inverse, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
 from .bench import Bench
@@ -21,8 +21,8 @@ SINKS = 4  # first tokens
 def vector_r2(bench: Bench) -> dict[str, Any]:
     """R^2 on held-out text of three maps from keys before the rotation to values (VECTOR, Sec. 3.1).
 
-    joint: one least-squares map a layer, of all heads together; by head: one a KV head, as fastkv fits; inverse: the
-    Moore-Penrose pseudo-inverse V = W_V W_K^+ K, which is fitted to nothing.
+    joint: one least-squares map a layer, of all heads together; by head: one a KV head; inverse: the Moore-Penrose
+    pseudo-inverse V = W_V W_K^+ K, which is fitted to nothing.
     """
     length, fitted, held = bench.size(2048, 128), bench.size(16, 3), bench.size(4, 2)
     found: dict[str, list[Any]] = {"joint": [], "by_head": [], "inverse": [], "unseen_joint": []}
@@ -33,7 +33,7 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
         ids = bench.stretch(length, 1000 + seed, "code" if part == "unseen" else ("topics", "library")[seed % 2])
         for layer, k, v in pre_rope_pairs(bench.model, bench.rotary, ids):
             for kind in ("joint", "by_head"):
-                pairs = (_together(k), _together(v)) if kind == "joint" else (k, v)
+                pairs = (side_by_side(k), side_by_side(v)) if kind == "joint" else (k, v)
                 sums.setdefault((layer, part, kind), Sums(*pairs)).add(*pairs)
         bench.tick(1 / (fitted + 2 * held))
     layers = range(bench.model.config.num_hidden_layers)
@@ -43,19 +43,8 @@ def vector_r2(bench: Bench) -> dict[str, Any]:
         found["unseen_joint"].append(sums[layer, "unseen", "joint"].r2(joint).item())
         by_head = sums[layer, "held", "by_head"]
         found["by_head"].append(by_head.r2(sums[layer, "fit", "by_head"].solve()).tolist())
-        found["inverse"].append(sums[layer, "held", "joint"].r2(_inverse(bench.model, layer)[None]).item())
+        found["inverse"].append(sums[layer, "held", "joint"].r2(inverse(bench.model, layer, joint=True)).item())
     return {**found, "tokens": fitted * length, "held_out": held * length, "threshold": required_r2()}
-
-
-def _together(rows: Tensor) -> Tensor:
-    """[B, H, N, D] as one head of [B, 1, N, H * D]."""
-    return rows.transpose(1, 2).flatten(2)[:, None]
-
-
-def _inverse(model: Any, layer: int) -> Tensor:
-    """W_K^+ then W_V, [Hkv * Dk, Hkv * Dv]: keys to the shortest hidden state that explains them, to values."""
-    attention = model.get_decoder().layers[layer].self_attn
-    return torch.linalg.pinv(attention.k_proj.weight.double()).T @ attention.v_proj.weight.double().T
 
 
 def judge_r2(n: dict[str, Any]) -> Judged:
@@ -69,8 +58,8 @@ def judge_r2(n: dict[str, Any]) -> Judged:
         AGREES if good else DIFFERS,
         f"one map a layer {joint:.3f} (from {min(n['joint']):.3f} to {max(n['joint']):.3f}), pseudo-inverse "
         f"{inverse:.3f}",
-        f"fastkv fits one map a KV head, as heads keep different tokens: {mean(heads):.3f}, and {usable} of "
-        f"{len(heads)} heads exceed the threshold of {n['threshold']:.2f}. A map of all heads reads "
+        f"fastkv fits either. One map a KV head leaves heads free to keep different tokens: {mean(heads):.3f}, and "
+        f"{usable} of {len(heads)} heads exceed the threshold of {n['threshold']:.2f}. A map of all heads reads "
         f"{len(n['by_head'][0])} times as many numbers. On source code, which was not "
         f"fitted, the map of a layer has {mean(n['unseen_joint']):.3f}. The pseudo-inverse is positive in {above} of "
         f"{len(n['inverse'])} layers.",
@@ -84,7 +73,7 @@ def judge_r2(n: dict[str, Any]) -> Judged:
 def draw_r2(axes: Any, n: dict[str, Any]) -> None:
     """R^2 over layers."""
     axes[0].plot(n["joint"], label="one map a layer")
-    axes[0].plot([mean(layer) for layer in n["by_head"]], label="one map a KV head (fastkv)")
+    axes[0].plot([mean(layer) for layer in n["by_head"]], label="one map a KV head")
     axes[0].plot([max(value, -1) for value in n["inverse"]], label="pseudo-inverse (cut at -1)")
     axes[0].axhspan(0.686, 0.939, color="#dddddd", label="the paper's five models")
     axes[0].set(xlabel="layer", ylabel="held-out R²")

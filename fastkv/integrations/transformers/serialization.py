@@ -25,7 +25,6 @@ from ... import __version__
 from ...cache.layout import Layout
 from ...calibration.files import describe, fingerprint, replace_file
 from ...config import Config
-from ...corrections import text_of
 from ...errors import FastKVError
 from ...policies import Policy
 from ...reference import LayerState
@@ -109,12 +108,13 @@ def described(config: Config) -> dict[str, Any]:
     """What the contents of a cache depend on, as JSON: `policy`, `policy.window`, `budget.tokens`, `correction`, ..."""
     flat: dict[str, Any] = {
         "policy": config.policy.name,
-        "correction": text_of(config.correction),
+        "correction": config.correction.name,
         "slots": config.slots.name,
         "evict_every": config.evict_every,
         "vector": None,
     }
     flat |= _settings("policy", config.policy) | _settings("budget", config.budget)
+    flat |= {f"correction.{name}": getattr(config.correction, name) for name in config.correction.options}
     flat["budget.heads"] = str(config.budget.heads)  # no path any more
     if config.values is not None:
         flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in config.values.weights.items()})
@@ -122,13 +122,15 @@ def described(config: Config) -> dict[str, Any]:
 
 
 def _settings(prefix: str, settings: Any) -> dict[str, Any]:
-    """The fields of a dataclass, also of a policy within. Not where files lie: what they said shows in the layout."""
+    """The fields of a dataclass, also of a policy within. Not where files lie: what they said shows in the layout. Nor
+    how prompts are read: what is kept goes on alike.
+    """
     flat: dict[str, Any] = {}
     for one in fields(settings):
         name, value = f"{prefix}.{one.name}", getattr(settings, one.name)
         if isinstance(value, Policy):
             flat |= {name: value.name} | _settings(name, value)
-        elif "Path" not in str(one.type):
+        elif "Path" not in str(one.type) and one.name != "rounds":
             flat[name] = value
     return flat
 
