@@ -70,6 +70,7 @@ SHARES = "properties.py::test_layers_share_the_budget_exactly"
 BYTES = "properties.py::test_bytes_are_never_exceeded"
 CACHE = "cache_operations.py"
 SLOTS = "slots.py"
+PAGED = "paged.py"
 PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
@@ -1079,6 +1080,20 @@ MUTATIONS = [
         "return base + (pair - own) // HEADS * slots",
         "return base",
         f"{RACES}[decode-rows-6]",
+    ),
+    bug(
+        "tickets lie where other batches have numbers",
+        "kernels/_launch.py",
+        '{"tickets": self.tickets[: prod(shapes["tickets"])]}',
+        '{"tickets": self.numbers[: prod(shapes["tickets"])].view(torch.int32)}',
+        f"{PAGED}::test_what_one_batch_leaves_in_scratch_is_nothing_to_another",
+    ),
+    bug(
+        "every size of a batch has scratch of its own",
+        "cache/workspace.py",
+        "ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))",
+        "ops.workspace(num_heads, state, spec)",
+        f"{PAGED}::test_batches_of_all_sizes_share_scratch_whose_bytes_are_known",
     ),
     bug(
         "nobody's row evicts, in several programs at once",

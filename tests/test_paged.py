@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastkv import Budget, FastKVError
+from fastkv import Budget, FastKVError, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
@@ -12,7 +12,7 @@ from fastkv.config import Config
 from .pairwise import covering
 
 HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
-SCALE, PAGES = 0.3, 5
+SCALE, PAGES, SEQUENCES = 0.3, 5, 3
 
 
 def config_of(policy, correction="auto", budget=12, backend="auto", slots="auto"):
@@ -27,7 +27,7 @@ def tokens(num, seed):
 
 
 def paged(config):
-    like, shared = torch.empty(1, HKV, 0, DIM), CacheWorkspace(evict_every=EVERY)
+    like, shared = torch.empty(1, HKV, 0, DIM), CacheWorkspace(evict_every=EVERY, sequences=SEQUENCES)
     rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
     pages = torch.full((PAGES, rule.form.nbytes), 0xFF, dtype=torch.uint8)  # NaN, as whoever was there before left it
     return PagedLayer(rule, pages, HQ, SCALE, None, shared)
@@ -136,6 +136,56 @@ def test_a_step_in_which_no_sequence_is_due_evicts_nothing(monkeypatch):
     for at in range(EVERY):  # the device would find it due in the last one
         step(layer, [2], [tokens(EVERY, 2)], [at], torch.empty(0, dtype=torch.int64))
     assert (layer.state.exact.lengths[2] == 12 + EVERY).all()
+
+
+@pytest.mark.parametrize("policy, correction", [("snapkv", "centroids"), ("momentkv", "auto"), ("keydiff", "auto")])
+def test_batches_of_all_sizes_share_scratch_whose_bytes_are_known(policy, correction):
+    """Of Llama's heads, with 1,024 tokens kept: no more than the largest batch takes by itself."""
+    num_heads, heads, dim, most = 32, 8, 128, 64
+    config = Config.make(policy, Budget(tokens=1024, sinks=4, recent=32), 512, 16, correction, "triton", None)
+    like, shared = torch.empty(1, heads, 0, dim, dtype=torch.bfloat16, device="meta"), CacheWorkspace(sequences=most)
+    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    pages = torch.empty(most + 1, rule.form.nbytes, dtype=torch.uint8, device="meta")
+    layer = PagedLayer(rule, pages, num_heads, SCALE, None, shared)
+    alone = []
+    for batch in range(1, most + 1):
+        state = layer.state.at(torch.empty(batch, dtype=torch.int64, device="meta"))
+        own = shared.scratch_of(num_heads, state, rule.layer.spec)
+        plain = ops.workspace(num_heads, state, rule.layer.spec)
+        assert [(one.shape, one.dtype) for one in own] == [(one.shape, one.dtype) for one in plain]
+        assert all(one.storage_offset() % 32 == 0 for one in own)  # alike for all: what is compiled fits
+        alone.append(sum(one.nbytes for one in plain))
+    assert shared.nbytes() == rule.scratch_bytes(num_heads, most, like.device)
+    assert max(alone) <= shared.nbytes() < 1.01 * max(alone) < sum(alone) / 20
+
+
+def test_what_one_batch_leaves_in_scratch_is_nothing_to_another():
+    """Batches of three, one and two sequences decode and evict in the same memory, which was full of garbage."""
+    config, plain = config_of(*CASES["triton"]), config_of(*CASES["centroids"])
+    prompts, steps = [tokens(17 + row, row) for row in range(3)], [tokens(6, 9 + row) for row in range(3)]
+    layer, rows = paged(config), [3, 1, 4]
+    state = layer.state.at(torch.tensor(rows))
+    layer.shared.scratch_of(HQ, state, layer.rule.spec)
+    (numbers, tickets) = next(iter(layer.shared.rooms.values()))
+    numbers.fill_(torch.nan)
+    for row, prompt in zip(rows, prompts):
+        read(layer, row, prompt)
+    found = [[], [], []]
+    for at, batch in [(0, [0, 1, 2]), (1, [0]), (1, [1, 2]), (2, [2, 0]), (2, [1]), (3, [1, 0, 2])]:
+        due = torch.tensor([rows[b] for b in batch if (at + 1) % EVERY == 0], dtype=torch.int64)
+        out = step(layer, [rows[b] for b in batch], [steps[b] for b in batch], [at] * len(batch), due)
+        assert not tickets.any()
+        for b, own in zip(batch, out):
+            found[b].append(own)
+    for b in range(3):
+        expected = alone(plain, prompts[b], steps[b])[1][0, :, :4]
+        torch.testing.assert_close(torch.stack(found[b], 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_larger_than_scratch_was_made_for_is_refused():
+    layer = paged(config_of("keydiff"))
+    with pytest.raises(FastKVError, match="at most 3 sequences, got 4"):
+        step(layer, [0] * 4, [tokens(1, 1)] * 4, [0] * 4)
 
 
 def test_a_budget_that_follows_the_prompt_is_refused():

@@ -67,6 +67,12 @@ class PagedRule:
         rule = LayerConfig.of(config, layer, made, shared.parallel, keys.device)
         return cls(rule, PageFormat.of(template))
 
+    def scratch_bytes(self, num_heads: int, sequences: int, device: torch.device) -> int:
+        """Bytes of the kernels' scratch for so many query heads and batches of up to so many sequences there, which
+        all layers of this shape share."""
+        sizes = ops.workspace_room(num_heads, self.form.template, self.layer.spec, sequences, device)
+        return sum(number * dtype.itemsize for number, dtype in sizes)
+
 
 class PagedClock:
     """When sequences evict, as far as the host knows without asking the device: every `period` steps after a prompt.
@@ -145,21 +151,27 @@ class PagedLayer:
         Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, 1, D]; due [E] int64: those of the rows that evict, as
             `PagedClock` says; None where the host does not know, and every layer asks the device in every step.
         """
-        state, rule = self.state.at(rows), self.rule
-        state.fill()
-        state.scratch = self.shared.scratch_of(self.num_heads, state, rule.spec)
+        state, rule = self._at(rows), self.rule
         out, _, _ = ops.decode_step(q, k, v, state, rule.spec)
         if due is None:
             assert state.prompted is not None
             steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
             due = torch.where(steps % rule.layout.spare == 0, rows, 0)
-        if due.device.type == "cpu":  # which may be asked without waiting; mostly few are due, and nothing is copied
+        if due.device.type == "cpu" and resolve(rule.spec.backend, due.device) != "triton":
+            # Which may be asked without waiting; mostly few are due, and nothing is copied.
             for own in self.state.at(due).each():
                 own.fill()
                 evict(own, rule)
         elif len(due):
-            evict(self.state.at(due), rule)
+            evict(self._at(due), rule)
         return out
+
+    def _at(self, rows: Tensor) -> LayerState:
+        """The state for a batch in these rows, with scratch; the host counts on no slot being free."""
+        state = self.state.at(rows)
+        state.fill()
+        state.scratch = self.shared.scratch_of(self.num_heads, state, self.rule.spec)
+        return state
 
     def _left(self, row: int, own: LayerState) -> None:
         self.rooms[row] = [(slots.filled, slots.limit) for slots in own.tiers.values()]

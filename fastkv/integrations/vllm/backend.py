@@ -53,8 +53,8 @@ class Compression:
         self.vllm_config = vllm_config
         group = get_tp_group()
         parallel = Parallel(group.rank_in_group, group.world_size, group.device_group) if group.world_size > 1 else None
-        positions = vllm_config.model_config.max_model_len
-        self.shared = CacheWorkspace(parallel, self.config.evict_every, positions)
+        positions, sequences = vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_seqs
+        self.shared = CacheWorkspace(parallel, self.config.evict_every, positions, sequences)
         self.device = torch.device(vllm_config.device_config.device_type)
 
     @classmethod
