@@ -43,12 +43,47 @@ class Kernel:
         def launch(*arguments, **options):
             _, specialization, rest = self.bind(*arguments, **options)
             self.launches.append((self.name, str(specialization) + str(rest)))
+            if self.launches.driver is not None:
+                self.launches.devices.append(self.launches.driver.current)
 
         return launch
 
 
+class Driver:
+    """Stands for a driver of several GPUs, of which a process has one current.
+
+    Attributes: current: its index.  changes: of it, so far.
+    """
+
+    def __init__(self, number):
+        self.number, self.current, self.changes = number, 0, 0
+
+    @contextmanager
+    def device(self, device):
+        """As `torch.cuda.device`."""
+        before, self.current = self.current, device.index
+        self.changes += 1
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def patch(self, patch):
+        """Let torch ask this one."""
+        patch.setattr(torch.cuda, "device_count", lambda: self.number)
+        patch.setattr(torch.cuda, "current_device", lambda: self.current)
+        patch.setattr(torch.cuda, "device", self.device)
+
+
 class Launches(list):
-    """(kernel, what it would be compiled for) of each launch."""
+    """(kernel, what it would be compiled for) of each launch.
+
+    Attributes: driver: a `Driver`, or None.  devices: the one that was current at each launch, with a driver.
+    """
+
+    def __init__(self, driver=None):
+        super().__init__()
+        self.driver, self.devices = driver, []
 
     def compilations(self):
         """How many each kernel needs, by its name."""
@@ -59,9 +94,9 @@ class Launches(list):
 
 
 @contextmanager
-def recorded():
+def recorded(driver=None):
     """No kernel runs; yields the launches."""
-    launches = Launches()
+    launches = Launches(driver)
     with pytest.MonkeyPatch.context() as patch:
         for found in pkgutil.iter_modules(fastkv.kernels.__path__):
             module = importlib.import_module(f"fastkv.kernels.{found.name}")
