@@ -71,6 +71,7 @@ BYTES = "properties.py::test_bytes_are_never_exceeded"
 CACHE = "cache_operations.py"
 SLOTS = "slots.py"
 PAGED = "paged.py"
+GEOMETRY = "policies_geometry.py"
 PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
@@ -1094,6 +1095,27 @@ MUTATIONS = [
         "ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))",
         "ops.workspace(num_heads, state, spec)",
         f"{PAGED}::test_batches_of_all_sizes_share_scratch_whose_bytes_are_known",
+    ),
+    bug(
+        "kernels run on the current GPU",
+        "ops/operator.py",
+        "                with torch.cuda.device(device):\n",
+        "                with torch.cuda.device(torch.device('cuda', 0)):\n",
+        "launches.py::test_kernels_are_launched_where_their_tensors_are",
+    ),
+    bug(
+        "sketches are made anew at every eviction",
+        "ops/scores.py",
+        "@functools.lru_cache(maxsize=64)",
+        "@functools.lru_cache(maxsize=0)",
+        f"{GEOMETRY}::test_a_sketch_is_sent_to_a_device_once",
+    ),
+    bug(
+        "a sketch that was changed stays so",
+        "ops/scores.py",
+        "keys.device).clone()",
+        "keys.device)",
+        f"{GEOMETRY}::test_a_sketch_is_sent_to_a_device_once",
     ),
     bug(
         "nobody's row evicts, in several programs at once",
