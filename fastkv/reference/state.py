@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -144,7 +145,8 @@ class Slots:
         self.limit, self.filled = max(capacities), 0
         if self.starts is not None:
             self.starts.zero_()
-            self.starts[:, 1:] = torch.tensor(capacities, device=self.starts.device).cumsum(0)
+            for head, end in enumerate(accumulate(capacities)):  # filled in: nothing is sent to the device
+                self.starts[:, head + 1].fill_(end)
 
     def redeal(self, capacities: Sequence[int]) -> None:
         """Give each head so many slots, all of them empty, in slabs that are just large enough."""

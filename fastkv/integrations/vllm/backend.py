@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -28,11 +27,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from ...backend import check_backend
-from ...cache.paged import PagedClock, PagedLayer, PagedRule
+from ...cache.paged import PagedLayer, PagedRule
 from ...cache.workspace import CacheWorkspace
 from ...errors import FastKVError
 from ...parallel import Parallel
 from . import method, settings
+from .batch import Batch, Batcher
 from .spec import FastKVSpec
 
 SLIDING_WINDOW = 5  # its place among the arguments of an implementation
@@ -96,87 +96,18 @@ def compressed(vllm_config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in layers.items() if isinstance(layer.impl, FastKVImpl)}
 
 
-@dataclass
-class Block:
-    """Tokens of a prompt: tokens [start, end) of the batch go to that row.
-
-    Attributes: begins: whether they are the first of their sequence.
-    """
-
-    row: int
-    start: int
-    end: int
-    begins: bool
-
-
-@dataclass
-class Batch:
-    """What the layers are told of a step.
-
-    Attributes: rows: [B] int64, of the sequences that decode.  places: [B] int64, of their tokens in the batch.
-        due: [E] int64, those of the rows that evict now; None where only the device knows.  blocks: of prompts.
-    """
-
-    rows: Tensor
-    places: Tensor
-    due: Tensor | None
-    blocks: list[Block] = field(default_factory=list)
-
-
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Tells steps of decoding from prompts, and cuts these into blocks."""
+    """Describes a batch to the layers, see `Batcher`."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        config = settings.config_of(vllm_config)
-        self.size, self.clock = config.prefill_block, PagedClock(config.evict_every)
+        self.batcher = Batcher(settings.config_of(vllm_config), vllm_config.use_v2_model_runner)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
         """For a batch as vLLM describes it."""
-        m = common_attn_metadata
-        starts, count = m.query_start_loc_cpu, m.query_start_loc_cpu.diff()
-        lengths = m.seq_lens.cpu() if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound
-        before, pages = lengths[: len(count)] - count, m.block_table_tensor[: len(count), 0]
-        assert m.is_prefilling is not None
-        prompts = m.is_prefilling[: len(count)] & (count > 0)
-        if self.vllm_config.use_v2_model_runner:
-            # It calls an answer that is computed again a prompt. So a single token that comes later is a step, always.
-            prompts = prompts & ((count > 1) | (before == 0))
-        steps, reading = (~prompts & (count > 0)).nonzero()[:, 0], prompts.nonzero()[:, 0]
-        due = self._due(m, steps, reading, lengths)
-        steps = steps.to(pages.device)
-        batch = Batch(pages[steps].long(), starts[:-1].to(pages.device)[steps].long(), due)
-        if len(reading):  # else the device is not asked for anything
-            for i, row in zip(reading.tolist(), pages[reading.to(pages.device)].tolist()):
-                batch.blocks += self._blocks(row, int(before[i]), int(starts[i]), int(starts[i + 1]))
-        return batch
-
-    def _due(self, m: CommonAttentionMetadata, steps: Tensor, reading: Tensor, lengths: Tensor) -> Tensor | None:
-        """Pages of the sequences that evict in this step; None where the host cannot tell sequences apart.
-
-        It knows them by their places in the table of vLLM's model runner, or by their pages on a CPU; the older runner
-        says neither on a GPU.
-        """
-        pages = m.block_table_tensor[:, 0]
-        if m.req_idx is None and pages.device.type != "cpu":
-            return None
-        names, seen = (pages if m.req_idx is None else m.req_idx).tolist(), lengths.tolist()
-        for i in reading.tolist():
-            self.clock.read(names[i], seen[i])
-        places = steps.tolist()
-        due = self.clock.due([names[i] for i in places], [seen[i] for i in places])
-        return pages[steps[due].to(pages.device)].long()
-
-    def _blocks(self, row: int, before: int, start: int, end: int) -> list[Block]:
-        size = self.size or end - start
-        if before and (self.size is None or before % size):
-            raise FastKVError(
-                f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks, "
-                f"prefill_block={self.size}; leave scheduler_cls out"
-            )
-        return [Block(row, at, min(at + size, end), at == start and not before) for at in range(start, end, size)]
+        return self.batcher.batch(common_attn_metadata)
 
 
 class FastKVImpl(AttentionImpl[Batch]):
