@@ -72,6 +72,7 @@ CACHE = "cache_operations.py"
 SLOTS = "slots.py"
 PAGED = "paged.py"
 GEOMETRY = "policies_geometry.py"
+SERVING = "serving_batch.py"
 PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
@@ -1102,6 +1103,55 @@ MUTATIONS = [
         "                with torch.cuda.device(device):\n",
         "                with torch.cuda.device(torch.device('cuda', 0)):\n",
         "launches.py::test_kernels_are_launched_where_their_tensors_are",
+    ),
+    bug(
+        "a cleared page waits for numbers of the host",
+        "reference/state.py",
+        "                self.starts[:, head + 1].fill_(end)\n",
+        "                self.starts[:, head + 1] = torch.tensor(end, device=self.starts.device)\n",
+        "no_sync.py::test_nor_do_pages",
+    ),
+    bug(
+        "sequences that are not due are copied with those that are",
+        "cache/paged.py",
+        "evict(self._at(due), rule)",
+        "evict(self._at(torch.where(torch.isin(rows, due), rows, 0)), rule)",
+        f"{PAGED}::test_an_eviction_touches_as_many_bytes_whatever_the_batch",
+    ),
+    bug(
+        "what a policy remembers stays behind in pages",
+        "cache/compaction.py",
+        "    slots.memory.index_copy_(0, state.rows, memory)\n",
+        "",
+        "rows.py::test_evictions_happen_in_pages",
+    ),
+    bug(
+        "a request is asked for its page at every block",
+        "integrations/vllm/batch.py",
+        "[i for i in reading if seen[i] == counts[i]]",
+        "list(reading)",
+        f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
+    ),
+    bug(
+        "a request keeps the page of whoever had its place before",
+        "integrations/vllm/batch.py",
+        "[i for i in reading if seen[i] == counts[i]]",
+        "[i for i in reading if names[i] not in self.pages]",
+        f"{SERVING}::test_batches_of_traffic",
+    ),
+    bug(
+        "numbers for the device are not pinned",
+        "integrations/vllm/batch.py",
+        "made.pin_memory().to(device, non_blocking=True)",
+        "made.to(device, non_blocking=True)",
+        f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
+    ),
+    bug(
+        "the host waits until the device has the numbers",
+        "integrations/vllm/batch.py",
+        "made.pin_memory().to(device, non_blocking=True)",
+        "made.pin_memory().to(device)",
+        f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
     ),
     bug(
         "on AMD threads count keys that others have not written yet",

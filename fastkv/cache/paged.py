@@ -61,7 +61,6 @@ class PagedRule:
 
         made = layout(budget.layer_tokens(place, num_layers, 0, cost(keys, values, layout)))
         template = made.allocate(keys.to("meta"), values.to("meta"))
-        template.prompted = torch.zeros_like(template.seen)
         if made.adaptive:
             template.exact.limit = heads * made.total + made.spare  # what one head may get of the others
         rule = LayerConfig.of(config, layer, made, shared.parallel, keys.device)
@@ -145,21 +144,16 @@ class PagedLayer:
         self._left(row, own)
         return out
 
-    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor | None = None) -> Tensor:
+    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor) -> Tensor:
         """Attention output for the next token of each of these sequences, [B, Hq, Dv]; those that are due then evict.
 
         Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, 1, D]; due [E] int64: those of the rows that evict, as
-            `PagedClock` says; None where the host does not know, and every layer asks the device in every step.
+            `PagedClock` says. Nothing but their pages is touched by evictions.
         """
-        state, rule = self._at(rows), self.rule
-        out, _, _ = ops.decode_step(q, k, v, state, rule.spec)
-        if due is None:
-            assert state.prompted is not None
-            steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
-            due = torch.where(steps % rule.layout.spare == 0, rows, 0)
+        rule = self.rule
+        out, _, _ = ops.decode_step(q, k, v, self._at(rows), rule.spec)
         if due.device.type == "cpu" and resolve(rule.spec.backend, due.device) != "triton":
-            # Which may be asked without waiting; mostly few are due, and nothing is copied.
-            for own in self.state.at(due).each():
+            for own in self.state.at(due).each():  # the host may ask; mostly few are due, and nothing is copied
                 own.fill()
                 evict(own, rule)
         elif len(due):

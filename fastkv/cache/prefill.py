@@ -70,8 +70,6 @@ def absorb_block(
         refit.refit_centroids(told, kept.kept, again, state, rule)
     if full and again is not None and rule.config.correction.biases:
         refit.match(told, again, state, rule)
-    if state.prompted is not None:
-        state.prompted.copy_(state.seen)
 
 
 def without_padding(rows: Tensor, valid: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:
         state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[3], limit=numbers[4])
-    for name in ("sink_logits", "rows", "prompted"):
+    for name in ("sink_logits", "rows"):
         setattr(state, name, found[""].get(name))
     if "recovery" in found:
         state.recovery = Recovery(**found["recovery"])

@@ -233,8 +233,6 @@ class LayerState:
         rows: [B] int64, the state row of each batch row; None: batch row b lives in state row b. Row 0 is nobody's: it
             stands for batch rows that an operation is to pass over, as often as needed; their results mean nothing.
             All others differ. With rows, tensors may be views of pages, whose first axis has a stride of its own.
-        prompted: [B] int64, `seen` at the end of the last prompt block, from which an engine with a clock for each row
-            counts steps; None where rows share one.
     """
 
     exact: Slots
@@ -246,7 +244,6 @@ class LayerState:
     scratch: list[Tensor] = field(default_factory=list)
     sink_logits: Tensor | None = None
     rows: Tensor | None = None
-    prompted: Tensor | None = None
     BORROWED: ClassVar = ("sink_logits", "rows")  # tensors that belong to the model, or to a batch
 
     @property
