@@ -73,6 +73,7 @@ SLOTS = "slots.py"
 PAGED = "paged.py"
 GEOMETRY = "policies_geometry.py"
 SERVING = "serving_batch.py"
+WARMUP = "warmup.py::test_after_a_warm_up_traffic_compiles_nothing"
 PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
@@ -1114,8 +1115,8 @@ MUTATIONS = [
     bug(
         "sequences that are not due are copied with those that are",
         "cache/paged.py",
-        "evict(self._at(due), rule)",
-        "evict(self._at(torch.where(torch.isin(rows, due), rows, 0)), rule)",
+        "in due.split(EVICTED_AT_ONCE) if len(due) else ()",
+        "in torch.where(torch.isin(rows, due), rows, 0).split(EVICTED_AT_ONCE) if len(due) else ()",
         f"{PAGED}::test_an_eviction_touches_as_many_bytes_whatever_the_batch",
     ),
     bug(
@@ -1152,6 +1153,34 @@ MUTATIONS = [
         "made.pin_memory().to(device, non_blocking=True)",
         "made.pin_memory().to(device)",
         f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
+    ),
+    bug(
+        "no short blocks are read before there is traffic",
+        "cache/warmup.py",
+        "{*range(1, FEW + 1), self.largest}",
+        "{self.largest}",
+        f"{WARMUP}[centroids]",
+    ),
+    bug(
+        "no lengths between powers of two are read before there is traffic",
+        "cache/warmup.py",
+        "for power in powers for more in FURTHER}",
+        "for power in powers for more in (0,)}",
+        f"{WARMUP}[all queries watched]",
+    ),
+    bug(
+        "slots are never full before there is traffic",
+        "cache/warmup.py",
+        "for blocks in (0, 1, filling, filling + 1)}",
+        "for blocks in (0, 1)}",
+        f"{WARMUP}[centroids]",
+    ),
+    bug(
+        "only the largest batch decodes before there is traffic",
+        "cache/warmup.py",
+        "for batch in range(1, traffic.sequences + 1):",
+        "for batch in [traffic.sequences]:",
+        f"{WARMUP}[centroids]",
     ),
     bug(
         "on AMD threads count keys that others have not written yet",

@@ -19,6 +19,7 @@ from .pages import PageFormat
 from .prefill import absorb_block, attend_block
 from .workspace import CacheWorkspace
 
+EVICTED_AT_ONCE = 32  # sequences: what an eviction takes of memory, copies of their slots, does not grow with the batch
 Room = list[tuple[int, int]]  # of each tier: `Slots.filled` and `Slots.limit`
 
 
@@ -156,8 +157,9 @@ class PagedLayer:
             for own in self.state.at(due).each():  # the host may ask; mostly few are due, and nothing is copied
                 own.fill()
                 evict(own, rule)
-        elif len(due):
-            evict(self._at(due), rule)
+        else:
+            for some in due.split(EVICTED_AT_ONCE) if len(due) else ():
+                evict(self._at(some), rule)
         return out
 
     def _at(self, rows: Tensor) -> LayerState:

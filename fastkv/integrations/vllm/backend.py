@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -26,8 +27,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
-from ...backend import check_backend
+from ...backend import check_backend, resolve
 from ...cache.paged import PagedLayer, PagedRule
+from ...cache.warmup import Traffic, warm_up
 from ...cache.workspace import CacheWorkspace
 from ...errors import FastKVError
 from ...parallel import Parallel
@@ -35,6 +37,7 @@ from . import method, settings
 from .batch import Batch, Batcher
 from .spec import FastKVSpec
 
+logger = init_logger(__name__)
 SLIDING_WINDOW = 5  # its place among the arguments of an implementation
 
 
@@ -56,6 +59,26 @@ class Compression:
         positions, sequences = vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_seqs
         self.shared = CacheWorkspace(parallel, self.config.evict_every, positions, sequences)
         self.device = torch.device(vllm_config.device_config.device_type)
+        self.warm: set[tuple[Any, ...]] = set()
+
+    def warm_up(self, impl: FastKVImpl, layer: Any, device: torch.device) -> None:
+        """Compile what the layer's kernels will need and make their scratch, once for layers that are alike.
+
+        vLLM measures itself meanwhile, so that what it then gives to pages leaves room for both.
+        """
+        if resolve(self.config.backend, device) != "triton":
+            return
+        rule = self.rules[layer.layer_name]
+        how = impl.num_heads, impl.scale, impl.softcap, impl.sinks is not None
+        kind = rule.layer.layout, rule.layer.spec, rule.form.nbytes, device, *how
+        if kind in self.warm:
+            return
+        self.warm.add(kind)
+        sequences = self.vllm_config.scheduler_config.max_num_seqs
+        traffic = Traffic(self.vllm_config.model_config.max_model_len, self.config.prefill_block, sequences)
+        warm_up(rule, impl.num_heads, impl.scale, impl.softcap, self.shared, impl.sinks, traffic, device)
+        room = rule.scratch_bytes(impl.num_heads, sequences, device)
+        logger.info("fastkv: %.1f MB of scratch for up to %d sequences in %s", room / 1e6, sequences, layer.layer_name)
 
     @classmethod
     def current(cls) -> Compression | None:
@@ -176,6 +199,7 @@ class FastKVImpl(AttentionImpl[Batch]):
         """
         batch = attn_metadata
         if batch is None:
+            self.common.warm_up(self, layer, query.device)
             return output.zero_()
         if self.paged is None:
             self.paged = self._open(layer, kv_cache)
