@@ -7,13 +7,13 @@ that are thrown away. What that takes of memory, traffic will take again; the sc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .paged import EVICTED_AT_ONCE, PagedLayer, PagedRule
-from .workspace import CacheWorkspace
 
 FEW = 33  # blocks of up to so many tokens are all read: kernels take a window's queries in powers of two
 FURTHER = (-1, 0, 1, 8, 16)  # beside a power of two: multiples of 16 and others are compiled apart, as is what has both
@@ -44,25 +44,18 @@ class Traffic:
         return sorted(length for length in found if length <= self.largest)
 
 
-def warm_up(
-    paged: PagedRule,
-    num_heads: int,
-    scale: float,
-    softcap: float | None,
-    shared: CacheWorkspace,
-    sink_logits: Tensor | None,
-    traffic: Traffic,
-    device: torch.device,
-) -> None:
-    """Launch what a layer with these arguments of `PagedLayer` will, on that device."""
-    pages = torch.zeros(2, paged.form.nbytes, dtype=torch.uint8, device=device)
-    layer = PagedLayer(paged, pages, num_heads, scale, softcap, shared, sink_logits)
-    exact = layer.state.exact
-    heads, dim = layer.state.heads, exact.format.dim(exact.keys.shape[-1])
+def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: Traffic, device: torch.device) -> None:
+    """Launch what a layer of that rule will.
+
+    Args: opened: makes the layer of its pages, [P, bytes] uint8.  device: of the pages.
+    """
+    layer = opened(torch.zeros(2, paged.form.nbytes, dtype=torch.uint8, device=device))
+    exact, heads = layer.state.exact, layer.state.heads
+    dim = exact.format.dim(exact.keys.shape[-1])
 
     def tokens(number: int) -> list[Tensor]:
         """As an engine has them: q, k and v of each token beside each other."""
-        sizes = (num_heads, dim), (heads, dim), (heads, exact.value_dim)
+        sizes = (layer.num_heads, dim), (heads, dim), (heads, exact.value_dim)
         return [torch.zeros(number, *size, dtype=exact.dtype, device=device) for size in sizes]
 
     def read(number: int) -> None:

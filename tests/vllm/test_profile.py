@@ -24,10 +24,10 @@ def test_layers_that_are_alike_are_warmed_up_once(model, layers, kinds, monkeypa
     made.clear()
     profile(llm)
     profile(llm)
-    assert len({given[0].form.nbytes for given in made}) == len(made) == kinds
-    *_, shared, sinks, traffic, device = made[0]
-    assert traffic == Expected(LONGEST, 64, SEQUENCES) and shared.sequences == SEQUENCES
-    assert sinks is None and device == torch.device("cpu")
+    assert len({rule.form.nbytes for _, rule, *_ in made}) == len(made) == kinds
+    opened, rule, traffic, device = made[0]
+    assert traffic == Expected(LONGEST, 64, SEQUENCES) and device == torch.device("cpu")
+    assert opened(torch.zeros(2, rule.form.nbytes, dtype=torch.uint8)).shared.sequences == SEQUENCES
 
 
 def test_a_warm_up_leaves_answers_alone(model, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -76,7 +76,7 @@ class Compression:
         self.warm.add(kind)
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         traffic = Traffic(self.vllm_config.model_config.max_model_len, self.config.prefill_block, sequences)
-        warm_up(rule, impl.num_heads, impl.scale, impl.softcap, self.shared, impl.sinks, traffic, device)
+        warm_up(partial(impl.opened, layer), rule, traffic, device)
         room = rule.scratch_bytes(impl.num_heads, sequences, device)
         logger.info("fastkv: %.1f MB of scratch for up to %d sequences in %s", room / 1e6, sequences, layer.layer_name)
 
@@ -174,8 +174,8 @@ class FastKVImpl(AttentionImpl[Batch]):
         check_backend(config.backend, device, dtype, *sizes, slots=slots)
         self.paged: PagedLayer | None = None
 
-    def _open(self, layer: Any, kv_cache: Tensor) -> PagedLayer:
-        """The pages that vLLM has allocated for the layer."""
+    def opened(self, layer: Any, kv_cache: Tensor) -> PagedLayer:
+        """The layer in these pages, as vLLM has allocated them: [P, ...]."""
         pages = kv_cache.view(torch.uint8).view(len(kv_cache), -1)
         rule = self.common.rules[layer.layer_name]
         return PagedLayer(rule, pages, self.num_heads, self.scale, self.softcap, self.common.shared, self.sinks)
@@ -202,7 +202,7 @@ class FastKVImpl(AttentionImpl[Batch]):
             self.common.warm_up(self, layer, query.device)
             return output.zero_()
         if self.paged is None:
-            self.paged = self._open(layer, kv_cache)
+            self.paged = self.opened(layer, kv_cache)
         if len(batch.rows):
             q, k, v = (part[batch.places] for part in (query, key, value))
             output[batch.places] = self.paged.step(batch.rows, q, k[:, :, None], v[:, :, None], batch.due)
