@@ -9,9 +9,9 @@
 
 A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no 16-byte loads although they are
 expected, needs more shared memory than the chip has, takes a ticket before all threads' stores are done (on AMD a
-barrier alone does not wait for them) or none where it should, computes a product in several warps where one should, or
-has so few instructions that the compiler has dropped the work. Uses the tools in the triton wheel. The variants are in
-`perf.variants`.
+barrier alone does not wait for them) or none where it should, has a barrier on AMD that waits for no stores, computes a
+product in several warps where one should, or has so few instructions that the compiler has dropped the work. Uses the
+tools in the triton wheel. The variants are in `perf.variants`.
 
 `ir` in a line is a digest of what the compiler is given: Triton's IR, inlined and without places in the source, the
 chip, warps and stages. While it is the same, with the same triton, so is the line.
@@ -170,6 +170,13 @@ def tickets(text: str, backend: str) -> tuple[int, int]:
     return len(found), sum(len(parts) > 1 and not re.search(WAITS[backend], parts[-1]) for parts in found)
 
 
+def bare_barriers(ttgir: str) -> int:
+    """How many barriers that a kernel asks for stand right behind no wait for the stores of their threads, as
+    `_barrier` has it for AMD. Those that the compiler adds for shared memory come later."""
+    before = re.findall(r"^(.*)\n\s*(?:gpu|ttg)\.(?:local_)?barrier\b", ttgir, re.M)
+    return sum("s_waitcnt vmcnt(0)" not in line for line in before)
+
+
 def repeated(ttgir: str, least: int) -> int:
     """How many matrix products of at least so many columns several warps compute: all warps together have more rows or
     columns than the result."""
@@ -182,13 +189,13 @@ def repeated(ttgir: str, least: int) -> int:
 
 def faults(
     wide: bool, chip: Chip, spill: int, names: list[str], races: int | None, shared: int, repeats: int = 0,
-    narrow: bool = False,
+    narrow: bool = False, bare: int = 0,
 ) -> list[str]:  # fmt: skip
     """What is beyond a limit, in words.
 
     Args: wide: whether 16-byte loads are expected; spill, shared: bytes; names: of all instructions; races: tickets
         that nothing orders, None if a ticket is missing; repeats: products that should not be; narrow: whether 2-byte
-        loads are fine.
+        loads are fine; bare: barriers past which stores may still be under way.
     """
     short = count(names, NARROW[chip.target.backend])
     limits = (
@@ -198,6 +205,7 @@ def faults(
         (races is None, "no ticket"),
         (repeats > 0, f"{repeats} products computed by several warps"),
         (bool(races), "a ticket that does not wait for all stores"),
+        (bare > 0, f"{bare} barriers that do not wait for stores"),
         (shared > chip.per_cta, f"shared memory above {chip.per_cta}"),
         (len(names) < LEAST_CODE, f"only {len(names)} instructions"),
     )
@@ -236,7 +244,9 @@ def check(variant: Variant, arch: str, of: str) -> str:
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
     lost = "tickets_ptr" in variant.types and not taken
     repeats = repeated(compiled.asm["ttgir"], variant.once) if variant.once else 0
-    found_faults = faults(variant.wide, chip, spill, names, None if lost else races, shared, repeats, variant.narrow)
+    bare = bare_barriers(compiled.asm["ttgir"]) if backend == "hip" else 0
+    numbers = None if lost else races, shared, repeats
+    found_faults = faults(variant.wide, chip, spill, names, *numbers, variant.narrow, bare)
     return (
         f"{title(variant, arch)}  ir {of}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  "
         f"CTAs/SM {ctas:2d}  16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "

@@ -358,7 +358,7 @@ def of_select(block: int, single: bool, mask: bool, arches: tuple[str, ...] = ()
     """Of `fastkv.kernels.select`."""
     return variant(
         f"select {block}{'' if single else ' looped'}{' mask' if mask else ''}", select._select_kernel,
-        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block), types=dict(counts_ptr="*i64"),
+        dict(HEADS=8, USE_MASK=mask, SINGLE=single, BLOCK=block, HIP=False), types=dict(counts_ptr="*i64"),
         num_warps=select.WARPS["80" if block == 4096 else ""][block], num_stages=1, wide=not single,
         arches=arches,
     )  # fmt: skip

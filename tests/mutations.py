@@ -70,6 +70,10 @@ SHARES = "properties.py::test_layers_share_the_budget_exactly"
 BYTES = "properties.py::test_bytes_are_never_exceeded"
 CACHE = "cache_operations.py"
 SLOTS = "slots.py"
+PAGED = "paged.py"
+GEOMETRY = "policies_geometry.py"
+SERVING = "serving_batch.py"
+WARMUP = "warmup.py::test_after_a_warm_up_traffic_compiles_nothing"
 PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
 ATTENTION = "policies_attention.py"
@@ -1149,6 +1153,125 @@ MUTATIONS = [
         "return base + (pair - own) // HEADS * slots",
         "return base",
         f"{RACES}[decode-rows-6]",
+    ),
+    bug(
+        "tickets lie where other batches have numbers",
+        "kernels/_launch.py",
+        '{"tickets": self.tickets[: prod(shapes["tickets"])]}',
+        '{"tickets": self.numbers[: prod(shapes["tickets"])].view(torch.int32)}',
+        f"{PAGED}::test_what_one_batch_leaves_in_scratch_is_nothing_to_another",
+    ),
+    bug(
+        "every size of a batch has scratch of its own",
+        "cache/workspace.py",
+        "ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))",
+        "ops.workspace(num_heads, state, spec)",
+        f"{PAGED}::test_batches_of_all_sizes_share_scratch_whose_bytes_are_known",
+    ),
+    bug(
+        "kernels run on the current GPU",
+        "ops/operator.py",
+        "                with torch.cuda.device(device):\n",
+        "                with torch.cuda.device(torch.device('cuda', 0)):\n",
+        "launches.py::test_kernels_are_launched_where_their_tensors_are",
+    ),
+    bug(
+        "a cleared page waits for numbers of the host",
+        "reference/state.py",
+        "                self.starts[:, head + 1].fill_(end)\n",
+        "                self.starts[:, head + 1] = torch.tensor(end, device=self.starts.device)\n",
+        "no_sync.py::test_nor_do_pages",
+    ),
+    bug(
+        "sequences that are not due are copied with those that are",
+        "cache/paged.py",
+        "in due.split(EVICTED_AT_ONCE) if len(due) else ()",
+        "in torch.where(torch.isin(rows, due), rows, 0).split(EVICTED_AT_ONCE) if len(due) else ()",
+        f"{PAGED}::test_an_eviction_touches_as_many_bytes_whatever_the_batch",
+    ),
+    bug(
+        "what a policy remembers stays behind in pages",
+        "cache/compaction.py",
+        "    slots.memory.index_copy_(0, state.rows, memory)\n",
+        "",
+        "rows.py::test_evictions_happen_in_pages",
+    ),
+    bug(
+        "a request is asked for its page at every block",
+        "integrations/vllm/batch.py",
+        "[i for i in reading if seen[i] == counts[i]]",
+        "list(reading)",
+        f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
+    ),
+    bug(
+        "a request keeps the page of whoever had its place before",
+        "integrations/vllm/batch.py",
+        "[i for i in reading if seen[i] == counts[i]]",
+        "[i for i in reading if names[i] not in self.pages]",
+        f"{SERVING}::test_batches_of_traffic",
+    ),
+    bug(
+        "numbers for the device are not pinned",
+        "integrations/vllm/batch.py",
+        "made.pin_memory().to(device, non_blocking=True)",
+        "made.to(device, non_blocking=True)",
+        f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
+    ),
+    bug(
+        "the host waits until the device has the numbers",
+        "integrations/vllm/batch.py",
+        "made.pin_memory().to(device, non_blocking=True)",
+        "made.pin_memory().to(device)",
+        f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
+    ),
+    bug(
+        "no short blocks are read before there is traffic",
+        "cache/warmup.py",
+        "{*range(1, FEW + 1), self.largest}",
+        "{self.largest}",
+        f"{WARMUP}[centroids]",
+    ),
+    bug(
+        "no lengths between powers of two are read before there is traffic",
+        "cache/warmup.py",
+        "for power in powers for more in FURTHER}",
+        "for power in powers for more in (0,)}",
+        f"{WARMUP}[all queries watched]",
+    ),
+    bug(
+        "slots are never full before there is traffic",
+        "cache/warmup.py",
+        "for blocks in (0, 1, filling, filling + 1)}",
+        "for blocks in (0, 1)}",
+        f"{WARMUP}[centroids]",
+    ),
+    bug(
+        "only the largest batch decodes before there is traffic",
+        "cache/warmup.py",
+        "for batch in range(1, traffic.sequences + 1):",
+        "for batch in [traffic.sequences]:",
+        f"{WARMUP}[centroids]",
+    ),
+    bug(
+        "on AMD threads count keys that others have not written yet",
+        "kernels/select.py",
+        "        _barrier(HIP)  # keys are counted by other threads than wrote them\n",
+        "        tl.debug_barrier()\n",
+        "aot.py::test_keys_of_long_heads_are_written_before_other_threads_count_them",
+    ),
+    bug(
+        "sketches are made anew at every eviction",
+        "ops/scores.py",
+        "@functools.lru_cache(maxsize=64)",
+        "@functools.lru_cache(maxsize=0)",
+        f"{GEOMETRY}::test_a_sketch_is_sent_to_a_device_once",
+    ),
+    bug(
+        "a sketch that was changed stays so",
+        "ops/scores.py",
+        "keys.device).clone()",
+        "keys.device)",
+        f"{GEOMETRY}::test_a_sketch_is_sent_to_a_device_once",
     ),
     bug(
         "nobody's row evicts, in several programs at once",

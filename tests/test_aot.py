@@ -10,7 +10,7 @@ import pytest
 import fastkv.kernels
 from fastkv.kernels import prefill_attention
 from perf import aot
-from perf.aot import CHIPS, faults, repeated, tickets, variants
+from perf.aot import CHIPS, bare_barriers, faults, repeated, tickets, variants
 from perf.variants import AOT
 
 from .processes import begin, of_module
@@ -59,6 +59,7 @@ def test_every_kernel_has_variants():
         "2 2-byte loads": {"more": ["LDG.E.U16"] * 2},
         "no 16-byte loads": {"loads": "LDG.E.64"},
         "a ticket that does not wait for all stores": {"races": 1},
+        "2 barriers that do not wait for stores": {"bare": 2},
         "no ticket": {"races": None},
         "2 products computed by several warps": {"repeats": 2},
         "shared memory above 232448": {"shared": 1 << 20},
@@ -68,7 +69,7 @@ def test_every_kernel_has_variants():
 def test_limits(what, given):
     names = [given.get("loads", "LDG.E.128")] * given.get("size", 100) + given.get("more", [])
     numbers = given.get("races", 0), given.get("shared", 0), given.get("repeats", 0)
-    found = faults(True, CHIPS["90"], given.get("spill", 16), names, *numbers)
+    found = faults(True, CHIPS["90"], given.get("spill", 16), names, *numbers, bare=given.get("bare", 0))
     assert found == ([] if what is None else [what])
 
 
@@ -77,6 +78,18 @@ def test_all_stores_are_done_before_a_ticket_is_taken(arch, compiled):
     taking = ["decode bf16 D64 G4 splits 16 order 1 append", "vector bf16 D64 G4 splits 8 order 1 append"]
     lines = compiled("--arch", arch, "--sample", "--match", *taking, "evict bf16 D64 slots 1040 drop 16 order 1 slope")
     assert len(lines) == 3
+
+
+def test_keys_of_long_heads_are_written_before_other_threads_count_them(compiled):
+    assert len(compiled("--arch", "gfx942", "--kernel", "select", "--match", "looped")) == 1
+
+
+@pytest.mark.parametrize("name", ["gpu.barrier", "ttg.barrier all", "ttg.local_barrier"])
+def test_a_barrier_that_waits_for_no_stores_is_found(name):
+    store, barrier = "tt.store %93, %92 : tensor<64x!tt.ptr<i32>>\n", f"    {name} loc(#loc)\n"
+    wait = '%1 = tt.elementwise_inline_asm "s_waitcnt vmcnt(0)\\0Av_mov_b32 $0, $1" {pure = false} %0 : i32 -> i32\n'
+    assert bare_barriers(store + barrier + store + wait + barrier) == 1
+    assert bare_barriers(wait + barrier) == 0 and bare_barriers(store + wait + store + barrier) == 1
 
 
 STORE, TICKET = (

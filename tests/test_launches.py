@@ -9,9 +9,11 @@ from fastkv import Budget, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
+from fastkv.ops import operator
 from fastkv.reference.centroids import BLOCK
 
-from .launches import Operators, recorded
+from .launches import Driver, Operators, recorded
+from .test_ops import CASES, flattened
 
 HQ, HKV, D = 2, 1, 32
 MOST = 4  # compilations of a kernel
@@ -99,3 +101,30 @@ def test_an_evicting_step_is_few_launches(policy, most):
 @pytest.mark.parametrize("slots", ["int8", "int4"])
 def test_codes_need_no_other_kernels(slots):
     assert evicting_step("momentkv", slots)[0] == evicting_step("momentkv")[0]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_kernels_are_launched_where_their_tensors_are(gpus, monkeypatch):
+    """Every operator, with tensors on the last GPU while the first is current; with one GPU nobody asks or changes."""
+    driver, last = Driver(gpus), torch.device("cuda", gpus - 1)
+    driver.patch(monkeypatch)
+    monkeypatch.setattr(operator, "device_of", lambda arguments: last)
+    if gpus == 1:
+        monkeypatch.setattr(torch.cuda, "current_device", None)
+    operator.several_devices.cache_clear()
+    launched = set()
+    with recorded(driver) as launches:
+        for name in CASES:
+            opaque, pieces, _ = flattened(name, "triton")
+            launches.clear()
+            opaque(*pieces)
+            launched |= {name.split()[0]} if launches else set()
+    assert set(launches.devices) == {last.index} and driver.current == 0
+    assert driver.changes == (0 if gpus == 1 else len(CASES))
+    assert launched == {name.split()[0] for name in CASES} - {"sketch"}
+    operator.several_devices.cache_clear()
+
+
+def test_arguments_are_on_the_device_of_their_first_tensor():
+    for name in CASES:
+        assert operator.device_of(tuple(flattened(name, "reference")[1])) == torch.device("cpu")

@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastkv
+from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
 
 from .models import build, compressed_layers, policy, prompt
 from .pairwise import covering
@@ -87,4 +90,29 @@ def check(chosen, correction, heads, r2=None):
             assert model(token, past_key_values=cache).logits.device.type == "meta"
             evictions += cache.workspace.clock.now.evicts
     assert evictions == 2
+    assert not crossings.found
+
+
+@pytest.mark.parametrize("name,heads", covering(["keydiff", "momentkv", "h2o", "noncausal"], ["uniform", "adaptive"]))
+@torch.no_grad()
+def test_nor_do_pages(name, heads, monkeypatch):
+    """Of a serving engine: when one is cleared, a prompt is read into it, and sequences decode and evict."""
+    budget = fastkv.Budget(tokens=12, sinks=2, recent=4, heads=heads)
+    config = Config.make(name, budget, 8, EVERY, "auto", "reference", None)
+    like, shared = torch.empty(1, 2, 0, 16, device="meta"), CacheWorkspace(evict_every=EVERY, sequences=4)
+    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    pages = torch.empty(5, rule.form.nbytes, dtype=torch.uint8, device="meta")
+    layer = PagedLayer(rule, pages, 4, 0.3, None, shared)
+
+    def tokens(batch, num):
+        return tuple(torch.empty(batch, heads, num, 16, device="meta") for heads in (4, 2, 2))
+
+    monkeypatch.setattr(torch, "tensor", None)  # numbers of the host that it sends, where the mode sees nothing
+    with Crossings() as crossings:
+        layer.clear(1)
+        for _ in range(3 if heads == "uniform" else 1):  # heads that trade slots wait when they do
+            layer.read(1, *tokens(1, 8))
+        q, k, v = tokens(3, 1)
+        rows = torch.empty(3, dtype=torch.int64, device="meta")
+        layer.step(rows, q[:, :, 0], k, v, rows[:2])
     assert not crossings.found

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from fastkv import Budget, FastKVError
+from fastkv import Budget, FastKVError, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 
-from .pairwise import covering
+from .launches import Operators, recorded
 
 HQ, HKV, DIM, BLOCK, EVERY = 4, 2, 32, 8, 3
-SCALE, PAGES = 0.3, 5
+SCALE, PAGES, SEQUENCES = 0.3, 5, 3
 
 
 def config_of(policy, correction="auto", budget=12, backend="auto", slots="auto"):
@@ -27,7 +27,7 @@ def tokens(num, seed):
 
 
 def paged(config):
-    like, shared = torch.empty(1, HKV, 0, DIM), CacheWorkspace(evict_every=EVERY)
+    like, shared = torch.empty(1, HKV, 0, DIM), CacheWorkspace(evict_every=EVERY, sequences=SEQUENCES)
     rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
     pages = torch.full((PAGES, rule.form.nbytes), 0xFF, dtype=torch.uint8)  # NaN, as whoever was there before left it
     return PagedLayer(rule, pages, HQ, SCALE, None, shared)
@@ -55,10 +55,10 @@ def read(layer, row, prompt):
     return torch.cat([layer.read(row, *(part.transpose(1, 2) for part in block)) for block in zip(*parts)], 2)
 
 
-def step(layer, rows, steps, at, due=None):
-    """One token of each sequence, at its own place."""
+def step(layer, rows, steps, at, due=()):
+    """One token of each sequence, at its own place; those of the rows that are due evict."""
     q, k, v = (torch.cat([given[i][:, :, [place]] for given, place in zip(steps, at)]) for i in range(3))
-    return layer.step(torch.tensor(rows), q[:, :, 0].contiguous(), k, v, due)
+    return layer.step(torch.tensor(rows), q[:, :, 0].contiguous(), k, v, torch.tensor(due, dtype=torch.int64))
 
 
 CASES = {
@@ -67,19 +67,29 @@ CASES = {
     "h2o": ("h2o", "moments"),
     "momentkv reference": ("momentkv", "auto", 12, "reference"),
     "triton": ("snapkv", "centroids", 12, "triton"),
+    "remembers": ("noncausal", "centroids"),
+    "remembers, triton": ("noncausal", "centroids", 12, "triton"),
+    "remembers, triton, adaptive": (
+        "noncausal", "none", Budget(tokens=12, sinks=2, recent=2, heads="adaptive"), "triton",
+    ),
+    "remembers, adaptive": ("noncausal", "none", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
     "adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
     "int8": ("snapkv", "centroids", 12, "auto", "int8"),
     "fp8": ("momentkv", "auto", 12, "reference", "fp8"),
     "int4": ("keydiff", "auto", 12, "auto", "int4"),
     "int4 and adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive"), "auto", "int4"),
+}  # fmt: skip
+
+PLAIN = {  # the interpreter is slow
+    "triton": "centroids",
+    "remembers, triton": "remembers",
+    "remembers, triton, adaptive": "remembers, adaptive",
 }
 
-PLAIN = {"triton": "centroids"}  # the interpreter is slow
 
-
-@pytest.mark.parametrize("case, knows", covering(CASES, ["host", "device"], together=1))
-def test_sequences_do_not_depend_on_each_other(case, knows):
-    """Nor on who knows which are due, nor on the kernels: alone they are computed without them."""
+@pytest.mark.parametrize("case", CASES)
+def test_sequences_do_not_depend_on_each_other(case):
+    """Nor on the kernels: alone they are computed without them."""
     config, plain = config_of(*CASES[case]), config_of(*CASES[PLAIN.get(case, case)])
     prompts = [tokens(num, num) for num in (29, 5, 16)]
     steps = [tokens(8, 100 + num) for num in range(3)]
@@ -94,9 +104,8 @@ def test_sequences_do_not_depend_on_each_other(case, knows):
             torch.testing.assert_close(out, expected[turn // 2][0], atol=1e-5, rtol=1e-5)
         if there:
             own, seen = [rows[b] for b in there], [prompts[b][0].shape[2] + done[b] + 1 for b in there]
-            due = torch.tensor([own[i] for i in clock.due(own, seen)], dtype=torch.int64)
-            told = due if knows == "host" else None
-            out = step(layer, own, [steps[b] for b in there], [done[b] for b in there], told)
+            due = [own[i] for i in clock.due(own, seen)]
+            out = step(layer, own, [steps[b] for b in there], [done[b] for b in there], due)
             for b, own in zip(there, out):
                 found[b].append(own)
                 done[b] += 1
@@ -113,7 +122,7 @@ def test_a_page_that_was_used_is_forgotten():
     step(layer, [2], [tokens(1, 4)], [0])
     expected = alone(config, prompt, steps)
     torch.testing.assert_close(read(layer, 2, prompt), expected[0], atol=1e-5, rtol=1e-5)
-    out = torch.cat([step(layer, [2], [steps], [i])[:, :, None] for i in range(4)], 2)
+    out = torch.cat([step(layer, [2], [steps], [i], [2] * ((i + 1) % EVERY == 0))[:, :, None] for i in range(4)], 2)
     torch.testing.assert_close(out, expected[1], atol=1e-5, rtol=1e-5)
 
 
@@ -129,13 +138,77 @@ def test_the_host_knows_when_sequences_are_due():
     assert clock.due([7], [17]) == [] and clock.due([7], [11]) == [0]
 
 
+@pytest.mark.parametrize("policy, correction", [("noncausal", "centroids"), ("momentkv", "auto"), ("keydiff", "auto")])
+def test_an_eviction_touches_as_many_bytes_whatever_the_batch(policy, correction):
+    """Counted on launches that do not run: with one sequence due, the same beside two others as alone."""
+    layer, added = paged(config_of(policy, correction, 12, "triton")), []
+    for rows in ([2], [1, 2, 3]):
+        nbytes = []
+        for due in ([2], [], [2]):  # first what is made once
+            with recorded() as launches, Operators() as operators:
+                step(layer, rows, [tokens(1, 1)] * len(rows), [0] * len(rows), due)
+            nbytes.append(launches.nbytes + operators.nbytes)
+        added.append(nbytes[2] - nbytes[1])
+    assert added[0] == added[1] > 0
+
+
 def test_a_step_in_which_no_sequence_is_due_evicts_nothing(monkeypatch):
     layer = paged(config_of("keydiff"))
     read(layer, 2, tokens(20, 1))
     monkeypatch.setattr("fastkv.cache.paged.evict", None)
-    for at in range(EVERY):  # the device would find it due in the last one
-        step(layer, [2], [tokens(EVERY, 2)], [at], torch.empty(0, dtype=torch.int64))
+    for at in range(EVERY):
+        step(layer, [2], [tokens(EVERY, 2)], [at])
     assert (layer.state.exact.lengths[2] == 12 + EVERY).all()
+
+
+@pytest.mark.parametrize("policy, correction", [("snapkv", "centroids"), ("momentkv", "auto"), ("keydiff", "auto")])
+def test_batches_of_all_sizes_share_scratch_whose_bytes_are_known(policy, correction):
+    """Of Llama's heads, with 1,024 tokens kept: no more than the largest batch takes by itself."""
+    num_heads, heads, dim, most = 32, 8, 128, 64
+    config = Config.make(policy, Budget(tokens=1024, sinks=4, recent=32), 512, 16, correction, "triton", None)
+    like, shared = torch.empty(1, heads, 0, dim, dtype=torch.bfloat16, device="meta"), CacheWorkspace(sequences=most)
+    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    pages = torch.empty(most + 1, rule.form.nbytes, dtype=torch.uint8, device="meta")
+    layer = PagedLayer(rule, pages, num_heads, SCALE, None, shared)
+    alone = []
+    for batch in range(1, most + 1):
+        state = layer.state.at(torch.empty(batch, dtype=torch.int64, device="meta"))
+        own = shared.scratch_of(num_heads, state, rule.layer.spec)
+        plain = ops.workspace(num_heads, state, rule.layer.spec)
+        assert [(one.shape, one.dtype) for one in own] == [(one.shape, one.dtype) for one in plain]
+        assert all(one.storage_offset() % 32 == 0 for one in own)  # alike for all: what is compiled fits
+        alone.append(sum(one.nbytes for one in plain))
+    assert shared.nbytes() == rule.scratch_bytes(num_heads, most, like.device)
+    assert max(alone) <= shared.nbytes() < 1.01 * max(alone) < sum(alone) / 20
+
+
+def test_what_one_batch_leaves_in_scratch_is_nothing_to_another():
+    """Batches of three, one and two sequences decode and evict in the same memory, which was full of garbage."""
+    config, plain = config_of(*CASES["triton"]), config_of(*CASES["centroids"])
+    prompts, steps = [tokens(17 + row, row) for row in range(3)], [tokens(6, 9 + row) for row in range(3)]
+    layer, rows = paged(config), [3, 1, 4]
+    state = layer.state.at(torch.tensor(rows))
+    layer.shared.scratch_of(HQ, state, layer.rule.spec)
+    (numbers, tickets) = next(iter(layer.shared.rooms.values()))
+    numbers.fill_(torch.nan)
+    for row, prompt in zip(rows, prompts):
+        read(layer, row, prompt)
+    found = [[], [], []]
+    for at, batch in [(0, [0, 1, 2]), (1, [0]), (1, [1, 2]), (2, [2, 0]), (2, [1]), (3, [1, 0, 2])]:
+        due = [rows[b] for b in batch if (at + 1) % EVERY == 0]
+        out = step(layer, [rows[b] for b in batch], [steps[b] for b in batch], [at] * len(batch), due)
+        assert not tickets.any()
+        for b, own in zip(batch, out):
+            found[b].append(own)
+    for b in range(3):
+        expected = alone(plain, prompts[b], steps[b])[1][0, :, :4]
+        torch.testing.assert_close(torch.stack(found[b], 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_larger_than_scratch_was_made_for_is_refused():
+    layer = paged(config_of("keydiff"))
+    with pytest.raises(FastKVError, match="at most 3 sequences, got 4"):
+        step(layer, [0] * 4, [tokens(1, 1)] * 4, [0] * 4)
 
 
 def test_a_budget_that_follows_the_prompt_is_refused():

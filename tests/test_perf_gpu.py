@@ -58,7 +58,7 @@ def test_the_plan_is_in_order_and_fits_into_half_an_hour(whole):
 
 def test_all_checks_and_operations_are_planned(whole):
     checked = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_checks"}
-    assert checked == {*checks.PER_HEADS, "kernels", "captured", "compiled"}
+    assert checked == {*checks.PER_HEADS, "kernels", "captured", "compiled", "served"}
     timed = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_timings"}
     assert timed == {*timings.OWN, *PEERS, "copy 1 GiB"}
     key = [task.job.case for task in tasks_of(whole, "key")]
@@ -192,6 +192,33 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     stock = timings.ops.decode_step
     monkeypatch.setattr(timings.ops, "decode_step", lambda *cell: (2 * stock(*cell)[0],))
     assert "wrong result: relative error 1" in engine.row_of(plan.timed(CPU, case).job)["skipped"]
+
+
+@pytest.mark.parametrize("harm", ["an eviction that does nothing", "an eviction of somebody else"])
+def test_what_happens_in_the_wrong_page_is_a_finding(harm, monkeypatch):
+    stock = checks.ops.evict
+
+    def evict(scores, kept, state, rule):
+        if state.rows is None:
+            stock(scores, kept, state, rule)
+        elif "somebody else" in harm:
+            stock(scores, kept, state.at(torch.where(state.rows == 3, 5, state.rows)), rule)
+
+    assert checks.row_of(lambda: checks.check_pages(CPU, CPU.heads(LLAMA), "moments"), CPU)["passed"]
+    monkeypatch.setattr(checks.ops, "evict", evict)
+    row = checks.row_of(lambda: checks.check_pages(CPU, CPU.heads(LLAMA), "moments"), CPU)
+    assert not row["passed"] and "error" not in row
+    assert any("others'" in one["name"] for one in row["findings"]) == ("somebody else" in harm)
+
+
+def test_a_sequence_that_evicts_at_somebody_elses_time_is_a_finding(monkeypatch):
+    kind = checks.KINDS[1]
+    assert checks.row_of(lambda: checks.check_served(CPU, CPU.heads(LLAMA), kind), CPU)["passed"]
+    monkeypatch.setattr(
+        checks.PagedClock, "due", lambda self, names, seen: [i for i, n in enumerate(seen) if n % 4 == 0]
+    )
+    row = checks.row_of(lambda: checks.check_served(CPU, CPU.heads(LLAMA), kind), CPU)
+    assert not row["passed"] and row["findings"][0]["name"].startswith("step")
 
 
 def test_a_red_test_of_a_kernel_is_a_finding(monkeypatch):

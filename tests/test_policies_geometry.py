@@ -28,6 +28,7 @@ from fastkv.rotary import Rotary
 from tests.models import build
 
 from .conftest import examples
+from .test_no_sync import Crossings
 
 F64 = torch.float64
 DIM = 8
@@ -486,6 +487,24 @@ def test_sketches_are_seeded():
     torch.manual_seed(123)
     assert torch.equal(first, again) and torch.equal(first, Leverage(sketch=4, seed=3).score(signals))
     assert not torch.allclose(first, other)
+
+
+def test_a_sketch_is_sent_to_a_device_once():
+    """Then an eviction copies nothing from the host, and can be captured; whoever changes a sketch changes no other."""
+    keys, seen = randn(1, 1, 30, DIM), set()
+    for moved in (keys.to("meta", torch.float32), keys.to("meta", torch.bfloat16)):
+        for seed in (11, 11, 12, 11):
+            with Crossings() as crossings:
+                made = ops.sketch.__wrapped__(moved, 4, "cholesky", seed)
+            assert made.shape == (DIM, 4) and made.dtype == torch.float32 and made.device == moved.device
+            first = moved.dtype == torch.float32 and seed not in seen
+            assert bool(crossings.found) == first
+            seen.add(seed)
+    expected = sketch_matrix(DIM, 4, torch.Generator().manual_seed(11))
+    for _ in range(2):
+        made = ops.sketch(keys, 4, "cholesky", 11)
+        assert torch.equal(made, expected)
+        made.zero_()
 
 
 @pytest.mark.parametrize("tail", [1, 2, 7])

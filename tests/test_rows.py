@@ -73,7 +73,7 @@ def tokens_of(state):
     """Its tensors, slots in order of position and zero where nothing is stored."""
     found = dict(state.named_tensors())
     order = torch.where(state.exact.valid, state.exact["positions"], 99).argsort(-1)
-    for name in state.exact.moving():
+    for name in (*state.exact.moving(), *["memory"] * (state.exact.memory is not None)):
         part = state.exact.stored(name)
         place = order.reshape(*order.shape, *[1] * (part.dim() - 3)).expand_as(part)
         mask = ~state.exact.valid.reshape(*order.shape, *[1] * (part.dim() - 3))
@@ -237,11 +237,11 @@ def paged(policy, correction="auto"):
         for _ in range(3):
             made.read(row, normal(1, 4, 8, 16), *normal(2, 1, 2, 8, 16))
     for _ in range(3):
-        made.step(torch.tensor([3, 1]), normal(2, 4, 16), *normal(2, 2, 2, 1, 16))
+        made.step(torch.tensor([3, 1]), normal(2, 4, 16), *normal(2, 2, 2, 1, 16), torch.empty(0, dtype=torch.int64))
     return made
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv"])
+@pytest.mark.parametrize("policy", ["keydiff", "momentkv", "snapkv", "noncausal"])
 def test_evictions_happen_in_pages(policy, monkeypatch):
     """Nothing is written back, and the rows of a batch that are not due stay as they are."""
     layer = paged(policy, "centroids" if policy == "snapkv" else "auto")

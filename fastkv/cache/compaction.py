@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -48,8 +50,9 @@ def _store_in_slabs(
     exact, layout = state.exact, rule.layout
     # Compacted where the candidates lie, because the stretches of the heads are about to move.
     if exact.format.plain and exact.bias is None:
-        values = None if exact.values is None else signals.values
-        rows = Slots(signals.keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
+        values = None if exact.values is None else signals.values.contiguous()
+        keys = signals.keys.contiguous()  # of a first block they are the engine's, with gaps between heads
+        rows = Slots(keys, values, exact.lengths, signals.positions.clone(), value_dim=exact.value_dim)
         block = None
     else:  # signals are decoded, and know no bias: what is stored moves as it is
         rows, block = exact.equal(exact.filled, room=num), _newest(signals, num)
@@ -79,23 +82,39 @@ def remember(state: LayerState, signals: Signals, kept: Tensor, most: int, rule:
 def finish(state: LayerState, signals: Signals) -> None:
     """Put what the policy remembers where the tokens lie now, and add up what slots receive from now on."""
     if state.approx is None:  # else `key_only.place` has put it there
-        memorise(state.exact, signals)
+        memorise(state, signals)
     for slots in state.tiers.values():
         if slots.attention is not None:
             slots.attention.zero_()
 
 
-def memorise(slots: Slots, signals: Signals) -> None:
-    """Put what the policy remembers of the candidates where the tokens lie; 0 in slots that are not in use."""
+def memorise(state: LayerState, signals: Signals) -> None:
+    """Put what the policy remembers of the candidates where the tokens lie; 0 in slots that are not in use.
+
+    Where the batch lives in chosen rows of the state, there, and in no others.
+    """
+    slots = state.exact
     if slots.memory is None:
         return
+    if state.rows is None:
+        _memorise(slots, slots.memory, signals)
+        return
+    known = {"lengths": slots.lengths, "positions": slots.positions, "starts": slots.starts}
+    own = {name: part.index_select(0, state.rows) for name, part in known.items() if part is not None}
+    memory = slots.memory.index_select(0, state.rows)
+    _memorise(replace(slots, **own), memory, signals)  # type: ignore[arg-type]
+    slots.memory.index_copy_(0, state.rows, memory)
+
+
+def _memorise(slots: Slots, memory: Tensor, signals: Signals) -> None:
+    """`memorise` in the memory of these slots, [B, Hkv, C] or a slab [B, S]."""
     assert signals.memory is not None
     last = torch.iinfo(torch.int32).max
     ordered, order = torch.where(signals.valid, signals.positions, last).sort(dim=-1)
     place = torch.searchsorted(ordered, slots["positions"].contiguous()).clamp(max=ordered.shape[-1] - 1)
     rows = torch.where(slots.valid, signals.memory.gather(-1, order).gather(-1, place), 0)
     if slots.starts is not None:
-        pack(slots.memory, slots.starts, pad(rows, (0, 1)))  # it repeats the last one: 0, for tokens to come
+        pack(memory, slots.starts, pad(rows, (0, 1)))  # it repeats the last one: 0, for tokens to come
         return
-    slots.memory.zero_()
-    slots.memory[:, :, : slots.filled] = rows
+    memory.zero_()
+    memory[:, :, : slots.filled] = rows

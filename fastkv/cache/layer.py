@@ -371,7 +371,7 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
         kept = selection.keep_best(told, scores, state.seen, rule)
         compaction.store(state, told, kept, 0, rule, full=True)
         return
-    if exact.memory is not None:
+    if exact.memory is not None and state.rows is None:
         told = replace(told, positions=told.positions.clone())  # eviction moves them
     chosen = None
     if state.parts is not None:  # what leaves has to be known before anything moves
@@ -380,11 +380,10 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
     ops.evict(scores, chosen, state, rule.spec)
     if state.rows is None:  # else other rows have more
         exact.filled = exact.limit - spare
-    compaction.memorise(exact, told)
+    compaction.memorise(state, told)
 
 
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:
     """Whether nothing but the backend's own operations, which all follow rows, changes the state in an eviction."""
     asked, backend, device = ("slot_signals", "remember", "evict"), rule.spec.backend, state.seen.device.type
-    known = state.approx is None and state.exact.memory is None
-    return known and all(follows_rows(name, backend, device) for name in asked)
+    return state.approx is None and all(follows_rows(name, backend, device) for name in asked)

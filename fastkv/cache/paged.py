@@ -19,6 +19,7 @@ from .pages import PageFormat
 from .prefill import absorb_block, attend_block
 from .workspace import CacheWorkspace
 
+EVICTED_AT_ONCE = 32  # sequences: what an eviction takes of memory, copies of their slots, does not grow with the batch
 Room = list[tuple[int, int]]  # of each tier: `Slots.filled` and `Slots.limit`
 
 
@@ -61,11 +62,16 @@ class PagedRule:
 
         made = layout(budget.layer_tokens(place, num_layers, 0, cost(keys, values, layout)))
         template = made.allocate(keys.to("meta"), values.to("meta"))
-        template.prompted = torch.zeros_like(template.seen)
         if made.adaptive:
             template.exact.limit = heads * made.total + made.spare  # what one head may get of the others
         rule = LayerConfig.of(config, layer, made, shared.parallel, keys.device)
         return cls(rule, PageFormat.of(template))
+
+    def scratch_bytes(self, num_heads: int, sequences: int, device: torch.device) -> int:
+        """Bytes of the kernels' scratch for so many query heads and batches of up to so many sequences there, which
+        all layers of this shape share."""
+        sizes = ops.workspace_room(num_heads, self.form.template, self.layer.spec, sequences, device)
+        return sum(number * dtype.itemsize for number, dtype in sizes)
 
 
 class PagedClock:
@@ -139,27 +145,29 @@ class PagedLayer:
         self._left(row, own)
         return out
 
-    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor | None = None) -> Tensor:
+    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor) -> Tensor:
         """Attention output for the next token of each of these sequences, [B, Hq, Dv]; those that are due then evict.
 
         Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, 1, D]; due [E] int64: those of the rows that evict, as
-            `PagedClock` says; None where the host does not know, and every layer asks the device in every step.
+            `PagedClock` says. Nothing but their pages is touched by evictions.
         """
-        state, rule = self.state.at(rows), self.rule
-        state.fill()
-        state.scratch = self.shared.scratch_of(self.num_heads, state, rule.spec)
-        out, _, _ = ops.decode_step(q, k, v, state, rule.spec)
-        if due is None:
-            assert state.prompted is not None
-            steps = state.seen.index_select(0, rows) - state.prompted.index_select(0, rows)
-            due = torch.where(steps % rule.layout.spare == 0, rows, 0)
-        if due.device.type == "cpu":  # which may be asked without waiting; mostly few are due, and nothing is copied
-            for own in self.state.at(due).each():
+        rule = self.rule
+        out, _, _ = ops.decode_step(q, k, v, self._at(rows), rule.spec)
+        if due.device.type == "cpu" and resolve(rule.spec.backend, due.device) != "triton":
+            for own in self.state.at(due).each():  # the host may ask; mostly few are due, and nothing is copied
                 own.fill()
                 evict(own, rule)
-        elif len(due):
-            evict(self.state.at(due), rule)
+        else:
+            for some in due.split(EVICTED_AT_ONCE) if len(due) else ():
+                evict(self._at(some), rule)
         return out
+
+    def _at(self, rows: Tensor) -> LayerState:
+        """The state for a batch in these rows, with scratch; the host counts on no slot being free."""
+        state = self.state.at(rows)
+        state.fill()
+        state.scratch = self.shared.scratch_of(self.num_heads, state, self.rule.spec)
+        return state
 
     def _left(self, row: int, own: LayerState) -> None:
         self.rooms[row] = [(slots.filled, slots.limit) for slots in own.tiers.values()]

@@ -70,8 +70,6 @@ def absorb_block(
     compaction.store(state, told, kept, num, rule, full=full)
     if full and again is not None and rule.config.correction.biases:
         refit.match(told, again, state, rule)
-    if state.prompted is not None:
-        state.prompted.copy_(state.seen)
 
 
 def without_padding(rows: Tensor, valid: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..errors import FastKVError
 from ..parallel import Parallel
 from ..reference import LayerState, Spec
 from ..rotary import Rotary
@@ -71,6 +72,8 @@ class CacheWorkspace:
             where attention is causal.
         real: [B, T] bool, which tokens of the block being read are no padding, where the engine knows; else None.
         positions: for how many of them the tables are made at once.
+        sequences: of a batch at most, where batches differ in size; they then share one room for the kernels' scratch.
+            None where every size has its own.
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class CacheWorkspace:
         parallel: Parallel | None = None,
         evict_every: int = 1,
         positions: int = FIRST_TABLE,
+        sequences: int | None = None,
     ) -> None:
-        self.parallel, self.positions = parallel or Parallel(), positions
+        self.parallel, self.positions, self.sequences = parallel or Parallel(), positions, sequences
         self.clock, self.reading = EvictionClock(evict_every), False
         self.ahead: Tensor | None = None
         self.real: Tensor | None = None
         self.scratch: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.rooms: dict[tuple[Any, ...], list[Tensor]] = {}
         self.tables: dict[tuple[Rotary, torch.device], tuple[Tensor, Tensor]] = {}
 
     @contextmanager
@@ -97,20 +102,38 @@ class CacheWorkspace:
 
     def twin(self) -> CacheWorkspace:
         """For a copy of the layers, which is as far as they are."""
-        made = CacheWorkspace(self.parallel, self.clock.period, self.positions)
+        made = CacheWorkspace(self.parallel, self.clock.period, self.positions, self.sequences)
         made.clock.move_to(self.clock.now.steps)
         return made
 
     def scratch_of(self, num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
-        """Working memory of the decode kernels for so many query heads; one for all layers of the same shape."""
-        tiers = [
-            (state.batch, slots.keys.shape[1:], slots.starts is not None, slots.limit) for slots in state.tiers.values()
-        ]
+        """Working memory of the kernels for so many query heads; one for all layers of the same shape.
+
+        Raises: FastKVError for a batch larger than the largest that was announced.
+        """
+        tiers = [(slots.keys.shape[1:], slots.starts is not None, slots.limit) for slots in state.tiers.values()]
         parts = None if state.parts is None else state.parts.count.shape[1:]
-        shape = (state.exact.keys.device, num_heads, *tiers, state.exact.attention is not None, parts)
-        if shape not in self.scratch:
-            self.scratch[shape] = ops.workspace(num_heads, state, spec)
-        return self.scratch[shape]
+        device = state.exact.keys.device
+        shape = (device, num_heads, *tiers, state.exact.attention is not None, parts)
+        sized = (*shape, state.batch)
+        if sized not in self.scratch:
+            self.scratch[sized] = ops.workspace(num_heads, state, spec, self._room_of(shape, num_heads, state, spec))
+        return self.scratch[sized]
+
+    def _room_of(self, shape: tuple[Any, ...], num_heads: int, state: LayerState, spec: Spec) -> list[Tensor] | None:
+        """The memory that batches of all sizes view, by what their layers have in common."""
+        if self.sequences is None:
+            return None
+        if state.batch > self.sequences:
+            raise FastKVError(
+                f"scratch was made for batches of at most {self.sequences} sequences, got {state.batch}; make the "
+                "workspace for more"
+            )
+        if shape not in self.rooms:
+            device = state.exact.keys.device
+            sizes = ops.workspace_room(num_heads, state, spec, self.sequences, device)
+            self.rooms[shape] = [torch.zeros(number, dtype=dtype, device=device) for number, dtype in sizes]
+        return self.rooms[shape]
 
     def table(self, rotary: Rotary, device: torch.device, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of at least `length` positions; they grow to powers of two, so almost never while decoding."""
@@ -125,4 +148,5 @@ class CacheWorkspace:
 
     def nbytes(self) -> int:
         """Bytes of the working memory. Tables, like the model's weights, do not depend on what is cached."""
-        return sum(tensor.nbytes for made in self.scratch.values() for tensor in made)
+        owned = self.scratch if self.sequences is None else self.rooms  # views take none
+        return sum(tensor.nbytes for made in owned.values() for tensor in made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -19,6 +19,7 @@ INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is fo
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
 ATTENTION_TILE = 8192  # logits at once when attention is added up
 PER_SM = 2  # programs of any decode kernel that an SM holds at once (perf.aot): they are to run in one wave
+ALIGNED = 32  # numbers: 128 bytes, a line of a GPU's cache
 SMS = 132  # where there are none, in the interpreter: those of an H200
 
 
@@ -188,16 +189,16 @@ class Workspace:
 
     Attributes:
         accs, tops, totals: room for every partial.
-        logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
         tickets: [B * Hkv] int32, zeroed once; each launch leaves them zero.
+        logits: [G, all slots of the batch], of both tiers in vector_decode; None unless attention is collected.
         joining: room for the tokens of an eviction and the centroids that they join; None without centroids.
     """
 
     accs: Tensor
     tops: Tensor
     totals: Tensor
-    logits: Tensor | None
     tickets: Tensor
+    logits: Tensor | None = None
     joining: Tensor | None = None
 
     @classmethod
@@ -207,7 +208,7 @@ class Workspace:
             return None
         accs, tops, totals, tickets, *rest = scratch
         optional = {part.ndim: part for part in rest}  # logits have two dimensions, the room for joining has one
-        return cls(accs, tops, totals, optional.get(2), tickets, optional.get(1))
+        return cls(accs, tops, totals, tickets, optional.get(2), optional.get(1))
 
     def tensors(self) -> list[Tensor]:
         """As `LayerState.scratch` holds them."""
@@ -215,16 +216,46 @@ class Workspace:
         return [self.accs, self.tops, self.totals, self.tickets, *optional]
 
     @classmethod
-    def for_state(cls, num_heads: int, state: LayerState, joining: int = 0) -> Workspace:
-        """Room for the decode steps of so many query heads over the slots of a layer; joining: numbers in `joining`."""
+    def for_state(
+        cls, num_heads: int, state: LayerState, joining: int = 0, room: WorkspaceRoom | None = None
+    ) -> Workspace:
+        """Room for the decode steps of so many query heads over the slots of a layer.
+
+        Args: joining: numbers in `joining`.  room: to be viewed instead of new memory.
+        """
+        device = state.exact.keys.device
+        shapes = cls.shapes(num_heads, state, state.batch, joining, num_sms(device))
+        return cls._new(shapes, device) if room is None else cls(**room.parts(shapes))
+
+    @classmethod
+    def shapes(
+        cls, num_heads: int, state: LayerState, batch: int, joining: int, sms: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that there is, by name, for a batch of so many sequences in the slots of a layer.
+
+        Args: joining: numbers in `joining` for the whole batch.  sms: of the device.
+        """
         exact, tiers, heads = state.exact, state.tiers.values(), state.heads
-        dim = exact.format.dim(exact.keys.shape[-1])
-        made = cls.allocate(
-            state.batch, heads, num_heads // heads, max(slots.limit for slots in tiers), dim, exact.keys.device,
-            attention=exact.attention is not None, sets=len(tiers),
-            pool=sum(pool_of(state.batch, slots) for slots in tiers),
+        made = cls.sizes(
+            batch, heads, num_heads // heads, max(slots.limit for slots in tiers),
+            exact.format.dim(exact.keys.shape[-1]), sms, attention=exact.attention is not None, sets=len(tiers),
+            pool=sum(pool_of(batch, slots) for slots in tiers),
         )  # fmt: skip
-        return replace(made, joining=made.accs.new_empty(joining)) if joining else made
+        return made | ({"joining": (joining,)} if joining else {})
+
+    @staticmethod
+    def sizes(
+        batch: int, num_kv_heads: int, groups: int, slots: int, head_dim: int, sms: int, *, attention: bool = True,
+        sets: int = 1, pool: int | None = None,
+    ) -> dict[str, tuple[int, ...]]:  # fmt: skip
+        """Shape of each tensor but `joining`; arguments as in `allocate`, sms of the device."""
+        pairs = batch * num_kv_heads
+        programs = max(num_programs(pairs * sets, slots, sms), 2)  # some kernels take 2 at least
+        parts = pairs * sets * (programs + 1) * groups
+        made: dict[str, tuple[int, ...]] = {"accs": (parts, head_dim), "tops": (parts,), "totals": (parts,)}
+        if attention:
+            made["logits"] = (groups, pairs * slots * sets if pool is None else pool)
+        return made | {"tickets": (pairs,)}
 
     @classmethod
     def allocate(
@@ -237,21 +268,47 @@ class Workspace:
             slots: of a head, or an upper bound of the tokens in them.  sets: separately split sets of slots (2 for
                 vector_decode).  pool: slots of all heads of the batch; B * Hkv * slots * sets if None.
         """
-        pairs = batch * num_kv_heads
-        tickets = torch.zeros(pairs, dtype=torch.int32, device=device)
-        programs = max(num_programs(pairs * sets, slots, num_sms(tickets.device)), 2)  # some kernels take 2 at least
-        parts = pairs * sets * (programs + 1) * groups
+        device = torch.empty(0, device=device).device  # with its index
+        sizes = batch, num_kv_heads, groups, slots, head_dim, num_sms(device)
+        return cls._new(cls.sizes(*sizes, attention=attention, sets=sets, pool=pool), device)
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=torch.float32, device=device)
+    @classmethod
+    def _new(cls, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Workspace:
+        tickets = torch.zeros(shapes["tickets"], dtype=torch.int32, device=device)
+        numbers = {name: shape for name, shape in shapes.items() if name != "tickets"}
+        made = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in numbers.items()}
+        return cls(**made, tickets=tickets)
 
-        return cls(
-            accs=empty(parts, head_dim),
-            tops=empty(parts),
-            totals=empty(parts),
-            logits=empty(groups, pairs * slots * sets if pool is None else pool) if attention else None,
-            tickets=tickets,
-        )
+
+@dataclass(frozen=True)
+class WorkspaceRoom:
+    """Memory for the workspace of any batch up to some size, one at a time.
+
+    Attributes:
+        numbers: [N] fp32, of which a batch views as much as it needs, from the first on.
+        tickets: [B * Hkv] int32 of the largest batch. They have memory of their own: what one batch leaves in `numbers`
+            is no ticket of another.
+    """
+
+    numbers: Tensor
+    tickets: Tensor
+
+    @staticmethod
+    def places(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, int], int]:
+        """First number of each tensor of a workspace but the tickets, and how many there are in all. All are aligned
+        for wide loads: what was compiled for one batch fits every other."""
+        found, end = {}, 0
+        for name, shape in shapes.items():
+            if name != "tickets":
+                found[name] = end
+                end += triton.cdiv(prod(shape), ALIGNED) * ALIGNED
+        return found, end
+
+    def parts(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Views with these shapes."""
+        places, _ = self.places(shapes)
+        made = {name: self.numbers[at : at + prod(shapes[name])].view(shapes[name]) for name, at in places.items()}
+        return made | {"tickets": self.tickets[: prod(shapes["tickets"])]}
 
 
 def pool_of(batch: int, slots: Slots) -> int:

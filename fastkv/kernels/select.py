@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import check_like, chip_of
+from ._attention import _barrier
+from ._launch import check_like, chip_of, on_hip
 
 FEWER = {2048: 8, 4096: 16}  # with 8192, triton 3.7 spills on gfx942 and 3.9 on sm_80
 # By chip and candidates held in registers: few tiles, so that lengths share them.
@@ -87,7 +88,7 @@ def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, si
 def _select_kernel(
     scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr,
     N, tokens, sinks, recent,
-    HEADS: tl.constexpr, USE_MASK: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, USE_MASK: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     row = head.to(tl.int64) * N
@@ -123,7 +124,7 @@ def _select_kernel(
         if not SINGLE:
             tl.store(key_ptr + index, key)
     if not SINGLE:
-        tl.debug_barrier()
+        _barrier(HIP)  # keys are counted by other threads than wrote them
     least = _kth_largest(key, key_ptr, wanted, room, BLOCK, SINGLE)
 
     # Of the candidates at the threshold, the lowest positions fill what is left. -1 - position sorts in reverse.
@@ -139,7 +140,7 @@ def _select_kernel(
         if not SINGLE:
             tl.store(key2_ptr + index, place)
     if not SINGLE:
-        tl.debug_barrier()
+        _barrier(HIP)
     latest = _kth_largest(place, key2_ptr, wanted - above, room, BLOCK, SINGLE)
     earlier = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
@@ -188,6 +189,7 @@ def select(
     _select_kernel[(batch * heads,)](
         scores, positions, valid_bytes, valid_bytes if protected is None else protected.view(torch.uint8),
         positions if seen is None else seen, scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent,
-        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, num_warps=tiles[block],
+        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, HIP=on_hip(),
+        num_warps=tiles[block],
     )  # fmt: skip
     return kept, counts

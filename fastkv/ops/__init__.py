@@ -25,6 +25,7 @@ from .layer import (
     remember,
     slot_signals,
     workspace,
+    workspace_room,
 )
 from .scores import (
     keydiff_scores,

@@ -82,11 +82,26 @@ compact = operator(nothing, changes=("state",))(by_spec(reference.compact))
 evict = operator(nothing, changes=("state",))(by_spec(reference.evict))
 
 
-def workspace(num_heads: int, state: LayerState, spec: Spec) -> list[Tensor]:
+def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:
     """Scratch for the decode steps of `num_heads` query heads, for `LayerState.scratch`; empty without kernels.
 
     Layers whose slots have the same sizes may share it.
+    Args: room: of `workspace_room`, to be viewed; None for new memory.
     """
     if resolve(spec.backend, state.seen.device) != "triton":
         return []
-    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state, spec)
+    return implementation("workspace", "triton", state.seen.device.type)(num_heads, state, spec, room)
+
+
+def workspace_room(
+    num_heads: int, state: LayerState, spec: Spec, most: int, device: torch.device
+) -> list[tuple[int, torch.dtype]]:
+    """Numbers and dtype of each tensor of the memory that `workspace` views for batches of up to `most` sequences, one
+    at a time; nothing without kernels. All of it has to be zero at first.
+
+    Args: state: a layer's, of any batch; it may be on "meta".  device: where it will be, which says how many programs
+        run at once; where there is no GPU, as many as on an H100.
+    """
+    if resolve(spec.backend, device) != "triton":
+        return []
+    return implementation("workspace_room", "triton", device.type)(num_heads, state, spec, most, device)

@@ -90,7 +90,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:
         state.approx = Slots(**{"values": None, **found["approx"]}, filled=numbers[3], limit=numbers[4])
-    for name in ("sink_logits", "rows", "prompted"):
+    for name in ("sink_logits", "rows"):
         setattr(state, name, found[""].get(name))
     if "recovery" in found:
         state.recovery = Recovery(**found["recovery"])
@@ -157,6 +157,37 @@ def restored(kind: Any, parts: tuple[Any, ...]) -> Any:
     return FORMS[kind].back(*parts)
 
 
+@functools.cache
+def several_devices() -> bool:
+    """Whether this process sees more than one GPU."""
+    return torch.cuda.device_count() > 1
+
+
+def device_of(arguments: tuple[Any, ...]) -> torch.device:
+    """Where the tensors of flat arguments are: one alone, or in a list."""
+    tensors = (one for given in arguments for one in (given if isinstance(given, (list, tuple)) else [given]))
+    return next(one.device for one in tensors if isinstance(one, Tensor))
+
+
+def on_own_device(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function of flat arguments, on the GPU that has them.
+
+    A Triton kernel is launched on the current device, whichever has its tensors; the layers of a model may be spread
+    over several. Where there is but one GPU, nothing is asked.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Result:
+        if several_devices():
+            device = device_of(arguments)
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return function(*arguments)
+        return function(*arguments)
+
+    return run
+
+
 def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callable[[Function], Function]:
     """Register the decorated function as an operator for every device; calls go through it.
 
@@ -196,7 +227,7 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
             order = [p for p in parameters if parameters[p].kind is not inspect.Parameter.KEYWORD_ONLY]
             return function(*(bare[p] for p in order), **{p: bare[p] for p in bare if p not in order})
 
-        LIBRARY.impl(name, on_flat(positional), "CompositeExplicitAutograd")
+        LIBRARY.impl(name, on_own_device(on_flat(positional)), "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastkv::{name}", on_flat(fake), lib=LIBRARY)
         opaque = getattr(torch.ops.fastkv, name)
         defaults = tuple((parameter, parameters[parameter].default) for parameter in parameters)

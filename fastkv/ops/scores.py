@@ -6,6 +6,7 @@ keyword, `backend`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -58,7 +59,17 @@ def _sketch_output(keys: Tensor, columns: int, *rest: Any) -> Tensor:
 
 @operator(_sketch_output)
 def sketch(keys: Tensor, columns: int, method: str, seed: int) -> Tensor:
-    """`reference.make_sketch` from a seed: a compiled step cannot make generators."""
+    """`reference.make_sketch` from a seed: a compiled step cannot make generators.
+
+    It is drawn and sent to a device once; then a copy never leaves it, which a captured graph can repeat.
+    """
+    return _drawn(keys.shape[-1], columns, method, seed, keys.device).clone()
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(dim: int, columns: int, method: str, seed: int, device: torch.device) -> Tensor:
+    """The sketch [dim, columns] fp32 of that seed: the same for keys of every dtype."""
+    keys = torch.empty(1, 1, 0, dim, device=device)
     made = reference.make_sketch(keys, columns, method, torch.Generator().manual_seed(seed))
     assert made is not None
     return made

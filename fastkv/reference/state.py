@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -144,7 +145,8 @@ class Slots:
         self.limit, self.filled = max(capacities), 0
         if self.starts is not None:
             self.starts.zero_()
-            self.starts[:, 1:] = torch.tensor(capacities, device=self.starts.device).cumsum(0)
+            for head, end in enumerate(accumulate(capacities)):  # filled in: nothing is sent to the device
+                self.starts[:, head + 1].fill_(end)
 
     def redeal(self, capacities: Sequence[int]) -> None:
         """Give each head so many slots, all of them empty, in slabs that are just large enough."""
@@ -232,8 +234,6 @@ class LayerState:
         rows: [B] int64, the state row of each batch row; None: batch row b lives in state row b. Row 0 is nobody's: it
             stands for batch rows that an operation is to pass over, as often as needed; their results mean nothing.
             All others differ. With rows, tensors may be views of pages, whose first axis has a stride of its own.
-        prompted: [B] int64, `seen` at the end of the last prompt block, from which an engine with a clock for each row
-            counts steps; None where rows share one.
     """
 
     exact: Slots
@@ -245,7 +245,6 @@ class LayerState:
     scratch: list[Tensor] = field(default_factory=list)
     sink_logits: Tensor | None = None
     rows: Tensor | None = None
-    prompted: Tensor | None = None
     BORROWED: ClassVar = ("sink_logits", "rows")  # tensors that belong to the model, or to a batch
 
     @property

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,16 @@ from triton.errors import TritonError
 
 import fastkv
 from fastkv import ops
+from fastkv.cache.layer import LayerCache
+from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
+from fastkv.cache.pages import PageFormat
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
+from fastkv.reference import LayerState
+from fastkv.rotary import Rotary
 
 from ..engine import LIMIT, ROOT, Row
-from ..micro.states import filled, spec
+from ..micro.states import SCALE, filled, spec
 from ..speed.models import build
 from .clock import nothing, randn, record
 from .heads import Heads
@@ -40,6 +47,9 @@ EVERY = 4  # tokens between evictions
 # Median over steps of |compiled - eager| / |eager| of the logits. An inductor graph keeps in float32 what eager steps
 # round to bf16 in between (2^-8 each), and a close choice of what to evict may fall the other way.
 COMPILED = 0.05
+NEAR = (
+    1e-4  # relative error of a batch of several sequences in float32, whose heads are split otherwise than those of one
+)
 
 
 class DeviceLost(Exception):
@@ -217,7 +227,67 @@ def check_graph(place: Place, heads: Heads, correction: str) -> list[Finding]:
     return findings
 
 
-PER_HEADS: dict[str, Callable[[Place, Heads, str], list[Finding]]] = {"ticket": check_ticket, "graph": check_graph}
+def check_pages(place: Place, heads: Heads, correction: str) -> list[Finding]:
+    """What kernels do to sequences in pages they do to the same sequences side by side, bit for bit, and to no others.
+
+    A captured step and eviction are replayed for other rows; row 0, which is nobody's, is among them twice.
+    """
+    batch, pages, drop = 4, 7, EVERY
+    tokens = place.slots - drop
+    rule = spec(correction, tokens, place.backend, spare=drop)
+    sizes = 2, heads.num_kv_heads, heads.head_dim, tokens
+    state = filled(*sizes, free=drop, correction=correction, attention=True, dtype=HALF, device=place.device)
+    form = PageFormat.of(state)
+    paged = form.view(torch.randint(1, 120, (pages, form.nbytes), dtype=torch.uint8, device=place.device))
+    rows = torch.zeros(batch, dtype=torch.int64, device=place.device)
+    for row in range(pages):  # each page has a sequence, row 0 none
+        paged.at(rows[:1] + row).put(state.stretch(row % 2, row % 2 + 1))
+    paged.exact.lengths[0], paged.exact.lengths[1:] = 0, place.slots - 2  # any of them has something to evict
+    paged.seen += place.slots - 2 - tokens
+    token = [randn(place, batch, heads.num_heads, heads.head_dim)]
+    token += [randn(place, batch, heads.num_kv_heads, 1, heads.head_dim) for _ in "kv"]
+    scores = randn(place, batch, heads.num_kv_heads, place.slots).float()
+    results: list[Tensor] = []
+    here = paged.at(rows)
+    here.scratch = ops.workspace(heads.num_heads, here, rule)
+
+    def step(of: LayerState) -> list[Tensor]:
+        out = [*ops.decode_step(*token, of, rule), *ops.slot_signals(positions_of(of), of, rule)]
+        ops.evict(scores, None, of, rule)
+        return out
+
+    def run() -> None:
+        results[:] = step(here)
+
+    replay, findings = recorded(place, run), []
+    for chosen in ([3, 0, 1, 0], [0, 6, 0, 4], [1, 0, 0, 3]):
+        rows.copy_(torch.tensor(chosen))
+        live = torch.tensor([i for i, row in enumerate(chosen) if row], device=place.device)
+        others = torch.tensor([row for row in range(1, pages) if row not in chosen], device=place.device)
+        beside, untouched = here.taken(), paged.at(others).taken()
+        replay()
+        for number, (got, want) in enumerate(zip(results, step(beside))):
+            if len(want):
+                findings.append(equal(f"rows {chosen}, result {number}", got[live], want[live]))
+        for (name, mine), (_, other) in zip(here.taken().named_tensors(), beside.named_tensors()):
+            findings.append(equal(f"rows {chosen}, {name}", mine[live], other[live]))
+        for (name, mine), (_, other) in zip(paged.at(others).taken().named_tensors(), untouched.named_tensors()):
+            findings.append(equal(f"rows {chosen}, others' {name}", mine, other))
+    return findings
+
+
+def positions_of(state: LayerState) -> Tensor:
+    """Positions [B, Hkv, C] of the slots of a batch."""
+    positions = state.exact.positions
+    assert positions is not None
+    return positions.contiguous() if state.rows is None else positions.index_select(0, state.rows)
+
+
+PER_HEADS: dict[str, Callable[[Place, Heads, str], list[Finding]]] = {
+    "ticket": check_ticket,
+    "graph": check_graph,
+    "pages": check_pages,
+}
 
 
 @contextmanager
@@ -258,6 +328,71 @@ KINDS = (
     Kind("keydiff", "none", "adaptive"),
     Kind("h2o", "mean"),
 )
+
+
+def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
+    """Sequences in pages, which come one after another and evict by clocks of their own, get what each gets alone.
+
+    In float32, in which no score is close to another by chance. No step waits for the device.
+    """
+    block, budget, steps = (8, 16, 3 * EVERY) if place.toy else (256, 512, 40)
+    config = Config.make(
+        kind.policy, fastkv.Budget(tokens=budget, sinks=2, recent=4, heads=kind.heads), block, EVERY, kind.correction,
+        place.backend, None,
+    )  # fmt: skip
+    frequencies = 1e4 ** -torch.linspace(0, 1, heads.head_dim // 2, device=place.device)
+    config = replace(config, rotations={0: Rotary(frequencies)})
+    like = torch.empty(1, heads.num_kv_heads, 0, heads.head_dim, device=place.device)
+    rows, lengths = [3, 1, 4], [2 * budget + 5, block - 3, budget + block]
+    shared = CacheWorkspace(evict_every=EVERY, sequences=len(rows))
+    rule = PagedRule.of(config, 0, 0, 1, like, like, shared)
+    pages = torch.full((6, rule.form.nbytes), 0xFF, dtype=torch.uint8, device=place.device)
+    layer = PagedLayer(rule, pages, heads.num_heads, SCALE, None, shared)
+
+    def tokens(number: int) -> list[Tensor]:
+        sizes = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
+        return [torch.randn(1, size, number, heads.head_dim, device=place.device) for size in sizes]
+
+    findings, clock, seen, following = [], PagedClock(EVERY), list(lengths), [tokens(steps) for _ in rows]
+    expected = []
+    for row, length, further in zip(rows, lengths, following):
+        alone = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=EVERY))
+        prompt = tokens(length)
+        alone.allocate(heads.num_heads, *prompt[1:], length)
+        alone.configure(SCALE, None)
+        layer.clear(row)
+        for parts in zip(*(part.split(block, 2) for part in prompt)):
+            real = torch.ones(1, parts[0].shape[2], dtype=torch.bool, device=place.device)
+            got, want = layer.read(row, *parts), alone.read(*parts, real)
+            findings.append(near(f"prompt of row {row}", got, want))
+        clock.read(row, length)
+        expected.append([alone.step(*(part[:, :, at : at + 1] for part in further)) for at in range(steps)])
+    places = torch.tensor(rows, device=place.device)
+    evicting = []
+    for _ in range(steps):
+        seen = [number + 1 for number in seen]
+        evicting.append(torch.tensor([rows[i] for i in clock.due(rows, seen)], dtype=torch.int64, device=place.device))
+    results = []
+    q, k, v = (torch.cat(parts) for parts in zip(*following))
+
+    def decode(first: int, stop: int) -> None:
+        for at in range(first, stop):
+            query, key, value = (part[:, :, at : at + 1].contiguous() for part in (q, k, v))
+            results.append(layer.step(places, query[:, :, 0], key, value, evicting[at]))
+
+    warm = 2 * EVERY  # everything is compiled by then
+    decode(0, warm)
+    with syncs_raise(place):
+        decode(warm, steps)
+    for i, row in enumerate(rows):
+        for at in range(steps):
+            findings.append(near(f"step {at} of row {row}", results[at][i], expected[i][at][0, :, 0]))
+    return findings
+
+
+def near(name: str, got: Tensor, want: Tensor) -> Finding:
+    """Relative error."""
+    return Finding(name, float((got.double() - want.double()).norm() / want.double().norm()), NEAR)
 
 
 def small_model(place: Place, family: str) -> Any:

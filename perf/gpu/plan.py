@@ -56,13 +56,15 @@ def sections(place: Place) -> list[Section]:
     first, *others = checks.KINDS
     device = [device_check(place, LLAMA, name, c) for name in checks.PER_HEADS for c in checks.CORRECTIONS]
     device += [steps_check(place, "llama", first, how) for how in ("captured", "compiled")]
+    device += [served_check(place, first)]
     steps = [steps_check(place, family, kind, "captured") for kind in checks.KINDS for family in checks.FAMILIES][1:]
     steps += [steps_check(place, "llama", kind, "compiled") for kind in others]
     steps += [steps_check(place, "gemma-3", first, "compiled")]
+    steps += [served_check(place, kind) for kind in others]
     heads = [device_check(place, GEMMA, name, c) for name in checks.PER_HEADS for c in checks.CORRECTIONS]
     kernels = check(place, "kernels", {"op": "kernels"}, checks.check_kernels, 300.0)
     return [
-        Section("device", "tickets, graphs, syncs, a captured model", device),
+        Section("device", "tickets, graphs, pages, syncs, a captured model", device),
         Section("key", "copy; the default's decode step and its peers", [timed(place, c) for c in timings.key_cases()]),
         Section("model", "steps of an 8B model", [whole(place, case) for case in whole_cases()]),
         Section("kernels", "the kernels' own tests", [kernels]),
@@ -97,6 +99,14 @@ def steps_check(place: Place, family: str, kind: checks.Kind, how: str) -> Task:
     name, seconds = f"{how}[{family}-{kind.name}]", 40.0 if how == "compiled" else 10.0
     case = {"op": how, "family": family, "kind": kind.name}
     return check(place, name, case, checks.check_steps, seconds, family=family, kind=kind, how=how)
+
+
+def served_check(place: Place, kind: checks.Kind) -> Task:
+    """Of a layer of a serving engine."""
+    case = {"op": "served", "heads": LLAMA.name, "kind": kind.name}
+    return check(
+        place, f"served[{kind.name}]", case, checks.check_served, 10.0, heads=place.heads(LLAMA), kind=kind
+    )  # fmt: skip
 
 
 def whole_cases() -> list[Whole]:

@@ -30,6 +30,14 @@ def model(tmp_path_factory):
     return str(made)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def heads_alike():
+    """`fastkv.patch` lets all heads keep the same, as pages do, and calibrates none."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr("fastkv.api.shares_for", lambda model, wanted: "uniform")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def without_gradients():
     with torch.no_grad():

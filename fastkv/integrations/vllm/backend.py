@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -27,14 +27,17 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
-from ...backend import check_backend
-from ...cache.paged import PagedClock, PagedLayer, PagedRule
+from ...backend import check_backend, resolve
+from ...cache.paged import PagedLayer, PagedRule
+from ...cache.warmup import Traffic, warm_up
 from ...cache.workspace import CacheWorkspace
 from ...errors import FastKVError
 from ...parallel import Parallel
 from . import method, settings
+from .batch import Batch, Batcher
 from .spec import FastKVSpec
 
+logger = init_logger(__name__)
 SLIDING_WINDOW = 5  # its place among the arguments of an implementation
 
 
@@ -53,9 +56,29 @@ class Compression:
         self.vllm_config = vllm_config
         group = get_tp_group()
         parallel = Parallel(group.rank_in_group, group.world_size, group.device_group) if group.world_size > 1 else None
-        positions = vllm_config.model_config.max_model_len
-        self.shared = CacheWorkspace(parallel, self.config.evict_every, positions)
+        positions, sequences = vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_seqs
+        self.shared = CacheWorkspace(parallel, self.config.evict_every, positions, sequences)
         self.device = torch.device(vllm_config.device_config.device_type)
+        self.warm: set[tuple[Any, ...]] = set()
+
+    def warm_up(self, impl: FastKVImpl, layer: Any, device: torch.device) -> None:
+        """Compile what the layer's kernels will need and make their scratch, once for layers that are alike.
+
+        vLLM measures itself meanwhile, so that what it then gives to pages leaves room for both.
+        """
+        if resolve(self.config.backend, device) != "triton":
+            return
+        rule = self.rules[layer.layer_name]
+        how = impl.num_heads, impl.scale, impl.softcap, impl.sinks is not None
+        kind = rule.layer.layout, rule.layer.spec, rule.form.nbytes, device, *how
+        if kind in self.warm:
+            return
+        self.warm.add(kind)
+        sequences = self.vllm_config.scheduler_config.max_num_seqs
+        traffic = Traffic(self.vllm_config.model_config.max_model_len, self.config.prefill_block, sequences)
+        warm_up(partial(impl.opened, layer), rule, traffic, device)
+        room = rule.scratch_bytes(impl.num_heads, sequences, device)
+        logger.info("fastkv: %.1f MB of scratch for up to %d sequences in %s", room / 1e6, sequences, layer.layer_name)
 
     @classmethod
     def current(cls) -> Compression | None:
@@ -96,87 +119,18 @@ def compressed(vllm_config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in layers.items() if isinstance(layer.impl, FastKVImpl)}
 
 
-@dataclass
-class Block:
-    """Tokens of a prompt: tokens [start, end) of the batch go to that row.
-
-    Attributes: begins: whether they are the first of their sequence.
-    """
-
-    row: int
-    start: int
-    end: int
-    begins: bool
-
-
-@dataclass
-class Batch:
-    """What the layers are told of a step.
-
-    Attributes: rows: [B] int64, of the sequences that decode.  places: [B] int64, of their tokens in the batch.
-        due: [E] int64, those of the rows that evict now; None where only the device knows.  blocks: of prompts.
-    """
-
-    rows: Tensor
-    places: Tensor
-    due: Tensor | None
-    blocks: list[Block] = field(default_factory=list)
-
-
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Tells steps of decoding from prompts, and cuts these into blocks."""
+    """Describes a batch to the layers, see `Batcher`."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        config = settings.config_of(vllm_config)
-        self.size, self.clock = config.prefill_block, PagedClock(config.evict_every)
+        self.batcher = Batcher(settings.config_of(vllm_config), vllm_config.use_v2_model_runner)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
         """For a batch as vLLM describes it."""
-        m = common_attn_metadata
-        starts, count = m.query_start_loc_cpu, m.query_start_loc_cpu.diff()
-        lengths = m.seq_lens.cpu() if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound
-        before, pages = lengths[: len(count)] - count, m.block_table_tensor[: len(count), 0]
-        assert m.is_prefilling is not None
-        prompts = m.is_prefilling[: len(count)] & (count > 0)
-        if self.vllm_config.use_v2_model_runner:
-            # It calls an answer that is computed again a prompt. So a single token that comes later is a step, always.
-            prompts = prompts & ((count > 1) | (before == 0))
-        steps, reading = (~prompts & (count > 0)).nonzero()[:, 0], prompts.nonzero()[:, 0]
-        due = self._due(m, steps, reading, lengths)
-        steps = steps.to(pages.device)
-        batch = Batch(pages[steps].long(), starts[:-1].to(pages.device)[steps].long(), due)
-        if len(reading):  # else the device is not asked for anything
-            for i, row in zip(reading.tolist(), pages[reading.to(pages.device)].tolist()):
-                batch.blocks += self._blocks(row, int(before[i]), int(starts[i]), int(starts[i + 1]))
-        return batch
-
-    def _due(self, m: CommonAttentionMetadata, steps: Tensor, reading: Tensor, lengths: Tensor) -> Tensor | None:
-        """Pages of the sequences that evict in this step; None where the host cannot tell sequences apart.
-
-        It knows them by their places in the table of vLLM's model runner, or by their pages on a CPU; the older runner
-        says neither on a GPU.
-        """
-        pages = m.block_table_tensor[:, 0]
-        if m.req_idx is None and pages.device.type != "cpu":
-            return None
-        names, seen = (pages if m.req_idx is None else m.req_idx).tolist(), lengths.tolist()
-        for i in reading.tolist():
-            self.clock.read(names[i], seen[i])
-        places = steps.tolist()
-        due = self.clock.due([names[i] for i in places], [seen[i] for i in places])
-        return pages[steps[due].to(pages.device)].long()
-
-    def _blocks(self, row: int, before: int, start: int, end: int) -> list[Block]:
-        size = self.size or end - start
-        if before and (self.size is None or before % size):
-            raise FastKVError(
-                f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks, "
-                f"prefill_block={self.size}; leave scheduler_cls out"
-            )
-        return [Block(row, at, min(at + size, end), at == start and not before) for at in range(start, end, size)]
+        return self.batcher.batch(common_attn_metadata)
 
 
 class FastKVImpl(AttentionImpl[Batch]):
@@ -220,8 +174,8 @@ class FastKVImpl(AttentionImpl[Batch]):
         check_backend(config.backend, device, dtype, *sizes, slots=slots)
         self.paged: PagedLayer | None = None
 
-    def _open(self, layer: Any, kv_cache: Tensor) -> PagedLayer:
-        """The pages that vLLM has allocated for the layer."""
+    def opened(self, layer: Any, kv_cache: Tensor) -> PagedLayer:
+        """The layer in these pages, as vLLM has allocated them: [P, ...]."""
         pages = kv_cache.view(torch.uint8).view(len(kv_cache), -1)
         rule = self.common.rules[layer.layer_name]
         return PagedLayer(rule, pages, self.num_heads, self.scale, self.softcap, self.common.shared, self.sinks)
@@ -245,9 +199,10 @@ class FastKVImpl(AttentionImpl[Batch]):
         """
         batch = attn_metadata
         if batch is None:
+            self.common.warm_up(self, layer, query.device)
             return output.zero_()
         if self.paged is None:
-            self.paged = self._open(layer, kv_cache)
+            self.paged = self.opened(layer, kv_cache)
         if len(batch.rows):
             q, k, v = (part[batch.places] for part in (query, key, value))
             output[batch.places] = self.paged.step(batch.rows, q, k[:, :, None], v[:, :, None], batch.due)

@@ -1,0 +1,135 @@
+"""What the layers are told of a step, made of vLLM's description of it. vLLM itself is not needed here.
+
+The host never waits for the device in a step that only decodes. It sends numbers from pinned memory, and asks for the
+page of a request once, when its prompt begins. vLLM's older model runner does not say which request is which: on a GPU
+the host then asks for the pages of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cache.paged import PagedClock
+from ...config import Config
+from ...errors import FastKVError
+
+
+@dataclass
+class Block:
+    """Tokens of a prompt: tokens [start, end) of the batch go to that row.
+
+    Attributes: begins: whether they are the first of their sequence.
+    """
+
+    row: int
+    start: int
+    end: int
+    begins: bool
+
+
+@dataclass
+class Batch:
+    """What the layers are told of a step.
+
+    Attributes: rows: [B] int64, of the sequences that decode.  places: [B] int64, of their tokens in the batch.
+        due: [E] int64, those of the rows that evict now.  blocks: of prompts.
+    """
+
+    rows: Tensor
+    places: Tensor
+    due: Tensor
+    blocks: list[Block] = field(default_factory=list)
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """[N] int64 on the device. The host goes on: the memory is pinned, and torch keeps it until it is copied."""
+    made = torch.tensor(numbers, dtype=torch.int64)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> list[int]:
+    """Numbers [N] of the device. The host waits for what the device was told to do before."""
+    if tensor.device.type == "cpu":
+        return tensor.tolist()  # type: ignore[no-any-return]
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record()
+    event.synchronize()
+    return copied.tolist()  # type: ignore[no-any-return]
+
+
+class Batcher:
+    """Tells steps of decoding from prompts, cuts these into blocks, and knows which sequences evict.
+
+    Attributes: clock: tells which evict.  pages: of the sequences whose prompts began. Both know a sequence by its
+        place in the table of vLLM's model runner; the older runner does not say that, and then by its page.
+    """
+
+    def __init__(self, config: Config, repeats: bool) -> None:
+        """Args: repeats: whether the engine calls an answer that is computed again a prompt."""
+        self.size, self.repeats = config.prefill_block, repeats
+        self.clock, self.pages = PagedClock(config.evict_every), dict[int, int]()
+
+    def batch(self, m: Any) -> Batch:
+        """For a step as vLLM's `CommonAttentionMetadata` describes it."""
+        pages, starts = m.block_table_tensor[:, 0], m.query_start_loc_cpu.tolist()
+        counts = [stop - start for start, stop in zip(starts, starts[1:])]
+        seen = to_host(m.seq_lens) if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound.tolist()
+        reading = self._reading(m.is_prefilling.tolist(), counts, seen)
+        steps = [i for i, count in enumerate(counts) if count and i not in reading]
+        if m.req_idx is None:
+            names = to_host(pages[: len(counts)])
+            self.pages.update((names[i], names[i]) for i in reading)
+        else:
+            names = m.req_idx.tolist()
+            self._meet(names, [i for i in reading if seen[i] == counts[i]], pages)
+        for i in reading:
+            self.clock.read(names[i], seen[i])
+        due = [steps[j] for j in self.clock.due([names[i] for i in steps], [seen[i] for i in steps])]
+        batch = self._steps(steps, due, pages, m.query_start_loc)
+        for i in reading:
+            batch.blocks += self._blocks(self.pages[names[i]], seen[i] - counts[i], starts[i], starts[i + 1])
+        return batch
+
+    def _reading(self, prefilling: Sequence[bool], counts: Sequence[int], seen: Sequence[int]) -> dict[int, None]:
+        """Places of the sequences whose prompts are read, in order."""
+        found = [i for i, count in enumerate(counts) if count and prefilling[i]]
+        if self.repeats:  # a single token that comes later is a step, always
+            found = [i for i in found if counts[i] > 1 or seen[i] == counts[i]]
+        return dict.fromkeys(found)
+
+    def _meet(self, names: Sequence[int], new: list[int], pages: Tensor) -> None:
+        """Ask for the pages of the sequences at these places, which begin; of those that go on they are known."""
+        if new:
+            found = to_host(pages.index_select(0, to_device(new, pages.device)))
+            self.pages.update((names[i], page) for i, page in zip(new, found))
+
+    def _steps(self, steps: list[int], due: list[int], pages: Tensor, starts: Tensor) -> Batch:
+        """Of the sequences that decode. Mostly they are the first of the batch, and all that is sent is which are due.
+
+        Args: due: places of those that evict.  pages: [>= B], of all.  starts: [> B] int32, of their tokens.
+        """
+        number = len(steps)
+        first = steps == list(range(number))
+        sent = due if first else steps + due
+        index = to_device(sent, pages.device) if sent else pages[:0].long()
+        if first:
+            rows, places = pages[:number], starts[:number]
+        else:
+            rows, places = (part.index_select(0, index[:number]) for part in (pages, starts))
+            index = index[number:]
+        return Batch(rows.long(), places.long(), pages.index_select(0, index).long())
+
+    def _blocks(self, row: int, before: int, start: int, end: int) -> list[Block]:
+        size = self.size or end - start
+        if before and (self.size is None or before % size):
+            raise FastKVError(
+                f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks, "
+                f"prefill_block={self.size}; leave scheduler_cls out"
+            )
+        return [Block(row, at, min(at + size, end), at == start and not before) for at in range(start, end, size)]

@@ -1,0 +1,78 @@
+"""After a warm-up traffic compiles nothing: counted on launches that do not run."""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from fastkv import Budget
+from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.warmup import Traffic, warm_up
+from fastkv.cache.workspace import CacheWorkspace
+from fastkv.config import Config
+from fastkv.rotary import Rotary
+
+from .launches import recorded
+
+HQ, HKV, D, EVERY = 8, 2, 64, 16
+SEQUENCES, LONGEST, BUDGET = 40, 3000, 1024
+CPU = torch.device("cpu")
+CASES = {  # policy, correction, slots, block, heads
+    "default": ("fastkv", "auto", "auto", 512, "uniform"),
+    "leverage": ("leverage", "moments", "auto", 512, "uniform"),
+    "centroids": ("snapkv", "centroids", "auto", 512, "uniform"),
+    "moments, codes": ("momentkv", "auto", "int8", 512, "uniform"),
+    "whole prompts": ("keydiff", "none", "int4", None, "uniform"),
+    "remembers": ("noncausal", "centroids", "auto", 256, "uniform"),
+    "all queries watched": ("h2o", "mean", "auto", 512, "uniform"),
+    "adaptive": ("momentkv", "auto", "auto", 512, "adaptive"),
+    "few tokens a block": ("snapkv", "none", "auto", 48, "uniform"),
+}
+
+
+def made(policy, correction, slots, block, heads):
+    budget = Budget(tokens=BUDGET, sinks=4, recent=32, heads=heads)
+    config = Config.make(policy, budget, block, EVERY, correction, "triton", None, slots)
+    config = replace(config, rotations={0: Rotary(100.0 ** -torch.linspace(0, 1, D // 2))})
+    like = torch.empty(1, HKV, 0, D, dtype=torch.bfloat16)
+    shared = CacheWorkspace(evict_every=EVERY, sequences=SEQUENCES)
+    return PagedRule.of(config, 0, 0, 1, like, like, shared), shared
+
+
+def tokens(number):
+    """Parts of a fused projection, as an engine hands them over."""
+    fused = torch.zeros(number, HQ + 2 * HKV, D, dtype=torch.bfloat16)
+    return fused.split([HQ, HKV, HKV], 1)
+
+
+def serve(layer, block, seed):
+    """A prompt of some length, read into a page, and steps of some batches of which some evict."""
+    draw = random.Random(seed)
+    length = draw.choice([draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11))])
+    layer.clear(1)
+    for at in range(0, length, block or length):
+        layer.read(1, *(part.transpose(0, 1)[None] for part in tokens(min(block or length, length - at))))
+    batch = draw.randint(1, SEQUENCES)
+    q, k, v = (part.contiguous() for part in tokens(batch))
+    rows = torch.arange(1, batch + 1)
+    layer.step(rows, q, k[:, :, None], v[:, :, None], rows[: draw.randint(0, batch)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_a_warm_up_traffic_compiles_nothing(case):
+    (rule, shared), block = made(*CASES[case]), CASES[case][3]
+    opened = partial(PagedLayer, rule, num_heads=HQ, scale=D**-0.5, softcap=None, shared=shared)
+    pages = torch.zeros(SEQUENCES + 1, rule.form.nbytes + 128, dtype=torch.uint8)  # of the largest layer
+    with recorded() as launches:
+        warm_up(opened, rule, Traffic(LONGEST, block, SEQUENCES), CPU)
+        compiled = {*launches}
+        scratch = shared.nbytes()
+        launches.clear()
+        layer = opened(pages)
+        for seed in range(60):
+            serve(layer, block, seed)
+    late = {launch for launch in launches if launch not in compiled}
+    assert len(launches) > 300 and not late, sorted(name for name, _ in late)
+    assert scratch == shared.nbytes() == rule.scratch_bytes(HQ, SEQUENCES, CPU) > 0
