@@ -15,6 +15,7 @@ from fastkv.config import Config
 from fastkv.rotary import Rotary
 
 from .launches import recorded
+from .pairwise import named
 
 HQ, HKV, D, EVERY = 8, 2, 64, 16
 SEQUENCES, LONGEST, BUDGET = 40, 3000, 1024
@@ -60,7 +61,7 @@ def serve(layer, block, seed):
     layer.step(rows, q, k[:, :, None], v[:, :, None], rows[: draw.randint(0, batch)])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [named(case, slow=case == "leverage") for case in CASES])
 def test_after_a_warm_up_traffic_compiles_nothing(case):
     (rule, shared), block = made(*CASES[case]), CASES[case][3]
     opened = partial(PagedLayer, rule, num_heads=HQ, scale=D**-0.5, softcap=None, shared=shared)
