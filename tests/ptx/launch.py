@@ -1,0 +1,174 @@
+"""The programs of a launch, interleaved in an order that is drawn, and what happened before what among them.
+
+Programs know of each other only through atomics. One that releases makes known what its program did before its last
+barrier, since other threads' later stores may still be under way; one that acquires learns what was released there, and
+after its next barrier so do its program's other threads. Two accesses to a byte, at least one of them a store, that are
+in no such order are a race, even if the numbers came out right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from torch import Tensor
+
+from .memory import Fault, Global, Region
+from .parse import Instruction
+from .program import Executable, Program
+
+
+@dataclass
+class Access:
+    """Memory that one instruction of one program touched.
+
+    Attributes:
+        did: "loads", "stores" or "changes" (an atomic).  epoch: barriers of its program before it.  number: atomics
+        of its program before it.  known: how many epochs [P], and atomics [P], of each program came before, [2 P].
+        offsets [A] int64 into the region, of `size` bytes; threads [A].
+    """
+
+    program: Program
+    did: str
+    epoch: int
+    number: int
+    known: np.ndarray
+    region: Region
+    offsets: np.ndarray
+    size: int
+    threads: np.ndarray
+    instruction: Instruction
+
+    def before(self, other: Access) -> bool:
+        """Whether it came before an access of another program, for certain."""
+        mine, programs = self.program.number, len(self.known) // 2
+        if self.did == "changes":
+            return bool(other.known[programs + mine] > self.number)
+        return bool(other.known[mine] > self.epoch)
+
+
+class History:
+    """What the programs of one launch did to global memory, and what each knows of the others."""
+
+    def __init__(self, memory: Global, programs: int) -> None:
+        self.memory, self.programs = memory, programs
+        self.epochs, self.atomics = np.zeros(programs, np.int64), np.zeros(programs, np.int64)
+        self.known = [np.zeros(2 * programs, np.int64) for _ in range(programs)]
+        self.learnt = list(self.known)  # what holds after the next barrier
+        self.released: dict[int, np.ndarray] = {}
+        self.accesses: list[Access] = []
+
+    def touch(self, program: Program, did: str, spots: list, size: int, threads: np.ndarray) -> None:
+        """Note an access."""
+        one = program.number
+        for region, offsets, mine in spots:
+            number = int(self.atomics[one]) - 1
+            at = int(self.epochs[one]), number, self.known[one], region, offsets, size, threads[mine], program.now
+            self.accesses.append(Access(program, did, *at))
+
+    def barrier(self, program: int) -> None:
+        """All threads of the program have arrived."""
+        self.epochs[program] += 1
+        self.known[program] = self.learnt[program]
+
+    def atomic(self, program: Program, address: int, order: str) -> None:
+        """An atomic of one thread of the program; order: as PTX calls it."""
+        one = program.number
+        self.atomics[one] += 1
+        before = self.released.get(address, np.zeros(2 * self.programs, np.int64))
+        if order in ("acquire", "acq_rel"):
+            self.learnt[one] = np.maximum(self.learnt[one], before)
+        if order in ("release", "acq_rel"):
+            mine = self.known[one].copy()
+            mine[one], mine[self.programs + one] = self.epochs[one], self.atomics[one]
+            self.released[address] = np.maximum(before, mine)
+
+    def check(self) -> None:
+        """Raise Fault for a race."""
+        for region in self.memory.regions:
+            if region.stored.any():
+                self.check_region(region, [access for access in self.accesses if access.region is region])
+
+    def check_region(self, region: Region, accesses: list[Access]) -> None:
+        """All pairs of accesses to a unit of bytes that was stored: neighbours first, then those one apart, and so on."""
+        unit = min(access.size for access in accesses)
+        columns = []
+        for number, access in enumerate(accesses):
+            places = (access.offsets[:, None] + np.arange(0, access.size, unit)).reshape(-1)
+            threads = np.repeat(access.threads, access.size // unit)[region.stored[places]]
+            places, first = np.unique(places[region.stored[places]], return_index=True)
+            several = len(threads) > len(places)  # who reads the same element at once is everybody
+            columns.append((places, np.full(len(places), number), np.full(len(places), -1) if several else threads[first]))
+        place, index, thread = (np.concatenate(column) for column in zip(*columns))
+        order = np.argsort(place, kind="stable")
+        place, index, thread = place[order], index[order], thread[order]
+        loads = np.array([access.did == "loads" for access in accesses])
+        programs = np.array([access.program.number for access in accesses])
+        for apart in range(1, len(accesses)):
+            pairs = np.flatnonzero(place[apart:] == place[:-apart])
+            if not len(pairs):
+                return
+            one, other = index[pairs], index[pairs + apart]
+            alone = (programs[one] == programs[other]) & (thread[pairs] == thread[pairs + apart]) & (thread[pairs] >= 0)
+            pairs = pairs[~alone & ~(loads[one] & loads[other])]
+            keys, where = np.unique(index[pairs] * len(accesses) + index[pairs + apart], return_index=True)
+            for key, at in zip(keys.tolist(), where.tolist()):
+                self.check_pair(accesses[key // len(accesses)], accesses[key % len(accesses)], int(place[pairs[at]]))
+
+    def check_pair(self, one: Access, other: Access, place: int) -> None:
+        """Raise Fault unless two accesses of several threads are in an order, or both atomics."""
+        if one.program is other.program:
+            fine = one.epoch != other.epoch
+        else:
+            fine = one.before(other) or other.before(one)
+        if fine or one.did == other.did == "changes":
+            return
+        kernel, what = one.program.kernel.name, one.region.element(place)
+        said = [f"program {a.program.place} {a.did} {what} in {a.instruction}" for a in (one, other)]
+        threads = [a.threads[(a.offsets <= place) & (place < a.offsets + a.size)] for a in (one, other)]
+        raise Fault("race", f"{kernel}: {said[0]} and {said[1]} in no order, as threads {threads[0][0]} and {threads[1][-1]}",
+                    int(threads[0][0]))  # fmt: skip
+
+
+def execute(
+    executable: Executable, grid: tuple[int, int, int], arguments: Mapping[str, int], tensors: Mapping[str, Tensor],
+    shared: int, order: int, unwritten: Mapping[int, np.ndarray] | None = None,
+) -> int:  # fmt: skip
+    """Run a launch.
+
+    Of the n programs with the same first index, number `order % n` waits until the others have ended or, in every
+    second round of n orders, comes first and waits behind its first atomic. Who is next otherwise is drawn from `order`.
+
+    Args: arguments: bits of every parameter.  tensors: what may be touched.  shared: bytes of shared memory of a
+        program.  unwritten: see `Global`.
+    Returns: how many programs there were.  Raises: Fault.
+    """
+    places = [place[::-1] for place in product(*(range(size) for size in grid[::-1]))]
+    history = History(Global(tensors, unwritten or {}), len(places))
+    source = random.Random(order)
+    restless = source.choice((0.0, 0.25, 1.0))  # how often a turn ends that might
+    ranks = []  # lower ones come first
+    for x, *rest in places:
+        same = [place for place in places if place[0] == x]
+        rounds, number = divmod(order, len(same))
+        ranks.append((0 if rounds % 2 else 2) if same[number] == (x, *rest) else 1)
+    awake = {}
+    for number, place in enumerate(places):
+        awake[number] = Program(executable, number, place, grid, arguments, shared, history).run()
+    current = None
+    while awake:
+        if current is None or ranks[current] == 2 or source.random() < restless:
+            least = min(ranks[one] for one in awake)
+            current = source.choice([one for one in awake if ranks[one] == least])
+        try:
+            taken = next(awake[current])
+            if taken and ranks[current] == 0:
+                ranks[current] = 2
+        except StopIteration:
+            del awake[current]
+            current = None
+    history.check()
+    return len(places)

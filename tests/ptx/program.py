@@ -1,0 +1,135 @@
+"""One program of a launch: the registers of its threads, where each of them is, and what it does to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .instructions import RAW, Mask, Step, compiled
+from .memory import Fault, Shared
+from .parse import Instruction, Kernel, PTXError, Symbol
+
+if TYPE_CHECKING:
+    from .launch import History
+
+
+class Executable:
+    """A kernel and the steps of its instructions."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        """Raises: PTXError for an instruction that is not known."""
+        self.kernel = kernel
+        self.code: list[tuple[Instruction, Step | None, int]] = []  # the last: where a jump leads
+        for instruction, step in zip(kernel.code, compiled(kernel)):
+            target = len(kernel.code)
+            if instruction.opcode.startswith("bra"):
+                label = instruction.operands[0]
+                assert isinstance(label, Symbol)
+                target = kernel.labels[label.name]
+            self.code.append((instruction, step, target))
+        junk = {width: np.full(kernel.threads, 0xA5A5A5A5A5A5A5A5 & ((1 << width) - 1), raw) for width, raw in RAW.items()}
+        self.registers = [junk[width] for width in kernel.widths]
+
+
+class Program:
+    """One program while it runs.
+
+    Attributes:
+        number: among those of the launch.  place: its number along each axis of the grid.  arguments: bits of every
+        parameter, by name.  registers: [N] each.  now: the instruction that is executed.
+    """
+
+    def __init__(
+        self, executable: Executable, number: int, place: tuple[int, int, int], grid: tuple[int, int, int],
+        arguments: Mapping[str, int], shared: int, history: History,
+    ) -> None:  # fmt: skip
+        self.executable, self.kernel, self.number, self.place = executable, executable.kernel, number, place
+        self.arguments, self.history, self.bytes = arguments, history, shared
+        self.registers, self.everyone = list(executable.registers), np.arange(self.kernel.threads)
+        self.specials = dict(zip(("ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y", "nctaid.z"), (*place, *grid)))
+        self.now = self.kernel.code[0]
+
+    def special(self, name: str) -> np.ndarray:
+        """What the hardware says to each thread, [N] uint32."""
+        if name == "tid.x":
+            return self.everyone.astype(np.uint32)
+        if name not in self.specials:
+            raise PTXError(f"the register %{name} is not known here")
+        return np.full(self.kernel.threads, self.specials[name], np.uint32)
+
+    def executing(self, mask: Mask) -> np.ndarray:
+        """Numbers of the threads in a mask."""
+        return self.everyone if mask is None else np.flatnonzero(mask)
+
+    def barrier(self) -> None:
+        """All threads have arrived."""
+        self.shared.barrier()
+        self.history.barrier(self.number)
+
+    def load_global(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> np.ndarray:
+        """Bytes [A, size]."""
+        data, spots = self.history.memory.load(addresses, size, threads)
+        self.history.touch(self, "loads", spots, size, threads)
+        return data
+
+    def store_global(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
+        """Write bytes [A, size]."""
+        self.history.touch(self, "stores", self.history.memory.store(addresses, data, threads), data.shape[1], threads)
+
+    def add_global(self, address: int, thread: int, added: np.ndarray, order: str) -> int:
+        """Add to a uint32 [1] at once, as one thread. Returns: what it was."""
+        memory, who = self.history.memory, np.array([thread])
+        data, _ = memory.load(np.array([address]), 4, who)
+        before = data.view(np.uint32)
+        spots = memory.store(np.array([address]), (before[0] + added).view(np.uint8)[None], who)
+        self.history.atomic(self, address, order)
+        self.history.touch(self, "changes", spots, 4, who)
+        return int(before[0, 0])
+
+    def run(self) -> Iterator[bool]:
+        """Execute all; before what other programs can notice, yields False, and True after an atomic.
+
+        Threads that part ways wait for each other: those whose next instruction comes first go on.
+        Raises: Fault, with where it happened.
+        """
+        self.shared = Shared(self.bytes)
+        code, end, at = self.executable.code, len(self.executable.code), 0
+        places: np.ndarray | None = None  # the next instruction of each thread, None while they are together
+        while at < end:
+            self.now, step, target = code[at]
+            here = mask = None if places is None else places == at
+            if self.now.guard is not None:
+                chosen = self.registers[self.now.guard.index] != self.now.negated
+                mask = chosen if here is None else here & chosen
+                mask = None if mask.all() else mask
+            if step is None:
+                if mask is None:
+                    at, places = target, None
+                    continue
+                after = np.full(len(self.everyone), at + 1) if places is None else np.where(here, at + 1, places)
+                places = np.where(mask, target, after)
+            else:
+                if mask is None or mask.any():
+                    noticed = self.now.opcode.startswith(("st.global", "atom"))
+                    if noticed:
+                        yield False
+                    try:
+                        step(self, mask)
+                    except Fault as fault:
+                        raise self.located(fault) from None
+                    if noticed and self.now.opcode.startswith("atom"):
+                        yield True
+                if places is None:
+                    at += 1
+                    continue
+                places = np.where(here, at + 1, places)
+            at = int(places.min())
+            if (places == at).all():
+                places = None
+
+    def located(self, fault: Fault) -> Fault:
+        """The fault with kernel, program, thread and line."""
+        who = "" if fault.thread is None else f" thread {fault.thread}"
+        return Fault(fault.kind, f"{self.kernel.name}: program {self.place}{who} {fault}; {self.now}", fault.thread)
