@@ -1,4 +1,4 @@
-"""A driver for Triton, so that launchers launch as they do on a GPU: grids, specialisations, strides and hints included.
+"""A driver for Triton, so that launchers launch as they do on a GPU, with grids, specialisations, strides and hints.
 
     with executed() as driver:
         operations.select(...)       # tensors on the CPU; kernels are compiled for sm_80, and their PTX is executed
@@ -10,29 +10,30 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import fastkv.kernels
 import numpy as np
 import pytest
 import torch
 import triton
+from fastkv.ops import operator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-import fastkv.kernels
-from fastkv.ops import operator
-
 from .launch import execute
 from .memory import elements
-from .parse import bits_of, parse
+from .parse import parse
 from .program import Executable
 
-SM_80 = GPUTarget("cuda", 80, 32)
 SHARED = 163 << 10  # bytes that a program may have
-CACHE = "build/ptx"  # of compiled kernels, which other users of Triton's would take for machine code
+CACHE = "build/ptx"  # of compiled kernels: others would take what it holds for machine code
 
 
 class Unwritten(TorchDispatchMode):
@@ -47,98 +48,84 @@ class Unwritten(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator, and note what it has written."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if "empty" in func.overloadpacket.__name__:
-            storage = result.untyped_storage()
-            self.known[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
+            self.known[result.untyped_storage().data_ptr()] = np.zeros(result.untyped_storage().nbytes(), bool)
             self.kept.append(result)
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self.write(args[number] if number < len(args) else kwargs.get(argument.name))
+                written = args[number] if number < len(args) else kwargs.get(argument.name)
+                for tensor in tree_leaves(written):
+                    self.write(tensor)
         return result
 
-    def write(self, written: Any) -> None:
-        """Note that these tensors are written."""
-        for tensor in written if isinstance(written, (list, tuple)) else [written]:
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is None or storage.data_ptr() not in self.known:
-                continue
-            known = self.known[storage.data_ptr()]
-            if len(known) == storage.nbytes():
-                elements(known, tensor)[...] = True
-            else:  # it was resized, which moved it
-                del self.known[storage.data_ptr()]
+    def write(self, tensor: Any) -> None:
+        """Note that a tensor is written."""
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage()
+        known = self.known.get(storage.data_ptr())
+        if known is not None and len(known) == storage.nbytes():
+            elements(known, tensor)[...] = True
+        else:  # it was resized, which moved it
+            self.known.pop(storage.data_ptr(), None)
 
 
 class Driver:
-    """What Triton asks of a driver.
+    """What stands in for a GPU of sm_80.
 
     Attributes:
-        order: of the programs of the next launch, see `launch.execute`.  fixed: whether every launch has that order;
-        else they follow each other.  launched: names of kernels, by launch.  change: what is done to PTX before it is
-        read, for tests of what is found.
+        order: of the programs of the next launch, see `execute`; each launch adds `step`.  launched: names of
+        kernels.  change: what is done to PTX before it is read, for tests of what is found.
     """
 
-    def __init__(self, unwritten: Unwritten) -> None:
-        self.unwritten, self.order, self.fixed = unwritten, 0, False
+    def __init__(self, change: Callable[[str], str]) -> None:
+        self.change, self.order, self.step, self.unwritten = change, 0, 1, Unwritten()
         self.launched: list[str] = []
-        self.change = str
-        self.utils, self.launcher_cls = self, self.launcher
-
-    def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
-        return SM_80
-
-    def get_current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """The only one."""
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        """Bytes of shared memory."""
-        return {"max_shared_mem": SHARED}
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED}, load_binary=self.load_binary
+        )
+        self.for_triton = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 80, 32), get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0, launcher_cls=self.launcher, utils=self.utils,
+        )  # fmt: skip
 
     def load_binary(self, name: str, ptx: bytes, shared: int, device: int) -> tuple:
         """Module, function, registers, spills and the most threads; the function is an `Executable`."""
         return None, Executable(parse(self.change(ptx.decode()))), 0, 0, 1024
 
-    def launcher(self, source: Any, metadata: Any) -> Any:
+    def launcher(self, source: Any, metadata: Any) -> Callable[..., None]:
         """The function that launches a compiled kernel."""
-        types = list(source.signature.items())
 
         def launch(x: int, y: int, z: int, stream: int, executable: Executable, *rest: Any) -> None:
-            given = [(name, kind, one) for (name, kind), one in zip(types, rest[4:]) if kind != "constexpr"]
-            names = [name for name, _ in executable.kernel.params]
-            values = [_bits(kind, one) for _, kind, one in given]
-            arguments = dict(zip(names, [*values, *[0] * (len(names) - len(values))]))
-            tensors = {name: one for name, _, one in given if isinstance(one, torch.Tensor)}
+            given = [(*one, value) for one, value in zip(source.signature.items(), rest[4:]) if one[1] != "constexpr"]
+            bits = [_bits(kind, value) for _, kind, value in given] + [
+                0,
+                0,
+            ]  # scratch of Triton's own that nobody asks for
+            tensors = {name: value for name, _, value in given if isinstance(value, torch.Tensor)}
             if x * y * z:
                 self.launched.append(executable.kernel.name)
-                execute(executable, (x, y, z), arguments, tensors, metadata.shared, self.order, self.unwritten.known)
-                self.order += not self.fixed
+                arguments, known = dict(zip(executable.kernel.params, bits)), self.unwritten.known
+                execute(executable, (x, y, z), arguments, tensors, metadata.shared, self.order, known)
+                self.order += self.step
 
         return launch
 
 
 def _bits(kind: str, value: Any) -> int:
+    """Of what is passed as a parameter."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    return bits_of(value, int(kind[2:])) if kind.startswith("fp") else int(value)
+    return int.from_bytes(struct.pack("<f", value), "little") if kind == "fp32" else int(value)
 
 
 @contextmanager
-def executed(change: Any = str) -> Iterator[Driver]:
+def executed(change: Callable[[str], str] = str) -> Iterator[Driver]:
     """Kernels of fastkv that are launched are executed here, on tensors of the CPU; Triton is as before afterwards."""
     assert not triton.knobs.runtime.interpret
-    unwritten = Unwritten()
-    driver = Driver(unwritten)
-    driver.change = change
-    before = triton.runtime.driver._active
+    driver, before = Driver(change), triton.runtime.driver._active
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), triton.knobs.cache.scope():
         patch.setattr(CUDABackend, "make_cubin", lambda self, source, *rest: source.encode())
         patch.setattr(operator, "is_in_torch_dispatch_mode", lambda: False)
@@ -150,9 +137,9 @@ def executed(change: Any = str) -> Iterator[Driver]:
                     patch.setattr(module, name, lambda device: "80")
                 if name.endswith("_kernel"):
                     patch.setattr(value, "device_caches", type(value.device_caches)(value.create_binder))
-        triton.runtime.driver.set_active(driver)
+        triton.runtime.driver.set_active(driver.for_triton)
         try:
-            with unwritten:
+            with driver.unwritten:
                 yield driver
         finally:
             triton.runtime.driver._active = before

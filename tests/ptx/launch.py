@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 from torch import Tensor
 
-from .memory import Fault, Global, Region
+from .memory import Fault, Global, Region, Spots
 from .parse import Instruction
 from .program import Executable, Program
 
@@ -44,9 +44,9 @@ class Access:
 
     def before(self, other: Access) -> bool:
         """Whether it came before an access of another program, for certain."""
-        mine, programs = self.program.number, len(self.known) // 2
+        mine = self.program.number
         if self.did == "changes":
-            return bool(other.known[programs + mine] > self.number)
+            return bool(other.known[len(self.known) // 2 + mine] > self.number)
         return bool(other.known[mine] > self.epoch)
 
 
@@ -61,13 +61,18 @@ class History:
         self.released: dict[int, np.ndarray] = {}
         self.accesses: list[Access] = []
 
-    def touch(self, program: Program, did: str, spots: list, size: int, threads: np.ndarray) -> None:
-        """Note an access."""
-        one = program.number
-        for region, offsets, mine in spots:
-            number = int(self.atomics[one]) - 1
-            at = int(self.epochs[one]), number, self.known[one], region, offsets, size, threads[mine], program.now
-            self.accesses.append(Access(program, did, *at))
+    def touch(self, program: Program, did: str, spots: Spots, size: int, threads: np.ndarray) -> None:
+        """Note an access; a load of what is only stored counts when it is, for the threads that store it."""
+        one, now, executable = program.number, program.now, program.executable
+        time = int(self.epochs[one]), int(self.atomics[one]) - 1, self.known[one]
+        accesses = [Access(program, did, *time, *spot, size, threads[mine], now) for *spot, mine in spots]
+        if now.line in executable.waiting:
+            program.loaded[now.line] = accesses
+            return
+        self.accesses += accesses
+        for load in [one for line in executable.feeding.get(now.line, ()) for one in program.loaded.get(line, ())]:
+            stored = np.isin(load.threads, threads)
+            self.accesses.append(replace(load, offsets=load.offsets[stored], threads=load.threads[stored]))
 
     def barrier(self, program: int) -> None:
         """All threads of the program have arrived."""
@@ -93,16 +98,16 @@ class History:
                 self.check_region(region, [access for access in self.accesses if access.region is region])
 
     def check_region(self, region: Region, accesses: list[Access]) -> None:
-        """All pairs of accesses to a unit of bytes that was stored: neighbours first, then those one apart, and so on."""
+        """All pairs of accesses to a unit of bytes that was stored: neighbours first, then those two apart."""
         unit = min(access.size for access in accesses)
         columns = []
         for number, access in enumerate(accesses):
             places = (access.offsets[:, None] + np.arange(0, access.size, unit)).reshape(-1)
-            threads = np.repeat(access.threads, access.size // unit)[region.stored[places]]
+            threads = access.threads.repeat(access.size // unit)[region.stored[places]]
             places, first = np.unique(places[region.stored[places]], return_index=True)
-            several = len(threads) > len(places)  # who reads the same element at once is everybody
-            columns.append((places, np.full(len(places), number), np.full(len(places), -1) if several else threads[first]))
-        place, index, thread = (np.concatenate(column) for column in zip(*columns))
+            several = len(threads) > len(places)  # who touches the same element at once is everybody
+            columns.append((places, np.full(len(places), number), np.where(several, -1, threads[first])))
+        place, index, thread = map(np.concatenate, zip(*columns))
         order = np.argsort(place, kind="stable")
         place, index, thread = place[order], index[order], thread[order]
         loads = np.array([access.did == "loads" for access in accesses])
@@ -116,59 +121,56 @@ class History:
             pairs = pairs[~alone & ~(loads[one] & loads[other])]
             keys, where = np.unique(index[pairs] * len(accesses) + index[pairs + apart], return_index=True)
             for key, at in zip(keys.tolist(), where.tolist()):
-                self.check_pair(accesses[key // len(accesses)], accesses[key % len(accesses)], int(place[pairs[at]]))
+                check_pair(accesses[key // len(accesses)], accesses[key % len(accesses)], int(place[pairs[at]]))
 
-    def check_pair(self, one: Access, other: Access, place: int) -> None:
-        """Raise Fault unless two accesses of several threads are in an order, or both atomics."""
-        if one.program is other.program:
-            fine = one.epoch != other.epoch
-        else:
-            fine = one.before(other) or other.before(one)
-        if fine or one.did == other.did == "changes":
-            return
-        kernel, what = one.program.kernel.name, one.region.element(place)
-        said = [f"program {a.program.place} {a.did} {what} in {a.instruction}" for a in (one, other)]
-        threads = [a.threads[(a.offsets <= place) & (place < a.offsets + a.size)] for a in (one, other)]
-        raise Fault("race", f"{kernel}: {said[0]} and {said[1]} in no order, as threads {threads[0][0]} and {threads[1][-1]}",
-                    int(threads[0][0]))  # fmt: skip
+
+def check_pair(one: Access, other: Access, place: int) -> None:
+    """Raise Fault unless two accesses of several threads are in an order, or both atomics."""
+    together = one.program is other.program
+    fine = one.epoch != other.epoch if together else one.before(other) or other.before(one)
+    if not fine and not one.did == other.did == "changes":
+        at = [
+            access.threads[(access.offsets <= place) & (place < access.offsets + access.size)]
+            for access in (one, other)
+        ]
+        who = [(one, at[0][0]), (other, at[1][-1])]
+        said = [f"program {a.program.place} thread {thread} {a.did}, {a.instruction}" for a, thread in who]
+        what = f"{one.program.kernel.name}: {one.region.element(place)} is touched in no order"
+        raise Fault("race", f"{what}: {said[0]}; {said[1]}", int(at[0][0]))
 
 
 def execute(
-    executable: Executable, grid: tuple[int, int, int], arguments: Mapping[str, int], tensors: Mapping[str, Tensor],
+    executable: Executable, grid: tuple[int, ...], arguments: Mapping[str, int], tensors: Mapping[str, Tensor],
     shared: int, order: int, unwritten: Mapping[int, np.ndarray] | None = None,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Run a launch.
 
-    Of the n programs with the same first index, number `order % n` waits until the others have ended or, in every
-    second round of n orders, comes first and waits behind its first atomic. Who is next otherwise is drawn from `order`.
+    Of the n programs with the same first index, number `order % n` waits until the others have ended or, in every second
+    round of n orders, comes first and waits behind its first atomic. Who is next otherwise is drawn from `order`.
 
     Args: arguments: bits of every parameter.  tensors: what may be touched.  shared: bytes of shared memory of a
-        program.  unwritten: see `Global`.
-    Returns: how many programs there were.  Raises: Fault.
+        program.  unwritten: see `Global`.  Raises: Fault.
     """
     places = [place[::-1] for place in product(*(range(size) for size in grid[::-1]))]
     history = History(Global(tensors, unwritten or {}), len(places))
     source = random.Random(order)
     restless = source.choice((0.0, 0.25, 1.0))  # how often a turn ends that might
-    ranks = []  # lower ones come first
-    for x, *rest in places:
-        same = [place for place in places if place[0] == x]
-        rounds, number = divmod(order, len(same))
-        ranks.append((0 if rounds % 2 else 2) if same[number] == (x, *rest) else 1)
-    awake = {}
-    for number, place in enumerate(places):
-        awake[number] = Program(executable, number, place, grid, arguments, shared, history).run()
-    current = None
+    rounds, number = divmod(order, len(places) // grid[0])
+    chosen = [number == index // grid[0] for index in range(len(places))]
+    ranks = [(0 if rounds % 2 else 2) if one else 1 for one in chosen]  # lower ones come first
+    awake = {
+        number: Program(executable, number, place, grid, arguments, shared, history).run()
+        for number, place in enumerate(places)
+    }
+    current: int | None = None
     while awake:
         if current is None or ranks[current] == 2 or source.random() < restless:
             least = min(ranks[one] for one in awake)
             current = source.choice([one for one in awake if ranks[one] == least])
         try:
-            taken = next(awake[current])
-            if taken and ranks[current] == 0:
+            if next(awake[current]) and ranks[current] == 0:
                 ranks[current] = 2
         except StopIteration:
             del awake[current]
             current = None
     history.check()
-    return len(places)

@@ -1,4 +1,4 @@
-"""A plugin of pytest: `-p tests.ptx.plugin` has launches of fastkv's kernels executed from their PTX, not interpreted."""
+"""With `-p tests.ptx.plugin`, pytest has launches of fastkv's kernels executed from their PTX, not interpreted."""
 
 import os
 

@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .instructions import RAW, Mask, Step, compiled
+from .instructions import RAW, Mask, compiled
 from .memory import Fault, Shared
-from .parse import Instruction, Kernel, PTXError, Symbol
+from .parse import Kernel, PTXError, Symbol, only_stored
 
 if TYPE_CHECKING:
-    from .launch import History
+    from .launch import Access, History
+
+JUNK = 0xA5A5A5A5A5A5A5A5  # what registers hold that nothing has been written to
 
 
 class Executable:
-    """A kernel and the steps of its instructions."""
+    """A kernel and the steps of its instructions, each with the number of the one that a jump leads to."""
 
     def __init__(self, kernel: Kernel) -> None:
         """Raises: PTXError for an instruction that is not known."""
-        self.kernel = kernel
-        self.code: list[tuple[Instruction, Step | None, int]] = []  # the last: where a jump leads
+        self.kernel, self.code = kernel, []
         for instruction, step in zip(kernel.code, compiled(kernel)):
-            target = len(kernel.code)
-            if instruction.opcode.startswith("bra"):
-                label = instruction.operands[0]
-                assert isinstance(label, Symbol)
-                target = kernel.labels[label.name]
+            label = instruction.operands[0] if instruction.opcode.startswith("bra") else None
+            target = kernel.labels[label.name] if isinstance(label, Symbol) else len(kernel.code)
             self.code.append((instruction, step, target))
-        junk = {width: np.full(kernel.threads, 0xA5A5A5A5A5A5A5A5 & ((1 << width) - 1), raw) for width, raw in RAW.items()}
+        self.feeding = only_stored(kernel)
+        self.waiting = {line for lines in self.feeding.values() for line in lines}
+        junk = {width: np.full(kernel.threads, JUNK & ((1 << width) - 1), raw) for width, raw in RAW.items()}
         self.registers = [junk[width] for width in kernel.widths]
 
 
@@ -38,25 +38,28 @@ class Program:
 
     Attributes:
         number: among those of the launch.  place: its number along each axis of the grid.  arguments: bits of every
-        parameter, by name.  registers: [N] each.  now: the instruction that is executed.
+        parameter, by name.  registers: [N] each.  now: the instruction that is executed.  loaded: by line, what has
+        been loaded only to be stored.
     """
 
     def __init__(
-        self, executable: Executable, number: int, place: tuple[int, int, int], grid: tuple[int, int, int],
+        self, executable: Executable, number: int, place: tuple[int, ...], grid: tuple[int, ...],
         arguments: Mapping[str, int], shared: int, history: History,
     ) -> None:  # fmt: skip
         self.executable, self.kernel, self.number, self.place = executable, executable.kernel, number, place
         self.arguments, self.history, self.bytes = arguments, history, shared
         self.registers, self.everyone = list(executable.registers), np.arange(self.kernel.threads)
-        self.specials = dict(zip(("ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y", "nctaid.z"), (*place, *grid)))
+        self.specials = {f"%ctaid.{axis}": at for axis, at in zip("xyz", place)}
+        self.specials |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", grid)}
         self.now = self.kernel.code[0]
+        self.loaded: dict[int, list[Access]] = {}
 
     def special(self, name: str) -> np.ndarray:
         """What the hardware says to each thread, [N] uint32."""
-        if name == "tid.x":
+        if name == "%tid.x":
             return self.everyone.astype(np.uint32)
         if name not in self.specials:
-            raise PTXError(f"the register %{name} is not known here")
+            raise PTXError(f"the register {name} is not known here")
         return np.full(self.kernel.threads, self.specials[name], np.uint32)
 
     def executing(self, mask: Mask) -> np.ndarray:
@@ -68,22 +71,27 @@ class Program:
         self.shared.barrier()
         self.history.barrier(self.number)
 
-    def load_global(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> np.ndarray:
-        """Bytes [A, size]."""
+    def load(self, space: str, addresses: np.ndarray, size: int, threads: np.ndarray) -> np.ndarray:
+        """Bytes [A, size] from global or shared memory."""
+        if space == "shared":
+            return self.shared.load(self.shared.places(addresses, size, threads), threads, threads)
         data, spots = self.history.memory.load(addresses, size, threads)
         self.history.touch(self, "loads", spots, size, threads)
         return data
 
-    def store_global(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
-        """Write bytes [A, size]."""
-        self.history.touch(self, "stores", self.history.memory.store(addresses, data, threads), data.shape[1], threads)
+    def store(self, space: str, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
+        """Write bytes [A, size] to global or shared memory."""
+        size = data.shape[1]
+        if space == "shared":
+            self.shared.store(self.shared.places(addresses, size, threads), data, threads)
+        else:
+            self.history.touch(self, "stores", self.history.memory.store(addresses, data, threads), size, threads)
 
-    def add_global(self, address: int, thread: int, added: np.ndarray, order: str) -> int:
+    def add(self, address: int, thread: int, added: np.ndarray, order: str) -> int:
         """Add to a uint32 [1] at once, as one thread. Returns: what it was."""
-        memory, who = self.history.memory, np.array([thread])
-        data, _ = memory.load(np.array([address]), 4, who)
-        before = data.view(np.uint32)
-        spots = memory.store(np.array([address]), (before[0] + added).view(np.uint8)[None], who)
+        at, who = np.array([address]), np.array([thread])
+        before = self.history.memory.load(at, 4, who)[0].view(np.uint32)
+        spots = self.history.memory.store(at, (before[0] + added).view(np.uint8)[None], who)
         self.history.atomic(self, address, order)
         self.history.touch(self, "changes", spots, 4, who)
         return int(before[0, 0])
@@ -104,32 +112,27 @@ class Program:
                 chosen = self.registers[self.now.guard.index] != self.now.negated
                 mask = chosen if here is None else here & chosen
                 mask = None if mask.all() else mask
-            if step is None:
-                if mask is None:
-                    at, places = target, None
-                    continue
-                after = np.full(len(self.everyone), at + 1) if places is None else np.where(here, at + 1, places)
-                places = np.where(mask, target, after)
+            if step is not None and (mask is None or mask.any()):
+                noticed = self.now.opcode.startswith(("st.global", "atom"))
+                if noticed:
+                    yield False
+                try:
+                    step(self, mask)
+                except Fault as fault:
+                    raise self.located(fault) from None
+                if noticed and self.now.opcode.startswith("atom"):
+                    yield True
+            if mask is None and step is None:
+                at, places = target, None
+            elif places is None and step is not None:
+                at += 1
             else:
-                if mask is None or mask.any():
-                    noticed = self.now.opcode.startswith(("st.global", "atom"))
-                    if noticed:
-                        yield False
-                    try:
-                        step(self, mask)
-                    except Fault as fault:
-                        raise self.located(fault) from None
-                    if noticed and self.now.opcode.startswith("atom"):
-                        yield True
-                if places is None:
-                    at += 1
-                    continue
-                places = np.where(here, at + 1, places)
-            at = int(places.min())
-            if (places == at).all():
-                places = None
+                places = np.full(len(self.everyone), at + 1) if here is None else np.where(here, at + 1, places)
+                places = places if step is not None else np.where(mask, target, places)
+                at = int(places.min())
+                places = None if (places == at).all() else places
 
     def located(self, fault: Fault) -> Fault:
         """The fault with kernel, program, thread and line."""
-        who = "" if fault.thread is None else f" thread {fault.thread}"
-        return Fault(fault.kind, f"{self.kernel.name}: program {self.place}{who} {fault}; {self.now}", fault.thread)
+        who = f"{self.kernel.name}: program {self.place} thread {fault.thread}"
+        return Fault(fault.kind, f"{who} {fault}; {self.now}", fault.thread)
