@@ -60,6 +60,14 @@ class Unwritten(TorchDispatchMode):
                     self.write(tensor)
         return result
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Operators of torch are noticed, those inside of fastkv's own included."""
+        with pytest.MonkeyPatch.context() as patch, self:
+            patch.setattr(operator, "is_in_torch_dispatch_mode", lambda: False)
+            self.known, self.kept = {}, []
+            yield
+
     def write(self, tensor: Any) -> None:
         """Note that a tensor is written."""
         if not isinstance(tensor, torch.Tensor):
@@ -108,7 +116,8 @@ class Driver:
             if x * y * z:
                 self.launched.append(executable.kernel.name)
                 arguments, known = dict(zip(executable.kernel.params, bits)), self.unwritten.known
-                execute(executable, (x, y, z), arguments, tensors, metadata.shared, self.order, known)
+                with np.errstate(all="ignore"):
+                    execute(executable, (x, y, z), arguments, tensors, metadata.shared, self.order, known)
                 self.order += self.step
 
         return launch
@@ -122,13 +131,12 @@ def _bits(kind: str, value: Any) -> int:
 
 
 @contextmanager
-def executed(change: Callable[[str], str] = str) -> Iterator[Driver]:
+def installed(change: Callable[[str], str] = str) -> Iterator[Driver]:
     """Kernels of fastkv that are launched are executed here, on tensors of the CPU; Triton is as before afterwards."""
     assert not triton.knobs.runtime.interpret
     driver, before = Driver(change), triton.runtime.driver._active
-    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), triton.knobs.cache.scope():
+    with pytest.MonkeyPatch.context() as patch, triton.knobs.cache.scope():
         patch.setattr(CUDABackend, "make_cubin", lambda self, source, *rest: source.encode())
-        patch.setattr(operator, "is_in_torch_dispatch_mode", lambda: False)
         triton.knobs.cache.dir = CACHE
         for found in pkgutil.iter_modules(fastkv.kernels.__path__):
             module = importlib.import_module(f"fastkv.kernels.{found.name}")
@@ -139,7 +147,13 @@ def executed(change: Callable[[str], str] = str) -> Iterator[Driver]:
                     patch.setattr(value, "device_caches", type(value.device_caches)(value.create_binder))
         triton.runtime.driver.set_active(driver.for_triton)
         try:
-            with driver.unwritten:
-                yield driver
+            yield driver
         finally:
             triton.runtime.driver._active = before
+
+
+@contextmanager
+def executed(change: Callable[[str], str] = str) -> Iterator[Driver]:
+    """`installed`, and it is known what memory has been written."""
+    with installed(change) as driver, driver.unwritten.watching():
+        yield driver

@@ -114,7 +114,7 @@ class _Reader:
         text, _, comment = line.partition("//")
         text = " ".join(text.split())
         label = re.fullmatch(r"([$\w]+):", text)
-        if text.startswith(".loc"):
+        if text.startswith(".loc "):
             self.source = re.sub(r"(:\d+):\d+", r"\1", comment.strip())
         elif label:
             self.labels[label[1]] = len(self.code)

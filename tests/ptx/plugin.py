@@ -1,16 +1,34 @@
-"""With `-p tests.ptx.plugin`, pytest has launches of fastkv's kernels executed from their PTX, not interpreted."""
+"""With `-p tests.ptx.plugin`, pytest has launches of fastkv's kernels executed from their PTX, not interpreted.
+
+The order of programs is drawn from a test's name. Tests that draw cases are slow: each would be compiled.
+"""
 
 import os
+import zlib
 
-os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which the next line does
+os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which the next lines do
 
 import pytest
 
-from .driver import executed
+from .driver import installed
+
+
+@pytest.fixture(scope="session")
+def driver():
+    """The driver of all tests."""
+    with installed() as driver:
+        yield driver
 
 
 @pytest.fixture(autouse=True)
-def launches():
+def launches(driver, request):
     """The driver, for tests that want more of it."""
-    with executed() as driver:
+    driver.order = zlib.crc32(request.node.nodeid.encode())
+    with driver.unwritten.watching():
         yield driver
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if getattr(item.obj, "is_hypothesis_test", False):
+            item.add_marker("slow")
