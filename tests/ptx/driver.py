@@ -53,6 +53,9 @@ class Unwritten(TorchDispatchMode):
         if "empty" in func.overloadpacket.__name__:
             self.known[result.untyped_storage().data_ptr()] = np.zeros(result.untyped_storage().nbytes(), bool)
             self.kept.append(result)
+        elif all(one.alias_info is None for one in func._schema.returns):
+            for tensor in tree_leaves(result):
+                self.write(tensor)
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -76,7 +79,7 @@ class Unwritten(TorchDispatchMode):
         known = self.known.get(storage.data_ptr())
         if known is not None and len(known) == storage.nbytes():
             elements(known, tensor)[...] = True
-        else:  # it was resized, which moved it
+        else:  # what was here has moved, as its size changed
             self.known.pop(storage.data_ptr(), None)
 
 
