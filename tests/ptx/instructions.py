@@ -117,10 +117,6 @@ def _step(kernel: Kernel, ins: Instruction) -> Step:
         found = re.fullmatch(pattern, ins.opcode)
         if found:
             return build(ins, *found.groups())
-    for pattern, describe in FUNCTIONS.items():
-        found = re.fullmatch(pattern, ins.opcode)
-        if found:
-            return _function(ins, *describe(*found.groups()))
     raise PTXError(f"{kernel.name} has an instruction that is not executed here: {ins}")
 
 
@@ -139,27 +135,18 @@ def _function(ins: Instruction, kinds: list[str], to: str, function: Callable[..
     return step
 
 
-def product(part: str, width: str) -> Callable[..., Array]:
+def product(part: str, sign: str, width: str) -> Callable[..., Array]:
     """All bits of a product, or the upper half; with a third number added."""
-
-    def wide(x: Array, y: Array, *added: Array) -> Array:
-        to = np.dtype(f"{x.dtype.kind}{int(width) // 4}")
-        whole = x.astype(to) * y.astype(to)
-        whole = whole if part == "wide" else whole >> to.type(int(width))
-        return whole + added[0] if added else whole
-
-    return wide
+    to = dtype_of(f"{sign}{2 * int(width)}")
+    if part == "hi":
+        return lambda x, y: x.astype(to) * y.astype(to) >> to.type(int(width))
+    return lambda x, y, added=0: x.astype(to) * y.astype(to) + added
 
 
 def shifted(name: str, kind: str) -> Callable[[Array, Array], Array]:
     """By a number of bits, also by more than there are."""
-
-    def shift(x: Array, by: Array) -> Array:
-        near = np.minimum(by, width_of(kind) - 1).astype(x.dtype)
-        result = x << near if name == "shl" else x >> near
-        return result if kind[0] == "s" else np.where(by == near, result, x.dtype.type(0))
-
-    return shift
+    shift, most = {"shl": np.left_shift, "shr": np.right_shift}[name], width_of(kind) - 1
+    return lambda x, by: np.where((by > most) & (kind[0] != "s"), 0, shift(x, np.minimum(by, most).astype(x.dtype)))
 
 
 def compared(name: str, joined: str | None) -> Callable[..., Array]:
@@ -216,11 +203,6 @@ def shuffled(mode: str) -> Callable[[Array, Array, Array], Array]:
     return shuffle
 
 
-def reduced(name: str) -> Callable[[Array], Array]:
-    """Over a warp, for all of it."""
-    return lambda x: BINARY[name].reduce(x.reshape(-1, 32), axis=1, dtype=x.dtype).repeat(32)
-
-
 def multiplied(kind: str) -> Callable[..., list[Array]]:
     """D = A B + C of A [16, 16], B [16, 8] and C [16, 8] in each warp, summed in float64."""
     group, lane = LANE // 4, 2 * (LANE % 4)
@@ -247,7 +229,7 @@ LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not
 BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax, "div": np.divide}
 UNARY: dict[str, Any] = {"abs": np.abs, "neg": np.negative, "ex2": np.exp2, "sqrt": np.sqrt}
 INTEGER, FLOATING, BITS = "[su]16|[su]32|[su]64", "f16|f32|f64|bf16", "[bsuf](?:16|32|64)"
-# By opcode: from what its groups match, the types of the operands, that of the result, and the function.
+# What groups of an opcode's pattern match makes the types of the operands, that of the results, and the function.
 FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     rf"(add|sub|min|max)\.({INTEGER})": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
     rf"(add|sub|mul|min|max)(?:\.rn)?(?:\.ftz)?\.({FLOATING})": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
@@ -255,9 +237,9 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     rf"mul\.lo\.({INTEGER})": lambda kind: ([kind] * 2, kind, np.multiply),
     rf"mad\.lo\.({INTEGER})": lambda kind: ([kind] * 3, kind, lambda x, y, z: x * y + z),
     r"(?:mul|mad)\.(wide)\.([su])(16|32)": lambda part, sign, width: (
-        [sign + width, sign + width, f"{sign}{2 * int(width)}"], f"{sign}{2 * int(width)}", product(part, width),
+        [sign + width, sign + width, f"{sign}{2 * int(width)}"], f"{sign}{2 * int(width)}", product(part, sign, width),
     ),
-    r"mul\.(hi)\.([su])(32)": lambda part, sign, width: ([sign + width] * 2, sign + width, product(part, width)),
+    r"mul\.(hi)\.([su])(32)": lambda part, sign, width: ([sign + width] * 2, sign + width, product(part, sign, width)),
     r"div\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, lambda x, y: (x - np.fmod(x, y)) // y),
     r"rem\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, np.fmod),
     r"fma\.rn(?:\.ftz)?\.f32": lambda: (["f32"] * 3, "f32", lambda x, y, z: x.astype(np.float64) * y + z),
@@ -283,7 +265,9 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     r"prmt\.b32": lambda: (["b32"] * 3, "b32", permuted),
     r"popc\.(b32|b64)": lambda kind: ([kind], "u32", np.bitwise_count),
     r"shfl\.sync\.(bfly|up|down|idx)\.b32": lambda mode: (["b32", "s32", "s32"], "b32", shuffled(mode)),
-    r"redux\.sync\.(add|min|max)\.([su]32)": lambda name, kind: ([kind], kind, reduced(name)),
+    r"redux\.sync\.(add|min|max)\.([su]32)": lambda name, kind: (
+        [kind], kind, lambda x: BINARY[name].reduce(x.reshape(-1, 32), axis=1, dtype=x.dtype).repeat(32),
+    ),
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.(?:bf16|f16)\.f32": lambda kind: (
         ["b32"] * 6 + ["f32"] * 4, "f32", multiplied(kind),
     ),
@@ -295,12 +279,8 @@ def _mov(ins: Instruction, kind: str) -> Step:
     width, sources, targets = width_of(kind), *(len(several(operand)) for operand in ins.operands[1::-1])
     if sources == targets:
         return _function(ins, [kind], kind, lambda x: x)
-
-    def parts(*given: Array) -> Any:
-        columns = np.stack(given, 1).view(RAW[width // targets]).T.copy()
-        return columns if targets > 1 else columns[0]
-
-    return _function(ins, [f"b{width // sources}"] * sources, f"b{width // targets}", parts)
+    parts, kinds = RAW[width // targets], [f"b{width // sources}"] * sources
+    return _function(ins, kinds, f"b{width // targets}", lambda *x: np.squeeze(np.stack(x, 1).view(parts).T.copy()))
 
 
 def _ld(ins: Instruction, space: str, kind: str) -> Step:
@@ -353,23 +333,19 @@ def _copy(ins: Instruction) -> Step:
 
 def _together(ins: Instruction, name: str) -> Step:
     """Barriers, and the ends of groups of copies."""
-    given = ins.operands[0] if ins.operands else None
-    count = given.bits if isinstance(given, Immediate) else 0
-    if name == "bar.sync" and given != Immediate(0):
+    count = ins.operands[0].bits if ins.operands and isinstance(ins.operands[0], Immediate) else 0
+    if name == "bar.sync" and count:
         raise PTXError(f"only barrier 0 of all threads is executed here, not {ins}")
 
     def step(program: Program, mask: Mask) -> None:
         if name == "bar.warp.sync":
             program.shared.warp_barrier(whole_warps(program, mask))
         elif mask is not None:
-            text = "does not reach a barrier, or what ends copies, that others wait at"
-            raise Fault("barrier", text, int(np.argmin(mask)))
+            raise Fault("barrier", "does not reach a barrier or wait that others reach", int(np.argmin(mask)))
         elif name == "bar.sync":
             program.barrier()
-        elif name.endswith("commit_group"):
-            program.shared.commit()
         else:
-            program.shared.wait(count)
+            program.shared.wait(count) if name.endswith("wait_group") else program.shared.commit()
 
     return step
 
@@ -377,11 +353,9 @@ def _together(ins: Instruction, name: str) -> Step:
 def whole_warps(program: Program, mask: Mask) -> Array:
     """The warps that execute an instruction that a warp executes together. Raises: Fault if a part of one does."""
     warps = np.ones((program.kernel.threads // 32, 32), bool) if mask is None else mask.reshape(-1, 32)
-    parts = warps.any(1) & ~warps.all(1)
-    if parts.any():
-        first = int(parts.argmax())
-        text = "does not execute what others of its warp do"
-        raise Fault("divergence", text, 32 * first + int(warps[first].argmin()))
+    absent = np.flatnonzero(warps.any(1)[:, None] & ~warps)
+    if len(absent):
+        raise Fault("divergence", "does not execute what others of its warp do", int(absent[0]))
     return np.flatnonzero(warps.all(1))
 
 
@@ -419,6 +393,7 @@ def _atom(ins: Instruction, order: str) -> Step:
 
 
 FORMS: dict[str, Callable[..., Step]] = {
+    **{pattern: lambda ins, *groups, of=of: _function(ins, *of(*groups)) for pattern, of in FUNCTIONS.items()},
     rf"mov\.({BITS}|pred)": _mov,
     r"ld\.(global|shared)(?:\.c[agsv])?(?:\.v[24])?\.([bsuf](?:8|16|32|64))": _ld,
     r"st\.(global|shared)(?:\.v[24])?\.([bsuf](?:8|16|32|64))": _st,

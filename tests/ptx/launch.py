@@ -44,10 +44,10 @@ class Access:
 
     def before(self, other: Access) -> bool:
         """Whether it came before an access of another program, for certain."""
-        mine = self.program.number
-        if self.did == "changes":
-            return bool(other.known[len(self.known) // 2 + mine] > self.number)
-        return bool(other.known[mine] > self.epoch)
+        mine, atomic = self.program.number, self.did == "changes"
+        return bool(
+            other.known[len(self.known) // 2 + mine] > self.number if atomic else other.known[mine] > self.epoch
+        )
 
 
 class History:
@@ -145,11 +145,11 @@ def execute(
 ) -> None:  # fmt: skip
     """Run a launch.
 
-    Of the n programs with the same first index, number `order % n` waits until the others have ended or, in every second
-    round of n orders, comes first and waits behind its first atomic. Who is next otherwise is drawn from `order`.
+    Of the n programs with the same first index, number `order % n` waits until the others have ended or, in every
+    second n orders, comes first and waits behind its first atomic. Who is next otherwise is drawn from `order`.
 
-    Args: arguments: bits of every parameter.  tensors: what may be touched.  shared: bytes of shared memory of a
-        program.  unwritten: see `Global`.  Raises: Fault.
+    Args: arguments: bits of every parameter.  tensors: what may be touched.  shared: bytes.  unwritten: see `Global`.
+    Raises: Fault.
     """
     places = [place[::-1] for place in product(*(range(size) for size in grid[::-1]))]
     history = History(Global(tensors, unwritten or {}), len(places))
@@ -158,10 +158,9 @@ def execute(
     rounds, number = divmod(order, len(places) // grid[0])
     chosen = [number == index // grid[0] for index in range(len(places))]
     ranks = [(0 if rounds % 2 else 2) if one else 1 for one in chosen]  # lower ones come first
-    awake = {
-        number: Program(executable, number, place, grid, arguments, shared, history).run()
-        for number, place in enumerate(places)
-    }
+    awake = {}
+    for index, place in enumerate(places):
+        awake[index] = Program(executable, index, place, grid, arguments, shared, history).run()
     current: int | None = None
     while awake:
         if current is None or ranks[current] == 2 or source.random() < restless:

@@ -85,10 +85,7 @@ class Global:
         self.bases = np.array([region.base for region in self.regions], np.int64)
 
     def spots(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> Spots:
-        """Where accesses of `size` bytes go.
-
-        Args: addresses [A] int64; threads [A]: who makes them.  Raises: Fault for bounds or alignment.
-        """
+        """Where accesses of `size` bytes go. Args: addresses [A] int64; threads [A].  Raises: Fault."""
         text = f"accesses {size} bytes at an address that is no multiple of {size}"
         refuse("alignment", addresses % size != 0, threads, text)
         which = np.searchsorted(self.bases, addresses, side="right") - 1
@@ -112,9 +109,10 @@ class Global:
         for region, offsets, mine in spots:
             places = offsets[:, None] + np.arange(size)
             if region.known is not None and not region.known[places].all():
-                unknown = ~region.known[places]
-                text = f"loads {region.element(int(places[unknown][0]))}, which nobody has written"
-                refuse("uninitialised", unknown, threads[mine], text)
+                where = region.element(int(places[~region.known[places]][0]))
+                refuse(
+                    "uninitialised", ~region.known[places], threads[mine], f"loads {where}, which nobody has written"
+                )
             data[mine] = region.data[places]
         return data, spots
 
@@ -190,13 +188,8 @@ class Shared:
             name = f"thread {other}" if other < WARP else f"warp {other - WARP}"
             refuse("race", wrong, low[:, 0], text.format(name) + " without a barrier in between")
 
-    def store(self, places: np.ndarray, data: np.ndarray, who: np.ndarray) -> None:
-        """Write bytes [A, size]. Args: who: threads [A].  Raises: Fault."""
-        self.may_write(places, who)
-        self.write(places, data, who)
-
     def may_write(self, places: np.ndarray, who: np.ndarray) -> None:
-        """Raise Fault if others have read or written these bytes since the last barrier, or a copy is to."""
+        """Raise Fault if others have read or written these bytes since the last barrier, or a copy is to. who: [A]."""
         refuse("pending", self.pending[places], who, "writes what a cp.async writes before its wait")
         self.in_order(self.writer[places], self.writer[places], who, who, "writes shared memory that {} wrote")
         self.in_order(self.lowest[places], self.highest[places], who, who, "writes shared memory that {} read")

@@ -16,29 +16,24 @@ class PTXError(Exception):
     """PTX that is not understood, in one sentence."""
 
 
+# Number `index` of the kernel's registers, of so many bits, 1 for a predicate; a constant's bits, negative if it was
+# written so; a label, a parameter, the array in shared memory or, with a %, a register that the hardware sets; and
+# [base + offset] in bytes.
 class Register(NamedTuple):
-    """Number `index` of the kernel's registers, of so many bits; 1 for a predicate."""
-
     index: int
     width: int
 
 
 class Immediate(NamedTuple):
-    """Bits of a constant, negative if it was written so."""
-
     bits: int
 
 
 class Symbol(NamedTuple):
-    """A label, a parameter, the array in shared memory or, with a %, a register that the hardware sets."""
-
     name: str
 
 
 class Address(NamedTuple):
-    """[base + offset] in bytes."""
-
-    base: Operand
+    base: Register | Immediate | Symbol
     offset: int
 
 
@@ -164,12 +159,11 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+", text) if part.strip()]
 
 
-def registers(operand: Operand | list[Operand]) -> set[Register]:
+def registers(operand: Operand | list[Operand] | None) -> set[Register]:
     """Those that an operand, or one of several, names."""
     if isinstance(operand, list):
         return {register for one in operand for register in registers(one)}
-    if isinstance(operand, Address):
-        return registers(operand.base)
+    operand = operand.base if isinstance(operand, Address) else operand
     return {operand} if isinstance(operand, Register) else set()
 
 
@@ -184,27 +178,23 @@ def only_stored(kernel: Kernel) -> dict[int, set[int]]:
     """
     uses: dict[Register, list[Instruction]] = {}
     for one in kernel.code:
-        for register in registers(
-            [*one.operands[not one.opcode.startswith("st") :], *([one.guard] if one.guard else [])]
-        ):
+        for register in registers([*one.operands[not one.opcode.startswith("st") :], one.guard]):
             uses.setdefault(register, []).append(one)
     found: dict[int, set[int]] = {}
-    for load in kernel.code:
-        left, stores = list(registers(load.operands[0])) if load.opcode.startswith("ld.global") else [], set()
-        reached = set(left)
-        while left:
-            register = left.pop()
+    for load in [one for one in kernel.code if one.opcode.startswith("ld.global")]:
+        reached, stores = list(registers(load.operands[0])), set()
+        for register in reached:  # which grows
             for use in uses.get(register, []):
                 targets = registers(use.operands[0])
                 stored = use.opcode.startswith("st.global") and register not in targets
                 if register == use.guard or not (stored or not MOVES.match(use.opcode)):
-                    stores, left = set(), []
                     break
-                if stored:
-                    stores.add(use.line)
-                else:
-                    left += targets - reached
-                    reached |= targets
-        for line in stores:
-            found.setdefault(line, set()).add(load.line)
+                stores |= {use.line} if stored else set()
+                reached += [] if stored else targets.difference(reached)
+            else:
+                continue
+            break
+        else:
+            for line in stores:
+                found.setdefault(line, set()).add(load.line)
     return found

@@ -37,9 +37,8 @@ class Program:
     """One program while it runs.
 
     Attributes:
-        number: among those of the launch.  place: its number along each axis of the grid.  arguments: bits of every
-        parameter, by name.  registers: [N] each.  now: the instruction that is executed.  loaded: by line, what has
-        been loaded only to be stored.
+        number: among those of the launch; its place in the grid.  arguments: bits of every parameter.  registers: [N]
+        each.  now: the instruction that is executed.  loaded: by line, what was loaded only to be stored.
     """
 
     def __init__(
@@ -49,18 +48,15 @@ class Program:
         self.executable, self.kernel, self.number, self.place = executable, executable.kernel, number, place
         self.arguments, self.history, self.bytes = arguments, history, shared
         self.registers, self.everyone = list(executable.registers), np.arange(self.kernel.threads)
-        self.specials = {f"%ctaid.{axis}": at for axis, at in zip("xyz", place)}
-        self.specials |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", grid)}
+        self.specials = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y"), (*place, *grid)))
         self.now = self.kernel.code[0]
         self.loaded: dict[int, list[Access]] = {}
 
     def special(self, name: str) -> np.ndarray:
         """What the hardware says to each thread, [N] uint32."""
-        if name == "%tid.x":
-            return self.everyone.astype(np.uint32)
-        if name not in self.specials:
+        if name not in (*self.specials, "%tid.x"):
             raise PTXError(f"the register {name} is not known here")
-        return np.full(self.kernel.threads, self.specials[name], np.uint32)
+        return np.full(self.kernel.threads, self.specials.get(name, self.everyone), np.uint32)
 
     def executing(self, mask: Mask) -> np.ndarray:
         """Numbers of the threads in a mask."""
@@ -83,7 +79,9 @@ class Program:
         """Write bytes [A, size] to global or shared memory."""
         size = data.shape[1]
         if space == "shared":
-            self.shared.store(self.shared.places(addresses, size, threads), data, threads)
+            places = self.shared.places(addresses, size, threads)
+            self.shared.may_write(places, threads)
+            self.shared.write(places, data, threads)
         else:
             self.history.touch(self, "stores", self.history.memory.store(addresses, data, threads), size, threads)
 

@@ -264,7 +264,12 @@ def test_accesses_outside_of_tensors():
     whole = torch.zeros(40, dtype=torch.int32)
     run(STORE.format(0), whole[:32])
     assert whole.tolist() == [*range(32), *[0] * 8]
-    assert fault("bounds", r"outside of every tensor, next to tensor0_ptr \+ 128 bytes", STORE.format(4), whole[:32]).thread == 31
+    assert (
+        fault(
+            "bounds", r"outside of every tensor, next to tensor0_ptr \+ 128 bytes", STORE.format(4), whole[:32]
+        ).thread
+        == 31
+    )
     assert fault("bounds", "outside", STORE.format(-4), whole[:32]).thread == 0
     rows = torch.zeros(4, 16, dtype=torch.int32)[:, :8]  # between its rows is memory of others
     assert fault("bounds", "outside", STORE.format(0), rows).thread == 8
@@ -285,7 +290,9 @@ def test_reads_of_what_nobody_wrote():
     assert found.thread == 5
     shared = "shl.b32 %r3, %r1, 2;\n{} st.shared.b32 [%r3], %r1;\nld.shared.b32 %r4, [%r3];\nret;"
     run("setp.ne.b32 %p1, %r1, 7;\n" + shared.format(""), shared=128)
-    assert fault("uninitialised", "shared", "setp.ne.b32 %p1, %r1, 7;\n" + shared.format("@%p1"), shared=128).thread == 7
+    assert (
+        fault("uninitialised", "shared", "setp.ne.b32 %p1, %r1, 7;\n" + shared.format("@%p1"), shared=128).thread == 7
+    )
     fault("bounds", "beyond its 128 bytes", shared.format("").replace("[%r3]", "[%r3+4]"), shared=128)
 
 
@@ -319,7 +326,12 @@ def test_threads_of_a_program_without_a_barrier_in_between(other, barrier, after
 
 
 def test_threads_that_write_the_same_place_at_once():
-    run("mov.b32 %r3, 5;\nst.shared.b32 [0], %r3;\nret;".replace("[0]", "[%r9]").replace("mov", "mov.b32 %r9, 0;\nmov", 1), shared=4)
+    run(
+        "mov.b32 %r3, 5;\nst.shared.b32 [0], %r3;\nret;".replace("[0]", "[%r9]").replace(
+            "mov", "mov.b32 %r9, 0;\nmov", 1
+        ),
+        shared=4,
+    )
     fault("race", "different bytes", "mov.b32 %r9, 0;\nst.shared.b32 [%r9], %r1;\nret;", shared=4)
     fault("race", "different numbers", "st.global.b32 [%rd1], %r1;\nret;", torch.zeros(1, dtype=torch.int32))
 
@@ -328,7 +340,9 @@ def test_barriers_that_not_all_reach():
     body = "setp.{} %p1, %r1, 40;\n@%p1 bra $end;\n{};\n$end:\nret;"
     found = fault("barrier", "does not reach a barrier", body.format("lt.u32", "bar.sync 0"), threads=64)
     assert found.thread == 0
-    found = fault("divergence", "others of its warp", body.format("lt.u32", "shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1"), threads=64)
+    found = fault(
+        "divergence", "others of its warp", body.format("lt.u32", "shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1"), threads=64
+    )
     assert found.thread == 32
     run(body.format("ge.u32", "add.s32 %r3, %r1, 1"), threads=64)
 
@@ -354,7 +368,9 @@ def test_copies_are_awaited():
     run(COPY.format(given=0, left=0), out, source, shared=256)
     assert not out.any()
     fault("pending", "before its wait", COPY.format(given=4, left=1), out, source, shared=256)
-    early = COPY.format(given=4, left=0).replace("cp.async.wait_group", "st.shared.b32 [%r3], %r1;\ncp.async.wait_group")
+    early = COPY.format(given=4, left=0).replace(
+        "cp.async.wait_group", "st.shared.b32 [%r3], %r1;\ncp.async.wait_group"
+    )
     fault("pending", "writes what", early, out, source, shared=256)
 
 

@@ -3,26 +3,23 @@
 Needs `-p tests.ptx.plugin`, with which the tests of kernels in tests/test_kernels_*.py are executed likewise.
 """
 
-import inspect
 import re
 from functools import partial
 
 import pytest
 import torch
 
-import fastkv.kernels
-from fastkv import reference
-from fastkv.kernels import compact, select
-from fastkv.reference import Selection
+from fastkv.kernels import select
 
 from .. import test_kernels_codes as codes
 from .. import test_kernels_decode as decode
 from .. import test_kernels_prefill as prefill
 from .. import test_races as races
 from ..pairwise import covering
-from ..states import copied, encoded, in_pages, make_spec, splits
-from .driver import executed
+from ..states import in_pages, splits
+from .driver import Driver
 from .memory import Fault
+from .plugin import executed, watched
 
 pytestmark = pytest.mark.ptx
 
@@ -60,7 +57,14 @@ def test_decode_steps_over_codes_in_pages(slots, number):
 @pytest.mark.parametrize("dtype, correction", covering(DTYPES, ["moments", "centroids"], together=2))
 def test_prompt_blocks_of_real_sizes(dtype, correction):
     block, state = prefill.case(
-        batch=1, heads=2, groups=4, dim=128, slots=200, num=70, dtype=dtype, parts=31 if correction == "centroids" else None
+        batch=1,
+        heads=2,
+        groups=4,
+        dim=128,
+        slots=200,
+        num=70,
+        dtype=dtype,
+        parts=31 if correction == "centroids" else None,
     )
     prefill.check(block, state)
 
@@ -104,10 +108,6 @@ def decoding(number, **made):
         llama(**made).kernel(attention=True)
 
 
-def prefilling():
-    prefill.check(*prefill.case(batch=1, heads=1, groups=4, dim=128, slots=200, num=70, dtype=torch.bfloat16))
-
-
 BARRIER = r"\tbar\.sync\s+0;"
 LOAD = r"@%p\d+ (ld\.global)"
 BUGS = {
@@ -117,18 +117,24 @@ BUGS = {
     "the barrier before a ticket is missing": (
         partial(decoding, 4), rf"{BARRIER}((?:(?!bar\.sync)[\s\S])*?atom\.)", r"\1", 0, "race"
     ),
+    "a ticket is taken before a store": (
+        partial(decoding, 4), r"(\t@%p\d+ st\.global[^\n]*\n)((?:(?!st\.global)[\s\S])*?)(\t@%p\d+ atom[^\n]*\n)",
+        r"\2\3\1", 0, "race",
+    ),
     "a ticket that orders nothing": (partial(decoding, 4), r"acq_rel", "relaxed", 0, "race"),
     "a ticket that only releases": (partial(decoding, 4), r"acq_rel", "release", 0, "race"),
-    "a wait for copies is too short": (prefilling, r"cp\.async\.wait_group\s+\d", "cp.async.wait_group 7", 0, "pending"),
+    "a wait for copies is too short": (partial(decoding, 4), r"cp\.async\.wait_group\s+\d", "cp.async.wait_group 7", 0, "pending"),
     "it is missing": (partial(decoding, 1), r"cp\.async\.wait_group\s+\d;", "", 0, "pending"),
-    "an offset is wrong": (partial(decoding, 1), r"(ld\.global[^\]]*) \+ 0", r"\1 + 1048576", 3, "bounds"),
+    "an offset is wrong": (partial(decoding, 4), r"(ld\.global[^\]]*) \+ 0", r"\1 + 1048576", 0, "bounds"),
     "a copy's address is odd": (
         partial(decoding, 1), r"(cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*) \+ 0", r"\1 + 2", 0, "alignment"
     ),
     "a store's address is odd": (partial(decoding, 4), r"(st\.global\.v4[^\]]*) \+ 0", r"\1 + 4", 0, "alignment"),
     "a store has no mask": (selecting, r"@%p\d+ (st\.global\.b8)", r"\1", 7, "bounds"),
     "a load has no mask": (partial(selecting, 2100), LOAD, r"\1", 7, "bounds"),
-    "an early way out for some": (selecting, BARRIER, "\tsetp.gt.u32 %p1, %r1, 63;\n\t@%p1 ret;\n\tbar.sync 0;", 3, "barrier"),
+    "an early way out for some": (
+        selecting, BARRIER, "\tsetp.gt.u32 %p1, %r1, 63;\n\t@%p1 ret;\n\tbar.sync 0;", 3, "barrier"
+    ),
 }  # fmt: skip
 
 
@@ -136,10 +142,12 @@ BUGS = {
 def test_bugs_are_reported(name):
     run, pattern, becomes, number, kind = BUGS[name]
     bug = Bug(pattern, becomes, number)
-    with executed(bug), pytest.raises(Fault) as found:
+    with executed(Driver(bug)) as driver, watched(driver), pytest.raises(Fault) as found:
         run()
     assert bug.made and found.value.kind == kind, found.value
-    assert re.search(r"^_\w+_kernel: .*program \(\d+, \d+, \d+\) thread \d+ .*\.py:\d+.*line \d+ of the PTX", str(found.value))
+    assert re.search(
+        r"^_\w+_kernel: .*program \(\d+, \d+, \d+\) thread \d+ .*\.py:\d+.*line \d+ of the PTX", str(found.value)
+    )
 
 
 def test_without_bugs_nothing_is():
