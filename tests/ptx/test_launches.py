@@ -18,8 +18,8 @@ from .. import test_races as races
 from ..pairwise import covering
 from ..states import in_pages, splits
 from .driver import Driver
+from .harness import executed, watched
 from .memory import Fault
-from .plugin import executed, watched
 
 pytestmark = pytest.mark.ptx
 
@@ -123,7 +123,9 @@ BUGS = {
     ),
     "a ticket that orders nothing": (partial(decoding, 4), r"acq_rel", "relaxed", 0, "race"),
     "a ticket that only releases": (partial(decoding, 4), r"acq_rel", "release", 0, "race"),
-    "a wait for copies is too short": (partial(decoding, 4), r"cp\.async\.wait_group\s+\d", "cp.async.wait_group 7", 0, "pending"),
+    "a wait for copies is too short": (
+        partial(decoding, 4), r"cp\.async\.wait_group\s+\d", "cp.async.wait_group 7", 0, "pending"
+    ),
     "it is missing": (partial(decoding, 1), r"cp\.async\.wait_group\s+\d;", "", 0, "pending"),
     "an offset is wrong": (partial(decoding, 4), r"(ld\.global[^\]]*) \+ 0", r"\1 + 1048576", 0, "bounds"),
     "a copy's address is odd": (
