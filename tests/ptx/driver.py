@@ -69,10 +69,10 @@ class Driver:
         return launch
 
 
-def _bits(kind: str, value: Any) -> int:
-    """Of what is passed as a parameter."""
+def _bits(kind: str, value: Any) -> Any:
+    """Of what is passed as a parameter; a tensor is not touched."""
     if isinstance(value, torch.Tensor):
-        return value.data_ptr()
+        return value
     return int.from_bytes(struct.pack("<f", value), "little") if kind == "fp32" else int(value)
 
 

@@ -47,8 +47,9 @@ class Unwritten(TorchDispatchMode):
         for tensor in tree_leaves(written):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if len(self.known.get(storage.data_ptr(), ())) == storage.nbytes():
-                    elements(self.known[storage.data_ptr()], tensor)[...] = True
+                known = self.known.get(storage.data_ptr())
+                if known is not None and len(known) == storage.nbytes():
+                    elements(known, tensor)[...] = True
                 else:  # what was here has moved, as its size changed
                     self.known.pop(storage.data_ptr(), None)
 

@@ -140,7 +140,7 @@ def check_pair(one: Access, other: Access, place: int) -> None:
 
 
 def execute(
-    executable: Executable, grid: tuple[int, ...], arguments: Mapping[str, int], tensors: Mapping[str, Tensor],
+    executable: Executable, grid: tuple[int, ...], arguments: Mapping[str, int | Tensor], tensors: Mapping[str, Tensor],
     shared: int, order: int, unwritten: Mapping[int, np.ndarray] | None = None,
 ) -> None:  # fmt: skip
     """Run a launch.
@@ -148,11 +148,13 @@ def execute(
     Of the n programs with the same first index, number `order % n` waits until the others have ended or, in every
     second n orders, comes first and waits behind its first atomic. Who is next otherwise is drawn from `order`.
 
-    Args: arguments: bits of every parameter.  tensors: what may be touched.  shared: bytes.  unwritten: see `Global`.
-    Raises: Fault.
+    Args: arguments: tensors, and bits of other parameters.  tensors: what may be touched, by names for reports.
+        shared: bytes.  unwritten: see `Global`.  Raises: Fault.
     """
     places = [place[::-1] for place in product(*(range(size) for size in grid[::-1]))]
-    history = History(Global(tensors, unwritten or {}), len(places))
+    memory = Global(tensors, unwritten or {})
+    given = {name: memory.address(one) if isinstance(one, Tensor) else one for name, one in arguments.items()}
+    history = History(memory, len(places))
     source = random.Random(order)
     restless = source.choice((0.0, 0.25, 1.0))  # how often a turn ends that might
     rounds, number = divmod(order, len(places) // grid[0])
@@ -160,7 +162,7 @@ def execute(
     ranks = [(0 if rounds % 2 else 2) if one else 1 for one in chosen]  # lower ones come first
     awake = {}
     for index, place in enumerate(places):
-        awake[index] = Program(executable, index, place, grid, arguments, shared, history).run()
+        awake[index] = Program(executable, index, place, grid, given, shared, history).run()
     current: int | None = None
     while awake:
         if current is None or ranks[current] == 2 or source.random() < restless:

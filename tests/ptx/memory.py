@@ -1,7 +1,7 @@
 """Global memory of a launch and shared memory of a program, as bytes, with what may not be done with them.
 
-Addresses are those of the host: a tensor's bytes lie where torch has put them. Only bytes that are elements of a tensor
-the kernel was given exist, so that a step into the next tensor, or between the rows of a view, is found.
+Allocations are far apart here, so that no step beyond one ends in another, and only bytes that are elements of a tensor
+which the kernel was given exist, so that a step between the rows of a view is found.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Region:
     """One allocation, of which tensors are views.
 
     Attributes:
-        base: address of its first byte.  data: its bytes, [S] uint8, not a copy.  owner: which tensor each byte is an
+        base: what a kernel takes for the address of its first byte.  data: its bytes, [S] uint8, not a copy.  owner: which tensor each byte is an
         element of, [S] int16, 0 for none.  names: of tensors, from number 1.  known: which bytes have been written,
         [S] bool; None if all have.  stored: which bytes this launch writes, [S] bool.
     """
 
-    def __init__(self, tensor: Tensor, known: np.ndarray | None) -> None:
+    def __init__(self, tensor: Tensor, base: int, known: np.ndarray | None) -> None:
         storage = tensor.untyped_storage()
-        self.base, self.known, self.names = storage.data_ptr(), known, [""]
+        self.base, self.known, self.names = base + storage.data_ptr() % 256, known, [""]
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         self.owner, self.stored = np.zeros(len(self.data), np.int16), np.zeros(len(self.data), bool)
 
@@ -78,11 +78,17 @@ class Global:
         where not all have."""
         regions: dict[int, Region] = {}
         for name, tensor in tensors.items():
-            base = tensor.untyped_storage().data_ptr()
+            place = tensor.untyped_storage().data_ptr()
             if tensor.numel():
-                regions.setdefault(base, Region(tensor, unwritten.get(base))).add(name, tensor)
-        self.regions = [regions[base] for base in sorted(regions)]
+                base = (len(regions) + 1) << 40
+                regions.setdefault(place, Region(tensor, base, unwritten.get(place))).add(name, tensor)
+        self.placed, self.regions = regions, list(regions.values())
         self.bases = np.array([region.base for region in self.regions], np.int64)
+
+    def address(self, tensor: Tensor) -> int:
+        """Of a tensor's first byte, aligned as it is; 0 if it has none."""
+        place = tensor.untyped_storage().data_ptr()
+        return self.placed[place].base + tensor.data_ptr() - place if tensor.numel() else 0
 
     def spots(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> Spots:
         """Where accesses of `size` bytes go. Args: addresses [A] int64; threads [A].  Raises: Fault."""

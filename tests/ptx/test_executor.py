@@ -41,7 +41,7 @@ add.s64 %rd10, %rd1, %rd9;
 def run(body, *tensors, grid=1, threads=32, shared=0, order=0, unwritten=None):
     """Launch it with these tensors."""
     arguments = {f"_test_kernel_param_{i}": 0 for i in range(PARAMETERS)}
-    arguments |= {f"_test_kernel_param_{i}": tensor.data_ptr() for i, tensor in enumerate(tensors)}
+    arguments |= {f"_test_kernel_param_{i}": tensor for i, tensor in enumerate(tensors)}
     named = {f"tensor{i}_ptr": tensor for i, tensor in enumerate(tensors)}
     with np.errstate(all="ignore"):
         execute(Executable(parse(kernel(body, threads))), (grid, 1, 1), arguments, named, shared, order, unwritten)
@@ -271,6 +271,8 @@ def test_accesses_outside_of_tensors():
         == 31
     )
     assert fault("bounds", "outside", STORE.format(-4), whole[:32]).thread == 0
+    far = STORE.format(4 * (whole[:32].numel() + 1000))
+    fault("bounds", "outside", far, whole[:32], torch.zeros(1 << 20))  # which may lie behind
     rows = torch.zeros(4, 16, dtype=torch.int32)[:, :8]  # between its rows is memory of others
     assert fault("bounds", "outside", STORE.format(0), rows).thread == 8
 
