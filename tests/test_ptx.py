@@ -1,5 +1,4 @@
-"""A sample of the compiled kernels is executed every day, one launch at least of every kernel file; `make test-ptx` does
-it to all tests of kernels."""
+"""Some launch of every compiled kernel file is executed every day; all are by `make test-ptx`."""
 
 import re
 

@@ -34,13 +34,12 @@ class Driver:
 
     Attributes:
         change: what is done to PTX before it is read, for tests of what is found.  order: of the programs of the next
-        launch, see `execute`; each launch adds `step`.  unwritten: see `Global`.  launched: names of kernels.
+        launch, see `execute`; each launch adds `step`.  unwritten: see `Global`.
     """
 
     def __init__(self, change: Callable[[str], str] = str) -> None:
         self.change, self.order, self.step = change, 0, 1
         self.unwritten: Mapping[int, np.ndarray] = {}
-        self.launched: list[str] = []
         limits = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": SHARED}, load_binary=self.load)
         self.for_triton = SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 80, 32), get_current_device=lambda: 0,
@@ -60,10 +59,8 @@ class Driver:
             arguments = dict(zip(executable.kernel.params, values))
             tensors = {name: value for name, _, value in given if isinstance(value, torch.Tensor)}
             if x * y * z:
-                self.launched.append(executable.kernel.name)
                 with np.errstate(all="ignore"):
-                    order = self.order
-                    execute(executable, (x, y, z), arguments, tensors, metadata.shared, order, self.unwritten)
+                    execute(executable, (x, y, z), arguments, tensors, metadata.shared, self.order, self.unwritten)
                 self.order += self.step
 
         return launch

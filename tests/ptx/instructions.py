@@ -1,7 +1,7 @@
 """What each instruction does, for all threads of a program at once.
 
-`compiled` turns a kernel's instructions into steps: functions of a program and of a mask [N] bool over its threads,
-None where all of them execute it. A register is an array [N] of unsigned integers, or bool for a predicate, which no
+`step_of` turns an instruction into a step, a function of a program and of a mask [N] bool over its threads, None where
+all of them execute it. A register is an array [N] of unsigned integers, or bool for a predicate, which no
 step changes in place; types are views of it. What neither `FUNCTIONS` nor `FORMS` names is refused.
 
 Numbers are IEEE, rounded to nearest: approximate functions are exact here, numbers too small to be normal are kept, and
@@ -97,7 +97,6 @@ def writer(operand: Operand, kind: str) -> Callable[[Program, Array, Mask], None
 
 def addresses(operand: Operand) -> Callable[[Program, Array], Array]:
     """Where some threads access memory, [A] int64."""
-    assert isinstance(operand, Address), operand
     base = reader(operand.base, f"b{operand.base.width if isinstance(operand.base, Register) else 32}")
     return lambda program, threads: base(program)[threads].astype(np.int64) + operand.offset
 
@@ -107,12 +106,10 @@ def several(operand: Operand) -> list[Operand]:
     return operand if isinstance(operand, list) else [operand]
 
 
-def compiled(kernel: Kernel) -> list[Step | None]:
-    """A step for each instruction; None for those that move threads. Raises: PTXError for one that is not known."""
-    return [None if one.opcode in ("bra", "bra.uni", "ret") else _step(kernel, one) for one in kernel.code]
-
-
-def _step(kernel: Kernel, ins: Instruction) -> Step:
+def step_of(kernel: Kernel, ins: Instruction) -> Step | None:
+    """What an instruction does; None if it moves threads. Raises: PTXError for one that is not known."""
+    if ins.opcode in ("bra", "bra.uni", "ret"):
+        return None
     for pattern, build in FORMS.items():
         found = re.fullmatch(pattern, ins.opcode)
         if found:
@@ -149,23 +146,21 @@ def shifted(name: str, kind: str) -> Callable[[Array, Array], Array]:
     return lambda x, by: np.where((by > most) & (kind[0] != "s"), 0, shift(x, np.minimum(by, most).astype(x.dtype)))
 
 
-def compared(name: str, joined: str | None) -> Callable[..., Array]:
+def compared(name: str) -> Callable[[Array, Array], Array]:
     """Of floating-point numbers one may be NaN: false, unless the name ends with u."""
 
-    def compare(x: Array, y: Array, *other: Array) -> Array:
+    def compare(x: Array, y: Array) -> Array:
         result = COMPARED[name[:2]](x, y)
-        if x.dtype.kind == "f":
-            unordered = np.isnan(x) | np.isnan(y)
-            result = unordered if name == "nan" else result & ~unordered if name[2:] != "u" else result | unordered
-        return LOGIC[joined](result, other[0]) if joined else result
+        unordered = (x != x) | (y != y)
+        return unordered if name == "nan" else result & ~unordered if name[2:] != "u" else result | unordered
 
     return compare
 
 
-def whole_numbers(rounded: str, to: str) -> Callable[[Array], Array]:
-    """Integers of floating-point numbers: the nearest that there is, 0 for NaN."""
-    limits, towards = np.iinfo(dtype_of(to)), np.rint if rounded == "rni" else np.trunc
-    return lambda x: np.clip(np.nan_to_num(towards(x.astype(np.float64)), nan=0.0), limits.min, limits.max)
+def whole_numbers(to: str) -> Callable[[Array], Array]:
+    """Integers of floating-point numbers, towards zero: the nearest that there is, 0 for NaN."""
+    limits = np.iinfo(dtype_of(to))
+    return lambda x: np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0), limits.min, limits.max)
 
 
 def field(x: Array, first: Array, count: Array) -> Array:
@@ -196,7 +191,7 @@ def shuffled(mode: str) -> Callable[[Array, Array, Array], Array]:
         if bound[0] != (0 if mode == "up" else 31):
             raise PTXError("a shuffle within parts of a warp is not executed here")
         by = by.reshape(-1, 32)
-        lanes = {"bfly": LANE ^ by, "up": LANE - by, "down": LANE + by, "idx": by}[mode]
+        lanes = {"bfly": LANE ^ by, "up": LANE - by, "idx": by}[mode]
         lanes = np.where((lanes >= 0) & (lanes < 32), lanes, LANE)
         return np.take_along_axis(x.reshape(-1, 32), lanes, 1).reshape(-1)
 
@@ -227,13 +222,12 @@ COMPARED = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equ
             "ge": np.greater_equal, "nu": lambda x, y: x == x, "na": np.equal}  # fmt: skip
 LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not}
 BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax, "div": np.divide}
-UNARY: dict[str, Any] = {"abs": np.abs, "neg": np.negative, "ex2": np.exp2, "sqrt": np.sqrt}
+UNARY = {"abs": np.abs, "neg": np.negative, "ex2": np.exp2, "sqrt": np.sqrt}
 INTEGER, FLOATING, BITS = "[su]16|[su]32|[su]64", "f16|f32|f64|bf16", "[bsuf](?:16|32|64)"
 # What groups of an opcode's pattern match makes the types of the operands, that of the results, and the function.
 FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     rf"(add|sub|min|max)\.({INTEGER})": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
-    rf"(add|sub|mul|min|max)(?:\.rn)?(?:\.ftz)?\.({FLOATING})": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
-    r"(div)\.(?:full|rn|approx)(?:\.ftz)?\.(f32)": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
+    rf"(add|sub|mul|min|max|div)(?:\.rn|\.full)?\.({FLOATING})": lambda name, kind: ([kind] * 2, kind, BINARY[name]),
     rf"mul\.lo\.({INTEGER})": lambda kind: ([kind] * 2, kind, np.multiply),
     rf"mad\.lo\.({INTEGER})": lambda kind: ([kind] * 3, kind, lambda x, y, z: x * y + z),
     r"(?:mul|mad)\.(wide)\.([su])(16|32)": lambda part, sign, width: (
@@ -241,22 +235,18 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     ),
     r"mul\.(hi)\.([su])(32)": lambda part, sign, width: ([sign + width] * 2, sign + width, product(part, sign, width)),
     r"div\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, lambda x, y: (x - np.fmod(x, y)) // y),
-    r"rem\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, np.fmod),
     r"fma\.rn(?:\.ftz)?\.f32": lambda: (["f32"] * 3, "f32", lambda x, y, z: x.astype(np.float64) * y + z),
     r"(and|or|xor|not)\.(b16|b32|b64|pred)": lambda name, kind: ([kind] * 2, kind, LOGIC[name]),
-    r"(abs|neg)(?:\.ftz)?\.(f32|s32)": lambda name, kind: ([kind], kind, UNARY[name]),
-    r"(ex2|sqrt)\.approx(?:\.ftz)?\.(f32)": lambda name, kind: ([kind], kind, UNARY[name]),
+    r"(abs|neg|ex2|sqrt)(?:\.approx)?(?:\.ftz)?\.(f32|s32)": lambda name, kind: ([kind], kind, UNARY[name]),
     r"(shl|shr)\.([bsu](?:16|32|64))": lambda name, kind: (
         [kind.replace("b", "u"), "u32"], kind.replace("b", "u"), shifted(name, kind)
     ),
-    rf"setp\.((?:eq|ne|lt|le|gt|ge)u?|num|nan)(?:\.(and|or|xor))?(?:\.ftz)?\.({BITS})": lambda name, joined, kind: (
-        [kind, kind, "pred"], "pred", compared(name, joined),
-    ),
+    rf"setp\.((?:eq|ne|lt|le|gt|ge)u?|num|nan)\.({BITS})": lambda name, kind: ([kind] * 2, "pred", compared(name)),
     rf"selp\.({BITS})": lambda kind: (
         [f"b{width_of(kind)}"] * 2 + ["pred"], f"b{width_of(kind)}", lambda x, y, chosen: np.where(chosen, x, y)
     ),
     r"ld\.param\.([bsuf]\d+)": lambda kind: ([kind], kind, lambda x: x),
-    rf"cvt\.(rzi|rni)\.({INTEGER})\.({FLOATING})": lambda how, to, kind: ([kind], to, whole_numbers(how, to)),
+    rf"cvt\.rzi\.(s16|s32)\.({FLOATING})": lambda to, kind: ([kind], to, whole_numbers(to)),
     rf"cvt(?:\.rn)?(?:\.ftz)?\.({INTEGER}|{FLOATING}|[su]8)\.({INTEGER}|{FLOATING}|[su]8)": lambda to, kind: (
         [kind], to, lambda x: x.astype(dtype_of(to)),
     ),
@@ -264,7 +254,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     r"bfe\.([su]32)": lambda kind: ([kind, "u32", "u32"], "b32", field),
     r"prmt\.b32": lambda: (["b32"] * 3, "b32", permuted),
     r"popc\.(b32|b64)": lambda kind: ([kind], "u32", np.bitwise_count),
-    r"shfl\.sync\.(bfly|up|down|idx)\.b32": lambda mode: (["b32", "s32", "s32"], "b32", shuffled(mode)),
+    r"shfl\.sync\.(bfly|up|idx)\.b32": lambda mode: (["b32", "s32", "s32"], "b32", shuffled(mode)),
     r"redux\.sync\.(add|min|max)\.([su]32)": lambda name, kind: (
         [kind], kind, lambda x: BINARY[name].reduce(x.reshape(-1, 32), axis=1, dtype=x.dtype).repeat(32),
     ),

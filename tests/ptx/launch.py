@@ -23,12 +23,11 @@ from .program import Executable, Program
 
 @dataclass
 class Access:
-    """Memory that one instruction of one program touched.
+    """Memory that one instruction of one program touched: `size` bytes at offsets [A] of a region, by threads [A].
 
     Attributes:
-        did: "loads", "stores" or "changes" (an atomic).  epoch: barriers of its program before it.  number: atomics
-        of its program before it.  known: how many epochs [P], and atomics [P], of each program came before, [2 P].
-        offsets [A] int64 into the region, of `size` bytes; threads [A].
+        did: "loads", "stores" or "changes" (an atomic).  epoch, number: how many barriers, and atomics, of its program
+        came before.  known: how many epochs [P], and atomics [P], of each program did, [2 P].
     """
 
     program: Program
@@ -95,48 +94,47 @@ class History:
         """Raise Fault for a race."""
         for region in self.memory.regions:
             if region.stored.any():
-                self.check_region(region, [access for access in self.accesses if access.region is region])
+                check_region(region, [access for access in self.accesses if access.region is region])
 
-    def check_region(self, region: Region, accesses: list[Access]) -> None:
-        """All pairs of accesses to a unit of bytes that was stored: neighbours first, then those two apart."""
-        unit = min(access.size for access in accesses)
-        columns = []
-        for number, access in enumerate(accesses):
-            places = (access.offsets[:, None] + np.arange(0, access.size, unit)).reshape(-1)
-            threads = access.threads.repeat(access.size // unit)[region.stored[places]]
-            places, first = np.unique(places[region.stored[places]], return_index=True)
-            several = len(threads) > len(places)  # who touches the same element at once is everybody
-            columns.append((places, np.full(len(places), number), np.where(several, -1, threads[first])))
-        place, index, thread = map(np.concatenate, zip(*columns))
-        order = np.argsort(place, kind="stable")
-        place, index, thread = place[order], index[order], thread[order]
-        loads = np.array([access.did == "loads" for access in accesses])
-        programs = np.array([access.program.number for access in accesses])
-        for apart in range(1, len(accesses)):
-            pairs = np.flatnonzero(place[apart:] == place[:-apart])
-            if not len(pairs):
-                return
-            one, other = index[pairs], index[pairs + apart]
-            alone = (programs[one] == programs[other]) & (thread[pairs] == thread[pairs + apart]) & (thread[pairs] >= 0)
-            pairs = pairs[~alone & ~(loads[one] & loads[other])]
-            keys, where = np.unique(index[pairs] * len(accesses) + index[pairs + apart], return_index=True)
-            for key, at in zip(keys.tolist(), where.tolist()):
-                check_pair(accesses[key // len(accesses)], accesses[key % len(accesses)], int(place[pairs[at]]))
+
+def check_region(region: Region, accesses: list[Access]) -> None:
+    """All pairs of accesses to a unit of bytes that was stored: neighbours first, then those two apart."""
+    unit = min(access.size for access in accesses)
+    columns = []
+    for number, access in enumerate(accesses):
+        places = (access.offsets[:, None] + np.arange(0, access.size, unit)).reshape(-1)
+        threads = access.threads.repeat(access.size // unit)[region.stored[places]]
+        places, first = np.unique(places[region.stored[places]], return_index=True)
+        several = len(threads) > len(places)  # who touches the same element at once is everybody
+        columns.append((places, np.full(len(places), number), np.where(several, -1, threads[first])))
+    place, index, thread = map(np.concatenate, zip(*columns))
+    order = np.argsort(place, kind="stable")
+    place, index, thread = place[order], index[order], thread[order]
+    loads = np.array([access.did == "loads" for access in accesses])
+    programs = np.array([access.program.number for access in accesses])
+    for apart in range(1, len(accesses)):
+        pairs = np.flatnonzero(place[apart:] == place[:-apart])
+        if not len(pairs):
+            return
+        one, other = index[pairs], index[pairs + apart]
+        alone = (programs[one] == programs[other]) & (thread[pairs] == thread[pairs + apart]) & (thread[pairs] >= 0)
+        pairs = pairs[~alone & ~(loads[one] & loads[other])]
+        keys, where = np.unique(index[pairs] * len(accesses) + index[pairs + apart], return_index=True)
+        for key, at in zip(keys.tolist(), where.tolist()):
+            check_pair(accesses[key // len(accesses)], accesses[key % len(accesses)], int(place[pairs[at]]))
 
 
 def check_pair(one: Access, other: Access, place: int) -> None:
     """Raise Fault unless two accesses of several threads are in an order, or both atomics."""
     together = one.program is other.program
     fine = one.epoch != other.epoch if together else one.before(other) or other.before(one)
-    if not fine and not one.did == other.did == "changes":
-        at = [
-            access.threads[(access.offsets <= place) & (place < access.offsets + access.size)]
-            for access in (one, other)
-        ]
-        who = [(one, at[0][0]), (other, at[1][-1])]
-        said = [f"program {a.program.place} thread {thread} {a.did}, {a.instruction}" for a, thread in who]
-        what = f"{one.program.kernel.name}: {one.region.element(place)} is touched in no order"
-        raise Fault("race", f"{what}: {said[0]}; {said[1]}", int(at[0][0]))
+    if fine or one.did == other.did == "changes":
+        return
+    said = f"{one.program.kernel.name}: {one.region.element(place)} is touched in no order"
+    for access, which in ((one, 0), (other, -1)):
+        thread = access.threads[(access.offsets <= place) & (place < access.offsets + access.size)][which]
+        said += f"; program {access.program.place} thread {thread} {access.did}, {access.instruction}"
+    raise Fault("race", said, int(one.threads[0]))
 
 
 def execute(

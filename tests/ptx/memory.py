@@ -47,9 +47,9 @@ class Region:
     """One allocation, of which tensors are views.
 
     Attributes:
-        base: what a kernel takes for the address of its first byte.  data: its bytes, [S] uint8, not a copy.  owner: which tensor each byte is an
-        element of, [S] int16, 0 for none.  names: of tensors, from number 1.  known: which bytes have been written,
-        [S] bool; None if all have.  stored: which bytes this launch writes, [S] bool.
+        base: what a kernel takes for the address of its first byte.  data: its bytes, [S] uint8, not a copy.  owner:
+        number of the tensor that each byte belongs to, [S] int16, 0 for none.  names: of tensors, from number 1.
+        known: which bytes have been written, [S] bool; None if all have.  stored: which this launch writes, [S] bool.
     """
 
     def __init__(self, tensor: Tensor, base: int, known: np.ndarray | None) -> None:
@@ -57,11 +57,6 @@ class Region:
         self.base, self.known, self.names = base + storage.data_ptr() % 256, known, [""]
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         self.owner, self.stored = np.zeros(len(self.data), np.int16), np.zeros(len(self.data), bool)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """One more of the tensors."""
-        self.names.append(name)
-        elements(self.owner, tensor)[...] = len(self.names) - 1
 
     def element(self, offset: int) -> str:
         """The tensor that has this byte, or one nearby, and the distance from its first."""
@@ -74,14 +69,15 @@ class Global:
     """The tensors that a kernel is given."""
 
     def __init__(self, tensors: Mapping[str, Tensor], unwritten: Mapping[int, np.ndarray]) -> None:
-        """Args: tensors: by parameter.  unwritten: which bytes of an allocation have been written, by its address,
-        where not all have."""
+        """Args: tensors: by name.  unwritten: by its address, which bytes of an allocation have been written."""
         regions: dict[int, Region] = {}
         for name, tensor in tensors.items():
             place = tensor.untyped_storage().data_ptr()
             if tensor.numel():
                 base = (len(regions) + 1) << 40
-                regions.setdefault(place, Region(tensor, base, unwritten.get(place))).add(name, tensor)
+                region = regions.setdefault(place, Region(tensor, base, unwritten.get(place)))
+                elements(region.owner, tensor)[...] = len(region.names)
+                region.names.append(name)
         self.placed, self.regions = regions, list(regions.values())
         self.bases = np.array([region.base for region in self.regions], np.int64)
 
@@ -138,9 +134,8 @@ class Global:
 class Shared:
     """Shared memory of one program.
 
-    Of every byte it is known which thread has written it and which threads, lowest and highest, have read it since the
-    last barrier: these are in no order with what other threads do. A barrier of a warp turns its threads into the warp,
-    WARP + its number, with which no thread of it is in conflict.
+    Of every byte it is known which thread has written it and which, lowest and highest, have read it since the last
+    barrier. These are in no order with what others do. A barrier of a warp makes its threads one, WARP + its number.
     """
 
     def __init__(self, size: int) -> None:

@@ -7,6 +7,7 @@ and shared memory in one array. Anything else is refused.
 from __future__ import annotations
 
 import re
+from collections import namedtuple
 from typing import NamedTuple
 
 SHARED_ARRAY = "global_smem"
@@ -16,36 +17,18 @@ class PTXError(Exception):
     """PTX that is not understood, in one sentence."""
 
 
-# Number `index` of the kernel's registers, of so many bits, 1 for a predicate; a constant's bits, negative if it was
-# written so; a label, a parameter, the array in shared memory or, with a %, a register that the hardware sets; and
-# [base + offset] in bytes.
-class Register(NamedTuple):
-    index: int
-    width: int
-
-
-class Immediate(NamedTuple):
-    bits: int
-
-
-class Symbol(NamedTuple):
-    name: str
-
-
-class Address(NamedTuple):
-    base: Register | Immediate | Symbol
-    offset: int
-
-
+Register = namedtuple("Register", "index width")  # number of a register; its bits, 1 for a predicate
+Immediate = namedtuple("Immediate", "bits")  # of a constant, negative if it was written so
+Symbol = namedtuple("Symbol", "name")  # a label, parameter, shared array or, with %, a register that the hardware sets
+Address = namedtuple("Address", "base offset")  # in bytes
 Operand = Register | Immediate | Symbol | Address | list
 
 
 class Instruction(NamedTuple):
-    """One instruction.
+    """One instruction; threads execute it for which the guard, a predicate, is true or, if `negated`, is not.
 
     Attributes:
-        opcode: with all that stands after its dots.  operands: lists for those in braces.  guard: the predicate under
-        which threads execute it, None for all.  negated: whether those do for which it is false.  text: as written.
+        opcode: with all that stands after its dots.  operands: lists for those in braces.  text: as written.
         line: of the PTX, from 1.  source: the places in Python files, innermost first, if Triton notes them.
     """
 
@@ -62,12 +45,7 @@ class Instruction(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """An entry.
-
-    Attributes:
-        params: names of its parameters.  threads: of a program.  widths: bits of every register.  labels: the number
-        of the instruction that follows each.
-    """
+    """An entry: names of parameters, threads of a program, bits of every register, and what number labels stand for."""
 
     name: str
     params: list[str]
@@ -82,7 +60,7 @@ def parse(text: str) -> Kernel:
     entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", text))
     if len(entries) != 1:
         raise PTXError(f"one entry is executed at a time, and this PTX has {len(entries)}")
-    (entry,) = entries
+    entry = entries[0]
     threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", entry[3])
     if threads is None or int(threads[1]) % 32:
         raise PTXError(f"{entry[1]} does not say how many warps it has (.reqntid)")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .instructions import RAW, Mask, compiled
+from .instructions import RAW, Mask, step_of
 from .memory import Fault, Shared
-from .parse import Kernel, PTXError, Symbol, only_stored
+from .parse import Kernel, PTXError, only_stored
 
 if TYPE_CHECKING:
     from .launch import Access, History
@@ -23,10 +23,9 @@ class Executable:
     def __init__(self, kernel: Kernel) -> None:
         """Raises: PTXError for an instruction that is not known."""
         self.kernel, self.code = kernel, []
-        for instruction, step in zip(kernel.code, compiled(kernel)):
-            label = instruction.operands[0] if instruction.opcode.startswith("bra") else None
-            target = kernel.labels[label.name] if isinstance(label, Symbol) else len(kernel.code)
-            self.code.append((instruction, step, target))
+        for one in kernel.code:
+            target = kernel.labels[one.operands[0].name] if one.opcode.startswith("bra") else len(kernel.code)
+            self.code.append((one, step_of(kernel, one), target))
         self.feeding = only_stored(kernel)
         self.waiting = {line for lines in self.feeding.values() for line in lines}
         junk = {width: np.full(kernel.threads, JUNK & ((1 << width) - 1), raw) for width, raw in RAW.items()}

@@ -133,7 +133,7 @@ BUGS = {
     ),
     "a store's address is odd": (partial(decoding, 4), r"(st\.global\.v4[^\]]*) \+ 0", r"\1 + 4", 0, "alignment"),
     "a store has no mask": (selecting, r"@%p\d+ (st\.global\.b8)", r"\1", 2, "bounds"),
-    "a load has no mask": (partial(selecting, 2100), LOAD, r"\1", 7, "bounds"),
+    "a load has no mask": (selecting, LOAD, r"\1", 2, "bounds"),
     "an early way out for some": (
         selecting, BARRIER, "\tsetp.gt.u32 %p1, %r1, 63;\n\t@%p1 ret;\n\tbar.sync 0;", 3, "barrier"
     ),
