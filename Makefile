@@ -4,14 +4,14 @@ VENV ?= .venv
 JOBS ?= 2
 PARALLEL = -n $(JOBS) --dist worksteal
 # A thread that waits for a delayed neighbour gives up its core: half as fast alone, but not 20 times slower in company.
-demo test test-real report papers test-all coverage mutations smoke: export OMP_WAIT_POLICY ?= passive
+demo test test-real test-ptx report papers test-all coverage mutations smoke: export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 VLLM ?= .venv-vllm
 INPUTS := pyproject.toml .ci/constraints.txt
 STAMP = $(VENV)/installed-
 
-.PHONY: help demo test test-real test-all test-vllm check coverage test-matrix models mutations aot bench perf perf-report \
+.PHONY: help demo test test-real test-ptx test-all test-vllm check coverage test-matrix models mutations aot bench perf perf-report \
 	report papers docs dist smoke clean
 .DEFAULT_GOAL := help
 
@@ -22,13 +22,17 @@ demo: $(STAMP)base ## questions to SmolLM2 about a text it has read, with its fu
 	$(BIN)/fastkv demo $(ARGS)
 
 test: $(STAMP)dev ## the tests of every day: all that are not slow, with few random cases each
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real and not ptx" $(ARGS)
 
 test-real: $(STAMP)dev ## the tests that read SmolLM2
 	$(BIN)/python -m pytest -m "real and not slow" $(ARGS)
 
-test-all: $(STAMP)dev ## every test, with all random cases
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=full $(ARGS)
+EXECUTED := tests/ptx $(wildcard tests/test_kernels_*.py) tests/test_rows.py tests/test_ragged_ops.py
+test-ptx: $(STAMP)dev ## the tests of kernels with their compiled code, executed instruction by instruction without a GPU
+	$(BIN)/python -m pytest $(PARALLEL) -p tests.ptx.plugin -m "not slow and not real" $(EXECUTED) $(ARGS)
+
+test-all: $(STAMP)dev ## every test but those of test-ptx, with all random cases
+	$(BIN)/python -m pytest $(PARALLEL) -m "not ptx" --hypothesis-profile=full $(ARGS)
 
 test-vllm: export OMP_WAIT_POLICY ?= passive
 test-vllm: $(VLLM)/installed ## serving inside vLLM, in an environment of its own of some 3 GB (VLLM=DIR)
@@ -40,7 +44,7 @@ check: $(STAMP)dev ## ruff and mypy
 	$(BIN)/mypy
 
 coverage: $(STAMP)dev ## the tests of every day, and which lines outside kernels they run (at least 90 %)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real" --cov --cov-report=term $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real and not ptx" --cov --cov-report=term $(ARGS)
 
 test-matrix: $(STAMP)dev ## integration tests on several versions of transformers and triton (ARGS=--help)
 	$(BIN)/python -m tests.matrix $(ARGS)

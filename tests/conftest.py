@@ -6,7 +6,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 import pytest
 import transformers
@@ -15,7 +15,7 @@ from hypothesis import Phase, settings
 gc.disable()  # until all tests have been imported
 collect_ignore = ["vllm"]  # it has an environment of its own: make test-vllm
 transformers.logging.set_verbosity_error()
-if "TRITON_INTERPRET" in os.environ:
+if os.environ.get("TRITON_INTERPRET") == "1":
     from . import interpreter
 
     interpreter.patch_once()

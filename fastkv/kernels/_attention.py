@@ -49,6 +49,16 @@ def _dot(a, b, INTERP: tl.constexpr):
 
 
 @triton.jit
+def _sum_products(a, b):
+    """Sums [M] of a * b [M, N] over N, with every product rounded before it is added.
+
+    Compilers would fuse a thread's product with the addition of its neighbour's: both then hold sums of their own that
+    differ in the last bit, and it is not defined which of them the program goes on with.
+    """
+    return tl.sum(tl.fma(a, b, 0.0), 1)
+
+
+@triton.jit
 def _tanh(x):
     """tanh to fp32 accuracy, also near zero, where 2 sigmoid(2x) - 1 cancels."""
     square = x * x
@@ -169,7 +179,7 @@ def _attend_slots(
 @triton.jit
 def _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP: tl.constexpr):
     """Add one token, k and v [M, BLOCK_D] with equal rows, to a partial. Returns the partial and its logits [M]."""
-    products = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    products = _sum_products(q.to(tl.float32), k.to(tl.float32))
     logit = _logits2(products, scale, softcap, HAS_CAP)
     new_top = tl.maximum(top, logit)
     decay, weight = tl.exp2(top - new_top), tl.exp2(logit - new_top)
@@ -270,7 +280,7 @@ def _merge_sums(tops, totals):
     """Partials [M, PARTS] as one: top [M], total [M] and the weight [M, PARTS] of each acc."""
     top = tl.max(tops, 1)
     weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[:, None])
-    return top, tl.sum(weights * totals, 1), weights
+    return top, _sum_products(weights, totals), weights
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference import Centroids, Evicted, Moments
-from ._attention import LN2, LOG2E, _dot, _dot32, _rows_mask, _softmax_update, _tanh
+from ._attention import LN2, LOG2E, _dot, _dot32, _rows_mask, _softmax_update, _sum_products, _tanh
 from ._launch import check_centroids
 
 CENTROIDS = tl.constexpr(2)  # in place of the order of the moments
@@ -60,9 +60,9 @@ def _moment_partial(
             k = first + tl.arange(0, BLOCK_K)
             q = tl.load(q_ptr + rows[:, None] * D + k[None, :], mask=(rows < G)[:, None] & (k < D)[None, :], other=0.0)
             mean = tl.load(key_mean_ptr + k, mask=k < D, other=0.0)
-            products += tl.sum(q.to(tl.float32) * mean[None, :], 1)
+            products += _sum_products(q.to(tl.float32), mean[None, :])
             if SPREAD:
-                variance += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) * tl.load(spread_ptr)
+                variance += _sum_products(q.to(tl.float32), q.to(tl.float32)) * tl.load(spread_ptr)
             if ORDER == 1:
                 mask = _rows_mask(k < D, cols, D, BLOCK_D)
                 tile = tl.load(matrix_ptr + k[:, None] * D + cols[None, :], mask=mask, other=0.0)
@@ -106,9 +106,9 @@ def _seed(
             inside = part < D
             q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & inside[None, :], other=0.0)
             k = tl.load(key_mean_ptr + head * D + part, mask=inside, other=0.0)
-            middle += tl.sum(q.to(tl.float32) * k[None, :], 1)
+            middle += _sum_products(q.to(tl.float32), k[None, :])
             if SPREAD:
-                variance += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) * tl.load(spread_ptr + head)
+                variance += _sum_products(q.to(tl.float32), q.to(tl.float32)) * tl.load(spread_ptr + head)
             if ORDER == 1:
                 spot = slope_ptr + (head * D + part[:, None]) * DV + column[None, :]
                 slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
@@ -178,7 +178,7 @@ def _centroid_partial(
             place = keys_ptr + index[:, None] * D + dims[None, :]
             k = tl.load(place, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
             products += _dot32(q, tl.trans(k.to(tl.float32)), INTERP)
-            square += tl.sum(q * q, 1)
+            square += _sum_products(q, q)
         logits = _centroid_logits(products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         spot = values_ptr + index[:, None] * DV + cols[None, :]
@@ -223,7 +223,7 @@ def _seed_centroids(
             spot = keys_ptr + index[:, None] * D + part[None, :]
             k = tl.load(spot, mask=inside[:, None] & (part < D)[None, :], other=0.0)
             products = _dot_terms(products, q, tl.trans(k), 3, INTERP)
-            square += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
+            square += _sum_products(q.to(tl.float32), q.to(tl.float32))
         logits = _centroid_logits(products, square, index, inside, sizes_ptr, spread_ptr, scale, softcap, HAS_CAP)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         spot = values_ptr + index[:, None] * DV + column[None, :]

@@ -38,7 +38,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
 from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, STEP, TURN, most_left
-from ._attention import _barrier, _dot32, _home, _page
+from ._attention import _barrier, _dot32, _home, _page, _sum_products
 from ._launch import (
     INTERPRET,
     Workspace,
@@ -208,7 +208,7 @@ def _receive(
         more = tl.load(sizes_ptr + gone, mask=comes, other=0.0)
         share = more / tl.maximum(size + more, 1.0)
         step = tl.where(comes[:, None], _tile(keys_ptr, gone, comes, dk, DK) - k, 0.0)
-        spread += tl.load(spreads_ptr + gone, mask=comes, other=0.0) + size * share * (tl.sum(step * step, 1) / DK)
+        spread += tl.load(spreads_ptr + gone, mask=comes, other=0.0) + size * share * (_sum_products(step, step) / DK)
         k += share[:, None] * step
         v += share[:, None] * tl.where(comes[:, None], _tile(values_ptr, gone, comes, dv, DV) - v, 0.0)
         size += more

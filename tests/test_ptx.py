@@ -1,0 +1,34 @@
+"""Some launch of every compiled kernel file is executed every day; all are by `make test-ptx`."""
+
+import re
+
+from .processes import begin, of_module
+
+SAMPLE = (
+    "tests/ptx/test_launches.py::test_any_order_of_programs_gives_the_same_bits[decode-rows]",
+    "tests/ptx/test_launches.py::test_bugs_are_reported[a ticket that orders nothing]",
+    "tests/ptx/test_launches.py::test_bugs_are_reported[a barrier is missing in select]",
+    "tests/ptx/test_launches.py::test_bugs_are_reported[a store has no mask]",
+    "tests/test_kernels_centroids.py::test_decode_variants_with_centroids[nocap-append-1]",
+    "tests/test_kernels_codes.py::test_decode_variants[int8-None-None-True-True-1]",
+    "tests/test_kernels_decode.py::test_decode_attention_shapes[group7-bfloat16]",
+    "tests/test_kernels_decode.py::test_decode_attention_variants[1-3.0-True-True-4]",
+    "tests/test_kernels_decode.py::test_vector_decode_shapes[group8-float16]",
+    "tests/test_kernels_evict.py::test_evict_without_slope",
+    "tests/test_kernels_evict.py::test_moment_scores_shapes[llama-float32]",
+    "tests/test_kernels_prefill.py::test_groups[1-float32]",
+    "tests/test_kernels_remember.py::test_an_eviction[64-float32]",
+    "tests/test_kernels_scores.py::test_keydiff[cosine-mean-float32]",
+    "tests/test_kernels_scores.py::test_leverage[False-none-float32]",
+    "tests/test_kernels_scores.py::test_mass_groups[1-float32]",
+    "tests/test_kernels_scores.py::test_window_groups[1-float32]",
+    "tests/test_kernels_select.py::test_compact_keeps_and_merges[(2, 48, 40, 9, 40)-float32]",
+    "tests/test_kernels_select.py::test_select_is_exact[7-ties]",
+    "tests/test_kernels_slots.py::test_slot_signals",
+)
+
+
+def test_a_sample_of_executed_kernels(tmp_path):
+    arguments = "-p", "tests.ptx.plugin", "-q", "--durations=0", *SAMPLE
+    code, said, errors = begin(of_module("pytest"), tmp_path, *arguments).ended(timeout=550)
+    assert code == 0 and re.search(rf"^{len(SAMPLE)} passed", said, re.M), said + errors
