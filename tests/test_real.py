@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastkv import Budget, FastKVCache, patch, unpatch
+from fastkv.integrations.transformers import calibrate
 from fastkv.lab import facts
 from fastkv.lab.pretrained import load
 from perf.leaderboard import measure
@@ -73,3 +74,21 @@ def test_the_model_is_left_as_it_was(loaded, text):
     model, _ = loaded
     unpatch(model)
     assert torch.equal(model(text.reading.ids, logits_to_keep=1).logits[0, -1], text.reading.logits)
+
+
+@pytest.mark.calibrated
+def test_its_heads_are_known(loaded, monkeypatch, tmp_path):
+    """Without anything in the user's cache, and without calibrating."""
+    monkeypatch.setattr(calibrate, "user_cache", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(calibrate, "calibrate_heads", None)
+    shares = calibrate.shares_for(loaded[0], "calibrated")
+    assert shares.heads == (3,) * 30 and shares.tokens == 2048 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_what_is_known_is_what_calibration_finds(loaded):
+    """Another processor may draw other texts; the shares belong to the model."""
+    known, found = calibrate.known_shares(loaded[0]), calibrate.calibrate_heads(loaded[0])
+    for keep in (0.5, 0.25, 0.125, 0.0625):
+        both = torch.stack([known.shares(keep).flatten(), found.shares(keep).flatten()])
+        assert torch.corrcoef(both)[0, 1] > 0.95

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ FILE = TensorFile(
 )
 KEEPS = tuple(2 ** (-step / 2) for step in range(13))  # 1 to 1/64: shares are stored for these
 HEADS_FILE = "heads.safetensors"  # beside a model
+KNOWN = Path(__file__).parent / "known"  # of weights that were calibrated with the defaults, by their digest
 FLOOR = 0.1  # of the mean, what every head keeps in any case
 
 

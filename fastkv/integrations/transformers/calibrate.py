@@ -30,7 +30,7 @@ from ...cache import signals as told
 from ...cache.selection import protected
 from ...cache.wrappers import HeldPrompt
 from ...calibration.files import describe, fingerprint, user_cache
-from ...calibration.head_shares import FLOOR, HEADS_FILE, KEEPS, HeadShares, weights_digest
+from ...calibration.head_shares import FLOOR, HEADS_FILE, KEEPS, KNOWN, HeadShares, weights_digest
 from ...config import POLICY, WITHOUT_ROTARY, Config
 from ...errors import FastKVError
 from ...parallel import Parallel
@@ -319,7 +319,7 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     if known is not None:
         return known
     _check_whole(model)
-    file = _cached(model)
+    file = user_cache("heads") / f"{weights_digest(model)}.safetensors"
     print(
         f"fastkv: calibrating the heads of {describe(model.config)}, once for these weights, into {file}; "
         "Budget(heads='uniform') does without",
@@ -342,21 +342,19 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
 
 
 def known_shares(model: Any) -> HeadShares | None:
-    """The shares of a model from beside it or from the user's cache, if it was calibrated.
+    """The shares of a model from beside it, from the package (of models that its commands use) or from the user's cache,
+    if it was calibrated.
 
     Raises: FastKVError if a file is damaged or of other weights.
     """
     beside = Path(getattr(model.config, "_name_or_path", "") or ".") / HEADS_FILE
     if beside.is_file():
         return _checked(beside, model)
-    if Parallel.of(model).size > 1 or not _cached(model).is_file():
+    if Parallel.of(model).size > 1:
         return None  # a process with a part of the weights cannot know whose they are
-    return _checked(_cached(model), model)
-
-
-def _cached(model: Any) -> Path:
-    """Where the user's cache has the shares of these weights, if it has."""
-    return user_cache("heads") / f"{weights_digest(model)}.safetensors"
+    name = f"{weights_digest(model)}.safetensors"
+    files = (folder / name for folder in (KNOWN, user_cache("heads")))
+    return next((_checked(file, model) for file in files if file.is_file()), None)
 
 
 def _check_whole(model: Any) -> None:
