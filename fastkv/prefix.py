@@ -1,7 +1,10 @@
-"""compress: a prefix that others have read with a stock cache becomes a compressed one."""
+"""What is done with a prefix that was read: a stock cache of it is compressed, questions go on from copies of it."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -131,3 +134,38 @@ def _pairs(cache: Any, made: FastKVCache, model: Module) -> list[tuple[Tensor, T
             )
         found.append((layer.keys[:, :, :num], layer.values[:, :, :num]))
     return found
+
+
+@torch.no_grad()
+def answers(
+    model: Any, tokenizer: Any, cache: Any, seen: Tensor, questions: Sequence[Sequence[int]], tokens: int
+) -> list[list[int]]:
+    """What greedy decoding writes after each question, at most `tokens` tokens, without the one that ends it.
+
+    Args: cache: of the tokens `seen` [1, N], which stays as it is.  questions: tokens that come after them.
+    """
+    num, most = len(questions), max(map(len, questions))
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    rows = torch.tensor([[pad] * (most - len(one)) + [*one] for one in questions])
+    mask = torch.tensor([[0] * (most - len(one)) + [1] * len(one) for one in questions])
+    prompts = torch.cat([seen.expand(num, -1).to(model.device), rows.to(model.device)], 1)
+    mask = torch.cat([torch.ones_like(prompts[:, : seen.shape[1]]), mask.to(model.device)], 1)
+    how = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": pad}
+    written = model.generate(prompts, attention_mask=mask, past_key_values=forked(cache, num), **how)
+    ends = ends_of(model)
+    return [list(takewhile(lambda one: one not in ends, row)) for row in written[:, prompts.shape[1] :].tolist()]
+
+
+def forked(cache: Any, num: int) -> Any:
+    """A copy of a compressed or a stock cache, with every sequence so many times."""
+    if isinstance(cache, FastKVCache):
+        return cache.fork(num)
+    twin = copy.deepcopy(cache)
+    twin.batch_repeat_interleave(num)
+    return twin
+
+
+def ends_of(model: Any) -> set[int]:
+    """The tokens after which nothing is written."""
+    known = model.generation_config.eos_token_id
+    return set() if known is None else {known} if isinstance(known, int) else set(known)

@@ -46,6 +46,7 @@ ROOMS = [
     "module",
     "api",
     "prefix",
+    "pipeline",
     "lab",
 ]
 # Imports that would close a cycle at the top of a module, and why they may stand in a function.

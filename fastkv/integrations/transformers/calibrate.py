@@ -342,8 +342,7 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
 
 
 def known_shares(model: Any) -> HeadShares | None:
-    """The shares of a model from beside it, from the package (of models that its commands use) or from the user's cache,
-    if it was calibrated.
+    """The shares of a model from beside it, from the package or from the user's cache, if it was calibrated.
 
     Raises: FastKVError if a file is damaged or of other weights.
     """

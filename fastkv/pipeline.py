@@ -1,0 +1,124 @@
+"""transformers' pipeline "fastkv-text-generation", which importing this module registers.
+
+import fastkv.pipeline
+from transformers import pipeline
+
+ask = pipeline("fastkv-text-generation", model="Qwen/Qwen3-4B-Instruct-2507", budget="8x")
+ask(context=report, questions=["Who wrote it?", "When?"])["answers"]    # read once, each question for itself
+ask("Once upon a time")["generated_text"]
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Pipeline
+from transformers.pipelines import PIPELINE_REGISTRY
+
+from .api import patched
+from .errors import FastKVError
+from .prefix import answers
+
+TASK = "fastkv-text-generation"
+HERE = "<fastkv-question>"  # where the question goes in a message; no text has it
+
+
+class FastKVTextGenerationPipeline(Pipeline):
+    """Text from a model whose cache is compressed; many questions to a context that is read once.
+
+    Arguments of `transformers.pipeline` and of a call, where those of a call count:
+        policy, budget, and the others of `fastkv.patch`: how the cache is compressed. The model is patched while a call
+            lasts; without any of them it is used as it is, patched or not.
+        max_new_tokens: of an answer, at most (default: 50). Decoding is greedy.
+    Arguments of a call:
+        context: text that is read once, in place of a prompt.  question or questions: about it, which it is compressed
+            without. A tokenizer's chat template puts both into one message.
+    Returns: of a prompt {"generated_text"}, prompt included; of a context {"answer"} or {"answers"}.
+    Raises: FastKVError for questions without a context or a context without questions, or as `fastkv.patch`.
+    """
+
+    # What transformers.pipeline loads beside the model.
+    _load_processor: Any = False
+    _load_image_processor: Any = False
+    _load_feature_extractor: Any = False
+    _load_tokenizer: Any = True
+
+    def __call__(  # type: ignore[override]
+        self, inputs: Any = None, *, context: str | None = None, **options: Any
+    ) -> Any:
+        """See the class."""
+        asked = [name for name in ("question", "questions") if options.get(name) is not None]
+        if (inputs is None) == (context is None) or len(asked) != (context is not None):
+            given = [name for name, one in (("a prompt", inputs), ("a context", context)) if one is not None] + asked
+            raise FastKVError(
+                f"{TASK} needs a prompt, or a context with question=... or questions=[...], got "
+                f"{' and '.join(given) or 'nothing'}"
+            )
+        return super().__call__(inputs if context is None else context, **options)
+
+    def _sanitize_parameters(
+        self,
+        question: str | None = None,
+        questions: Any = None,
+        max_new_tokens: int | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        asked = [question] if question is not None else questions
+        if asked is not None and (not asked or isinstance(asked, str)):
+            raise FastKVError(f"questions must be a list of at least one, got {asked!r}; one goes into question=...")
+        forward: dict[str, Any] = {} if max_new_tokens is None else {"tokens": max_new_tokens}
+        if options:
+            forward["options"] = options
+        one = {} if asked is None else {"one": question is not None}
+        return ({} if asked is None else {"questions": asked}), forward, one
+
+    def preprocess(  # type: ignore[override]
+        self, text: str, questions: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Tokens of what is read once, and of what comes after it for each question."""
+        tokenizer: Any = self.tokenizer
+        whole = partial(tokenizer, return_tensors="pt", verbose=False)
+        if questions is None:
+            return {"ids": whole(text).input_ids, "text": text}
+        if tokenizer.chat_template is None:
+            before, after = text, ""
+            ids, asked = whole(before).input_ids, [f"\n{question}" for question in questions]
+        else:
+            message = [{"role": "user", "content": f"{text}\n\n{HERE}"}]
+            shown = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            before, _, after = shown.rpartition(HERE)
+            ids, asked = whole(before, add_special_tokens=False).input_ids, questions
+        rows = [tokenizer(f"{question}{after}", add_special_tokens=False).input_ids for question in asked]
+        return {"ids": ids, "questions": rows}
+
+    def _forward(  # type: ignore[override]
+        self, inputs: dict[str, Any], tokens: int = 50, options: dict[str, Any] | None = None
+    ) -> Any:
+        model: Any = self.model
+        ids = inputs["ids"]
+        with patched(model, **options) if options else nullcontext(), torch.no_grad():
+            if "questions" not in inputs:
+                how = {"max_new_tokens": tokens, "do_sample": False}
+                written = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+                return {"written": written[0, ids.shape[1] :].tolist(), "text": inputs["text"]}
+            cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+            return {"written": answers(model, self.tokenizer, cache, ids, inputs["questions"], tokens)}
+
+    def postprocess(  # type: ignore[override]
+        self, outputs: dict[str, Any], one: bool = False
+    ) -> dict[str, Any]:
+        """As text."""
+        tokenizer: Any = self.tokenizer
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        if "text" in outputs:
+            return {"generated_text": outputs["text"] + decode(outputs["written"])}
+        said = [decode(row).strip() for row in outputs["written"]]
+        return {"answer": said[0]} if one else {"answers": said}
+
+
+PIPELINE_REGISTRY.register_pipeline(
+    TASK, pipeline_class=FastKVTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text"
+)

@@ -1,0 +1,103 @@
+"""The pipeline: a context that is read once, plain prompts, and what it refuses."""
+
+import pytest
+import torch
+import transformers
+
+import fastkv
+import fastkv.pipeline
+from fastkv import FastKVError
+from fastkv.lab import asking
+
+from .processes import run
+from .toy import generate, load
+
+
+@pytest.fixture(scope="module")
+def parts():
+    model, tokenizer = load()
+    return model, tokenizer, generate("facts", 512, 0, questions=3)
+
+
+def made(parts, **options):
+    return transformers.pipeline("fastkv-text-generation", model=parts[0], tokenizer=parts[1], **options)
+
+
+def test_questions_to_a_context_that_is_read_once(parts):
+    model, tokenizer, sample = parts
+    ask = made(parts, policy="keydiff", budget=256, max_new_tokens=4)
+    read = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0].shape))
+    said = ask(context=sample.context, questions=list(sample.questions))["answers"]
+    hook.remove()
+    assert sum(shape[1] > 300 for shape in read) == 1 and len(said) == 3
+    assert "_fastkv_config" not in vars(model), "patched while the call lasts"
+    ids = tokenizer(sample.context, return_tensors="pt").input_ids
+    for question, answer in zip(sample.questions, said):
+        rows = [tokenizer(f"\n{question}", add_special_tokens=False).input_ids]
+        with fastkv.patched(model, "keydiff", 256):
+            (want,) = asking.answers(model, tokenizer, asking.read(model, ids), ids, rows, 4)
+        assert answer == tokenizer.decode(want, skip_special_tokens=True).strip()
+        assert ask(context=sample.context, question=question) == {"answer": answer}
+
+
+def test_a_call_may_say_more_than_the_pipeline(parts):
+    ask, context = made(parts, budget=64, policy="streaming"), parts[2].context
+    few = ask(context=context, question="What?", max_new_tokens=2)
+    assert few != ask(context=context, question="What?", max_new_tokens=9)
+    with fastkv.patched(parts[0], "streaming", 64):
+        plain = made(parts)
+        assert plain(context=context, question="What?", max_new_tokens=2) == few
+        assert "_fastkv_config" in vars(parts[0]), "a model that was patched stays so"
+
+
+def test_a_plain_prompt(parts):
+    model, tokenizer, _ = parts
+    text = "the river and the hill"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    with fastkv.patched(model, "keydiff", 64):
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    want = text + tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+    assert made(parts, policy="keydiff", budget=64)(text, max_new_tokens=5) == {"generated_text": want}
+    both = made(parts, policy="keydiff", budget=64)([text, text], max_new_tokens=5)
+    assert both == [{"generated_text": want}] * 2
+
+
+def test_a_chat_template_holds_context_and_question(parts):
+    tokenizer = load()[1]
+    tokenizer.chat_template = "user : {{ messages[0]['content'] }} . answer :"
+    ask = made((parts[0], tokenizer), policy="streaming", budget=64)
+    found = ask.preprocess("the river", ["what", "who"])
+    texts = [tokenizer.decode([*found["ids"][0], *row]) for row in found["questions"]]
+    assert texts == [tokenizer.decode(tokenizer(f"user : the river {q} . answer :", add_special_tokens=False).input_ids)
+                     for q in ("what", "who")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, "got nothing"),
+        ({"context": "a"}, "got a context"),
+        ({"inputs": "a", "question": "b"}, "got a prompt and question"),
+        ({"inputs": "a", "context": "a", "question": "b"}, "got a prompt and a context and question"),
+        ({"context": "a", "questions": []}, "at least one"),
+        ({"context": "a", "questions": "b"}, "at least one"),
+        ({"context": "a", "question": "b", "policy": "nope"}, "unknown policy"),
+        ({"context": "a", "question": "b", "budget": 8}, "smaller than sinks"),
+    ],
+    ids=str,
+)
+def test_refusals(parts, given, message):
+    with pytest.raises(FastKVError, match=message):
+        made(parts)(**given)
+    assert "_fastkv_config" not in vars(parts[0])
+
+
+def test_only_the_import_registers(tmp_path):
+    code, said, errors = run(
+        "import fastkv, fastkv.api\nfrom transformers.pipelines import PIPELINE_REGISTRY as known\n"
+        "before = 'fastkv-text-generation' in known.get_supported_tasks()\nimport fastkv.pipeline\n"
+        "print(before, 'fastkv-text-generation' in known.get_supported_tasks())",
+        tmp_path,
+    )
+    assert (code, said) == (0, "False True\n"), errors
