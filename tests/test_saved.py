@@ -358,24 +358,6 @@ def rewritten(path, content, change=None, tensors=None):
 
 
 @torch.no_grad()
-def test_a_file_that_does_not_name_a_choice_was_saved_before_there_was_one(tmp_path):
-    """What Compactor remembers of a token is another number since its attention is another."""
-
-    def forget(header):
-        for name in ("scaled", "values_first", "centred"):
-            del header["settings"][f"policy.{name}"]
-
-    model, path = build(), tmp_path / "cache"
-    before = policies.get("compactor", scaled=True, values_first=False)
-    fastkv.patch(model, before, small(), evict_every=EVERY)
-    model(prompt()[0]).past_key_values.save(path)
-    old = rewritten(path, path.read_bytes(), forget)
-    FastKVCache.load(old, model)
-    fastkv.patch(model, "compactor", small(), evict_every=EVERY)
-    refused(old, model, "policy.scaled=True, policy.values_first=False, got policy.scaled=False")
-
-
-@torch.no_grad()
 def test_in_how_many_rounds_a_prompt_was_read_is_no_setting_of_its_cache(tmp_path):
     model, path = build(), tmp_path / "cache"
     fastkv.patch(model, policies.get("momentkv", rounds=3), small(), evict_every=EVERY)

@@ -80,13 +80,15 @@ def test_the_scan_finds_what_it_looks_for(text):
 
 
 def test_dynamic_imports_name_modules_of_the_package():
-    """The command line imports its commands late, by names that are written in its own file; so are the backends."""
+    """Public names, backends and commands are imported late, by names that are written in the file that does it."""
     texts = {path.relative_to(ROOT / "fastkv").as_posix(): path.read_text() for path in FILES}
-    assert [name for name, text in texts.items() if "import_module" in text] == ["backend.py", "cli.py"]
+    late = [name for name, text in texts.items() if "import_module" in text]
+    assert late == ["__init__.py", "backend.py", "lab/cli.py"]
     assert all(name.startswith(".") for name in fastkv.backend.MODULES.values())
+    assert fastkv.PLACES.keys() <= set(fastkv.__all__)
     given = [
         keyword.value
-        for node in ast.walk(ast.parse(texts["cli.py"]))
+        for node in ast.walk(ast.parse(texts["lab/cli.py"]))
         if isinstance(node, ast.Call)
         for keyword in node.keywords
         if keyword.arg == "module"

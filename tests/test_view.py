@@ -87,7 +87,7 @@ def array(data, cache, name):
 def plainly(bundled, cache):
     """The model patched as for that cache of the page."""
     budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], sinks=SINKS, recent=RECENT), torch.float32)
-    settings = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model"}
+    settings = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model", "backend": "reference"}
     return patched(bundled[0], cache["policy"], budget, **settings)
 
 

@@ -326,8 +326,9 @@ class _File:
         """Raise FastKVError unless these are the settings that were saved."""
         saved = dict(self.header.get("settings") or {})
         names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]
-        if "policy" in names:  # another policy has other hyper-parameters
-            names = [name for name in names if not name.startswith("policy.")]
+        for kind in ("policy", "correction"):
+            if kind in names:  # another one has other hyper-parameters
+                names = [name for name in names if not name.startswith(f"{kind}.")]
         if names:
             was, now = ([f"{name}={settings.get(name)}" for name in names] for settings in (saved, here))
             raise FastKVError(
