@@ -56,8 +56,8 @@ class Table:
     keeps: tuple[float, ...] = KEEPS
 
 
-ONCE = tuple(name for name in SOME if name not in TWICE)
 FEW = ("fastkv", "fastkv-reread", "momentkv", "compactor", "kvzip", "streaming")
+ONCE = tuple(name for name in FEW if name not in TWICE)
 NARROW = (0.25, 0.125)
 TABLES = {
     "later_2048": Table("2,048 tokens, compressed before the question", names=ALL),
@@ -77,7 +77,7 @@ TABLES = {
     ),
     "tokens_2048": Table("2,048 tokens, at equal tokens, in float32", equal="tokens", keeps=NARROW),
     "later_1024": Table("1,024 tokens, compressed before the question", length=1024, keeps=NARROW),
-    "later_4096": Table("4,096 tokens, compressed before the question", length=4096, keeps=NARROW),
+    "later_4096": Table("4,096 tokens, compressed before the question", length=4096, names=FEW, keeps=NARROW),
     "later_8000": Table("8,000 tokens, compressed before the question", length=8000, names=FEW, keeps=NARROW),
 }
 QUICK = 2  # texts, of the first table in its narrow columns

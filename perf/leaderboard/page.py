@@ -27,7 +27,8 @@ SmolLM2-135M-Instruct reads real text with six facts of nine kinds in it. It is 
 words of the text, and in other words. Texts are docstrings of Python's standard library. Nothing was tuned on them or
 on these facts. Policies, budgets and corrections share one reading of each text. Every cache has the stated share of
 the bytes of a bfloat16 cache of the whole text, everything counted. The model computes in float32. Each head keeps what
-it needs ([budgets](budgets.md#heads)), except where all are alike.
+it needs ([budgets](budgets.md#heads)), except where all are alike. Slots are those of `budget="4x"`, `"8x"` and so on:
+of 8 bits, at 93.75 % removed of 4 ([bits](budgets.md#bits)), except in tables in bfloat16 and for `grkv`.
 
 - **right**: of the questions that the full cache answers, the share whose answer the compressed cache generates too,
   greedily; ± one standard error over texts.
@@ -110,7 +111,8 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
         if not columns:
             continue
         told = whole[0]
-        where = f"torch {told['torch']}, transformers {told['transformers']}, commit {told['commit']}, {told['cpu']}"
+        commits = " and ".join(dict.fromkeys(row["commit"] for row in whole))
+        where = f"torch {told['torch']}, transformers {told['transformers']}, commit {commits}, {told['cpu']}"
         count = min(len(finished[keep]) for keep in columns)
         asked = min(fewest([row for row in whole if row["keep"] == keep]) for keep in columns)
         note = f"{count} texts, {asked} answerable questions or more in each cell; {where}."
