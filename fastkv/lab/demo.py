@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
         with cached(model, policy, budget, settings.slots):
             common.check_first(policy, model, budget)
     common.make_folder(settings.out)
-    tell(tokenizer, sample, settings, console)
+    tell(model, tokenizer, sample, settings, console)
     rows = []
     every = zip([(common.FULL, settings.context), *caches], [None, *budgets])
     for row in measured(model, tokenizer, sample, settings, every):
@@ -146,13 +146,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     return rows
 
 
-def tell(tokenizer: Any, sample: facts.Sample, settings: argparse.Namespace, console: Console) -> None:
+def tell(model: Any, tokenizer: Any, sample: facts.Sample, settings: argparse.Namespace, console: Console) -> None:
     """What is read, one of the facts in it, and all questions."""
     first, text = sample.questions[0], tokenizer.decode(sample.prefix)
     before, _, after = (" ".join(part.split()) for part in text.partition(first.fact))
     console.print(
         f"{settings.model} reads {len(sample.prefix)} tokens of {settings.text} once, with six facts in them. Each "
-        "cache is cut to its size; only then come the questions.\n"
+        f"cache is cut to its size; only then come the questions. The full cache is in {str(model.dtype).removeprefix('torch.')}.\n"
     )
     console.print(f"  ... {before[-AROUND:]} [{first.fact}] {after[:AROUND]} ...\n", markup=False)
     for number, question in enumerate(sample.questions, 1):
