@@ -150,9 +150,10 @@ def tell(model: Any, tokenizer: Any, sample: facts.Sample, settings: argparse.Na
     """What is read, one of the facts in it, and all questions."""
     first, text = sample.questions[0], tokenizer.decode(sample.prefix)
     before, _, after = (" ".join(part.split()) for part in text.partition(first.fact))
+    dtype = str(model.dtype).removeprefix("torch.")
     console.print(
         f"{settings.model} reads {len(sample.prefix)} tokens of {settings.text} once, with six facts in them. Each "
-        f"cache is cut to its size; only then come the questions. The full cache is in {str(model.dtype).removeprefix('torch.')}.\n"
+        f"cache is cut to its size; only then come the questions. The full cache is in {dtype}.\n"
     )
     console.print(f"  ... {before[-AROUND:]} [{first.fact}] {after[:AROUND]} ...\n", markup=False)
     for number, question in enumerate(sample.questions, 1):
