@@ -367,6 +367,13 @@ MUTATIONS = [
         "bias.py::test_a_block_comes_with_no_bias",
     ),
     bug(
+        "threads that should hold the same sum do not",
+        "kernels/_attention.py",
+        "return tl.sum(tl.fma(a, b, 0.0), 1)",
+        "return tl.sum(a * b, 1)",
+        "ptx.py::test_a_sample_of_executed_kernels",
+    ),
+    bug(
         "kernels add natural biases to base-2 logits",
         "kernels/_attention.py",
         "return tl.load(bias_ptr + slot, mask=inside, other=0.0) * LOG2E",
