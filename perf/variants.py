@@ -238,13 +238,15 @@ def of_key_scores(kernel: Any, dim: int, metric: str, real: str, arches: tuple[s
     return variant(name, kernel, flags, types=dict(lengths_ptr="*i64"), arches=arches)
 
 
-def of_leverage(kernel: Any, dim: int, hip: bool) -> Variant:
+def of_leverage(kernel: Any, dim: int, hip: bool, columns: int = 64) -> Variant:
     """Of `fastkv.kernels.leverage`."""
     tile, warps = leverage._tile(pow2(dim), hip)
-    flags = dict(HEADS=8, D=dim, BD=pow2(dim), K=64, BK=64, BLOCK_N=tile, HAS_MASK=True, CENTRE=True)
+    flags = dict(HEADS=8, D=dim, BD=pow2(dim), K=columns, BK=columns, BLOCK_N=tile, HAS_MASK=True, CENTRE=True)
+    if kernel is leverage._norm_kernel:
+        flags["PART"] = min(leverage._part(torch.bfloat16), columns)
     return variant(
-        f"leverage {kernel.__name__.strip('_')} D{dim}", kernel, flags, even=("stride_",),
-        num_warps=warps, num_stages=2, arches=HIP if hip else CUDA,
+        f"leverage {kernel.__name__.strip('_')} D{dim}" + f" columns {columns}" * (columns != 64), kernel, flags,
+        even=("stride_",), num_warps=warps, num_stages=2, arches=HIP if hip else CUDA,
     )  # fmt: skip
 
 
@@ -546,7 +548,8 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         for kernel in (leverage._gram_kernel, leverage._norm_kernel)
         for dim in (64, 80, 128, 256, 512)
         if not (hip and dim > 256)
-    ],
+    ]
+    + [of_leverage(leverage._norm_kernel, dim, False, 128) for dim in (128, 256)],
     "moment_scores": [
         *(of_moment_scores(d) for d in (64, 80, 96, 128, 256)),
         *(of_moment_scores(d, "fp32") for d in (128, 256)),

@@ -394,6 +394,11 @@ def test_leverage_head_dims(dim, size, method):
     check_leverage(tokens(1, 2, 150, dim, torch.float16), size, None, method)
 
 
+@pytest.mark.parametrize("dim, size", [(128, 100), (256, 64)])
+def test_leverage_of_wide_sketches_in_float32(dim, size):
+    check_leverage(tokens(1, 2, 70, dim), size, None)
+
+
 def test_leverage_splits_of_the_keys(monkeypatch):
     monkeypatch.setattr(leverage, "LEAST_ROWS", 64)
     for centre in (False, True):
@@ -433,7 +438,10 @@ def test_leverage_of_outlier_channels():
 
 def test_leverage_refuses_a_wide_sketch():
     with pytest.raises(FastKVError, match="at most 128 columns"):
-        leverage.leverage_scores(keys=tokens(1, 1, 4, 256), sketch=torch.eye(256))
+        leverage.leverage_scores(keys=tokens(1, 1, 4, 128), sketch=torch.ones(128, 256))
+    for dim, dtype in ((256, torch.float32), (512, torch.float16)):
+        with pytest.raises(FastKVError, match=f"at most 64 columns for {dtype} of size {dim}"):
+            leverage.leverage_scores(keys=tokens(1, 1, 4, dim, dtype), sketch=torch.ones(dim, 65))
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -1,10 +1,11 @@
 """Approximate leverage of each key: Compactor, Alg. 1, by a sketch and a Cholesky factor.
 
-X = K Phi (Phi [D, k], k <= 128), X^T X = L L^T, score_i = |L^-1 x_i|^2. Twin of `reference.leverage_scores` for methods
-"cholesky" and "srht" (the sketch is an argument). Two passes over the keys: Gram partials per split, added up in order;
-then x_i again and its solved norm. In between torch factors the k x k matrices in float64 without a host sync; if the
-relative ridge of 1e-6 is lost in the rounding of rank-deficient keys, a second factor with 1e-4 takes its place, chosen
-on the device. With `centre` each split sums about the mean of its first keys, and splits merge as in Chan et al.
+X = K Phi (Phi [D, k], k <= 128; 64 for keys of more than 512 bytes), X^T X = L L^T, score_i = |L^-1 x_i|^2. Twin of
+`reference.leverage_scores` for methods "cholesky" and "srht" (the sketch is an argument). Two passes over the keys:
+Gram partials per split, added up in order; then x_i again and its solved norm. In between torch factors the k x k
+matrices in float64 without a host sync; if the relative ridge of 1e-6 is lost in the rounding of rank-deficient keys, a
+second factor with 1e-4 takes its place, chosen on the device. With `centre` each split sums about the mean of its first
+keys, and splits merge as in Chan et al.
 
 Bytes: keys twice, 4 N out, 4 k^2 per split and head.
 Does not handle: unsketched keys with D > 128 and the QR and SVD methods; they stay in the reference.
@@ -26,6 +27,16 @@ WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial produ
 LEAST_ROWS = 512  # of a split
 MAX_SPLITS = 64
 MAX_SKETCH = 128
+
+
+def _most_columns(width: int, dtype: torch.dtype) -> int:
+    """Of a sketch for keys padded to `width`: more do not fit in any chip's shared memory beside a tile of keys."""
+    return MAX_SKETCH if width * dtype.itemsize <= 512 else MAX_SKETCH // 2
+
+
+def _part(dtype: torch.dtype) -> int:
+    """How many columns are solved at once: their three terms fit in shared memory beside the sketch, also on sm_80."""
+    return 32 if dtype == torch.float32 else 64
 
 
 def _tile(width: int, hip: bool) -> tuple[int, int]:
@@ -96,15 +107,17 @@ def _gram_kernel(
 def _norm_kernel(
     keys_ptr, mask_ptr, sketch_ptr, solve_ptr, mean_ptr, scores_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, INTERP: tl.constexpr,
+    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, PART: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
     low = tl.program_id(0) * rows_per_split
     high = tl.minimum(low + rows_per_split, N)
     sketch = _sketch(sketch_ptr, D, BD, K, BK)
-    row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
-    solve = tl.load(solve_ptr + (head * K + row) * K + column, mask=(row < K) & (column < K), other=0.0)
+    row, columns = tl.arange(0, BK)[:, None], tl.arange(0, PART)[None, :]
+    solve_ptr += head * K * K
+    if PART == BK:
+        solve = tl.load(solve_ptr + row * K + columns, mask=(row < K) & (columns < K), other=0.0)
     mean = tl.zeros([BK], tl.float32)
     if CENTRE:
         mean = tl.load(mean_ptr + head * K + tl.arange(0, BK), mask=tl.arange(0, BK) < K, other=0.0)
@@ -112,8 +125,14 @@ def _norm_kernel(
         x, index, real = _sketched_keys(
             keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK, INTERP
         )
-        y = _dot32(tl.where(real[:, None], x - mean[None, :], 0.0), solve, INTERP)
-        tl.store(scores_ptr + head * N + index, tl.sum(y * y, 1), mask=index < high)
+        x = tl.where(real[:, None], x - mean[None, :], 0.0)
+        score = tl.zeros([BLOCK_N], tl.float32)
+        for part in tl.range(0, K, PART):
+            if PART < BK:
+                solve = tl.load(solve_ptr + row * K + part + columns, mask=(row < K) & (part + columns < K), other=0.0)
+            y = _dot32(x, solve, INTERP)
+            score += tl.sum(y * y, 1)
+        tl.store(scores_ptr + head * N + index, score, mask=index < high)
 
 
 def _solve_matrix(grams: Tensor, means: Tensor, counts: Tensor, centre: bool) -> tuple[Tensor, Tensor]:
@@ -149,16 +168,17 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     check_head_dim("leverage_scores", dim)
     check_like("leverage_scores", (dim, None), sketch=sketch)
     check_like("leverage_scores", (batch, heads, num), mask=mask)
-    if size > MAX_SKETCH or sketch.dtype != torch.float32:
+    width = pow2(dim, 16)
+    most = _most_columns(width, keys.dtype)
+    if size > most or sketch.dtype != torch.float32:
         raise FastKVError(
-            f"leverage_scores: the sketch must be fp32 with at most {MAX_SKETCH} columns, got {sketch.dtype} with "
-            f"{size}; use reference.leverage_scores"
+            f"leverage_scores: the sketch must be fp32 with at most {most} columns for {keys.dtype} of size {dim}, got "
+            f"{sketch.dtype} with {size}; use reference.leverage_scores"
         )
     assert keys.stride(-1) == 1
     scores = torch.empty(batch, heads, num, dtype=torch.float32, device=keys.device)
     if not scores.numel():
         return scores
-    width = pow2(dim, 16)
     tile, warps = _tile(width, on_hip())
     rows = triton.cdiv(max(LEAST_ROWS, triton.cdiv(num, MAX_SPLITS)), tile) * tile
     splits = triton.cdiv(num, rows)
@@ -172,5 +192,6 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     flags |= {"num_warps": warps, "num_stages": stages(2)}
     grid = (splits, batch * heads)
     _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
-    _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, **flags)
+    part = min(_part(keys.dtype), flags["BK"])
+    _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, PART=part, **flags)
     return scores
