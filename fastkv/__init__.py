@@ -59,8 +59,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     place = PLACES.get(name)
-    found = import_module(f".{name if place is None else place}", __name__)
-    globals()[name] = found = found if place is None else getattr(found, name)
+    module = import_module(f".{place or name}", __name__)
+    globals()[name] = found = getattr(module, name) if place else module
     return found
 
 

@@ -61,8 +61,8 @@ def patch(
             brings. "vector" lets twice as many tokens keep their key only, in the room of half the pairs, and recovers
             their values with a linear map (VECTOR); "vector+mean" and "vector+moments" do both. An object has other
             settings, as `fastkv.corrections.get("centroids", share=8)`.
-        backend: "auto" runs Triton kernels on an accelerator ("triton") and torch's fused attention on a CPU ("cpu");
-            these two and "reference", plain torch, can be asked for.
+        backend: "auto" runs Triton kernels on an accelerator ("triton"), and C++ and torch's fused attention on a CPU
+            ("cpu"); these two and "reference", plain torch, can be asked for.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
             as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
         slots: how keys and values are stored: "model" in the model's dtype; "int8" and "fp8" in 8 bits a number, about

@@ -1,4 +1,4 @@
-"""Which implementation of the operations runs: "reference" (torch), "cpu" (torch's fused attention) or "triton"."""
+"""Which implementation of the operations runs: "reference" (torch), "cpu" (C++ and fused torch) or "triton"."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .calibration.head_shares import HeadShares
 from .errors import FastKVError
 
 HEADS = ("calibrated", "uniform", "adaptive")
-UNITS = ("tokens", "keep", "bytes", "compress", "quality")
+UNITS = {"tokens": int, "keep": float, "bytes": int, "compress": float, "quality": float}
 TIMES = re.compile(r"\d+(\.\d+)?x")
 PYRAMID_BETA = 20.0  # PyramidKV (arXiv:2406.02069): the last layer gets 1/beta of the average
 

@@ -253,7 +253,7 @@ class FastKVAttention(Module):
         config = self.config
         if config.budget.follows_prompt and prompt is None:
             raise FastKVError(
-                f"{NAME}: Budget(keep=...) is a share of the first prompt, whose length is not known yet; pass "
+                f"{NAME}: the budget follows the first prompt, whose length is not known yet; pass "
                 "allocate(..., prompt=length) or let the first forward allocate"
             )
         like = torch.empty(batch_size, self.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)

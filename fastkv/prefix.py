@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from . import config as settings
+from . import corrections
 from .api import patch
 from .budget import Budget
 from .config import Config
 from .errors import FastKVError
-from .integrations import transformers as engine
-from .integrations.transformers import modules
-from .integrations.transformers.cache import FastKVCache
-from .policies import Policy
+from .integrations.transformers import check, latent, modules
+from .integrations.transformers.cache import FastKVCache, compressible, stock_layers
+from .integrations.transformers.layer import FastKVLayer
+from .policies import Policy, get
 
 POLICY = "keydiff"  # of those that look at keys and values alone, the one that answers best
 FROM_KEYS = frozenset({"pre_rope", "query_statistics"})  # signals that a cache and a file can give
@@ -51,18 +52,13 @@ def compress(
         options: more arguments of `fastkv.patch`.
     Raises: FastKVError if the policy needs more, if the cache does not hold every token of every layer, or as `patch`.
     """
-    before = vars(model).get("_fastkv_config")
+    chosen = get(policy)
+    check(model, Config(chosen, Budget.of(budget)))
+    _check_policy(chosen, budget, options.get("correction", "auto"))
+    layers = _pairs(cache, model)
+    valid = _valid(attention_mask, layers[0][0])
     patch(model, policy, budget, **options)
-    try:
-        made = FastKVCache(model)
-        _check_policy(made.config)
-        layers = _pairs(cache, made, model)
-        valid = _valid(attention_mask, layers[0][0])
-    except FastKVError:
-        engine.detach(model)
-        if before is not None:
-            engine.attach(model, engine.check(model, before), before)
-        raise
+    made = FastKVCache(model)
     batch, num = valid.shape
     attentions = modules.attentions(model)
     for layer, (k, v) in zip(made.compressed, layers):
@@ -80,16 +76,17 @@ def compress(
     return made
 
 
-def _check_policy(config: Config) -> None:
-    """Raise FastKVError for a policy or a correction that looks at more than keys and values."""
-    policy = config.policy
-    if policy.needs <= FROM_KEYS and not (config.deferred or policy.remembers or config.correction.observes):
-        return
-    what = f"policy {policy.name!r}"
-    if config.correction.observes:
-        what = f"correction={config.correction.name!r}"
-    elif config.budget.quality is not None:
+def _check_policy(policy: Policy, budget: int | str | Budget, correction: Any) -> None:
+    """Raise FastKVError for a policy, a budget or a correction that looks at more than keys and values."""
+    wanted = corrections.get(policy.correction if correction == "auto" else correction)
+    if policy.rereads or policy.remembers or not policy.needs <= FROM_KEYS:
+        what = f"policy {policy.name!r}"
+    elif wanted.observes:
+        what = f"correction={wanted.name!r}"
+    elif Budget.of(budget).quality is not None:
         what = "Budget(quality=...)"
+    else:
+        return
     raise FastKVError(
         f"a cache holds keys and values, and {what} looks at queries or attention too; use policy 'keydiff', "
         "'leverage', 'lagkv', 'knorm', 'manifold' or 'streaming', or read the prefix with a patched model"
@@ -109,19 +106,21 @@ def _valid(mask: Tensor | None, keys: Tensor) -> Tensor:
     return mask.to(keys.device, torch.bool)
 
 
-def _pairs(cache: Any, made: FastKVCache, model: Module) -> list[tuple[Tensor, Tensor]]:
+def _pairs(cache: Any, model: Any) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of each layer. Raises: FastKVError if they are not there for every token of every layer."""
-    name = type(cache).__name__
+    name, stock = type(cache).__name__, stock_layers(model)
     held: Any = getattr(cache, "layers", None)
-    if isinstance(cache, FastKVCache) or held is None or len(held) != len(made.layers):
+    kinds = list(compressible(model, stock).values())
+    latents = any(map(latent.is_latent, modules.attentions(model).values()))
+    if kinds != [FastKVLayer] * len(stock) or modules.sources(model) or latents:
         raise FastKVError(
-            f"compress needs a cache of transformers with {len(made.layers)} layers, as DynamicCache, got {name}; pass "
-            "what model(ids, use_cache=True).past_key_values is without fastkv"
+            f"{type(model).__name__} has layers that are not compressed, share keys or cache latents, expected plain "
+            "attention in every layer; read the prefix with a patched model"
         )
-    if len(made.compressed) < len(made.layers) or modules.sources(model):
+    if isinstance(cache, FastKVCache) or held is None or len(held) != len(stock):
         raise FastKVError(
-            f"{type(model).__name__} has layers that are not compressed or share keys, expected full attention in "
-            "every layer; read the prefix with a patched model"
+            f"compress needs a cache of transformers with {len(stock)} layers, as DynamicCache, got {name}; pass what "
+            "model(ids, use_cache=True).past_key_values is without fastkv"
         )
     num = int(cache.get_seq_length())
     found = []

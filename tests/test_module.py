@@ -605,7 +605,7 @@ def test_refused_when_called():
     module = fresh()
     with pytest.raises(FastKVError, match="is empty; run it"):
         module.stored()
-    with pytest.raises(FastKVError, match=r"share of the first prompt"):
+    with pytest.raises(FastKVError, match=r"follows the first prompt"):
         fresh("keydiff", small(tokens=None, keep=0.5)).allocate(1)
     with pytest.raises(FastKVError, match="give at least"):
         fresh("keydiff", small(tokens=None, bytes=100))(*tokens(9))

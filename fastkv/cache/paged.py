@@ -53,7 +53,7 @@ class PagedRule:
         if budget.follows_prompt:
             raise FastKVError(
                 "a page holds the same number of tokens whatever the prompt, got a budget that follows the prompt "
-                "(keep or quality); give tokens or bytes"
+                "(keep, compress or quality); give tokens or bytes"
             )
         slope = resolve(config.backend, keys.device) == "triton"
 

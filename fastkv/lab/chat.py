@@ -22,6 +22,7 @@ from ..config import BUDGET, POLICY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer
+from ..prefix import ends_of
 from . import common
 
 HELP = """/stats        tokens seen and kept, bytes
@@ -112,12 +113,6 @@ def token_bytes(layer: FastKVLayer) -> int:
     numbers = state.exact.format.dim(state.exact.keys.shape[-1])
     numbers += 0 if state.exact.values is None else state.exact.value_dim
     return state.heads * numbers * state.exact.dtype.itemsize
-
-
-def ends_of(model: Any) -> set[int]:
-    """The tokens that end an answer."""
-    ends = model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .. import __version__, policies
-from ..budget import HEADS, TIMES, Budget
+from ..budget import HEADS, TIMES, UNITS, Budget
 from ..calibration.files import replace_file
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
@@ -39,7 +39,6 @@ EQUAL = (
 )
 MODEL = "smollm2 (SmolLM2-135M-Instruct, of the extra real), a folder, a .gguf file or a name"
 TEXTS = f"a text in UTF-8, - for standard input, or {', '.join(texts.SOURCES)}, which come with Python"
-UNITS = {"tokens": int, "keep": float, "bytes": int, "compress": float, "quality": float}
 SHORTEST = 96  # tokens of a text
 FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
 SUFFIXES = (".txt", ".md")

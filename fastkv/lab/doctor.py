@@ -69,8 +69,8 @@ def backends() -> Lines:
     """What can compute fastkv's operations here, and why the rest cannot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = compiled.library("codes")
-    how = f"decoded for every step, as nothing was compiled: {found}" if isinstance(found, str) else "compiled"
-    cpu = f"torch's fused attention; slots of 8 and 4 bits are {how}"
+    how = f"torch alone, as nothing was compiled: {found}" if isinstance(found, str) else "compiled C++"
+    cpu = f"prompts: torch's fused attention; decode steps: {how}"
     about = {"reference": "plain torch, any device", "cpu": cpu, "triton": "the kernels"}
     problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
     return {name: f"not available: {why}" if why else f"available ({about[name]})" for name, why in problems.items()}

@@ -73,7 +73,9 @@ TABLES = {
     ),
     # What `patch` does not choose for such bytes.
     "int4_2048": Table("2,048 tokens, slots of 4 bits", names=FEW, settings={"slots": "int4"}, keeps=(0.125,), texts=7),
-    "int8_2048": Table("2,048 tokens, slots of 8 bits", names=FEW, settings={"slots": "int8"}, keeps=(0.0625,), texts=7),
+    "int8_2048": Table(
+        "2,048 tokens, slots of 8 bits", names=FEW, settings={"slots": "int8"}, keeps=(0.0625,), texts=7
+    ),
     "blocks_2048": Table("2,048 tokens in blocks of 256", names=ONCE, settings={"prefill_block": 256}, keeps=NARROW),
     "seen_2048": Table(
         "2,048 tokens, read together with the question", names=FEW, question="seen", keeps=NARROW, texts=7

@@ -46,7 +46,6 @@ def write(
         int64, `rope_deltas` of the cache.
     Raises: FastKVError if the cache is empty, awaits a roll-back or is of several processes, or if writing fails.
     """
-
     _check_alone(layers)
     tensors: dict[str, Tensor] = {} if deltas is None else {DELTAS: deltas.cpu().contiguous()}
     entries = []
