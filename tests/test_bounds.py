@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastkv
+from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 from fastkv.integrations.transformers.layer import FastKVLayer
 
@@ -29,7 +30,7 @@ class Watch:
                 module.register_forward_hook(self.check, with_kwargs=True)
 
     def check(self, module, args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs[stock.CACHE].layers[module.layer_idx]
         state = layer.state
         assert {rows.shape[2] for rows in state.exact.moving().values()} == {TOKENS + EVERY}
         assert int(state.exact.lengths.max()) <= state.exact.filled <= TOKENS + EVERY

@@ -42,6 +42,7 @@ from .cache import FastKVCache
 from .deferred import read_again
 from .prompt import Prompt
 from .selfcheck import can_undo_rotation, with_rotations
+from .stock import CACHE
 
 TEXTS, ROWS, LENGTH = 2, 4, 256  # own texts, of so many pieces, of so many tokens each
 CHUNK = 512  # tokens that are read again at once
@@ -136,8 +137,8 @@ def own_texts(model: Any, seed: int) -> list[Tensor]:
     drawn, past = [ids], None
     generator = torch.Generator().manual_seed(seed)  # of the CPU, so that every device draws the same
     for _ in range(LENGTH - 1):
-        out = model(ids, past_key_values=past, use_cache=True)
-        past, chances = out.past_key_values, out.logits[:, -1].float().softmax(-1)
+        out = model(ids, **{CACHE: past}, use_cache=True)
+        past, chances = out[CACHE], out.logits[:, -1].float().softmax(-1)
         ids = torch.multinomial(chances.cpu(), 1, generator=generator).to(ids.device)
         drawn.append(ids)
     return list(torch.cat(drawn, 1).reshape(TEXTS, 1, -1))
@@ -171,7 +172,7 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None]) 
         head: Any = modules.get_head(model)
         softcap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         with cache.reading(Prompt(None, None)):
-            base._fastkv_base_forward(input_ids=ids, past_key_values=cache, use_cache=True)
+            base._fastkv_base_forward(input_ids=ids, **{CACHE: cache}, use_cache=True)
             for prompt in held:
                 prompt.rank()
             progress(num)

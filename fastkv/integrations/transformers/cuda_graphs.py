@@ -12,6 +12,7 @@ from torch.nn import Module
 from ...cache.workspace import Tick
 from ...errors import FastKVError
 from .cache import FastKVCache
+from .stock import CACHE
 
 WARM_UP = 3  # steps before a capture, in which kernels are compiled and chosen
 
@@ -61,7 +62,7 @@ class DecodeStep:
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         empty = not cache.compressed[0].cache.started
         if empty:
-            model(self.tokens.expand(-1, 2), past_key_values=cache)
+            model(self.tokens.expand(-1, 2), **{CACHE: cache})
         clock = cache.workspace.clock
         changed = cache.changed()
         self.start, self.saved = clock.now, [(tensor, tensor.clone()) for tensor in changed]
@@ -102,7 +103,7 @@ class DecodeStep:
     def _run(self) -> Tensor:
         """The step itself, logits [B, vocabulary]."""
         positions = self.cache.next_positions(1, None).clone()  # the forward counts on
-        out: Any = self.model(input_ids=self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        out: Any = self.model(input_ids=self.tokens, position_ids=positions, **{CACHE: self.cache}, use_cache=True)
         return out.logits[:, -1]
 
     def _captured(self, link: Tick) -> Callable[[], Tensor]:

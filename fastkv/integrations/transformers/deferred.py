@@ -18,6 +18,7 @@ from . import stock
 from .cache import FastKVCache
 from .layer import FastKVLayer
 from .prompt import Prompt
+from .stock import CACHE
 
 
 def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Any], prompt: Prompt) -> Any:
@@ -93,7 +94,7 @@ def read_again(
         # the mask. It goes on so.
         placed = {} if follows is None else {"position_ids": follows + (fed_mask.cumsum(-1) - 1).clamp(min=0)}
         out = base._fastkv_base_forward(
-            **{name: fed}, **placed, attention_mask=cache.prompt.padding, past_key_values=cache, use_cache=True
+            **{name: fed}, **placed, attention_mask=cache.prompt.padding, **{CACHE: cache}, use_cache=True
         )
         if after is not None:
             after(out)

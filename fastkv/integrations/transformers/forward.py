@@ -23,15 +23,22 @@ from .cache import FastKVCache
 from .deferred import read_in_full
 from .generate import is_step
 from .prompt import MaskMade, PreparedMasks, Prompt, padding_of
+from .stock import BEFORE, CACHE
 
 
 def replacing(stock: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls forward(self, keywords) for the same arguments as `stock`, the forward of a class."""
+    """A method that calls forward(self, keywords) for the same arguments as `stock`, the forward of a class.
+
+    A cache comes under the name that this transformers has, whichever the caller used.
+    """
     names = [*inspect.signature(stock).parameters][1:]
 
     @functools.wraps(stock)
     def named(self: Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, dict(zip(names, args), **kwargs))
+        given = dict(zip(names, args), **kwargs)
+        if BEFORE in given and BEFORE != CACHE:
+            given[CACHE] = given.pop(BEFORE)
+        return forward(self, given)
 
     return named
 
@@ -51,9 +58,9 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
     rows = given.pop("fastkv_rows", None)
     use_cache = given.get("use_cache")
     wants_cache = self.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
-    if given.get("past_key_values") is None and wants_cache and not self.training:
-        given["past_key_values"] = FastKVCache(self)
-    cache, tokens = given.get("past_key_values"), _tokens(given)
+    if given.get(CACHE) is None and wants_cache and not self.training:
+        given[CACHE] = FastKVCache(self)
+    cache, tokens = given.get(CACHE), _tokens(given)
     if not isinstance(cache, FastKVCache) or tokens is None:
         return self._fastkv_base_forward(**given)
     if given.get("output_attentions"):
@@ -86,7 +93,7 @@ def base_forward(self: Any, given: dict[str, Any]) -> Any:
 
 def decoder_forward(self: Any, given: dict[str, Any]) -> Any:
     """Forward of the decoder: one decode step, or a prompt, in blocks if the config says so."""
-    cache, tokens = given.get("past_key_values"), _tokens(given)
+    cache, tokens = given.get(CACHE), _tokens(given)
     if not isinstance(cache, FastKVCache) or tokens is None:
         return self._fastkv_decoder_forward(**given)
     mask, prompt, total = given.get("attention_mask"), cache.prompt, tokens.shape[1]

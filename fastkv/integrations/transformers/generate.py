@@ -14,6 +14,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ...errors import FastKVError
 from .cache import FastKVCache
+from .stock import CACHE
 
 SLIDING_ROLLBACK = Version("5.23")  # first transformers whose sliding-window layers can roll back
 
@@ -29,7 +30,7 @@ def announce_logits(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """`generate` asks for a cache here; give it a FastKVCache unless the user brought one or wants none."""
     stock = type(self)._prepare_cache_for_generation
-    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+    if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
         return stock(self, generation_config, model_kwargs, *args, **kwargs)
     if getattr(generation_config, "is_assistant", False):
         raise FastKVError("a patched model cannot be the assistant of another; call fastkv.unpatch(assistant) first")
@@ -56,13 +57,13 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
                 "assisted decoding of a model with sliding-window layers needs transformers >= 5.23, whose sliding "
                 "layers can roll back; update it or decode without an assistant"
             )
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[CACHE] = cache
     return None
 
 
 def masks_for_generate(self: Any, **given: Any) -> Any:
     """`generate` prepares masks outside the compiled step here; a compressed cache makes its own in the forward."""
-    cache = given["past_key_values"]
+    cache = given[CACHE]
     if not isinstance(cache, FastKVCache):
         return getattr(type(self), "create_masks_for_generate", create_masks_for_generate)(**given)
     if not is_step(cache, given["inputs_embeds"].shape[1], given["attention_mask"]):
@@ -74,7 +75,7 @@ def masks_for_generate(self: Any, **given: Any) -> Any:
 
 def positions_for_generate(self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     """`generate` continues 3-D positions (M-RoPE) by what the model met last; a compressed cache knows its own."""
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if isinstance(cache, FastKVCache):
         self.base_model.rope_deltas = cache.rope_deltas
     positions: Tensor = type(self)._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)
@@ -84,7 +85,7 @@ def positions_for_generate(self: Any, inputs_tensor: Tensor, model_kwargs: dict[
 def update_kwargs(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """`generate` prepares its next step here, and the mask for it, whose new tokens are real."""
     model_kwargs = type(self)._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
-    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
     if isinstance(cache, FastKVCache) and isinstance(mask, Tensor):
         cache.known_mask = mask
     return model_kwargs

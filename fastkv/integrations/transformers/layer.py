@@ -32,7 +32,6 @@ class FastKVLayer(CacheLayerMixin):
         expected: tokens of the prompt being read, set by the block loop so that `Budget(keep=...)` sees all of it.
     """
 
-    is_croppable = False
     is_sliding = False
 
     def __init__(self, cache: LayerCache) -> None:
@@ -240,6 +239,11 @@ class FastKVLayer(CacheLayerMixin):
     def recording(self) -> bool:
         """Whether the last forward can be taken back."""
         return isinstance(self.reader, Rollback)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """The same, as transformers asks for it."""
+        return self.recording
 
     @property
     def pending(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FastKVError
+from .stock import CACHE
 
 
 @dataclass
@@ -62,10 +63,10 @@ class PreparedMasks:
         check_mask(given.get("attention_mask"))
         ids = given.get("input_ids")
         names = [name for name in given if "token_type" in name and given[name] is not None]
-        names += ["position_ids", "past_key_values", "inputs_embeds" if ids is None else "input_ids"]
+        names += ["position_ids", CACHE, "inputs_embeds" if ids is None else "input_ids"]
         tokens = given[names[-1]]
         kept = {name: given.get(name) for name in (*names, "attention_mask")}
-        return cls(base, kept, int(given["past_key_values"].get_seq_length()), tokens.shape[1])
+        return cls(base, kept, int(given[CACHE].get_seq_length()), tokens.shape[1])
 
     def part(self, start: int, end: int) -> Any:
         """Masks of tokens [start, end), which come next: 4-D or 2-D, or None, or one of these per type of layer."""

@@ -23,6 +23,7 @@ from ...errors import FastKVError
 from ...reference import PLAIN
 from ...rotary import Rotary
 from . import modules
+from .stock import CACHE
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with the length
 POSITION = 7  # far enough that every pair of dimensions that matters is turned, and no multiple of any other
@@ -191,7 +192,7 @@ def _cached_at(decoder: Any, position: int) -> list[tuple[Any, Any]]:
     weight = decoder.get_input_embeddings().weight
     ids = torch.randint(len(weight), (ROWS, 1), generator=torch.Generator().manual_seed(0)).to(weight.device)
     cache = _empty_cache(decoder)
-    decoder(input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True)
+    decoder(input_ids=ids, position_ids=torch.full_like(ids, position), **{CACHE: cache}, use_cache=True)
     layers: list[Any] = cache.layers
     return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
 
@@ -326,12 +327,12 @@ def _logits(model: Any, ids: Tensor, mask: Tensor, cache: Any, size: int) -> Ten
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     edges = [*range(0, PROMPT, size), *range(PROMPT, PROMPT + DECODED + 1)]
     for start, stop in pairwise(edges):
-        given = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop], "past_key_values": cache}
+        given = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop], CACHE: cache}
         if takes_positions:
             given["position_ids"] = positions[:, start:stop]
         out = model(**given, use_cache=True, return_dict=True)
         rows.append(out.logits if "logits" in out else out.last_hidden_state)
-        cache = out.past_key_values
+        cache = out[CACHE]
     return torch.cat(rows, 1)
 
 

@@ -1,6 +1,7 @@
-"""Layers of transformers' own caches: which of them are compressed, which stay as they are, and how those travel.
+"""Layers of transformers' own caches: which of them are compressed, which stay as they are, and how those travel; and
+how transformers calls a cache.
 
-Classes that not every supported transformers has are looked up here, and nowhere else.
+Names that not every supported transformers has are looked up here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.generation.utils import ALL_CACHE_NAMES
 
+# The argument that a cache is passed in, and the name of it in what comes back; the first until 5.23.
+BEFORE, NOW = "past_key_values", "cache"
+CACHE = NOW if NOW in ALL_CACHE_NAMES else BEFORE
 NEWER = ("DummyLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # 5.10 has neither
 LEFT = (
     DynamicSlidingWindowLayer,
