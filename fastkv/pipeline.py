@@ -20,6 +20,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from .api import patched
 from .errors import FastKVError
+from .integrations.transformers.stock import CACHE
 from .prefix import answers
 
 TASK = "fastkv-text-generation"
@@ -104,7 +105,7 @@ class FastKVTextGenerationPipeline(Pipeline):
                 how = {"max_new_tokens": tokens, "do_sample": False}
                 written = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
                 return {"written": written[0, ids.shape[1] :].tolist(), "text": inputs["text"]}
-            cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+            cache = model(ids, use_cache=True, logits_to_keep=1)[CACHE]
             return {"written": answers(model, self.tokenizer, cache, ids, inputs["questions"], tokens)}
 
     def postprocess(  # type: ignore[override]

@@ -20,6 +20,7 @@ from .errors import FastKVError
 from .integrations.transformers import check, latent, modules
 from .integrations.transformers.cache import FastKVCache, compressible, stock_layers
 from .integrations.transformers.layer import FastKVLayer
+from .integrations.transformers.stock import CACHE
 from .policies import Policy, get
 
 POLICY = "keydiff"  # of those that look at keys and values alone, the one that answers best
@@ -150,7 +151,7 @@ def answers(
     prompts = torch.cat([seen.expand(num, -1).to(model.device), rows.to(model.device)], 1)
     mask = torch.cat([torch.ones_like(prompts[:, : seen.shape[1]]), mask.to(model.device)], 1)
     how = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": pad}
-    written = model.generate(prompts, attention_mask=mask, past_key_values=forked(cache, num), **how)
+    written = model.generate(prompts, attention_mask=mask, **{CACHE: forked(cache, num)}, **how)
     ends = ends_of(model)
     return [list(takewhile(lambda one: one not in ends, row)) for row in written[:, prompts.shape[1] :].tolist()]
 

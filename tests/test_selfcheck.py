@@ -12,6 +12,7 @@ import fastkv
 from fastkv import FastKVError
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.selfcheck import unchanged
+from fastkv.integrations.transformers.stock import CACHE
 from fastkv.rotary import Rotary
 
 from .models import COMMON, build, generate, prompt
@@ -219,12 +220,12 @@ def test_rotary_of_a_part_of_the_head():
 class Shrinking(LlamaAttention):
     """Scales all keys by how many there are, after they were cached."""
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        cache, shape = kwargs.pop(CACHE, None), (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if past_key_values is not None:
-            k, v = self.updated(past_key_values, k, v)
+        if cache is not None:
+            k, v = self.updated(cache, k, v)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, weights = self.attended(attend, q, k, v, attention_mask, **kwargs)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights

@@ -18,6 +18,7 @@ import fastkv
 from fastkv.integrations.transformers.forward import prepares_masks
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.integrations.transformers.sliding_window import WindowLayer
+from fastkv.integrations.transformers.stock import CACHE
 from fastkv.parallel import MESHES
 
 from . import multimodal
@@ -203,7 +204,7 @@ def causal_mask(mask, cache=None, name="llama", tokens=3):
     from transformers.masking_utils import create_causal_mask
 
     given = {"config": build(name).config, "inputs_embeds": torch.zeros(2, tokens, 8), "attention_mask": mask}
-    return create_causal_mask(**given, past_key_values=cache, position_ids=None)
+    return create_causal_mask(**given, **{CACHE: cache}, position_ids=None)
 
 
 @assumed("generate.py", "generate no longer makes the mask of its next step in _update_model_kwargs_for_generation")
@@ -221,7 +222,7 @@ def prepared_masks_are_kept():
 
     ones = torch.ones(2, 1, 1, 1, dtype=torch.bool)
     return causal_mask(ones, tokens=1) is ones and names(_preprocess_mask_arguments)[:4] == [
-        *("config", "inputs_embeds", "attention_mask", "past_key_values")
+        *("config", "inputs_embeds", "attention_mask", CACHE)
     ]
 
 
@@ -252,8 +253,8 @@ def generate_prepares_masks_by_keyword():
 
     source = inspect.getsource(GenerationMixin.prepare_inputs_for_generation)
     called = 'getattr(self, "create_masks_for_generate", create_masks_for_generate)' in source
-    wanted = {"config", "inputs_embeds", "attention_mask", "past_key_values"}
-    return called and wanted <= set(names(create_masks_for_generate)) and "past_key_values=model_inputs.get" in source
+    wanted = {"config", "inputs_embeds", "attention_mask", CACHE}
+    return called and wanted <= set(names(create_masks_for_generate)) and f"{CACHE}=model_inputs.get" in source
 
 
 # generate.
@@ -267,14 +268,14 @@ def generate_asks_for_a_cache():
 
     def prepare(generation_config, model_kwargs, *args, **kwargs):
         seen.append((generation_config.cache_implementation, str(args[0] if args else kwargs["generation_mode"])))
-        model_kwargs["past_key_values"] = DynamicCache(config=model.config)
-        seen.append(model_kwargs["past_key_values"])
+        model_kwargs[CACHE] = DynamicCache(config=model.config)
+        seen.append(model_kwargs[CACHE])
 
     model._prepare_cache_for_generation = prepare
     out = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
     stock = names(type(model)._prepare_cache_for_generation)[1:4]
     asked = stock == ["generation_config", "model_kwargs", "generation_mode"] and len(seen) == 2
-    return asked and out.past_key_values is seen[1] and seen[0][0] in (None, "dynamic")
+    return asked and out[CACHE] is seen[1] and seen[0][0] in (None, "dynamic")
 
 
 @assumed("generate.py", "the generation mode of drafts is no longer called assisted")
@@ -314,11 +315,11 @@ def compiling_asks_the_cache():
 
 @assumed("forward.py", "the arguments or results of a base model's forward have other names")
 def base_models_take_and_return_what_they_did():
-    wanted = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
+    wanted = {"input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache"}
     model, (ids, _) = build(), prompt(1, 8, (0,))
     out = model.base_model(input_ids=ids)
     known = all(wanted <= set(names(build(name, "eager").base_model.forward)) for name in FAMILIES)
-    return known and out.last_hidden_state.shape[:2] == (1, 8) and out.past_key_values.get_seq_length() == 8
+    return known and out.last_hidden_state.shape[:2] == (1, 8) and out[CACHE].get_seq_length() == 8
 
 
 @assumed("forward.py", "a model no longer hands unknown keywords on to its base model")
@@ -438,7 +439,7 @@ def eager_attention_is_where_it_was():
 
 @assumed(
     "attention.py",
-    "attention modules are no longer given the cache as past_key_values by keyword",
+    "attention modules are no longer given the cache by keyword",
 )
 def attention_is_given_the_cache():
     from transformers import DynamicCache
@@ -448,7 +449,7 @@ def attention_is_given_the_cache():
         model = build(name, "eager")
         for module in model.modules():
             if hasattr(module, "k_proj"):
-                module.register_forward_pre_hook(lambda m, a, k: seen.append(k["past_key_values"]), with_kwargs=True)
+                module.register_forward_pre_hook(lambda m, a, k: seen.append(k[CACHE]), with_kwargs=True)
         caches.append(DynamicCache(config=model.config))
         model(prompt(1, 4, (0,))[0], past_key_values=caches[-1])
     return len(seen) == 4 * len(caches) and all(one is caches[index // 4] for index, one in enumerate(seen))
@@ -538,21 +539,21 @@ def test_a_moved_argument_is_one_sentence(monkeypatch):
 
     stock = modeling_llama.LlamaAttention.forward
 
-    def renamed(self, hidden_states, cache=None, **kwargs):
-        return stock(self, hidden_states, past_key_values=cache, **kwargs)
+    def renamed(self, hidden_states, moved=None, **kwargs):
+        return stock(self, hidden_states, **{CACHE: moved}, **kwargs)
 
     layer = modeling_llama.LlamaDecoderLayer.forward
     source = inspect.getsource(layer)
-    assert "past_key_values=past_key_values" in source, "the decoder layer passes the cache by keyword"
+    assert f"{CACHE}={CACHE}" in source, "the decoder layer passes the cache by keyword"
     monkeypatch.setattr(
         modeling_llama.LlamaDecoderLayer,
         "forward",
-        lambda self, hidden_states, past_key_values=None, **kwargs: self.self_attn(
-            hidden_states, cache=past_key_values, **{k: v for k, v in kwargs.items() if k != "use_cache"}
+        lambda self, hidden_states, **kwargs: self.self_attn(
+            hidden_states, moved=kwargs.pop(CACHE, None), **{k: v for k, v in kwargs.items() if k != "use_cache"}
         )[0],
     )
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", renamed)
-    assert "past_key_values by keyword" in complaint("attention_is_given_the_cache")
+    assert "the cache by keyword" in complaint("attention_is_given_the_cache")
 
 
 def test_a_mask_that_is_made_again_is_one_sentence(monkeypatch):

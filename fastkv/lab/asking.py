@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..integrations.transformers.stock import CACHE
 from ..prefix import answers, ends_of, forked
 
 __all__ = ["HELP", "QUESTION", "answers", "ends_of", "forked", "read", "split"]
@@ -20,7 +21,7 @@ HELP = (
 @torch.no_grad()
 def read(model: Any, ids: Tensor) -> Any:
     """The cache that the model, patched or not, has after tokens [B, N]."""
-    return model(ids.to(model.device), logits_to_keep=1, use_cache=True).past_key_values
+    return model(ids.to(model.device), logits_to_keep=1, use_cache=True)[CACHE]
 
 
 def split(tokenizer: Any, prompt: str, question: str) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from ..config import BUDGET, POLICY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer
+from ..integrations.transformers.stock import CACHE
 from ..prefix import ends_of
 from . import common
 
@@ -67,7 +68,7 @@ class Conversation:
             whole = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=self.cache,
+                **{CACHE: self.cache},
                 max_new_tokens=self.words,
                 streamer=streamer,
                 stopping_criteria=[lambda so_far, scores: torch.full(so_far.shape[:1], self.stopped)],
@@ -85,7 +86,7 @@ class Conversation:
     def save(self, path: str) -> None:
         """Write the cache, which reads first what it has not read yet. Raises: FastKVError as `FastKVCache.save`."""
         if self.pending.shape[1]:
-            self.model(self.pending, past_key_values=self.cache)
+            self.model(self.pending, **{CACHE: self.cache})
             self.pending = self.pending[:, :0]
         self.cache.save(path)
 

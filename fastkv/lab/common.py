@@ -26,6 +26,7 @@ from ..budget import HEADS, TIMES, UNITS, Budget
 from ..calibration.files import replace_file
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
+from ..integrations.transformers import stock
 from ..reference import FORMATS, PLAIN
 from . import pretrained, texts
 from .equal_bytes import assert_equal_bytes, equal_bytes, is_full
@@ -92,7 +93,7 @@ def check_stock(what: str, model: Any) -> None:
 def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Index, keys and values [B, Hkv, T, D] of the full-attention layers of a stock model after tokens [B, T]."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)  # no lm_head, no logits
+    model.base_model(input_ids=ids.to(model.device), **{stock.CACHE: cache}, use_cache=True)  # no lm_head, no logits
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
         if is_full(layer):
@@ -333,7 +334,7 @@ def arguments(cache: Planned, options: argparse.Namespace, model: Any) -> dict[s
 @torch.no_grad()
 def check_first(name: str, model: Any, budget: Budget | None) -> None:
     """Read one token: raise FastKVError if the cache is refused, or has other bytes than a budget in bytes says."""
-    cache = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True).past_key_values
+    cache = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)[stock.CACHE]
     if budget is not None and budget.bytes is not None:
         assert_equal_bytes({name: cache}, budget.bytes)
 

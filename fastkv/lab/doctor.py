@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> None:
 def machine() -> dict[str, Lines]:
     """What there is here."""
     versions = {"python": platform.python_version(), "fastkv": __version__}
-    versions |= {name: version(name) for name in ("torch", "triton", "transformers", "numpy", "flash-attn")}
+    versions |= {"torch": torch.__version__}  # with its build
+    versions |= {name: version(name) for name in ("triton", "transformers", "numpy", "flash-attn")}
     devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)

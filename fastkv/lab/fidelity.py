@@ -37,6 +37,7 @@ from ..budget import Budget
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
+from ..integrations.transformers.stock import CACHE
 from ..reference import LayerState, joined, with_sink
 from . import asking, common, facts
 from .equal_bytes import equal_bytes, stored_bytes
@@ -130,7 +131,7 @@ def read_full(model: PreTrainedModel, tokens: Tensor, steps: int, question: int 
     check_steps(tokens.shape[1] - question, steps)
     cache = asking.read(model, tokens[:, : -steps - question])
     if question:
-        model(tokens[:, -steps - question : -steps], past_key_values=cache, logits_to_keep=1)
+        model(tokens[:, -steps - question : -steps], **{CACHE: cache}, logits_to_keep=1)
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
     return Full(attention, log_probs, negative_log_likelihood(log_probs, tokens), cache_bytes(cache) // len(tokens))
 
@@ -144,9 +145,9 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full, ques
     check_steps(tokens.shape[1] - question, steps)
     cache = FastKVCache(model)
     witnesses = {index: Witness(layer) for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
-    model(tokens[:, : -steps - question], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(tokens[:, : -steps - question], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     if question:
-        model(tokens[:, -steps - question : -steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(tokens[:, -steps - question : -steps], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     for witness in witnesses.values():
         witness.comparing = True
     attention, log_probs = feed(model, tokens[:, -steps:], cache)
@@ -288,7 +289,7 @@ def compare(
 def feed(model: PreTrainedModel, tokens: Tensor, cache: Any) -> tuple[dict[int, Tensor], Tensor]:
     """Decode the given tokens [B, T]. Returns attention of each layer [B, T, Hq * Dv], log-probabilities [B, T, V]."""
     with record_attention(model) as recorded:
-        logits = [model(word, past_key_values=cache).logits[:, -1] for word in tokens.split(1, dim=1)]
+        logits = [model(word, **{CACHE: cache}).logits[:, -1] for word in tokens.split(1, dim=1)]
     attention = {layer: torch.cat(steps, 1).cpu() for layer, steps in recorded.items()}  # from several devices
     return attention, torch.stack(logits, 1).double().log_softmax(-1)
 

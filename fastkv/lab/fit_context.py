@@ -25,6 +25,7 @@ from ..budget import Budget
 from ..calibration.files import describe, fingerprint
 from ..calibration.quality import QualityCurve, context_nll, retained, save
 from ..errors import FastKVError
+from ..integrations.transformers.stock import CACHE
 from . import common
 from .words import ADJECTIVES, NOUNS, PLACES, TRANSITIVE
 
@@ -183,12 +184,12 @@ def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked:
     config = model.config.get_text_config(decoder=True)
     softcap = getattr(config, "final_logit_softcapping", None)
     nll = float(context_nll(read.last_hidden_state, asked.context, model.get_output_embeddings(), softcap))
-    full = _answer_nll(model, read.past_key_values, asked)
+    full = _answer_nll(model, read[CACHE], asked)
     triples = []
     kept = {max(math.ceil(keep * length), SINKS + RECENT): keep for keep in keeps}
     for tokens, keep in sorted(kept.items()):
         with patched(model, policy, Budget(keep=keep, sinks=SINKS, recent=RECENT)):
-            cache = model(asked.context, logits_to_keep=1, use_cache=True).past_key_values
+            cache = model(asked.context, logits_to_keep=1, use_cache=True)[CACHE]
             compressed = _answer_nll(model, cache, asked)
         triples.append(Triple(min(tokens / length, 1.0), nll, min(max(full, FLOOR) / max(compressed, FLOOR), 1.0)))
     return triples
@@ -197,7 +198,7 @@ def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked:
 def _answer_nll(model: PreTrainedModel, cache: Any, asked: Asked) -> float:
     """Mean NLL of the tokens of all answers; uses the cache up."""
     cache.batch_repeat_interleave(len(asked.rests))
-    logits = model(asked.rests, past_key_values=cache).logits[:, :-1].float()
+    logits = model(asked.rests, **{CACHE: cache}).logits[:, :-1].float()
     said = logits.log_softmax(-1).gather(-1, asked.rests[:, 1:, None])[..., 0]
     return -float(said[asked.answers[:, 1:]].mean())
 

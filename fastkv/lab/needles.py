@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..api import patched
 from ..errors import FastKVError
+from ..integrations.transformers.stock import CACHE
 from . import asking, common, ruler
 from .haystack import Sample, Tokenizer
 from .recording import cache_bytes
@@ -216,7 +217,7 @@ def measured(
     sizes = [0]
 
     def note(module: Any, args: Any, output: Any) -> None:
-        sizes.append(cache_bytes(output.past_key_values) // len(output.logits))
+        sizes.append(cache_bytes(output[CACHE]) // len(output.logits))
 
     hook = model.register_forward_hook(note)
     texts = options.lengths, options.depths, options.samples, options.seed, task

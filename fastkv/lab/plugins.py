@@ -49,6 +49,7 @@ from ..api import patch, unpatch
 from ..budget import Budget
 from ..config import BUDGET, POLICY
 from ..errors import FastKVError
+from ..integrations.transformers.stock import CACHE
 from ..policies import Policy
 from . import asking, ruler
 from .common import FOREIGN, FULL, to_budget, unknown_share
@@ -147,7 +148,7 @@ class FastKVLM(HFLM):
 
     def _measure(self, module: Module, args: Any, output: Any) -> None:
         """Forward hook: note the bytes of the cache, per sequence."""
-        cache = getattr(output, "past_key_values", None)
+        cache = getattr(output, CACHE, None)
         if cache is not None:
             self.cache_bytes = max(self.cache_bytes, cache_bytes(cache) // len(output.logits))
 
@@ -230,9 +231,9 @@ class FastKVLM(HFLM):
             past = None
             if len(context) > 1:
                 read = torch.tensor([context[:-1]], device=self.device)
-                past = self.model(read, use_cache=True, logits_to_keep=1).past_key_values
+                past = self.model(read, use_cache=True, logits_to_keep=1)[CACHE]
                 past.batch_repeat_interleave(len(rows))
-            logits = self.model(padded, past_key_values=past, use_cache=True).logits
+            logits = self.model(padded, **{CACHE: past}, use_cache=True).logits
         scores = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
         answers = []
         for score, continuation in zip(scores, continuations):

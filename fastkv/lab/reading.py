@@ -29,6 +29,7 @@ from ..integrations.transformers import modules
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.deferred import read_again
 from ..integrations.transformers.prompt import Prompt
+from ..integrations.transformers.stock import CACHE
 from ..policies import Policy, get
 
 ROOM = 1 << 20  # tokens: nothing is evicted while a text is only read
@@ -74,7 +75,7 @@ class Reading:
                     "in every layer; run the model for each policy"
                 )
             held = [layer.hold() for layer in cache.compressed]
-            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+            logits = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[0, -1].float()
         layers = []
         for prompt in held:
             assert prompt.held is not None

@@ -385,8 +385,8 @@ def _atom(ins: Instruction, order: str) -> Step:
 FORMS: dict[str, Callable[..., Step]] = {
     **{pattern: lambda ins, *groups, of=of: _function(ins, *of(*groups)) for pattern, of in FUNCTIONS.items()},
     rf"mov\.({BITS}|pred)": _mov,
-    r"ld\.(global|shared)(?:\.c[agsv])?(?:\.v[24])?\.([bsuf](?:8|16|32|64))": _ld,
-    r"st\.(global|shared)(?:\.v[24])?\.([bsuf](?:8|16|32|64))": _st,
+    r"ld\.(global|shared)(?:::cta)?(?:\.c[agsv])?(?:\.v[24])?\.([bsuf](?:8|16|32|64))": _ld,
+    r"st\.(global|shared)(?:::cta)?(?:\.v[24])?\.([bsuf](?:8|16|32|64))": _st,
     r"cp\.async\.c[ag]\.shared\.global": _copy,
     r"(bar\.sync|bar\.warp\.sync|cp\.async\.commit_group|cp\.async\.wait_group)": _together,
     r"ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16": _ldmatrix,
