@@ -124,9 +124,9 @@ def check_backend(
 ) -> None:
     """Raise FastKVError unless the backend can serve a model with these sizes; never fall back silently."""
     unfit = [dim for dim in (head_dim, value_dim or head_dim) if dim % INT4_GROUP]
-    if slots == "int4" and unfit:
+    if slots in ("int4", "k8v4") and unfit:
         raise FastKVError(
-            f"slots='int4' needs keys and values of a multiple of {INT4_GROUP} numbers, got {unfit[0]}; use "
+            f"slots={slots!r} needs keys and values of a multiple of {INT4_GROUP} numbers, got {unfit[0]}; use "
             "slots='int8'"
         )
     chosen = resolve(backend, device)

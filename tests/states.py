@@ -66,7 +66,10 @@ def encoded(state, slots):
     twin, form = copied(state), FORMATS[slots]
     if form.plain:
         return twin
-    (keys, key_scales), (values, value_scales) = form.encode(twin.exact.keys), form.encode(twin.exact.values)
+    (keys, key_scales), (values, value_scales) = (
+        form.keys.encode(twin.exact.keys),
+        form.values.encode(twin.exact.values),
+    )
     twin.exact = replace(
         twin.exact, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, format=form,
         decodes_to=twin.exact.dtype,

@@ -104,10 +104,10 @@ class Layout:
             return torch.zeros(*shape, dtype=dtype, device=like_keys.device)
 
         value_dim = 0 if like_values is None else like_values.shape[-1]
-        keys, key_scales = self.format.empty(place, dim, like_keys.dtype, like_keys.device)
+        keys, key_scales = self.format.keys.empty(place, dim, like_keys.dtype, like_keys.device)
         values = value_scales = None
         if value_dim and not self.latent:
-            values, value_scales = self.format.empty(place, value_dim, like_keys.dtype, like_keys.device)
+            values, value_scales = self.format.values.empty(place, value_dim, like_keys.dtype, like_keys.device)
         made = Slots(
             keys=keys,
             values=values,

@@ -68,7 +68,7 @@ def match(told: Signals, again: signals.SecondReading, state: LayerState, rule: 
     candidates = Pairs(told.keys, told.values, told.valid & ~protected(told, state.seen, rule))
     kept = Pairs(exact["keys"], exact["values"], free)
     bias, fitted = rule.config.correction.matched(again.queries, again.asked, candidates, kept, spec)
-    codes, scales = exact.encode(fitted.to(exact.dtype))
+    codes, scales = exact.encode("values", fitted.to(exact.dtype))
     for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
         if rows is None:
             continue

@@ -51,7 +51,7 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
     """
     layer = opened(torch.zeros(2, paged.form.nbytes, dtype=torch.uint8, device=device))
     exact, heads = layer.state.exact, layer.state.heads
-    dim = exact.format.dim(exact.keys.shape[-1])
+    dim = exact.format.keys.dim(exact.keys.shape[-1])
 
     def tokens(number: int) -> list[Tensor]:
         """As an engine has them: q, k and v of each token beside each other."""

@@ -251,13 +251,14 @@ struct Part {
     int64_t place, first, last;
 };
 
-template <typename Format>
+template <typename Keys, typename Values>
 class Stretch {
     const Attention& all;
     int64_t batch, head, place, first_slot, begin, length, width;  // width: length in whole tiles
     std::vector<float> tile, queries, parts, weights;
 
     // The next slots, at most TILE, decoded; zeros after the last.
+    template <typename Format>
     void read(const Coded& from, int64_t first) {
         int64_t count = std::min<int64_t>(length - first, TILE);
         for (int64_t i = 0, slot = first_slot + first; i < count; ++i, ++slot)
@@ -351,11 +352,11 @@ class Stretch {
         const int64_t rows = all.rows, dim = all.dim;
         for (int64_t row = 0; row < rows; ++row) {
             float* query = &queries[row * dim];
-            if (Format::TURNED) SINGLE.turn(query, dim, all.root);
+            if (Keys::TURNED) SINGLE.turn(query, dim, all.root);
             for (int64_t i = 0; i < dim; i += WIDE) store(query + i, floats(query + i) * all.scale);
         }
         for (int64_t first = 0; first < length; first += TILE) {
-            read(all.keys, first);
+            read<Keys>(all.keys, first);
             for (int64_t row = 0, some; row < rows; row += some) {
                 some = at_once(row);
                 float *query = &queries[row * dim], *to = &weights[row * width + first];
@@ -371,7 +372,7 @@ class Stretch {
             if (all.weights) std::copy(mine, mine + length, all.weights + (place * rows + row) * all.slots + begin);
         }
         for (int64_t first = 0; first < length; first += TILE) {
-            read(all.values, first);
+            read<Values>(all.values, first);
             for (int64_t row = 0, some; row < rows; row += some) {
                 some = at_once(row);
                 const float* mine = &weights[row * width + first];
@@ -382,7 +383,7 @@ class Stretch {
 };
 
 // What the stretches of a head add up to: `number` of them, of which `outs`, `tops` and `sums` lie one behind another.
-template <typename Format>
+template <typename Values>
 void join(const Attention& all, const Part* parts, int64_t number, const float* outs, const float* tops,
           const float* sums) {
     const int64_t rows = all.rows, dim = all.dim, place = parts->place;
@@ -402,12 +403,12 @@ void join(const Attention& all, const Part* parts, int64_t number, const float* 
             float* weights = all.weights + (place * rows + row) * all.slots;
             for (int64_t i = parts[part].first; all.weights && i < parts[part].last; ++i) weights[i] *= share;
         }
-        if (Format::TURNED) SINGLE.turn(&mine[0], dim, all.root);
+        if (Values::TURNED) SINGLE.turn(&mine[0], dim, all.root);
         std::copy(mine.begin(), mine.end(), all.out + (place * rows + row) * dim);
     }
 }
 
-template <typename Format>
+template <typename Keys, typename Values>
 void attend(const Attention& all) {
     const int64_t places = all.batch * all.heads, rows = all.rows;
     std::vector<Part> parts;
@@ -424,7 +425,7 @@ void attend(const Attention& all) {
     {
 #pragma omp for schedule(dynamic)
         for (size_t part = 0; part < parts.size(); ++part)
-            Stretch<Format>(all, parts[part]).attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
+            Stretch<Keys, Values>(all, parts[part]).attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
 #pragma omp for
         for (int64_t place = 0; place < places; ++place) {
             int64_t first = begins[place], number = begins[place + 1] - first;
@@ -435,7 +436,7 @@ void attend(const Attention& all) {
                               all.weights + (place * rows + row + 1) * all.slots, 0.0f);
             }
             if (number) {
-                join<Format>(all, &parts[first], number, &outs[first * rows * all.dim], &tops[first * rows],
+                join<Values>(all, &parts[first], number, &outs[first * rows * all.dim], &tops[first * rows],
                              &sums[first * rows]);
                 continue;
             }
@@ -470,16 +471,17 @@ void each(const Rows& all, bool encode) {
 
 }  // namespace
 
-#define READ(name, Format) \
-    void attend_##name(const Attention* all) { attend<Format>(*all); }
+#define READ(name, Keys, Values) \
+    void attend_##name(const Attention* all) { attend<Keys, Values>(*all); }
 #define FORMAT(name, Format)                                              \
-    READ(name, Format)                                                    \
+    READ(name, Format, Format)                                            \
     void encode_##name(const Rows* all) { each<Format>(*all, true); }      \
     void decode_##name(const Rows* all) { each<Format>(*all, false); }
 
 extern "C" {
-READ(float32, Float32)
-READ(bfloat16, Bfloat16)
+READ(float32, Float32, Float32)
+READ(bfloat16, Bfloat16, Bfloat16)
+READ(k8v4, Scaled<Int8>, Int4)
 FORMAT(int8, Scaled<Int8>)
 FORMAT(fp8, Scaled<E4m3>)
 FORMAT(int4, Int4)

@@ -75,7 +75,7 @@ def serves(form: SlotFormat, dim: int) -> bool:
 def attends(slots: Slots, dim: int) -> bool:
     """Whether `attend` can be used for these slots. The first question compiles."""
     if not slots.format.plain:
-        return serves(slots.format, dim)
+        return serves(slots.format.keys, dim)
     rows = (slots.keys, slots.values)
     alike = all(part is not None and part.dtype == slots.keys.dtype and part.stride(-1) == 1 for part in rows)
     fits = alike and slots.keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
@@ -112,7 +112,7 @@ def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
     """Keys and values [B, Hkv, 1, D] of a token, encoded, into that slot of every head, in place."""
     for rows, (name, scales) in zip((k, v), SCALES.items()):
         rows, coded = rows.float().contiguous(), Coded.of(getattr(slots, name), getattr(slots, scales), slot)
-        compiled.call("codes", f"encode_{slots.format.name}", rows_of(rows, coded))
+        compiled.call("codes", f"encode_{getattr(slots.format, name).name}", rows_of(rows, coded))
 
 
 def decode(form: SlotFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

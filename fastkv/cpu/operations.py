@@ -232,7 +232,7 @@ def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | N
     if length is None:
         reference.append(slots, k, v, position)
         return
-    if not slots.format.plain and slot_codes.serves(slots.format, k.shape[-1]):
+    if not slots.format.plain and slot_codes.serves(slots.format.keys, k.shape[-1]):
         slot_codes.store(slots, k, v, length)
         assert slots.positions is not None
         slots.positions.select(2, length).copy_(position[:, None])

@@ -195,6 +195,15 @@ def _load_token(pointer, wanted, dtype: tl.constexpr, D: tl.constexpr, M: tl.con
 
 
 @triton.jit
+def _store_token(codes_ptr, scales_ptr, token, slot, free, D: tl.constexpr):
+    """Encode a token, the equal rows [M, BLOCK_D], 0 beyond D, into a slot if it is free. Returns: as `_stored`."""
+    if _packed(scales_ptr):  # one row of them: its products are in fp64
+        token = tl.max(token.to(tl.float32), 0)[None, :]
+    copies = tl.arange(0, token.shape[0])
+    return _store_encoded(codes_ptr, scales_ptr, token, slot + 0 * copies, (copies == 0) & free, D)
+
+
+@triton.jit
 def _append_token(
     top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, positions_ptr,
     logits_ptr, length, position, capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
@@ -202,8 +211,8 @@ def _append_token(
 ):  # fmt: skip
     """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length`, if there is one.
 
-    With scales it is stored as codes, and attended to as they will be read; with codes of 4 bits q, rest and acc are
-    rotated. Its bias is 0.
+    With scales it is stored as codes, and attended to as they will be read; with keys of 4 bits q and rest are rotated,
+    with values of 4 bits acc. Its bias is 0.
     """
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
     free = length < capacity
@@ -214,12 +223,8 @@ def _append_token(
         tl.store(values_ptr + place, v, mask=once)
     else:
         k, v = tl.where((cols < D)[None, :], k, 0.0), tl.where((cols < D)[None, :], v, 0.0)
-        if _packed(key_scales_ptr):  # one row of the equal ones: its products are in fp64
-            k, v = tl.max(k.to(tl.float32), 0)[None, :], tl.max(v.to(tl.float32), 0)[None, :]
-        copies = tl.arange(0, k.shape[0])
-        spot, once = length + 0 * copies, (copies == 0) & free
-        k = _store_encoded(keys_ptr, key_scales_ptr, k, spot, once, D)
-        v = _store_encoded(values_ptr, value_scales_ptr, v, spot, once, D)
+        k = _store_token(keys_ptr, key_scales_ptr, k, length, free, D)
+        v = _store_token(values_ptr, value_scales_ptr, v, length, free, D)
     tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
     if bias_ptr is not None:
         tl.store(bias_ptr + length, 0.0, mask=free)

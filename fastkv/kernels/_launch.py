@@ -143,8 +143,8 @@ def check_decode(op: str, q: Tensor, state: LayerState, keys: Tensor, values: Te
     if state.rows is not None:
         check_shape(op, "rows", state.rows, (batch,))
     stored = batch if state.rows is None else len(keys)
-    check_shape(op, "keys", keys, (stored, heads, slots, exact.format.width(dim)))
-    check_shape(op, "values", values, (stored, heads, slots, exact.format.width(dim)))
+    check_shape(op, "keys", keys, (stored, heads, slots, exact.format.keys.width(dim)))
+    check_shape(op, "values", values, (stored, heads, slots, exact.format.values.width(dim)))
     held = {keys.dtype, values.dtype} if exact.format.plain else {exact.dtype}
     dtypes = {q.dtype, *held, *(t.dtype for t in same_dtype)}
     if groups > MIN_ROWS or len(dtypes) > 1 or q.dtype == torch.float64:
@@ -163,17 +163,18 @@ def check_scales(op: str, slots: Slots) -> None:
         check_shape(op, "bias", slots.bias, slots.keys.shape[:-1])
     if slots.format.plain:
         return
-    known = slots.format.bits in (4, 8)
+    forms = slots.format.keys, slots.format.values
+    known = all(form.bits in (4, 8) for form in forms)
     if slots.key_scales is None or slots.value_scales is None or not known:
         raise FastKVError(
             f"{op} reads codes of 8 or 4 bits with their scales, got slots={slots.format.name!r}"
             f"{' without scales' * known}; use backend='reference'"
         )
-    for name in ("key", "value"):
+    for name, form in zip(("key", "value"), forms):
         codes, scales = getattr(slots, f"{name}s"), getattr(slots, f"{name}_scales")
         shape = codes.shape[:-1]
-        if slots.format.bits == 4:
-            shape = (*shape, slots.format.dim(codes.shape[-1]) // GROUP, 2)
+        if form.bits == 4:
+            shape = (*shape, form.dim(codes.shape[-1]) // GROUP, 2)
         check_shape(op, f"{name}_scales", scales, shape)
 
 
@@ -238,7 +239,7 @@ class Workspace:
         exact, tiers, heads = state.exact, state.tiers.values(), state.heads
         made = cls.sizes(
             batch, heads, num_heads // heads, max(slots.limit for slots in tiers),
-            exact.format.dim(exact.keys.shape[-1]), sms, attention=exact.attention is not None, sets=len(tiers),
+            exact.format.keys.dim(exact.keys.shape[-1]), sms, attention=exact.attention is not None, sets=len(tiers),
             pool=sum(pool_of(batch, slots) for slots in tiers),
         )  # fmt: skip
         return made | ({"joining": (joining,)} if joining else {})

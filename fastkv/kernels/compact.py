@@ -448,7 +448,7 @@ def compact(
     keys, values, positions, lengths = slots.keys, slots.values, slots.positions, slots.lengths
     assert values is not None and positions is not None
     batch, (_, heads, capacity, _), num = state.batch, keys.shape, valid.shape[-1]
-    dk, dv = slots.format.dim(keys.shape[-1]), slots.value_dim
+    dk, dv = slots.format.keys.dim(keys.shape[-1]), slots.value_dim
     nothing = (
         keys.new_empty(batch, heads, 0, dk, dtype=slots.dtype),
         values.new_empty(batch, heads, 0, dv, dtype=slots.dtype),
@@ -487,7 +487,7 @@ def compact(
     if has_means:
         _merge(held, k, v, lists[0], tally, means, used, moments, where)
     strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
-    rows, warps = move_tile(pow2(max(dk, dv), 64), slots.format.bits == 4)
+    rows, warps = move_tile(pow2(max(dk, dv), 64), slots.format.values.bits == 4)
     movers = min(triton.cdiv(min(num, capacity), rows), MAX_MOVERS)
     _move_kernel[(batch * heads, movers)](
         *held, slots.bias, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,

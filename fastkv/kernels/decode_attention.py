@@ -163,7 +163,7 @@ def _decode_attention_kernel(
                     bias_ptr, positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap,
                     G, M, D, BLOCK_D, HAS_CAP,
                 )  # fmt: skip
-        if _packed(key_scales_ptr):
+        if _packed(value_scales_ptr):
             acc = _turned(acc, D)
 
     if PARTS == 1:
@@ -311,7 +311,7 @@ def decode_step(
     constants, num_warps, num_stages = _constants(
         q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, slots.limit, programs,
         known.order, known.spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain,
-        slots.format.bits == 4,
+        slots.format.values.bits == 4,
     )  # fmt: skip
     room, several = Workspace.of(state.scratch), constants["PARTS"] > 1
     if room is None and (several or collects):

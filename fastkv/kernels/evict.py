@@ -226,11 +226,12 @@ def _evict_kernel(
     _barrier(HIP)  # every thread has read what the last part changes
     parts = tl.num_programs(1)
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
-        if _packed(key_scales_ptr):  # every part needs all numbers of a rotated value
+        if _packed(key_scales_ptr):
             _move_rows(keys_ptr, drop, hole, victims, source, cols, D // 2, R, TILE)
-            _move_rows(values_ptr, drop, hole, victims, source, cols, D // 2, R, TILE)
         else:
             _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
+        if _packed(value_scales_ptr):  # every part needs all numbers of a rotated value
+            _move_rows(values_ptr, drop, hole, victims, source, cols, D // 2, R, TILE)
         if key_scales_ptr is not None:  # which every part has read
             _move_scales(key_scales_ptr, hole, victims, source, D, BLOCK_D)
             _move_scales(value_scales_ptr, hole, victims, source, D, BLOCK_D)
@@ -277,9 +278,9 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     keys, values = exact.keys, exact.values
     assert values is not None
     _, heads, slots, width = addressed(op, keys, starts).shape
-    dim = exact.format.dim(width)
+    dim = exact.format.keys.dim(width)
     check_head_dim(op, dim)
-    check_shape(op, "values", values, keys.shape)
+    check_shape(op, "values", values, (*keys.shape[:-1], exact.format.values.width(dim)))
     check_scales(op, exact)
     check_shape(op, "scores", scores, (state.batch, heads, slots if starts is None else None))
     width, drop = scores.shape[-1], slots - spec.tokens if starts is None else spec.spare
@@ -296,7 +297,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     pairs = state.batch * heads
     constants, chunks, num_warps = _constants(
         heads, width, drop, dim, moments.spread is not None, chip_of(keys.device), keys.dtype == torch.float32,
-        exact.format.bits == 4,
+        exact.format.values.bits == 4,
     )  # fmt: skip
     candidates = chunks * constants["R"]
     found = found_slots = None

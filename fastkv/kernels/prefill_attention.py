@@ -170,6 +170,7 @@ def _prefill_kernel(
     if _packed(key_scales_ptr):  # all of the slots in the space of rotated rows
         turned = _turned_query(q, key_scales_ptr, D)
         rest = _turned_rest(q, key_scales_ptr, D)
+    if _packed(value_scales_ptr):
         acc = _turned(acc, DV)
     for first in range(0, length, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
@@ -276,8 +277,8 @@ def prefill_attention(
     batch, num_heads, num, dim = q.shape
     heads, num_slots, value_dim = keys.shape[1], keys.shape[2], v.shape[-1]
     groups = check_groups(op, num_heads, heads)
-    check_shape(op, "keys", keys, (batch, heads, num_slots, exact.format.width(dim)))
-    check_shape(op, "values", values, (batch, heads, num_slots, exact.format.width(value_dim)))
+    check_shape(op, "keys", keys, (batch, heads, num_slots, exact.format.keys.width(dim)))
+    check_shape(op, "values", values, (batch, heads, num_slots, exact.format.values.width(value_dim)))
     check_shape(op, "k", k, (batch, heads, num, dim))
     check_shape(op, "v", v, (batch, heads, num, value_dim))
     check_shape(op, "valid", valid, (batch, num))
@@ -288,7 +289,7 @@ def prefill_attention(
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
     width, value_width = pow2(dim, 16), pow2(value_dim, 16)
     case = Case(
-        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.bits,
+        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.values.bits,
         exact.bias is not None, known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None,
     )  # fmt: skip
     tile = tile_of(case)

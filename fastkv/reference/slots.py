@@ -13,6 +13,7 @@ finite. Decoded rows are fp32 (those of "model" as they are).
   x H (`rotated`, with sums in fp64, so that their order leaves no trace in fp32) and s = `step_of(m)`; the row then
   turned back. |error of y| <= s / 2. Rotation before rounding: QuaRot, arXiv:2404.00456, Sec. 4.2; asymmetric groups
   of each token: KIVI, arXiv:2402.02750, Sec. 3.
+- k8v4: keys as int8, values as int4: an error of a key changes which values are read, one of a value only itself.
 """
 
 from __future__ import annotations
@@ -45,6 +46,16 @@ class SlotFormat:
     def plain(self) -> bool:
         """Whether rows are stored as they are."""
         return self.bits == 0
+
+    @property
+    def keys(self) -> SlotFormat:
+        """How keys are stored."""
+        return self
+
+    @property
+    def values(self) -> SlotFormat:
+        """How values are stored."""
+        return self
 
     def width(self, dim: int) -> int:
         """Elements of the codes of a row of `dim` numbers."""
@@ -182,6 +193,15 @@ class Grouped(SlotFormat):
         return step_of(exponents), zeros.float()
 
 
+@dataclass(frozen=True)
+class Mixed(SlotFormat):
+    """Keys in one format, values in another; rows are encoded and decoded by `keys` and `values`, not by this."""
+
+    bits: ClassVar[int] = 6  # of a number, on average
+    keys: SlotFormat = SlotFormat()
+    values: SlotFormat = SlotFormat()
+
+
 def step_of(exponents: Tensor) -> Tensor:
     """The step of each int32 m from -128 to 127: (1 + (m mod 8) / 8) 2^floor(m / 8), fp32 with three bits after the
     point, so m is the upper bits of the step.
@@ -217,7 +237,8 @@ PLAIN = SlotFormat()
 INT8 = Scaled("int8")
 FP8 = Scaled("fp8", torch.float8_e4m3fn, torch.uint8, 448.0)
 INT4 = Grouped("int4")
-FORMATS: dict[str, SlotFormat] = {one.name: one for one in (PLAIN, INT8, FP8, INT4)}
+K8V4 = Mixed("k8v4", INT8, INT4)
+FORMATS: dict[str, SlotFormat] = {one.name: one for one in (PLAIN, INT8, FP8, INT4, K8V4)}
 
 
 def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:

@@ -78,7 +78,7 @@ class Slots:
     def __post_init__(self) -> None:
         self.limit = self.keys.shape[-2] if self.limit < 0 else self.limit
         self.filled = self.limit if self.filled < 0 else self.filled
-        self.value_dim = self.value_dim if self.values is None else self.format.dim(self.values.shape[-1])
+        self.value_dim = self.value_dim if self.values is None else self.format.values.dim(self.values.shape[-1])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,16 +94,18 @@ class Slots:
         compiled = resolve(self.backend, rows.device) == "cpu" and not torch.compiler.is_compiling()
         return implementation(function.__name__, "cpu", "cpu") if compiled else function
 
-    def encode(self, rows: Tensor) -> Stored:
-        """`SlotFormat.encode`, as the backend does it."""
-        stored: Stored = self.own(encode_rows, rows)(self.format, rows)
+    def encode(self, name: str, rows: Tensor) -> Stored:
+        """`SlotFormat.encode` of rows for the tensor of that name, as the backend does it."""
+        stored: Stored = self.own(encode_rows, rows)(getattr(self.format, name), rows)
         return stored
 
-    def decode(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`SlotFormat.decode`, as the backend does it; codes in `dtype`, plain rows as they are."""
+    def decode(self, name: str, codes: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`SlotFormat.decode` for the tensor of that name, as the backend does it; codes in `dtype`, plain rows as they
+        are.
+        """
         if self.format.plain:
             return codes
-        rows: Tensor = self.own(decode_rows, codes)(self.format, codes, scales, dtype)
+        rows: Tensor = self.own(decode_rows, codes)(getattr(self.format, name), codes, scales, dtype)
         return rows
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
@@ -114,22 +116,23 @@ class Slots:
         if self.format.plain:
             pairs = {"keys": keys} if self.values is None else {"keys": keys, "values": values}
             return {**pairs, **rest}
-        if keys.shape == values.shape and keys.shape[2] == 1:  # of a step, in half as many operators
-            (key_codes, codes), both = self.encode(torch.stack([keys, values]))
+        alike = self.format.keys == self.format.values and keys.shape == values.shape
+        if alike and keys.shape[2] == 1:  # of a step, in half as many operators
+            (key_codes, codes), both = self.encode("keys", torch.stack([keys, values]))
             assert both is not None
             key_scales, scales = both
         else:
-            (key_codes, key_scales), (codes, scales) = self.encode(keys), self.encode(values)
+            (key_codes, key_scales), (codes, scales) = self.encode("keys", keys), self.encode("values", values)
         rows = {"keys": key_codes, "values": codes, "key_scales": key_scales, "value_scales": scales}
         return {**rows, **rest}  # type: ignore[dict-item]
 
     def pairs_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, decoded, of the slots at index [B, Hkv, m] of heads of equally many."""
         rows = {name: rows_at(part, index) for name, part in self.moving().items() if name in self.PAIRS}
-        keys = self.decode(rows["keys"], rows.get("key_scales"))
+        keys = self.decode("keys", rows["keys"], rows.get("key_scales"))
         if self.values is None:
             return keys, keys[..., : self.value_dim]
-        return keys, self.decode(rows["values"], rows.get("value_scales"))
+        return keys, self.decode("values", rows["values"], rows.get("value_scales"))
 
     def equal(self, num: int, room: int = 0) -> Slots:
         """A copy of the first `num` slots of every head and empty ones for `room` more tokens, equally many for all."""
@@ -182,7 +185,7 @@ class Slots:
         """The named tensor as above, what is decoded in `dtype` or in the model's."""
         codes = self.stored(name)
         plain = self.format.plain or name not in SCALES
-        return codes if plain else self.decode(codes, self.stored(SCALES[name]), dtype or self.dtype)
+        return codes if plain else self.decode(name, codes, self.stored(SCALES[name]), dtype or self.dtype)
 
     def stored(self, name: str) -> Tensor:
         """The first `filled` slots of every head of the named tensor as they are stored."""

@@ -76,6 +76,13 @@ TABLES = {
     "int8_2048": Table(
         "2,048 tokens, slots of 8 bits", names=FEW, settings={"slots": "int8"}, keeps=(0.0625,), texts=7
     ),
+    "k8v4_2048": Table(
+        "2,048 tokens, keys in 8 bits, values in 4",
+        names=FEW,
+        settings={"slots": "k8v4"},
+        keeps=(0.125, 0.0625),
+        texts=7,
+    ),
     "blocks_2048": Table("2,048 tokens in blocks of 256", names=ONCE, settings={"prefill_block": 256}, keeps=NARROW),
     "seen_2048": Table(
         "2,048 tokens, read together with the question", names=FEW, question="seen", keeps=NARROW, texts=7

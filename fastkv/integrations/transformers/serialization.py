@@ -209,7 +209,7 @@ def _fill(
         layer.cache.average, layer.cache.context, mean = file.counts(entry, "average", "context", "mean")
         layout = layer.cache.layout(heads, mean, None, device, tuple(tokens))
         layout = replace(layout, tokens=tuple(tokens), approx=tuple(approx))
-    dims = [layout.format.dim(saved[name].shape[-1]) for name in pairs]
+    dims = [getattr(layout.format, name.split(".")[1]).dim(saved[name].shape[-1]) for name in pairs]
     if layer.cache.latent:
         dims += file.counts(entry, "exact.value_dim")
         file.need(dims[1] <= dims[0])
