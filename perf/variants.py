@@ -45,9 +45,14 @@ TYPES = {  # of pointers that are neither in the model's dtype nor fp32
     "*u8": ("kept", "valid", "new_valid", "mask", "protected", "query_valid"),
 }
 SCALES = ("key_scales_ptr", "value_scales_ptr")  # where slots hold codes
-CODES = {"int8": "*i8", "fp8": "*u8", "int4": "*u8"}  # their codes
-DIM_80 = {"int8": 80, "fp8": 80, "int4": 96}  # a head that is no power of two
-SCALE_TYPES = {"int8": "*fp32", "fp8": "*fp32", "int4": "*i8"}
+CODES = {  # of codes of keys and of values, then of their scales
+    "int8": ("*i8", "*i8", "*fp32", "*fp32"),
+    "fp8": ("*u8", "*u8", "*fp32", "*fp32"),
+    "int4": ("*u8", "*u8", "*i8", "*i8"),
+    "k8v4": ("*i8", "*u8", "*fp32", "*i8"),
+}
+FOUR = ("int4", "k8v4")  # whose values are packed
+DIM_80 = {form: 96 if form in FOUR else 80 for form in CODES}  # a head that is no power of two
 BIAS = ("bias_ptr",)  # where slots have one
 ROWS = ("rows_ptr", "page")  # where the batch lives in chosen rows of pages
 USUAL = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names} | {"scale": "fp32", "softcap": "fp32"}
@@ -112,17 +117,18 @@ def variant(
 def coded(
     name: str, types: Mapping[str, str], given: Mapping[str, Any], slots: str
 ) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Name, types and given tensors of a variant whose slots are stored so: "model", "int8", "fp8" or "int4"."""
+    """Name, types and given tensors of a variant whose slots are stored so: "model" or one of CODES."""
     if slots == "model":
         return name, dict(types), dict(given)
-    codes = dict.fromkeys(("keys_ptr", "values_ptr"), CODES[slots]) | dict.fromkeys(SCALES, SCALE_TYPES[slots])
+    codes = dict(zip(("keys_ptr", "values_ptr", *SCALES), CODES[slots]))
     return f"{name} {slots}", dict(types) | codes, dict(given) | dict.fromkeys(SCALES, True)
 
 
 def slot_bytes(dim: int, slots: str, dtype: str = "bf16") -> int:
     """Bytes that attention loads of a slot, with its scales."""
-    stored = FORMATS[slots].empty((1,), dim, DTYPES[dtype], torch.device("cpu"))
-    return 2 * sum(tensor.nbytes for tensor in stored if tensor is not None)
+    form, like = FORMATS[slots], (DTYPES[dtype], torch.device("cpu"))
+    stored = *form.keys.empty((1,), dim, *like), *form.values.empty((1,), dim, *like)
+    return sum(tensor.nbytes for tensor in stored if tensor is not None)
 
 
 def of_compact(
@@ -133,7 +139,7 @@ def of_compact(
     """Of `fastkv.kernels.compact`."""
     tile, columns, _ = compact.MERGE[pow2(dim, 64)]
     if kernel is compact._move_kernel:
-        tile, launch["num_warps"] = compact.move_tile(pow2(dim, 64), slots == "int4")
+        tile, launch["num_warps"] = compact.move_tile(pow2(dim, 64), slots in FOUR)
     constants = dict(
         HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), COLUMNS=columns, ROWS=tile,
         BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
@@ -149,7 +155,7 @@ def of_merge(
 ) -> Variant:  # fmt: skip
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
     name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
-    narrow = dim > 256 or slots == "int4" or (slots != "model" and dim == 256)
+    narrow = dim > 256 or slots in FOUR or (slots != "model" and dim == 256)
     launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=narrow)
     return of_compact(
         name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, slots=slots, **launch
@@ -165,7 +171,7 @@ def of_decode(
     """Of `fastkv.kernels.decode_attention`."""
     constants, num_warps, num_stages = decode_attention._constants(
         DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP,
-        slots != "model", slots == "int4",
+        slots != "model", slots in FOUR,
     )  # fmt: skip
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
@@ -188,7 +194,7 @@ def of_decode(
     return variant(
         name, decode_attention._decode_attention_kernel, constants, dtype, types, given=given,
         even=() if ragged else ("slots", "pool"), num_warps=num_warps, num_stages=num_stages, arches=arches,
-        narrow=slots == "int4", slot_bytes=slot_bytes(head_dim, slots, dtype),
+        narrow=slots in FOUR, slot_bytes=slot_bytes(head_dim, slots, dtype),
         further={chip: decode_attention.most_registers(constants, slots != "model", chip) for chip in CUDA},
     )  # fmt: skip
 
@@ -202,7 +208,7 @@ def of_evict(
     drop = slots - tokens
     chip = "hip" if arches == HIP else arches[0] if arches else ""
     constants, chunks, num_warps = evict._constants(
-        8, slots, drop, head_dim, spread, chip, dtype == "fp32" and codes == "model", codes == "int4"
+        8, slots, drop, head_dim, spread, chip, dtype == "fp32" and codes == "model", codes in FOUR
     )
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
@@ -288,7 +294,7 @@ def of_prefill(
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap. None
     where slots are decoded first."""
     vendor = "hip" if chip in HIP else chip
-    bits, cross = FORMATS[slots].bits, order == 1 and not slope
+    bits, cross = FORMATS[slots].values.bits, order == 1 and not slope
     case = prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, bits, bias, cross)
     tile = prefill_attention.tile_of(case)
     if tile is None:
@@ -316,7 +322,7 @@ def of_prefill(
         name, prefill_attention._prefill_kernel, flags, dtype, types, given=given, even=("slots", "stride_"),
         num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
         slot_bytes=slot_bytes(dim, slots, dtype),
-        narrow=slots == "int4" or (order == CENTROIDS.value and means <= tile.warps * (64 if chip in HIP else 32)),
+        narrow=slots in FOUR or (order == CENTROIDS.value and means <= tile.warps * (64 if chip in HIP else 32)),
     )  # fmt: skip
 
 
@@ -448,7 +454,11 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         *(of(d, s, None, attention=True, bias=True) for d, s in SPLIT if d < 256),
         *(of(128, 16, None, attention=True, bias=True, **how) for how in ({"slots": "int8"}, {"ragged": True})),
         *(of(d, s, 1, slots=form) for form in ("int8", "fp8") for d, s in ((80, 16), *SPLIT)),
-        *(of(d, s, 1, slots="int4") for d, s in ((96, 16), *((d, max(s, 2 if d > 128 else 1)) for d, s in SPLIT))),
+        *(
+            of(d, s, 1, slots=form)
+            for form in FOUR
+            for d, s in ((96, 16), *((d, max(s, 2 if d > 128 else 1)) for d, s in SPLIT))
+        ),
         *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
         *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
         *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
@@ -493,11 +503,11 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_merge(compact._moments_kernel, 512, splits, arches=CUDA) for splits in (1, 4)),
         of_merge(compact._merge_kernel, 512, 4, arches=CUDA),
         *(
-            of_compact(f"compact move D{d}", compact._move_kernel, d, slots=f, narrow=f == "int4")
+            of_compact(f"compact move D{d}", compact._move_kernel, d, slots=f, narrow=f in FOUR)
             for f in CODES
             for d in (64, DIM_80[f], 128, 256)
         ),
-        of_compact("compact move D512", compact._move_kernel, 512, slots="int4", narrow=True, arches=CUDA),
+        *(of_compact("compact move D512", compact._move_kernel, 512, slots=f, narrow=True, arches=CUDA) for f in FOUR),
         *(of_merge(compact._moments_kernel, d, s, slots=f) for f in CODES for d, s in ((64, 1), (128, 4), (256, 1))),
         *(of_merge(compact._moments_kernel, 128, 1, True, rows=True, slots=f) for f in CODES),
     ],
@@ -530,9 +540,9 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_evict(d, 1040, 1024, codes=form) for form in ("int8", "fp8") for d in (64, 80, 128)),
         *(of_evict(256, 1040, 1024, arches=a, spread=True, codes=f) for f in ("int8", "fp8") for a in VENDORS),
         *(of_evict(128, 1040, 1024, ragged=True, rows=True, codes=form) for form in ("int8", "fp8")),
-        *(of_evict(d, 1040, 1024, arches=a, codes="int4") for d in (64, 96, 128) for a in VENDORS),
-        *(of_evict(256, 1040, 1024, arches=(a,), spread=True, codes="int4") for a in (*CUDA, *HIP)),
-        *(of_evict(128, 1040, 1024, arches=a, ragged=True, rows=True, codes="int4") for a in VENDORS),
+        *(of_evict(d, 1040, 1024, arches=a, codes=f) for f in FOUR for d in (64, 96, 128) for a in VENDORS),
+        *(of_evict(256, 1040, 1024, arches=(a,), spread=True, codes=f) for f in FOUR for a in (*CUDA, *HIP)),
+        *(of_evict(128, 1040, 1024, arches=a, ragged=True, rows=True, codes=f) for f in FOUR for a in VENDORS),
     ],
     "key_scores": [
         *(of_key_scores(key_scores._sum_kernel, dim, "unit", "mask") for dim in (64, 80, 128, 256)),

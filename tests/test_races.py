@@ -189,6 +189,7 @@ CASES = {
     "evict-int8": lambda: evicting(80, True, slots="int8", spread=True),
     "decode-int4": lambda: decoding(2, 32, slots="int4", rows=[0, 1, 3, 0]),
     "evict-int4": lambda: evicting(64, True, slots="int4"),
+    "evict-k8v4": lambda: evicting(64, True, slots="k8v4"),
     "compact-fp8": lambda: compacting(48, spread=True, slots="fp8"),
 }
 

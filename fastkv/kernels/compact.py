@@ -220,9 +220,9 @@ def _moments_kernel(
         for start in range(low, high, ROWS):
             inside = start + lane < high
             index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-            k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
             v = _rows(values, value_scales, new_values, index, inside, used, mine, stride_vt, DV, COLUMNS)
             v -= value_mean[None, :]
+            k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
             cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0), INTERP)
     squares = tl.zeros([BK], tl.float32)
     if SPREAD:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
     parser.add_argument("--budget", type=int, default=BUDGET, metavar="N", help=f"tokens kept per KV head ({BUDGET})")
     parser.add_argument(
-        "--slots", default="auto", help="how keys and values are stored: auto, model, int8, fp8 or int4 (auto)"
+        "--slots", default="auto", help="how keys and values are stored: auto, model, int8, fp8, int4 or k8v4 (auto)"
     )
     parser.add_argument("--policy", default=POLICY, help=f"one of {', '.join(policies.names())} ({POLICY})")
 

@@ -42,7 +42,7 @@ def test_decode_steps_of_real_sizes(correction, dim, dtype, number):
         decode.check(case, order=None if correction == "none" else 1, attention=number > 1, append=True)
 
 
-@pytest.mark.parametrize("slots, number", covering(["int8", "fp8", "int4"], [1, 16]))
+@pytest.mark.parametrize("slots, number", covering(["int8", "fp8", "int4", "k8v4"], [1, 16]))
 def test_decode_steps_over_codes_in_pages(slots, number):
     """Rows of pages give the bits that rows of their own do, which are as near to the truth as they should be."""
     case = codes.coded(llama(), slots)
