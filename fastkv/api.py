@@ -66,8 +66,9 @@ def patch(
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
             as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
         slots: how keys and values are stored: "model" in the model's dtype; "int8" and "fp8" in 8 bits a number, about
-            half the bytes of bfloat16; "int4" in 4 bits, about 0.29 of them; "k8v4" keys in 8 and values in 4 bits. "auto": of a budget in bytes what answers
-            best with them, int8, or int4 from "12x" on; of one in tokens "model".
+            half the bytes of bfloat16; "int4" in 4 bits, about 0.29 of them; "k8v4" keys as int8, values as int4.
+            "auto": of a budget in bytes what answers best with them, int8, or int4 from "12x" on; of one in tokens
+            "model".
         vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default
             the model's own directory is searched for vector.safetensors.
 
