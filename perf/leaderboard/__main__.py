@@ -3,12 +3,14 @@
 python -m perf.leaderboard                       # everything, some hours; killed, it goes on where it was
 python -m perf.leaderboard --quick               # two texts of the first table, some 12 minutes
 python -m perf.leaderboard --page                # the page alone, from what is measured
+python -m perf.leaderboard --tables "" --kvpress-python PATH   # kvpress on the same texts, in an environment of its own
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,12 +21,13 @@ import torch
 
 from fastkv import policies
 from fastkv.lab import facts
-from fastkv.lab.pretrained import load
+from fastkv.lab.pretrained import load, place
 from perf.environment import environment
 
 from . import measure, page
 
-RESULTS = Path(__file__).parents[1] / "results" / "leaderboard"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "perf" / "results" / "leaderboard"
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 FITTED = ("duoattention", "triattention")  # need a file fitted to the model
 ALL = tuple(name for name in policies.names() if name not in FITTED)
@@ -140,6 +143,18 @@ def run(name: str, model: Any, tokenizer: Any, texts: range, keeps: tuple[float,
                     print(f"{name}: {made}/{left} cells, some {rest:.0f} min left in this table", flush=True)
 
 
+def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: dict[str, Any]) -> None:
+    """What kvpress answers on the texts of the first table; see `presses.py`. where: the model's directory."""
+    texts = ROOT / "build" / "leaderboard" / "texts.pt"
+    if not texts.is_file():
+        texts.parent.mkdir(parents=True, exist_ok=True)
+        samples = [facts.sample(tokenizer, 2048, seed, both=True) for seed in range(page.BESIDE)]
+        read = [measure.given(measure.read(model, tokenizer, one), seed, told) for seed, one in enumerate(samples)]
+        torch.save(read, texts)
+    worker, out = Path(__file__).parent / "presses.py", RESULTS / f"{page.KVPRESS}.jsonl"
+    subprocess.run([python, worker, texts, out, where], check=True)
+
+
 def shares_of(words: str) -> tuple[float, ...]:
     """Shares of the bytes as on the command line."""
     return tuple(map(float, words.split(",")))
@@ -158,11 +173,14 @@ def main() -> None:
         "--keeps", type=shares_of, default=KEEPS, metavar="SHARE,...", help=f"of {shares}, all by default"
     )
     parser.add_argument("--page", action="store_true", help="measure nothing, write docs/results.md")
+    parser.add_argument(
+        "--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress, to try it"
+    )
     parser.add_argument("--model", default="smollm2", help="smollm2, a directory or a GGUF file")
     options = parser.parse_args()
     if options.quick:
         options.tables, options.texts, options.keeps = next(iter(TABLES)), QUICK, NARROW
-    names = options.tables.split(",")
+    names = options.tables.split(",") if options.tables else []
     unknown = [name for name in names if name not in TABLES]
     if unknown:
         parser.error(f"unknown table {unknown[0]}; there are {', '.join(TABLES)}")
@@ -172,6 +190,8 @@ def main() -> None:
         texts = range(options.first, min(options.texts, max(table.texts for table in TABLES.values())))
         for name in names:
             run(name, model, tokenizer, texts, options.keeps, told | {"model": options.model})
+        if options.kvpress_python:
+            beside_kvpress(model, tokenizer, place(options.model)[0], options.kvpress_python, told)
     page.write(RESULTS, TABLES)
 
 

@@ -219,3 +219,14 @@ def seen(model: Any, tokenizer: Any, sample: facts.Sample) -> Iterator[Text]:
         with_question = [*sample.prefix, *question.ids[:-1]]
         alone = replace(question, ids=question.ids[-1:])
         yield read(model, tokenizer, replace(sample, prefix=with_question, questions=[alone]))
+
+
+def given(text: Text, seed: int, told: dict[str, Any]) -> dict[str, Any]:
+    """A text and the full cache's part of it, for `presses.py`, which knows nothing of fastkv."""
+    answers = [
+        {"ids": one.question.ids, "answer": one.question.answer, "said": one.ids, "log_probs": one.log_probs}
+        for one in text.answers
+    ]
+    told = {name: told[name] for name in ("commit", "cpu")}
+    ends = {"prefix": text.sample.prefix, "continuation": text.sample.continuation, "next": text.next}
+    return {"seed": seed, "answers": answers, **ends, "told": told}

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 MARK, END = "<!-- results: written by `make report`, do not edit -->", "<!-- results: end -->"
 README = ROOT / "README.md"
 PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
+KVPRESS, OURS, BESIDE = "kvpress_2048", "bfloat16_2048", 7  # its table, the one beside it, and their texts
 LEAST = 30  # answerable questions of a cell that is published
 DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff", "snapkv", "streaming")
 INTRO = """# Results
@@ -46,7 +47,9 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def link(name: str) -> str:
-    """A policy's name, class and paper, as cells of a table."""
+    """A policy's name, class and paper, as cells of a table; a press has its name alone."""
+    if name not in policies.names():
+        return f"`{name}` | | "
     kind = type(policies.get(name))
     file = kind.__module__.rpartition(".")[2]
     found = re.search(r"arXiv:(\d{4}\.\d{5})", str(kind.__doc__))
@@ -121,10 +124,33 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
             show_in_readme(whole, columns, f"{count} texts, {asked} questions or more; {where}")
             draw(whole, columns)
             parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
+    parts += beside_kvpress(results)
     if missing:
         lead = f"A column needs {LEAST} questions that the full cache answers, of every policy. `make report` goes on."
         parts.append("## Not measured enough to be published\n\n" + "\n".join([lead, "", *missing]) + "\n")
     PAGE.write_text("\n".join(parts))
+
+
+def beside_kvpress(results: Path) -> list[str]:
+    """The table of kvpress's presses, once all of them were measured on all texts."""
+    theirs, keeps = rows_of(results / f"{KVPRESS}.jsonl"), (0.25, 0.125)
+    if len(theirs) < BESIDE * len({(row["policy"], row["keep"]) for row in theirs}) or not theirs:
+        return []
+    known = {row["seed"] for row in theirs}
+    ours = [
+        row
+        for row in rows_of(results / f"{OURS}.jsonl")
+        if row["policy"] in ("fastkv", "fastkv-reread") and row["seed"] in known and row["keep"] in keeps
+    ]
+    made, _ = table_of(theirs + ours, keeps)
+    told = theirs[0]
+    versions = f"kvpress {told['kvpress']}, torch {told['torch']}, transformers {told['transformers']}, {told['cpu']}"
+    return [
+        "## Beside kvpress\n\nThe presses of kvpress that need no training, with its own defaults, on the same texts and "
+        f"questions ({len(known)} texts, {fewest(theirs)} questions; {versions}). A press keeps a quarter or an eighth of "
+        "the pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on everything that it stores. Each "
+        f"cell: **right** ± error, then answer KL · text KL.\n\n{made}"
+    ]
 
 
 def show_in_readme(rows: list[dict[str, Any]], keeps: list[float], where: str) -> None:

@@ -1,0 +1,133 @@
+"""kvpress on texts that the leaderboard has read: run by the interpreter of an environment with kvpress, without fastkv.
+
+    PATH/python perf/leaderboard/presses.py TEXTS OUT MODEL
+
+TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press compresses
+a text while it reads it. Its cache then answers each question for itself, at the positions of a cache that lost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import kvpress
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+NEW = 24  # tokens of an answer at most
+KEEPS = (0.25, 0.125)
+EXPECTED = kvpress.ExpectedAttentionPress
+
+
+def _ada(inner: Callable[..., Any]) -> Callable[[float], Any]:
+    return lambda ratio: kvpress.AdaKVPress(inner(compression_ratio=ratio))
+
+
+def _alone(kind: Callable[..., Any]) -> Callable[[float], Any]:
+    return lambda ratio: kind(compression_ratio=ratio)
+
+
+PRESSES: dict[str, Callable[[float], Any]] = {
+    "KVzipPress": _alone(kvpress.KVzipPress),
+    "AdaKVPress(ExpectedAttentionPress)": _ada(lambda **how: EXPECTED(epsilon=1e-2, **how)),
+    "ExpectedAttentionPress": _alone(EXPECTED),
+    "CriticalAdaKVPress(SnapKVPress)": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
+    "AdaKVPress(SnapKVPress)": _ada(kvpress.SnapKVPress),
+    "SnapKVPress": _alone(kvpress.SnapKVPress),
+    "KeyDiffPress": _alone(kvpress.KeyDiffPress),
+    "CompactorPress": _alone(kvpress.CompactorPress),
+    "AdaKVPress(CompactorPress)": _ada(kvpress.CompactorPress),
+    "TOVAPress": _alone(kvpress.TOVAPress),
+    "PyramidKVPress": _alone(kvpress.PyramidKVPress),
+    "LagKVPress": _alone(kvpress.LagKVPress),
+    "StreamingLLMPress": _alone(kvpress.StreamingLLMPress),
+    "KnormPress": _alone(kvpress.KnormPress),
+}
+
+
+def plain(text: str) -> str:
+    """As `fastkv.lab.facts.plain`."""
+    return text.lower().replace(",", "").replace("-", "").replace(" ", "")
+
+
+class Compressed:
+    """A cache of a text: it is asked, and then is what it was."""
+
+    def __init__(self, model: Any, prefix: list[int], press: Any) -> None:
+        self.model, self.cache, self.seen = model, DynamicCache(), len(prefix)
+        with nullcontext() if press is None else press(model):
+            model.model(input_ids=torch.tensor([prefix]), past_key_values=self.cache)
+        self.sizes = [layer.keys.shape[2] for layer in self.cache.layers]
+
+    def logits(self, ids: list[int], after: int = 0) -> Tensor:
+        """[T, V] of tokens that follow the text and `after` more."""
+        positions = torch.arange(self.seen + after, self.seen + after + len(ids))[None]
+        found = self.model(torch.tensor([ids]), past_key_values=self.cache, position_ids=positions).logits
+        return found[0].float()
+
+    def forget(self) -> None:
+        """Drop what came after the text."""
+        for layer, size in zip(self.cache.layers, self.sizes):
+            layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
+
+    def reply(self, ids: list[int], tokenizer: Any, answer: str) -> str:
+        """Greedy tokens, until they hold the answer."""
+        said: list[int] = []
+        while len(said) < NEW:
+            said.append(int(self.logits(said[-1:] or ids, after=len(ids) + len(said) - 1 if said else 0)[-1].argmax()))
+            if said[-1] == tokenizer.eos_token_id or plain(answer) in plain(tokenizer.decode(said)):
+                break
+        self.forget()
+        return str(tokenizer.decode(said, skip_special_tokens=True))
+
+
+def divergence(full: Tensor, logits: Tensor) -> float:
+    """Mean KL in nats from log-probabilities [T, V]."""
+    return float((full.exp() * (full - logits.log_softmax(-1))).sum(-1).mean())
+
+
+def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[str, Any]:
+    """As `measure.cell`."""
+    begun = time.perf_counter()
+    cache = Compressed(model, text["prefix"], press)
+    seconds, right, apart = time.perf_counter() - begun, 0, []
+    for one in text["answers"]:
+        right += plain(one["answer"]) in plain(cache.reply(one["ids"], tokenizer, one["answer"]))
+        logits = cache.logits(one["ids"] + one["said"][:-1])
+        apart.append(divergence(one["log_probs"], logits[-len(one["said"]) :]))
+        cache.forget()
+    text_kl = divergence(text["next"], cache.logits(text["continuation"]))
+    asked = len(apart)
+    return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl, "read_s": seconds}
+
+
+@torch.no_grad()
+def main(texts: str, out: str, where: str) -> None:
+    """Measure what `out` lacks."""
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="sdpa").eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(where)
+    file = Path(out)
+    have = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    told = {name: version(name) for name in ("kvpress", "torch", "transformers")}
+    wanted = [(name, keep) for name in PRESSES for keep in KEEPS]
+    for text in torch.load(texts):
+        for name, keep in wanted:
+            key = {"seed": text["seed"], "part": 0, "policy": name, "keep": keep}
+            if any(key.items() <= row.items() for row in have):
+                continue
+            row = key | cell(model, tokenizer, text, PRESSES[name](1 - keep)) | told | text["told"]
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+            print(f"text {text['seed']}: {name}, {keep:g} of the tokens: {row['right']}/{row['asked']}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
