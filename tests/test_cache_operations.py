@@ -501,3 +501,20 @@ def test_a_file_with_more_tokens_than_a_head_has_room_for_is_refused(tmp_path):
 
     model, content = saved_bytes()
     refused(rewritten(tmp_path / "forged", content, claim, forge), model, "is damaged")
+
+
+@pytest.mark.parametrize(
+    "budget, said",
+    [
+        (64, "tokens 64"),
+        (Budget(keep=0.5), "keep 0.5"),
+        ("4x", "compress 4.0"),
+        (Budget(bytes=300_000), "bytes 300000"),
+    ],
+)
+def test_a_cache_says_what_it_is_in_any_unit(budget, said):
+    model = fastkv.patch(build(), "keydiff", budget)
+    cache = FastKVCache(model)
+    assert f"budget={said}" in repr(cache) and "empty" in repr(cache)
+    model(prompt(1, 200, (0,))[0], past_key_values=cache)
+    assert "200 tokens seen" in repr(cache)

@@ -405,7 +405,9 @@ def test_unequal_heads_conserve(slots):
     two_turns(build(**WIDE), "snapkv", small(heads="adaptive"), 16, slots=slots)
 
 
-@pytest.mark.parametrize(("slots", "heads"), [("int8", "adaptive"), ("fp8", "uniform"), ("int4", "adaptive"), ("k8v4", "adaptive")])
+@pytest.mark.parametrize(
+    ("slots", "heads"), [("int8", "adaptive"), ("fp8", "uniform"), ("int4", "adaptive"), ("k8v4", "adaptive")]
+)
 def test_saved_and_forked_caches_go_on(slots, heads, tmp_path):
     model = build(**WIDE)
     fastkv.patch(model, "snapkv", small(heads=heads), evict_every=EVERY, slots=slots)

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
+from ...budget import UNITS
 from ...cache.layer import LayerCache
 from ...cache.workspace import FIRST_TABLE, CacheWorkspace
 from ...config import Config
@@ -109,7 +110,7 @@ class FastKVCache(Cache):
     def __repr__(self) -> str:
         """What a person wants to know: settings, tokens seen and kept, bytes."""
         budget = self.config.budget
-        unit = next(name for name in ("tokens", "keep", "bytes", "quality") if getattr(budget, name) is not None)
+        unit = next(name for name in UNITS if getattr(budget, name) is not None)
         settings = f"policy={self.config.policy.name!r}, correction={self.config.correction.name!r}"
         settings += f", budget={unit} {getattr(budget, unit)}"
         settings += f", heads={'calibrated' if budget.shared is not None else repr(budget.heads)}"
