@@ -1,5 +1,7 @@
 """What `fastkv doctor --model` says of a checkpoint, of which there is only a config."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -34,6 +36,9 @@ def test_a_model_of_full_attention(tmp_path, capsys):
     assert found["stock cache"] == f"{4 * 2 * 2 * 16 * 4096 * 2 / 2**20:.1f} MiB"
     assert "times less (fastkv, 64 tokens per KV head)" in found["fastkv"]
     assert "refused" not in found and found["heads"] == "calibrated when it is first patched"
+    found, _, _ = said(capsys, "--model", path, "--context", "4096", "--budget", "8x")
+    assert re.search(r"8\.[0-4] times less \(fastkv, budget 8x\)", found["fastkv"])
+    assert main(["doctor", "--model", str(path), "--budget", "some"]) == 2
 
 
 def test_windows_stay(tmp_path, capsys):

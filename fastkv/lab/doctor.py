@@ -18,6 +18,7 @@ from ..config import BUDGET, POLICY, Config
 from ..cpu import compiled
 from ..errors import FastKVError, not_installed
 from ..integrations.transformers import TESTED, Survey, survey
+from . import common
 from .pretrained import place
 
 Lines = dict[str, str]
@@ -30,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH", help="smollm2, a directory or a .gguf file, of which only the config is read"
     )
     parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
-    parser.add_argument("--budget", type=int, default=BUDGET, metavar="N", help=f"tokens kept per KV head ({BUDGET})")
+    said = f"tokens kept per KV head, 16x, or another budget as in the other commands ({BUDGET})"
+    parser.add_argument("--budget", default=str(BUDGET), metavar="SIZE", help=said)
     parser.add_argument(
         "--slots", default="auto", help="how keys and values are stored: auto, model, int8, fp8, int4 or k8v4 (auto)"
     )
@@ -98,7 +100,8 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
     """What would become of a checkpoint. Raises FastKVError if there is none that transformers knows."""
     if options.context < 1:
         raise FastKVError(f"--context must be a whole number of at least 1 token, got {options.context}")
-    config = Config.make(options.policy, options.budget, None, 16, "auto", "auto", None, options.slots)
+    budget = common.to_budget(options.budget)
+    config = Config.make(options.policy, budget, None, 16, "auto", "auto", None, options.slots)
     made = without_weights(options.model, None)
     known: Any = made.config
     text = known.get_text_config(decoder=True)
@@ -116,7 +119,8 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
             return {"model": model}
         model["below"] = "with attn_implementation='eager'"
     model["tested"] = TESTED.get(known.model_type, UNTESTED)
-    kept = f"{config.policy.name}, {options.budget} tokens per KV head"
+    size = f"{budget.tokens} tokens per KV head" if budget.tokens else f"budget {options.budget}"
+    kept = f"{config.policy.name}, {size}"
     beside = Path(options.model) / HEADS_FILE
     model["heads"] = f"calibrated, {beside}" if beside.is_file() else "calibrated when it is first patched"
     name = str(dtype).removeprefix("torch.")
