@@ -138,11 +138,18 @@ def _pairs(cache: Any, model: Any) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def answers(
-    model: Any, tokenizer: Any, cache: Any, seen: Tensor, questions: Sequence[Sequence[int]], tokens: int
+    model: Any,
+    tokenizer: Any,
+    cache: Any,
+    seen: Tensor,
+    questions: Sequence[Sequence[int]],
+    tokens: int,
+    streamer: Any = None,
 ) -> list[list[int]]:
     """What greedy decoding writes after each question, at most `tokens` tokens, without the one that ends it.
 
     Args: cache: of the tokens `seen` [1, N], which stays as it is.  questions: tokens that come after them.
+        streamer: of `generate`; gets a token of every question at each step.
     """
     num, most = len(questions), max(map(len, questions))
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -151,7 +158,7 @@ def answers(
     prompts = torch.cat([seen.expand(num, -1).to(model.device), rows.to(model.device)], 1)
     mask = torch.cat([torch.ones_like(prompts[:, : seen.shape[1]]), mask.to(model.device)], 1)
     how = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": pad}
-    written = model.generate(prompts, attention_mask=mask, **{CACHE: forked(cache, num)}, **how)
+    written = model.generate(prompts, attention_mask=mask, **{CACHE: forked(cache, num)}, streamer=streamer, **how)
     ends = ends_of(model)
     return [list(takewhile(lambda one: one not in ends, row)) for row in written[:, prompts.shape[1] :].tolist()]
 

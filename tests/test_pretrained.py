@@ -138,7 +138,7 @@ def test_models_that_cannot_be_read(tmp_path):
     "command", ["demo", "fidelity", "needles", "inspect", "view", "bench", "eval --tasks x", "doctor"]
 )
 def test_every_command_refuses_an_unknown_model_in_one_sentence(command, tmp_path, capsys):
-    out = [] if command == "doctor" else ["--out", str(tmp_path / "out")]
+    out = [] if command in ("demo", "doctor") else ["--out", str(tmp_path / "out")]
     assert main([*command.split(), "--model", "smollm3", *out]) == 2
     said = capsys.readouterr()
     assert "smollm3" in said.err and len(said.err.splitlines()) == 1 and not list(tmp_path.rglob("*.*"))

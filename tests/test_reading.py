@@ -5,6 +5,8 @@ import torch
 
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, policies
+from fastkv.integrations.transformers.stock import CACHE
+from fastkv.lab import asking
 from fastkv.lab.reading import Reading
 
 from .models import build
@@ -65,6 +67,16 @@ def test_settings_of_patch(model, reading, settings):
 def test_logits_are_the_stock_models(model, reading):
     fastkv.unpatch(model)
     assert torch.equal(reading.logits, model(reading.ids, logits_to_keep=1).logits[0, -1].float())
+
+
+def test_full_is_the_stock_cache(model, reading):
+    fastkv.unpatch(model)
+    cache, other = reading.full(), asking.read(model, reading.ids)
+    assert cache.get_seq_length() == 150 and len(cache.layers) == len(other.layers)
+    for own, stock in zip(cache.layers, other.layers):
+        assert torch.equal(own.keys, stock.keys) and torch.equal(own.values, stock.values)
+    model(reading.ids[:, :1], **{CACHE: cache})
+    assert reading.full().get_seq_length() == 150  # a copy
 
 
 @pytest.mark.parametrize("settings", [dict(prefill_block=64), dict(budget=Budget(quality=0.9))], ids=str)

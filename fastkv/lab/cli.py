@@ -45,9 +45,9 @@ class LazyParser(Parser):
 COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".demo",
-        help="let a model read a real text with facts in it once, and ask for them afterwards, with the full cache and "
-        "with smaller ones of several policies; prints answers and writes demo.json, demo.png and demo-memory.png",
-        epilog="--budgets 1/4,1/8 --policies kvzip,streaming --out results",
+        help="let a model read a document once and answer questions about it, with the full cache and with smaller "
+        "ones; shows answers as they are written, memory and time, and draws a picture",
+        epilog="--text FILE --ask 'Who was captain of the ship?' Ahab --picture ahab.png",
     ),
     "chat": dict(
         module=".chat",

@@ -1,221 +1,356 @@
-"""`fastkv demo`: a model reads a real text once; then come six questions, to its full cache and to smaller ones."""
+"""`fastkv demo`: a model reads a document once; six questions go to its full cache and to smaller ones.
+
+The document, `flight.txt`, is a history of the first aeroplanes that was written for this. Its questions were chosen
+with the full cache of SmolLM2 alone: of `TRIED` these are some that the full cache answers and the model without the
+document does not. So small a model answers few questions about thousands of tokens.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
-from .. import Budget, FastKVError, patched, policies
+from .. import FastKVError, patch, patched
+from ..config import POLICY
+from ..integrations.transformers import modules
+from ..integrations.transformers.stock import CACHE
 from . import asking, common, facts, pictures, texts
-from .equal_bytes import equal_bytes
+from .reading import Reading
 from .recording import cache_bytes
 
-SHARES: dict[str, Any] = {"sinks": 4, "recent": 32}  # tokens that are never evicted: the first and the last
-BLOCK = 256  # tokens that are read between two looks at the memory
-AROUND = 60  # characters of the text on either side of a fact
-QUICK = {"context": 512, "policies": ("kvzip", "streaming"), "budgets": (Fraction(1, 4),)}
+DOCUMENT = Path(__file__).with_name("flight.txt")
+TITLE = "The First Years of Flight"
+TRIED = 117  # questions from which those of the document were chosen
+WORDS = 20  # tokens of an answer, at most
+QUICK: dict[str, Any] = {"context": 1024, "budgets": ("4x",)}
 
 
 @dataclass(frozen=True)
+class Question:
+    """A question, what has to be in the answer as whole words, and where the document says so, if that is known."""
+
+    text: str
+    answer: str
+    fact: str = ""
+
+    def answered_by(self, said: str) -> bool:
+        """Whether the answer is among the words that a model wrote; case and punctuation aside."""
+        return f" {plain(self.answer)} " in f" {plain(said)} "
+
+
+QUESTIONS = (
+    Question(
+        "What is the number of the patent of the Wright brothers?",
+        "821,393",
+        "The number of the patent of the Wright brothers is 821,393.",
+    ),
+    Question(
+        "What was the newspaper of the Wright brothers called?",
+        "West Side News",
+        "The newspaper of the Wright brothers was called the West Side News.",
+    ),
+    Question(
+        "What was the mechanic of the Wright brothers called?",
+        "Charles Taylor",
+        "The mechanic of the Wright brothers was called Charles Taylor.",
+    ),
+    Question(
+        "What was the price of a seat from Saint Petersburg to Tampa?",
+        "five dollars",
+        "The price of a seat from Saint Petersburg to Tampa was five dollars.",
+    ),
+    Question("Where was the Flyer kept during the second war?", "quarry", "it was kept in a quarry"),
+    Question("What were the bomb bays of the Vickers Vimy filled with?", "petrol", "bomb bays were filled with petrol"),
+)
+
+
+@dataclass
 class Row:
     """One cache.
 
     Attributes:
-        policy: "full" for the stock cache.
-        budget: what was asked for, a share of the full cache or tokens per KV head.
-        right: number of right answers.  answers: what the model wrote.
-        kl: of 64 tokens of the text that goes on, nats.
-        nbytes: after the text.  seconds: of reading, and of answering all questions.
+        budget: as `fastkv.patch` takes it; "full" for the stock cache.  nbytes: after the document.
+        made: seconds of the reading, or of what makes a smaller cache of what was read.
+        answers: what was written after each question.  right: of each, whether that is the answer.
+        answering: seconds of all answers.  kl: of the tokens that go on in the document, nats a token.
+        The last two are None until they are known.
     """
 
-    policy: str
-    budget: int | Fraction
-    right: int
-    answers: list[str]
-    kl: float
+    budget: str
     nbytes: int
-    seconds: tuple[float, float]
+    made: float
+    answers: list[str] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+    answering: float | None = None
+    kl: float | None = None
 
 
-def size(text: str) -> int | Fraction:
-    """A cache's size on a command line: "128" tokens per KV head, or "1/8" of the full cache; ValueError if neither."""
-    try:
-        number = Fraction(text)
-    except ZeroDivisionError as error:
-        raise ValueError(f"{text} is no number") from error
-    return number.numerator if number.denominator == 1 else number
+@dataclass(frozen=True)
+class Task:
+    """What is read and asked.
+
+    Attributes:
+        name: of the document.  ids: [1, N] int64, the beginning of a chat turn, with the document.
+        head: tokens of the turn before the document.  goes_on: [1, T] int64, the tokens after those that are read.
+        questions: asked.  asked: of each, the tokens from there to where the answer begins.
+    """
+
+    name: str
+    ids: Tensor
+    head: int
+    goes_on: Tensor
+    questions: list[Question]
+    asked: list[list[int]]
+
+
+class Written(BaseStreamer):
+    """Hands on what `generate` has written after one prompt, token by token."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.write = write
+        self.said: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        """Called by transformers with the prompt [1, N], then with tokens [1]."""
+        if value.ndim == 1:
+            self.said += value.tolist()
+            self.write(self.decode(self.said))
+
+    def end(self) -> None:
+        """Called by transformers after the last token."""
+
+
+def plain(text: str) -> str:
+    """The words of a text in lower case with single spaces; of numbers the digits and the decimal point."""
+    return " ".join(re.findall(r"\w+(?:\.\d+)?", text.lower().replace(",", "")))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv demo`."""
     add, option = parser.add_argument, partial(common.option, parser)
-    common.add_model(parser, "fastkv-demo")
-    option("--text", common.TEXT, f"{', '.join(texts.SOURCES)} of Python, or a file in UTF-8", "FILE")
-    option("--context", 1024, "tokens that are read: the text with six facts in it")
-    option("--policies", ("fastkv", "kvzip", "streaming"), "policies to compare", "NAME")
-    sizes = "shares of the full cache, or tokens per KV head"
-    option("--budgets", (Fraction(1, 4), Fraction(1, 8)), sizes).type = common.listed(size)
-    option("--words", 24, "tokens of an answer, at most")
-    option("--seed", 6, "of the facts and their places")
-    add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
-    common.add_slots(parser, "auto")
-    add("--quick", action="store_true", help="a shorter run: two policies, one budget, 512 tokens")
+    option("--model", common.pretrained.SMOLLM2, common.MODEL, "PATH")
+    sources = f"{', '.join(texts.SOURCES)} of Python, or a file in UTF-8, with --ask (default: {TITLE})"
+    add("--text", default="", metavar="FILE", help=sources)
+    asks = "a question and what has to be in its answer, instead of those that the demo has; may be repeated"
+    add("--ask", nargs=2, action="append", default=[], metavar=("QUESTION", "ANSWER"), help=asks)
+    option("--context", 6400, "tokens that are read, at most")
+    option("--budgets", ("4x", "8x", "16x"), "smaller caches, as fastkv.patch takes them", "SIZE")
+    option("--picture", Path("fastkv-demo.png"), "where the picture goes, PNG or SVG", "FILE")
+    add("--quick", action="store_true", help="a shorter run: the first 1024 tokens, one smaller cache")
 
 
 def settings_of(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, with those of `QUICK` where asked for. Raises FastKVError if something cannot be compared."""
+    """The options, with those of `QUICK` where asked for. Raises FastKVError for what cannot be used."""
     chosen = argparse.Namespace(**{**vars(options), **(QUICK if options.quick else {})})
-    for name, least in (("context", common.SHORTEST), ("words", 1)):
-        if getattr(chosen, name) < least:
-            raise FastKVError(f"{name} must be at least {least}, got {getattr(chosen, name)}")
-    for name in ("budgets", "policies"):
-        common.check_some(name, getattr(chosen, name))
-    for policy in chosen.policies:
-        policies.get(policy)
-    for asked in chosen.budgets:
-        Budget(tokens=tokens_of(asked, chosen.context), **SHARES)
+    if chosen.context < common.SHORTEST:
+        raise FastKVError(f"context must be at least {common.SHORTEST}, got {chosen.context}")
+    common.check_some("budgets", chosen.budgets)
+    for budget in chosen.budgets:
+        common.to_budget(budget)
+    if chosen.text and not chosen.ask:
+        raise FastKVError(
+            f"the demo has no questions about {chosen.text}, expected --ask QUESTION ANSWER, got none; or leave "
+            "--text out"
+        )
+    for question, answer in chosen.ask:
+        if not plain(answer):
+            raise FastKVError(f"an answer must have a word in it, got {answer!r} for {question!r}")
+    if chosen.picture.suffix not in pictures.SUFFIXES:
+        raise FastKVError(f"picture must end with {' or '.join(pictures.SUFFIXES)}, got {chosen.picture}")
     return chosen
 
 
-def tokens_of(asked: int | Fraction, context: int) -> int:
-    """A size in tokens per KV head; shares are of a context of so many tokens."""
-    if isinstance(asked, int):
-        return asked
-    if not 0 < asked < 1:
-        raise FastKVError(f"budgets must be tokens per KV head or shares of the full cache, got {asked}; try 1/8")
-    return int(asked * context)
-
-
-def budget_of(asked: int | Fraction, settings: argparse.Namespace, model: Any, whole: int) -> Budget:
-    """A size as a budget, in bytes unless the options share tokens. whole: bytes of the full cache."""
-    budget = Budget(tokens=tokens_of(asked, settings.context), **SHARES)
-    if settings.equal == "tokens":
-        return budget
-    if isinstance(asked, int):
-        return equal_bytes(model.config, budget, model.dtype)
-    return replace(budget, tokens=None, bytes=int(whole * asked))
-
-
-def cached(
-    model: Any, policy: str, budget: Budget | None, slots: str, block: int | None = None
-) -> AbstractContextManager:
-    """The model with the cache of a policy while the context lasts; with its own if there is no budget."""
-    return nullcontext(model) if budget is None else patched(model, policy, budget, prefill_block=block, slots=slots)
+def task_of(tokenizer: Any, settings: argparse.Namespace) -> Task:
+    """The document and its questions. Raises FastKVError if it is too short, or has no answer in what is read."""
+    name = settings.text or TITLE
+    text = tokenizer(texts.read(settings.text or str(DOCUMENT)), add_special_tokens=False, verbose=False)["input_ids"]
+    head, _ = facts.around(tokenizer, "")
+    room = min(settings.context - len(head), len(text) - facts.GOES_ON)
+    least = common.SHORTEST + facts.GOES_ON
+    if len(text) < least or room < 1:
+        raise FastKVError(f"{name} has {len(text)} tokens, expected {least} or more; give a longer text")
+    own = [Question(*pair) for pair in settings.ask] or QUESTIONS
+    seen = tokenizer.decode(text[:room])
+    questions = [one for one in own if one.fact in seen]
+    if not questions:
+        raise FastKVError(
+            f"none of the questions is about the first {settings.context} tokens of {name}; give a larger --context "
+            "or --ask"
+        )
+    asked = [facts.around(tokenizer, f"{one.text} Answer in a few words.")[1] for one in questions]
+    rest = text[room : room + facts.GOES_ON]
+    return Task(name, torch.tensor([head + text[:room]]), len(head), torch.tensor([rest]), questions, asked)
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
-    """Ask with every cache, print the answers, and write demo.json, demo.png and demo-memory.png."""
+    """Read, ask every cache, show the answers as they are written, and draw the picture."""
     started, console, settings = time.perf_counter(), console or common.console_of(), settings_of(options)
     model, tokenizer = common.load(settings.model)
-    common.check_length("context", settings.context + settings.words, model, settings.model)
-    sample = facts.sample(tokenizer, settings.context, settings.seed, settings.text, "tuning")
-    ids = torch.tensor([sample.prefix])
-    whole = ids.shape[1] * cache_bytes(asking.read(model, ids[:, :1]))
-    caches = [(policy, asked) for asked in settings.budgets for policy in settings.policies]
-    budgets = [budget_of(asked, settings, model, whole) for _, asked in caches]
-    for (policy, _), budget in zip(caches, budgets):  # what cannot be used is refused before anything slow
-        with cached(model, policy, budget, settings.slots):
-            common.check_first(policy, model, budget)
-    common.make_folder(settings.out)
-    tell(model, tokenizer, sample, settings, console)
-    rows = []
-    every = zip([(common.FULL, settings.context), *caches], [None, *budgets])
-    for row in measured(model, tokenizer, sample, settings, every):
-        show(row, sample, whole, console)
-        rows.append(row)
-    held = memories(model, ids, settings, whole)
-    files = [settings.out / name for name in ("demo.png", "demo-memory.png", "demo.json")]
-    title = f"{Path(settings.model).name}: six questions about {ids.shape[1]} tokens of {Path(settings.text).name}"
-    pictures.write_answers(rows, files[0], f"{title}, read before they were known")
-    pictures.write_memory(held, files[1])
-    record = {"versions": common.versions(), "threads": torch.get_num_threads(), "settings": vars(settings)}
-    common.write_json(files[2], {**record, "questions": sample.questions, "memory": held, "rows": rows})
-    seconds = f"{time.perf_counter() - started:.0f} s in all"
-    console.print(f"{', '.join(map(str, files))} written; {seconds}")
+    task = task_of(tokenizer, settings)
+    longest = task.ids.shape[1] + max(task.goes_on.shape[1], *(len(one) + WORDS for one in task.asked))
+    common.check_length("document and question", longest, model, settings.model)
+    for budget in settings.budgets:  # what cannot be used is refused before anything slow
+        with patched(model, POLICY, common.to_budget(budget)):
+            common.check_first(budget, model, None)
+    common.make_folder(settings.picture.parent)
+    tell(model, task, settings, console)
+    rows = compared(model, tokenizer, task, settings.budgets, console)
+    if not console.is_terminal:
+        console.line()  # rich ends a live table with a new line on terminals alone
+    console.print(f"\n{sentence(rows)}", soft_wrap=True)
+    pictures.write(rows, settings.picture, f"{Path(settings.model).name}, {task.ids.shape[1]} tokens of {task.name}")
+    console.print(f"{settings.picture} written; {time.perf_counter() - started:.0f} s in all", soft_wrap=True)
     return rows
 
 
-def tell(model: Any, tokenizer: Any, sample: facts.Sample, settings: argparse.Namespace, console: Console) -> None:
-    """What is read, one of the facts in it, and all questions."""
-    first, text = sample.questions[0], tokenizer.decode(sample.prefix)
-    before, _, after = (" ".join(part.split()) for part in text.partition(first.fact))
+def tell(model: Any, task: Task, settings: argparse.Namespace, console: Console) -> None:
+    """What is read, how the questions were chosen, and what sizes mean."""
     dtype = str(model.dtype).removeprefix("torch.")
-    console.print(
-        f"{settings.model} reads {len(sample.prefix)} tokens of {settings.text} once, with six facts in them. Each "
-        f"cache is cut to its size; only then come the questions. The full cache is in {dtype}.\n"
+    chosen = (
+        f"They are of {TRIED} that were tried with SmolLM2 before any smaller cache was asked: its full cache answers "
+        "them, and without the document it does not. "
     )
-    console.print(f"  ... {before[-AROUND:]} [{first.fact}] {after[:AROUND]} ...\n", markup=False)
-    for number, question in enumerate(sample.questions, 1):
-        console.print(f"  {number} {question.text}  ({question.answer})", markup=False)
-    console.print()
+    console.print(
+        f"{settings.model} reads {task.ids.shape[1]} tokens of {task.name}. Then come the questions, each to a copy of "
+        f"a cache that was made before. {'' if settings.ask else chosen}The full "
+        f"cache is in {dtype}; sizes as 4x are of one in 16 bits.\n",
+        markup=False,
+    )
 
 
-def show(row: Row, sample: facts.Sample, whole: int, console: Console) -> None:
-    """What one cache answered."""
-    name = "full cache" if row.policy == common.FULL else f"{row.policy}, {row.budget}"
-    reading, answering = row.seconds
-    console.print(
-        f"[bold]{name:<22}[/bold]{row.right} of {len(row.answers)} right, {row.nbytes / 2**20:6.1f} MiB "
-        f"({row.nbytes / whole:.0%}), KL of the text that goes on {row.kl:.3f}, read in {reading:.1f} s, answered in "
-        f"{answering:.1f} s",
-        soft_wrap=True,
+def sentence(rows: Sequence[Row]) -> str:
+    """What was seen."""
+    full, smaller = rows[0], rows[1:]
+    stay = ", ".join(f"{sum(a and b for a, b in zip(full.right, row.right))} at {row.budget}" for row in smaller)
+    diverges = ", ".join(f"{row.kl:.4f}" for row in smaller)
+    return (
+        f"Of {sum(full.right)} answers that are right with the full cache, still right are {stay}; the next "
+        f"{facts.GOES_ON} tokens of the document diverge by {diverges} nats a token."
     )
-    for number, (question, said) in enumerate(zip(sample.questions, row.answers), 1):
-        mark = "[green]✓[/green]" if question.answered_by(said) else "[red]✗[/red]"
-        console.print(f"  {mark} {number} ", end="")
-        console.print(" ".join(said.split()), markup=False, no_wrap=True, overflow="ellipsis")
 
 
 @torch.no_grad()
-def measured(
-    model: Any,
-    tokenizer: Any,
-    sample: facts.Sample,
-    settings: argparse.Namespace,
-    caches: Iterable[tuple[tuple[str, int | Fraction], Budget | None]],
-) -> Iterator[Row]:
-    """Each cache: the text is read once, and every question goes on from a copy. The full cache comes first."""
-    questions = [question.ids for question in sample.questions]
-    ids, goes_on, full = torch.tensor([sample.prefix]), torch.tensor([sample.continuation]), None
-    for (policy, asked), budget in caches:
-        with cached(model, policy, budget, settings.slots):
-            start = time.perf_counter()
-            cache = asking.read(model, ids)
-            reading, nbytes = time.perf_counter() - start, cache_bytes(cache)
-            start = time.perf_counter()
-            said = asking.answers(model, tokenizer, cache, ids, questions, settings.words)
-            answering = time.perf_counter() - start
-            mine = model(goes_on.to(model.device), past_key_values=cache).logits[0].double().log_softmax(-1)
-        full = mine if full is None else full
-        kl = (full.exp() * (full - mine)).sum(-1).mean().item()
-        answers = [tokenizer.decode(words) for words in said]
-        right = sum(question.answered_by(one) for question, one in zip(sample.questions, answers))
-        yield Row(policy, asked, right, answers, kl, nbytes, (reading, answering))
+def compared(model: Any, tokenizer: Any, task: Task, budgets: tuple[str, ...], console: Console) -> list[Row]:
+    """Every cache, the full one first, in a table that grows while answers are written; the model is patched after."""
+    before = task.ids[0, : task.head].tolist()
+    alone, without = replace(task, ids=task.ids[:, :0], asked=[before + ids for ids in task.asked]), Row("", 0, 0.0)
+    answer(model, tokenizer, DynamicCache(), alone, without)
+    console.print(f"Without the document the model answers {sum(without.right)} of {len(task.questions)}.\n")
+    start = time.perf_counter()
+    reading = None
+    with progress_of(model, console):
+        try:
+            reading = Reading.of(model, task.ids.to(model.device))
+            cache: Any = reading.full()
+        except FastKVError as error:
+            console.print(f"Every cache reads the document for itself: {error}.\n", markup=False)
+            reading, cache = None, asking.read(model, task.ids)
+    rows, full = [Row(common.FULL, cache_bytes(cache), time.perf_counter() - start)], None
+    with Live(console=console, auto_refresh=False) as live:
+
+        def show() -> None:
+            live.update(table_of(rows, task), refresh=console.is_terminal)
+
+        for budget in ("", *budgets):
+            if budget:
+                start = time.perf_counter()
+                cache = smaller(model, reading, budget, task.ids)
+                rows.append(Row(budget, cache_bytes(cache), time.perf_counter() - start))
+            answer(model, tokenizer, cache, task, rows[-1], show)
+            logits = model(task.goes_on.to(model.device), **{CACHE: cache}).logits[0].double().log_softmax(-1)
+            full = logits if full is None else full
+            rows[-1].kl = (full.exp() * (full - logits)).sum(-1).mean().item()
+            show()
+    return rows
 
 
-@torch.no_grad()
-def memories(model: Any, ids: Tensor, settings: argparse.Namespace, whole: int) -> list[pictures.Memory]:
-    """Bytes of the full cache and of the first policy's that can read in blocks, while a text is read in blocks."""
-    seen = [*range(BLOCK, ids.shape[1], BLOCK), ids.shape[1]]
-    held = [pictures.Memory(common.FULL, seen, [whole * tokens // ids.shape[1] for tokens in seen])]  # grows evenly
-    policy = next((name for name in settings.policies if not policies.get(name).rereads), None)
-    if policy is not None:
-        cache, nbytes = None, []
-        budget = budget_of(settings.budgets[0], settings, model, whole)
-        with cached(model, policy, budget, settings.slots, BLOCK):
-            for block in ids.to(model.device).split(BLOCK, 1):
-                cache = model(block, past_key_values=cache, logits_to_keep=1, use_cache=True).past_key_values
-                nbytes.append(cache_bytes(cache))
-        held.append(pictures.Memory(policy, seen, nbytes))
-    return held
+@contextmanager
+def progress_of(model: Any, console: Console) -> Iterator[None]:
+    """A bar that counts the attention layers of a forward as they are done."""
+    layers = modules.attentions(model)
+    with common.progress(console) as bar, ExitStack() as hooks:
+        reading = bar.add_task("reading, layers", total=len(layers))
+        for layer in layers.values():
+            hook = layer.register_forward_hook(lambda *_: bar.advance(reading))
+            hooks.callback(hook.remove)
+        yield
+
+
+def smaller(model: Any, reading: Reading | None, budget: str, ids: Tensor) -> Any:
+    """A compressed cache of the document, whose tokens are [1, N]; the model is then patched for it."""
+    size = common.to_budget(budget)
+    if reading is not None:
+        return reading.compressed(POLICY, size)
+    return asking.read(patch(model, POLICY, size), ids)
+
+
+def answer(
+    model: Any, tokenizer: Any, cache: Any, task: Task, row: Row, show: Callable[[], None] | None = None
+) -> None:
+    """Fill in what is written after each question, from copies of a cache of the task's tokens.
+
+    Args: show: called whenever a token is written.
+    """
+
+    start = time.perf_counter()
+    for question, ids in zip(task.questions, task.asked):  # one by one: copies of the full cache are large
+        row.answers.append("")
+
+        def write(text: str) -> None:
+            row.answers[-1] = text
+            if show is not None:
+                show()
+
+        said = asking.answers(model, tokenizer, cache, task.ids, [ids], WORDS, Written(tokenizer, write))
+        row.answers[-1] = tokenizer.decode(said[0])
+        row.right.append(question.answered_by(row.answers[-1]))
+    row.answering = time.perf_counter() - start
+
+
+def table_of(rows: Sequence[Row], task: Task) -> Table:
+    """A column for each cache, a row for each question with its answer in brackets, then numbers."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    table.add_column("question (answer)", ratio=3)
+    for row in rows:
+        table.add_column("full cache" if row.budget == common.FULL else row.budget, ratio=2)
+    for place, question in enumerate(task.questions):
+        asks = Text(f"{question.text} ({question.answer})")
+        table.add_row(asks, *(cell(row, place) for row in rows), end_section=question is task.questions[-1])
+    numbers: dict[str, Callable[[Row], str]] = {
+        "right": lambda row: f"{sum(row.right)} of {len(task.questions)}",
+        "cache, MiB": lambda row: f"{row.nbytes / 2**20:.1f}",
+        "read or compressed in, s": lambda row: f"{row.made:.1f}",
+        "answered in, s": lambda row: f"{row.answering:.1f}" if row.answering is not None else "",
+        f"KL of the next {facts.GOES_ON} tokens, nats": lambda row: f"{row.kl:.4f}" if row.kl is not None else "",
+    }
+    for name, number in numbers.items():
+        table.add_row(name, *map(number, rows))
+    return table
+
+
+def cell(row: Row, place: int) -> Text:
+    """What was written after the question of that number, so far, and a mark once it is known to be right or wrong."""
+    if place >= len(row.answers):
+        return Text()
+    said = Text(" ".join(row.answers[place].split()))
+    if place >= len(row.right):
+        return said
+    return Text("✓ ", style="green") + said if row.right[place] else Text("✗ ", style="red") + said

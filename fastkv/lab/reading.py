@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers import DynamicCache
 
 from ..api import patch, patched
 from ..budget import Budget
@@ -25,7 +26,7 @@ from ..cache.signals import SecondReading
 from ..cache.wrappers import Attends, HeldPrompt
 from ..config import Config
 from ..errors import FastKVError
-from ..integrations.transformers import modules
+from ..integrations.transformers import latent, modules
 from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.deferred import read_again
 from ..integrations.transformers.prompt import Prompt
@@ -81,6 +82,18 @@ class Reading:
             assert prompt.held is not None
             layers.append(HeldLayer(prompt.held, prompt.attends))
         return cls(model, ids, logits, layers)
+
+    def full(self) -> DynamicCache:
+        """The cache of this text that the stock model makes, a copy.
+
+        Raises: FastKVError for a model that caches latents, which are not what its layers hold.
+        """
+        if any(map(latent.is_latent, modules.attentions(self.model).values())):
+            raise FastKVError(f"{type(self.model).__name__} caches latents; run the stock model for its cache")
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
+        for index, held in enumerate(self.layers):
+            cache.update(*held.tokens[1:3], index)
+        return cache
 
     @torch.no_grad()
     def compressed(self, policy: str | Policy, budget: int | Budget, **settings: Any) -> FastKVCache:

@@ -144,12 +144,12 @@ def beside_kvpress(results: Path) -> list[str]:
     ]
     made, _ = table_of(theirs + ours, keeps)
     told = theirs[0]
-    versions = f"kvpress {told['kvpress']}, torch {told['torch']}, transformers {told['transformers']}, {told['cpu']}"
+    where = f"kvpress {told['kvpress']}, torch {told['torch']}, transformers {told['transformers']}, {told['cpu']}"
     return [
-        "## Beside kvpress\n\nThe presses of kvpress that need no training, with its own defaults, on the same texts and "
-        f"questions ({len(known)} texts, {fewest(theirs)} questions; {versions}). A press keeps a quarter or an eighth of "
-        "the pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on everything that it stores. Each "
-        f"cell: **right** ± error, then answer KL · text KL.\n\n{made}"
+        "## Beside kvpress\n\nPresses of kvpress that need no training, with its own defaults, on the same texts and "
+        f"questions ({len(known)} texts, {fewest(theirs)} questions; {where}). A press keeps a quarter or an eighth of "
+        "the pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on all that it stores. Each cell: "
+        f"**right** ± error, then answer KL · text KL.\n\n{made}"
     ]
 
 

@@ -1,9 +1,10 @@
-"""kvpress on texts that the leaderboard has read: run by the interpreter of an environment with kvpress, without fastkv.
+"""kvpress on texts that the leaderboard has read; run by an interpreter that has kvpress and no fastkv.
 
     PATH/python perf/leaderboard/presses.py TEXTS OUT MODEL
 
-TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press compresses
-a text while it reads it. Its cache then answers each question for itself, at the positions of a cache that lost nothing.
+TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press
+compresses a text while it reads it. Its cache then answers each question for itself, at the positions of a cache that
+lost nothing.
 """
 
 from __future__ import annotations
