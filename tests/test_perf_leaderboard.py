@@ -110,3 +110,18 @@ def test_kl_is_kl():
     p = torch.tensor([[0.5, 0.5]]).log()
     q = torch.tensor([[0.25, 0.75]]).log()
     assert measure.kl(p, q).item() == pytest.approx(0.14384103, abs=1e-6)
+
+
+def test_presses_are_shown_beside_fastkv_once_all_texts_were_read(place):
+    told = {"kvpress": "0.5.5", "torch": "2", "transformers": "5.2", "cpu": "a cpu", "commit": "abc"}
+    cell = {"part": 0, "keep": 0.25, "asked": 10, "answer_kl": 0.25, "text_kl": 0.125, **told}
+    theirs = [{**cell, "policy": "KeyDiffPress", "seed": seed, "right": 2} for seed in range(page.BESIDE)]
+    ours = [{**cell, "policy": "fastkv", "seed": seed, "right": 9} for seed in range(page.BESIDE + 1)]
+    written(place / f"{page.OURS}.jsonl", ours)
+    assert page.beside_kvpress(place) == []
+    written(place / f"{page.KVPRESS}.jsonl", theirs[:-1])
+    assert page.beside_kvpress(place) == []
+    written(place / f"{page.KVPRESS}.jsonl", theirs)
+    (text,) = page.beside_kvpress(place)
+    assert f"{page.BESIDE} texts, {10 * page.BESIDE} questions; kvpress 0.5.5" in text
+    assert text.index("| `fastkv` | [`FastKV`]") < text.index("| `KeyDiffPress` | |  | **0.20** ± 0.00")
