@@ -149,10 +149,10 @@ def beside_kvpress(results: Path) -> list[str]:
         "## Beside kvpress\n\nPresses of kvpress that need no training, on the same texts and questions "
         f"({len(known)} texts, {fewest(theirs)} questions; {versions}). They have kvpress's defaults, except for "
         "`AdaKVPress(ExpectedAttentionPress)`, whose epsilon is 0.01. A press keeps a quarter or an eighth of the "
-        "pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on everything that it stores. Questions "
-        "and answers come on top of what a press keeps, while fastkv evicts to hold its budget. Where `PyramidKVPress` "
-        "has the same numbers as `SnapKVPress`, its last layers would keep less than its window, and it falls back to "
-        f"SnapKV. Each cell: **right** ± error, then answer KL · text KL.\n\n{made}"
+        "pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on everything that it stores. "
+        "Questions and answers come on top of what a press keeps, while fastkv evicts to hold its budget. Where "
+        "`PyramidKVPress` has the same numbers as `SnapKVPress`, its last layers would keep less than its window, and "
+        f"it falls back to SnapKV. Each cell: **right** ± error, then answer KL · text KL.\n\n{made}"
     ]
 
 
