@@ -38,6 +38,7 @@ def _alone(kind: Callable[..., Any]) -> Callable[[float], Any]:
 
 PRESSES: dict[str, Callable[[float], Any]] = {
     "KVzipPress": _alone(kvpress.KVzipPress),
+    "KVgradPress": _alone(kvpress.KVgradPress),
     "AdaKVPress(ExpectedAttentionPress)": _ada(lambda **how: EXPECTED(epsilon=1e-2, **how)),
     "ExpectedAttentionPress": _alone(EXPECTED),
     "CriticalAdaKVPress(SnapKVPress)": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
