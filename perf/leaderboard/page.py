@@ -20,6 +20,7 @@ MARK, END = "<!-- results: written by `make report`, do not edit -->", "<!-- res
 README = ROOT / "README.md"
 PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
 KVPRESS, OURS, BESIDE = "kvpress_2048", "bfloat16_2048", 7  # its table, the one beside it, and their texts
+MINE = ("fastkv", "fastkv-reread", "kvzip")  # policies beside it
 LEAST = 30  # answerable questions of a cell that is published
 DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff", "snapkv", "streaming")
 INTRO = """# Results
@@ -140,7 +141,7 @@ def beside_kvpress(results: Path) -> list[str]:
     ours = [
         row
         for row in rows_of(results / f"{OURS}.jsonl")
-        if row["policy"] in ("fastkv", "fastkv-reread") and row["seed"] in known and row["keep"] in keeps
+        if row["policy"] in MINE and row["seed"] in known and row["keep"] in keeps
     ]
     made, _ = table_of(theirs + ours, keeps)
     told = theirs[0]
@@ -150,7 +151,10 @@ def beside_kvpress(results: Path) -> list[str]:
         f"({len(known)} texts, {fewest(theirs)} questions; {versions}). They have kvpress's defaults, except for "
         "`AdaKVPress(ExpectedAttentionPress)`, whose epsilon is 0.01. A press keeps a quarter or an eighth of the "
         "pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on everything that it stores. "
-        "Questions and answers come on top of what a press keeps, while fastkv evicts to hold its budget. Where "
+        "Questions and answers come on top of what a press keeps, while fastkv evicts to hold its budget. fastkv found "
+        "what each head needs beforehand, on other texts ([heads](budgets.md#heads)); presses are calibrated on "
+        "nothing. `KVzipPress`, `KVgradPress`, `kvzip` and `fastkv-reread` read a text twice. At an eighth "
+        "`LagKVPress` keeps what `StreamingLLMPress` keeps, because its windows leave no choice. Where "
         "`PyramidKVPress` has the same numbers as `SnapKVPress`, its last layers would keep less than its window, and "
         f"it falls back to SnapKV. Each cell: **right** ± error, then answer KL · text KL.\n\n{made}"
     ]

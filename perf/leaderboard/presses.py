@@ -1,10 +1,9 @@
-"""kvpress on texts that the leaderboard has read; run by an interpreter that has kvpress and no fastkv.
+"""kvpress on texts that the leaderboard has read: run in an environment with kvpress and without fastkv.
 
     PATH/python perf/leaderboard/presses.py TEXTS OUT MODEL
 
-TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press
-compresses a text while it reads it. Its cache then answers each question for itself, at the positions of a cache that
-lost nothing.
+TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press compresses
+a text while it reads it. Its cache then answers each question alone, at the positions of a cache that lost nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def _alone(kind: Callable[..., Any]) -> Callable[[float], Any]:
 
 PRESSES: dict[str, Callable[[float], Any]] = {
     "KVzipPress": _alone(kvpress.KVzipPress),
+    "KVzipPress(kvzip_plus_normalization=True)": _alone(partial(kvpress.KVzipPress, kvzip_plus_normalization=True)),
     "KVgradPress": _alone(kvpress.KVgradPress),
     "AdaKVPress(ExpectedAttentionPress)": _ada(lambda **how: EXPECTED(epsilon=1e-2, **how)),
     "ExpectedAttentionPress": _alone(EXPECTED),
@@ -47,6 +48,8 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "KeyDiffPress": _alone(kvpress.KeyDiffPress),
     "CompactorPress": _alone(kvpress.CompactorPress),
     "AdaKVPress(CompactorPress)": _ada(kvpress.CompactorPress),
+    "LeverageScorePress": _alone(kvpress.LeverageScorePress),
+    "NonCausalAttnPress": _alone(kvpress.NonCausalAttnPress),
     "TOVAPress": _alone(kvpress.TOVAPress),
     "PyramidKVPress": _alone(kvpress.PyramidKVPress),
     "LagKVPress": _alone(kvpress.LagKVPress),
@@ -98,6 +101,7 @@ def divergence(full: Tensor, logits: Tensor) -> float:
 
 def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[str, Any]:
     """As `measure.cell`."""
+    torch.manual_seed(0)  # of Compactor's sketches
     begun = time.perf_counter()
     cache = Compressed(model, text["prefix"], press)
     seconds, right, apart = time.perf_counter() - begun, 0, []
