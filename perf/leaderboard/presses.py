@@ -2,8 +2,9 @@
 
     PATH/python perf/leaderboard/presses.py TEXTS OUT MODEL
 
-TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press compresses
-a text while it reads it. Its cache then answers each question alone, at the positions of a cache that lost nothing.
+TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press
+compresses a text while it reads it. Its cache then answers each question alone, at the positions of a cache that lost
+nothing.
 """
 
 from __future__ import annotations
