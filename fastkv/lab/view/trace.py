@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...cache.layer import LayerCache
 from ...errors import FastKVError
 from ...integrations.transformers import modules
 from ...integrations.transformers.cache import FastKVCache
 from ...integrations.transformers.layer import FastKVLayer
+from ...integrations.transformers.stock import CACHE
+from ...ops.operator import ATTRIBUTES
 from ...reference import Centroids, Slots
 from ...reference.centroids import BLOCK
 from ..equal_bytes import stored_bytes
-from ..fidelity import Witness, stored_tokens
+from ..fidelity import stored_tokens
 from ..recording import cache_bytes, kept_tokens, record_attention
-
-Pairs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,61 +90,65 @@ def read_full(model: Any, reading: Reading) -> Full:
     with record_attention(model) as recorded:
         out = model(reading.ids, use_cache=True, logits_to_keep=reading.steps + 1)
     attention = {layer: outputs[0][0] for layer, outputs in recorded.items()}
-    return Full(attention, out.logits[0, :-1].argmax(-1), cache_bytes(out.past_key_values))
+    return Full(attention, out.logits[0, :-1].argmax(-1), cache_bytes(out[CACHE]))
 
 
 @torch.no_grad()
 def trace(model: Any, reading: Reading, full: Full) -> Trace:
-    """Run the patched model over the text, and look at its cache after every forward."""
-    cache = FastKVCache(model)
+    """Run the patched model over the text, and look at its cache after every forward.
+
+    Centroids are followed where the backend is the reference; others may join tokens without `Centroids.add`.
+    """
+    cache, num = FastKVCache(model), reading.ids.shape[1]
     layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)}
-    witnesses = [Witness(layer) for layer in layers.values()]
+    attending = modules.attentions(model)
+    groups = {index: modules.Sizes.of(attending[index]).groups for index in layers}
+    for layer in layers.values():
+        track(layer.cache, num)
     following: list[Following] = []
     events: list[int] = []
+    errors: list[Tensor] = []
     said, seen = [], 0
     with record_attention(model) as recorded:
         for part in reading.parts():
-            before = seen
-            logits = model(part, past_key_values=cache, logits_to_keep=1).logits
-            seen += part.shape[1]
+            before, seen = seen, seen + part.shape[1]
+            logits = model(part, **{CACHE: cache}, logits_to_keep=1).logits
             said.append(logits[0, -1].argmax(-1))
-            for outputs in recorded.values():
-                del outputs[len(said) :]  # of a second reading
-            following = following or follow(model, layers.values(), reading.ids.shape[1])
+            following = following or follow(model, layers.values(), num)
             lost = [one.lost() for one in following]
             if any(bool(mask.any()) for mask in lost):
                 events.append(seen)
-                for one, mask, witness in zip(following, lost, witnesses):
-                    one.evicted(mask, len(events), (witness.keys, witness.values), before)
-    for witness in witnesses:
-        witness.leave()
-    gone = torch.stack([one.gone.cpu() for one in following])
-    centroids = [one.centroid() for one in following]
-    attending, heads = modules.attentions(model), gone.shape[1]
-    groups = {index: modules.Sizes.of(attending[index]).groups for index in layers}
-    errors = [error(torch.cat(recorded[i], 1)[0], full.attention[i], heads, groups[i]) for i in layers]
+                for one, mask in zip(following, lost):
+                    one.gone[mask] = len(events)
+            heads = len(following[0].gone)
+            # A text that is read twice has a second output, of the same tokens, which is left out.
+            outputs = ((index, recorded[index][0][0], full.attention[index][before:seen]) for index in layers)
+            errors.append(torch.stack([error(ours, theirs, heads, groups[index]) for index, ours, theirs in outputs]))
+            for outputs_of_layer in recorded.values():
+                outputs_of_layer.clear()
     kept = kept_tokens(cache)
     assert kept is not None
+    centroids = [one.centroid() for one in following]
     return Trace(
         list(layers),
         events,
-        gone,
+        torch.stack([one.gone.cpu() for one in following]),
         torch.stack([one for one in centroids if one is not None]) if None not in centroids else None,
-        torch.stack(errors),
+        torch.cat(errors, -1),
         torch.stack(said[-reading.steps - 1 : -1]),
         kept,
-        stored_bytes(cache),
+        stored_bytes(cache) - sum(one.parts.place.nbytes for one in following if one.parts is not None),
         sum(one.slot() for one in following) / len(following),
         following[0].stored(),
     )
 
 
 def error(attention: Tensor, full: Tensor, heads: int, groups: int) -> Tensor:
-    """[heads, N], relative distance of attention outputs [N, Hq * Dv], mean over the query heads of a KV head."""
-    ours, theirs = (one.double().cpu().unflatten(-1, (heads, groups, -1)) for one in (attention, full))
+    """[heads, T], relative distance of attention outputs [T, Hq * Dv], mean over the query heads of a KV head."""
+    ours, theirs = (one.double().unflatten(-1, (heads, groups, -1)) for one in (attention, full))
     length = theirs.norm(dim=-1)
     relative = (ours - theirs).norm(dim=-1) / length.clamp(min=torch.finfo(torch.float32).tiny)
-    return relative.mean(-1).T
+    return relative.mean(-1).T.float().cpu()
 
 
 def follow(model: Any, layers: Iterable[FastKVLayer], num: int) -> list[Following]:
@@ -158,34 +163,33 @@ def follow(model: Any, layers: Iterable[FastKVLayer], num: int) -> list[Followin
 
 
 class Following:
-    """One layer of a cache with a single sequence, followed from one forward to the next.
+    """One layer of a cache with a single sequence, looked at after every forward.
 
-    Attributes:
-        gone: [Hkv, N], as in `Trace`.
-        parts: the layer's centroids, joined here once more, step by step; None if it has none.
-        place: [Hkv, N] int64, where in them an evicted token is now, -1 for nowhere.
+    Attributes: gone: [Hkv, N], as in `Trace`.
     """
 
     def __init__(self, layer: FastKVLayer, num: int) -> None:
-        state = layer.state
-        assert state is not None
+        assert layer.state is not None
         self.layer = layer
-        self.gone = torch.zeros(state.heads, num, dtype=torch.int64, device=state.seen.device)
-        self.place = torch.full_like(self.gone, -1)
-        parts = state.parts
-        self.parts = Centroids(*map(torch.zeros_like, parts.tensors())) if isinstance(parts, Centroids) else None
+        self.gone = torch.zeros(layer.state.heads, num, dtype=torch.int64, device=layer.state.seen.device)
 
     def lost(self) -> Tensor:
         """[Hkv, N] bool, tokens that were there when it was last asked and are not any more."""
-        state = self.layer.state
-        assert state is not None
-        return ~stored_tokens(state, self.gone.shape[1])[0] & (self.gone == 0)
+        assert self.layer.state is not None
+        return ~stored_tokens(self.layer.state, self.gone.shape[1])[0] & (self.gone == 0)
 
     @property
     def slots(self) -> Slots:
         """Of the layer."""
         assert self.layer.state is not None
         return self.layer.state.exact
+
+    @property
+    def parts(self) -> Tracked | None:
+        """The centroids of the layer, None if it has none."""
+        assert self.layer.state is not None
+        parts = self.layer.state.parts
+        return parts if isinstance(parts, Tracked) else None
 
     def stored(self) -> str:
         """How its keys and values are stored: the format of its slots, or the model's dtype."""
@@ -195,51 +199,74 @@ class Following:
         """Bytes of a token in a slot: its key, value, and all that moves with them."""
         return sum(part.nbytes for part in self.slots.moving().values()) / self.slots.keys[..., 0].numel()
 
-    def evicted(self, lost: Tensor, event: int, pairs: Pairs, before: int) -> None:
-        """These tokens left in that event.
-
-        Args: pairs: keys and values [1, Hkv, seen, D] of all tokens so far.  before: those of them that had been stored
-            before the last ones came; what is known of them is what their slots held.
-        """
-        self.gone[lost] = event
-        if self.parts is not None and lost.any():
-            form = self.slots.format
-            if not form.plain:
-                held = (form.decode(*form.encode(part[:, :, :before])) for part in pairs)
-                keys, values = (torch.cat([old, new[:, :, before:].float()], 2) for old, new in zip(held, pairs))
-                pairs = keys, values
-            self.join(self.parts, lost[:, : pairs[0].shape[2]], pairs)
-
-    def join(self, parts: Centroids, lost: Tensor, pairs: Pairs) -> None:
-        """Let them join the centroids, as `reference.remember` does, oldest first, and follow where each goes."""
-        most = int(lost.sum(-1).max())
-        index = (~lost).to(torch.uint8).argsort(dim=-1, stable=True)[:, :most]  # [Hkv, most], in order of age
-        inside = lost.gather(1, index)
-        keys, values = (rows[0].gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))[None] for rows in pairs)
-        blocks = iter(range(0, most, BLOCK))
-        for after, target, order in parts.steps(keys, values, inside[None]):
-            if target is None:
-                part = slice(start := next(blocks), start + BLOCK)
-                new = parts.num + torch.arange(inside[:, part].shape[1], device=index.device)
-                here = torch.where(inside[:, part], new, self.place.gather(1, index[:, part]))
-                self.place.scatter_(1, index[:, part], here)
-            else:
-                self.move(target[0])
-            size = (order if target is None else target).shape[-1]
-            here = torch.arange(order.shape[-1], device=index.device).expand(len(index), -1)
-            self.move(here.new_zeros(len(index), size).scatter_(1, order[0], here))
-            parts = after
-        self.parts = parts
-
-    def move(self, target: Tensor) -> None:
-        """What was at place m is now at place target[:, m], [Hkv, M]."""
-        self.place = torch.where(self.place >= 0, target.gather(1, self.place.clamp(min=0)), -1)
-
     def centroid(self) -> Tensor | None:
         """[Hkv, N], as in `Trace`; None if the layer has none."""
         if self.parts is None:
             return None
-        state = self.layer.state
-        assert state is not None and state.parts is not None
-        assert torch.equal(self.parts.count, state.parts.count), "what was followed is what the cache holds"
-        return self.place.cpu() + 1
+        place = self.parts.place[0, :, :-1]
+        members = torch.zeros_like(self.parts.count[0]).scatter_add_(
+            -1, place.clamp(min=0), (place >= 0).to(self.parts.count.dtype)
+        )
+        assert torch.equal(members, self.parts.count[0]), "every token that left is in one centroid"
+        never = len(self.gone[0]) + 1
+        # Tokens leave by event, those of one event in order of age.
+        order = torch.where(self.gone > 0, self.gone, never).argsort(dim=-1, stable=True)
+        return torch.zeros_like(place).scatter_(-1, order, place + 1).cpu()
+
+
+@dataclass
+class Tracked(Centroids):
+    """Centroids that know where each token went.
+
+    A tensor, so that it goes wherever the state goes, through operators as well.
+
+    Attributes: place: [B, Hkv, N + 1] int64, the centroid that the first, second, ... token to leave a head is part of
+        now, -1 while there is none; the last column always is -1.
+    """
+
+    place: Tensor
+
+    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tracked:
+        """As of `Centroids`."""
+        inside = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) if mask is None else mask
+        arrived = (self.place >= 0).sum(-1, keepdim=True)
+        last = self.place.shape[-1] - 1
+        nth = torch.where(inside, arrived + inside.cumsum(-1) - 1, last)
+        place, parts, blocks = self.place, Centroids(*self.tensors()[:4]), iter(nth.split(BLOCK, -1))
+        for after, target, order in self.steps(keys, values, mask):
+            if target is None:  # a block of tokens lines up behind the centroids
+                block = next(blocks)
+                behind = parts.num + torch.arange(block.shape[-1], device=block.device)
+                place = place.scatter(-1, block, behind.expand_as(block))
+                place[..., last] = -1
+                total = parts.num + block.shape[-1]
+            else:
+                place = moved(place, target)
+                total = target.shape[-1]
+            here = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+            place = moved(place, here.new_zeros(*order.shape[:2], total).scatter_(-1, order, here))
+            parts = after
+        return Tracked(*parts.tensors(), place)
+
+
+ATTRIBUTES[Tracked] = tuple(one.name for one in fields(Tracked))  # so that operators take it apart
+
+
+def moved(place: Tensor, target: Tensor) -> Tensor:
+    """What was at place m is now at place target[..., m], [B, Hkv, M]."""
+    return torch.where(place >= 0, target.gather(-1, place.clamp(min=0)), -1)
+
+
+def track(layer: LayerCache, num: int) -> None:
+    """Let the layer, still empty, know of `num` tokens in which of its centroids they are, if it comes to have any."""
+    allocate = layer.allocate
+
+    def tracking(*sizes: Any, **options: Any) -> None:
+        allocate(*sizes, **options)
+        assert layer.state is not None
+        parts = layer.state.parts
+        if isinstance(parts, Centroids):
+            nowhere = parts.count.new_full((*parts.count.shape[:2], num + 1), -1, dtype=torch.int64)
+            layer.state.parts = Tracked(*parts.tensors(), nowhere)
+
+    layer.allocate = tracking  # type: ignore[method-assign]
