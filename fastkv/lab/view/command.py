@@ -23,6 +23,7 @@ from .trace import Full, Reading, Trace, read_full, trace
 
 SINKS, RECENT = 4, 16  # tokens that are never evicted, as in `fastkv demo`
 FACTS = "facts"  # the text that is read where none is given
+LONGEST = 4096  # tokens of a text that are read unless more are asked for
 FED = 32  # last tokens of a text that are fed one at a time
 REMEMBERS = {  # what of an evicted token there still is, by correction
     "none": "nothing of it is remembered",
@@ -40,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--text", FACTS, f"{common.TEXTS}, or {FACTS}, {common.TEXT} with facts, a question and its answer", "FILE")
     option("--seed", 0, "of the facts")
     add("--answer", type=int, default=0, metavar="N", help="last tokens of your text that answer a question, if any")
-    option("--context", 768, "tokens of the text")
+    add("--context", type=int, metavar="N", help=f"tokens of the text (default: all of it, at most {LONGEST})")
     option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME")
-    option("--budgets --budget", (64, 128, 256), "sizes of the cache, tokens per KV head")
+    option("--budgets --budget", (128, 256, 512), "sizes of the cache, tokens per KV head")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
     common.add_slots(parser)
-    add("--prefill-block", default="64", metavar="N", help="tokens of a block, or whole (default: 64)")
+    option("--prefill-block", "256", "tokens of a block, or whole")
     fed = f"last tokens that are fed one at a time (default: the answer, {FED} without one)"
     add("--steps", type=int, metavar="N", help=fed)
 
@@ -70,8 +71,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> dict[str
     console = console or common.console_of()
     checked(options)
     model, tokenizer = common.load(options.model)
-    common.check_length("context", options.context, model, options.model)
-    text = text_of(tokenizer, options)
+    if options.context is not None:
+        common.check_length("context", options.context, model, options.model)
+    text = text_of(tokenizer, options, options.context or min(LONGEST, common.longest_text(model)))
     steps = options.steps or text.answer or FED
     num = text.ids.shape[1]
     if not 1 <= steps < num - 1:
@@ -95,7 +97,7 @@ def checked(options: argparse.Namespace) -> None:
     chosen = [policies.get(name) for name in options.policies]
     for tokens in options.budgets:
         Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
-    if options.context < common.SHORTEST:
+    if options.context is not None and options.context < common.SHORTEST:
         raise FastKVError(f"context must be at least {common.SHORTEST} tokens, got {options.context}")
     block = options.prefill_block
     if block != "whole" and not (block.isdecimal() and int(block) > 1):
@@ -107,12 +109,12 @@ def checked(options: argparse.Namespace) -> None:
         raise FastKVError(f"steps must be at least 1, got {options.steps}")
 
 
-def text_of(tokenizer: Any, options: argparse.Namespace) -> Text:
-    """The first tokens of the text. Raises FastKVError if it is too short, or foreign to the tokenizer."""
+def text_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
+    """The first `context` tokens of the text. Raises FastKVError if it is too short, or foreign to the tokenizer."""
     if options.text == FACTS:
-        return with_facts(tokenizer, options)
+        return with_facts(tokenizer, options, context)
     whole, name, answer = "".join(common.documents(options.text)), Path(options.text).name, options.answer
-    encoded = tokenizer(whole, truncation=True, max_length=options.context, return_offsets_mapping=tokenizer.is_fast)
+    encoded = tokenizer(whole, truncation=True, max_length=context, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded.input_ids
     if len(ids) < common.SHORTEST:
         raise FastKVError(
@@ -124,12 +126,12 @@ def text_of(tokenizer: Any, options: argparse.Namespace) -> Text:
     return Text(torch.tensor([ids]), pieces, name, answer, found(ids, answer) if answer else 0)
 
 
-def with_facts(tokenizer: Any, options: argparse.Namespace) -> Text:
-    """A real text with facts in it that ends with a question and its answer, all of it `options.context` tokens."""
-    question = facts.sample(tokenizer, options.context, options.seed, common.TEXT).questions[0]
+def with_facts(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
+    """A real text with facts in it that ends with a question and its answer, all of it `context` tokens."""
+    question = facts.sample(tokenizer, context, options.seed, common.TEXT).questions[0]
     answer = tokenizer(question.answer, add_special_tokens=False).input_ids
     rest = question.ids + answer
-    ids = facts.sample(tokenizer, options.context - len(rest), options.seed, common.TEXT).prefix + rest
+    ids = facts.sample(tokenizer, context - len(rest), options.seed, common.TEXT).prefix + rest
     common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
     name = f"{common.TEXT} with facts, seed {options.seed}"
     return Text(torch.tensor([ids]), pieces_of(tokenizer, "", ids, None), name, len(answer), found(ids, len(answer)))

@@ -246,7 +246,7 @@ class Tracked(Centroids):
             here = torch.arange(order.shape[-1], device=order.device).expand_as(order)
             place = moved(place, here.new_zeros(*order.shape[:2], total).scatter_(-1, order, here))
             parts = after
-        return Tracked(*parts.tensors(), place)
+        return Tracked(parts.count, parts.keys, parts.values, parts.spread, place)
 
 
 ATTRIBUTES[Tracked] = tuple(one.name for one in fields(Tracked))  # so that operators take it apart
@@ -267,6 +267,6 @@ def track(layer: LayerCache, num: int) -> None:
         parts = layer.state.parts
         if isinstance(parts, Centroids):
             nowhere = parts.count.new_full((*parts.count.shape[:2], num + 1), -1, dtype=torch.int64)
-            layer.state.parts = Tracked(*parts.tensors(), nowhere)
+            layer.state.parts = Tracked(parts.count, parts.keys, parts.values, parts.spread, nowhere)
 
     layer.allocate = tracking  # type: ignore[method-assign]
