@@ -6,12 +6,14 @@ import math
 import re
 import types
 import zlib
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import tokenizers
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from fastkv import Budget, FastKVCache, FastKVError, corrections, patched, policies
@@ -38,11 +40,12 @@ TEXT = generate("facts", 150, 3).context
 VIEW = ("view", "--model", MODEL, "--text", toy_text())
 
 
-def unpacked(text):
-    """The inverse of `packed`, all arrays in one, int32."""
+def unpacked(text, shape):
+    """The inverse of `packed`, all arrays [layers, heads, N] in one, int32."""
     raw = bytearray(zlib.decompress(base64.b64decode(text)))
     first, second = torch.frombuffer(raw, dtype=torch.uint8).int().view(2, -1)
-    return first + 256 * second
+    layers, heads, num = shape
+    return (first + 256 * second).view(-1, num, layers, heads).permute(0, 2, 3, 1)
 
 
 def data_of(page):
@@ -82,8 +85,7 @@ def ids(bundled):
 def array(data, cache, name):
     """[layers, heads, tokens] of a cache."""
     shape = (len(data["layers"]), data["heads"], len(data["tokens"]))
-    size = torch.tensor(shape).prod()
-    return unpacked(data["numbers"])[cache[name] :][:size].reshape(shape)
+    return unpacked(data["numbers"], shape)[cache[name] // math.prod(shape)]
 
 
 def plainly(bundled, cache):
@@ -141,6 +143,26 @@ def test_centroids_are_those_of_the_cache(bundled, data, ids):
                     assert ((keys.mean(0) - found).abs() <= limit).all()
 
 
+class Passing(TorchDispatchMode):
+    """Changes nothing; operators are no longer called directly, as on a GPU."""
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+def test_centroids_are_followed_through_operators():
+    """As where tensors are on a GPU: an operator gets the tensors of a state, not the objects."""
+    model = build("llama")
+    reading = Reading(torch.randint(5, 60, (1, 90), generator=torch.Generator().manual_seed(0)), 32, 20)
+    full, found = read_full(model, reading), []
+    for mode in (nullcontext(), Passing()):
+        with patched(model, "fastkv", Budget(tokens=28, recent=8), prefill_block=32, backend="reference"), mode:
+            found.append(trace(model, reading, full))
+    direct, through = found
+    assert direct.centroid.max() > 1 and torch.equal(direct.centroid > 0, direct.gone > 0)
+    assert torch.equal(direct.gone, through.gone) and torch.equal(direct.centroid, through.centroid)
+
+
 def test_of_every_policy_it_is_known_what_it_remembers():
     assert set(REMEMBERS) == {policies.get(name).correction for name in policies.names() if name != "duoattention"}
 
@@ -190,9 +212,9 @@ def test_errors_are_those_of_fidelity(bundled, data, ids):
 
 
 def test_numbers_of_the_page_come_back():
-    arrays = [torch.tensor([[0, 1], [255, 256]]), torch.tensor([65535]), torch.zeros(0, dtype=torch.int64)]
+    arrays = [torch.tensor([[[0, 1, 255], [256, 257, 65535]]]), torch.arange(6).view(1, 2, 3)]
     text, starts = packed(arrays)
-    assert starts == [0, 4, 5] and unpacked(text).tolist() == [0, 1, 255, 256, 65535]
+    assert starts == [0, 6] and torch.equal(unpacked(text, (1, 2, 3)), torch.stack(arrays).int())
     assert coded(torch.tensor([0.0, 1e-9, 0.09, 1.0, 4.0, 9.0])).tolist() == [0, 0, 12, 24, 31, 31]
 
 
@@ -228,7 +250,7 @@ def test_a_page_of_a_long_text_is_small_and_holds_the_trace(bundled, tmp_path):
     written(data, path := tmp_path / "view.html")
     assert path.stat().st_size <= 15e6
     data = data_of(path.read_text())
-    numbers = unpacked(data["numbers"]).view(-1, *one.gone.shape)  # of arrays one after the other
+    numbers = unpacked(data["numbers"], one.gone.shape)
     for cache, (_, _, made, _) in zip(data["caches"], traces):
         for name, want in (("gone", made.gone), ("error", coded(made.error)), ("centroid", made.centroid)):
             assert (cache[name] is None) == (want is None)

@@ -1,7 +1,8 @@
 """The page: one HTML file with everything in it. Numbers travel compressed, in base64.
 
-Most of a page of a long text are errors, so these have few levels; and most numbers are below 256, so first bytes and
-second bytes lie apart, where the compression finds what they have in common.
+They lie where the compression finds what they have in common: those of one token side by side, because most heads evict
+a token at about the same time, and first bytes apart from second ones, most of which are 0. Errors would take most of
+the page, so they have few levels.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SPEED = 6  # of the compression: higher ones take several times as long for a fe
 
 
 def packed(arrays: Sequence[Tensor]) -> tuple[str, list[int]]:
-    """Arrays of whole numbers from 0 to 65535, one after the other, as text; and where each begins.
+    """Arrays [layers, heads, N] of whole numbers from 0 to 65535 as text, and where each begins once it is read.
 
-    The text is that of all first bytes, then all second bytes.
+    The text is that of all first bytes, then all second bytes; arrays follow each other as [N, layers * heads].
     """
-    flat = [array.flatten().numpy().astype("<u2") for array in arrays]
+    flat = [array.flatten(0, 1).T.flatten().numpy().astype("<u2") for array in arrays]
     starts = [0, *accumulate(len(one) for one in flat)][:-1]
     planes = np.concatenate(flat).view(np.uint8).reshape(-1, 2).T
     return base64.b64encode(zlib.compress(planes.tobytes(), SPEED)).decode(), starts
