@@ -232,8 +232,11 @@ def synthetic(num, layers, heads, seed):
     return Trace(list(range(layers)), events, gone, centroid, error, said, 256.0, 1, 1.0, "float32")
 
 
-def test_a_page_of_a_long_text_is_small_and_holds_the_trace(bundled, tmp_path):
-    """8,000 tokens of a model of 30 layers with 3 KV heads, 15 caches, of which every fifth has centroids."""
+@pytest.fixture(scope="module")
+def long_page(bundled, tmp_path_factory):
+    """8,000 tokens of a model of 30 layers with 3 KV heads, 15 caches, of which every fifth has centroids: the path of
+    the page, and the traces.
+    """
     num, policies, budgets = 8000, ["fastkv", "a", "b", "c", "d"], [128, 256, 512]
     one = synthetic(num, 30, 3, 0)
     plain = replace(synthetic(num, 30, 3, 1), centroid=None)
@@ -247,10 +250,15 @@ def test_a_page_of_a_long_text_is_small_and_holds_the_trace(bundled, tmp_path):
     options = types.SimpleNamespace(model="model", policies=policies, budgets=budgets)
     full = Full({}, torch.zeros(32, dtype=torch.long), 1)
     data = page_of(text, Reading(ids, 256, 32), options, full, traces, bundled[1])
-    written(data, path := tmp_path / "view.html")
+    written(data, path := tmp_path_factory.mktemp("long") / "view.html")
+    return path, traces
+
+
+def test_a_page_of_a_long_text_is_small_and_holds_the_trace(long_page):
+    path, traces = long_page
     assert path.stat().st_size <= 15e6
     data = data_of(path.read_text())
-    numbers = unpacked(data["numbers"], one.gone.shape)
+    numbers = unpacked(data["numbers"], traces[0][2].gone.shape)
     for cache, (_, _, made, _) in zip(data["caches"], traces):
         for name, want in (("gone", made.gone), ("error", coded(made.error)), ("centroid", made.centroid)):
             assert (cache[name] is None) == (want is None)
@@ -479,6 +487,27 @@ def test_fates_told_are_those_of_the_cache(browser, page, data):
         assert browser.run(marked) == mates
     cells = browser.run("Array.from(document.querySelectorAll('#heads td'), one => one.textContent)")
     assert cells == ["kept"] * len(cells) and len(cells) == len(data["layers"]) * data["heads"]
+    assert browser.errors == []
+
+
+@pytest.mark.slow
+def test_a_long_text_is_painted_where_it_is_in_sight(browser, long_page):
+    """What is painted says the same as the cache; what lies far away costs nothing until it is scrolled to."""
+    path, traces = long_page
+    browser.open(path)
+    last = traces[browser.run("state.policy * data.budgets.length + state.budget")][2].gone[..., -1]
+    final = "spans.at(-1).style.getPropertyValue('--k')"
+    painted = "pieces.filter(piece => piece.painted === now).length"
+    assert 0 < browser.run(painted) < browser.run("pieces.length") / 2 and browser.run(final) == ""
+    browser.run("at('text').scrollTop = at('text').scrollHeight")
+    browser.run("new Promise(done => setTimeout(done, 300))")
+    share = (last == 0).float().mean().item()
+    assert float(browser.run(final)) == pytest.approx(0.2 + 0.8 * share, abs=1e-3)
+    before = browser.run(painted)
+    browser.run("select(N - 2)")  # of all heads, no token has others in its centroid: all stays as it is painted
+    assert browser.run(painted) == before
+    browser.run("show({ policy: 1 })")
+    assert 0 < browser.run(painted) < before
     assert browser.errors == []
 
 
