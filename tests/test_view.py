@@ -24,7 +24,7 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import fidelity
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.view.command import RECENT, REMEMBERS, SINKS, Text, page_of, pieces_of
+from fastkv.lab.view.command import RECENT, REMEMBERS, SINKS, Text, found, page_of, pieces_of
 from fastkv.lab.view.page import FINE, LEVELS, TEMPLATE, TOP, coded, packed, written
 from fastkv.lab.view.trace import Full, Reading, Trace, follow, read_full, trace
 
@@ -292,6 +292,13 @@ def test_pieces_are_the_text(bundled):
     pieces = pieces_of(bundled[1], text, encoded.input_ids, encoded.offset_mapping)
     assert pieces == ["<bos>", "the", "  code", " ,", "\n of"]
     assert pieces_of(bundled[1], text, encoded.input_ids, None) == ["<bos>", "the", "code", ",", "of"]
+
+
+def test_a_page_begins_where_the_text_says_the_answer():
+    pieces = ["<bos>", "A", " red", " butter", "cup", ".", " What", "?", " But", "ter", "cup"]
+    assert found(pieces, 3) == 3
+    assert found([*pieces[:8], " a", " rose"], 2) == 8  # it is not there
+    assert found(["İ", " x", " y", " x"], 1) == 1  # a letter that is longer in lower case
 
 
 def test_pieces_of_letters_that_are_several_tokens():

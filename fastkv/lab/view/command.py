@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def text_of(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
         )
     common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
     pieces = pieces_of(tokenizer, whole, ids, encoded.get("offset_mapping"))
-    return Text(torch.tensor([ids]), pieces, name, answer, found(ids, answer) if answer else 0)
+    return Text(torch.tensor([ids]), pieces, name, answer, found(pieces, answer) if answer else 0)
 
 
 def with_facts(tokenizer: Any, options: argparse.Namespace, context: int) -> Text:
@@ -134,17 +135,17 @@ def with_facts(tokenizer: Any, options: argparse.Namespace, context: int) -> Tex
     ids = facts.sample(tokenizer, context - len(rest), options.seed, common.TEXT).prefix + rest
     common.check_known(tokenizer, ids, options.model, options.text, "give a text in its vocabulary")
     name = f"{common.TEXT} with facts, seed {options.seed}"
-    return Text(torch.tensor([ids]), pieces_of(tokenizer, "", ids, None), name, len(answer), found(ids, len(answer)))
+    pieces = pieces_of(tokenizer, "", ids, None)
+    return Text(torch.tensor([ids]), pieces, name, len(answer), found(pieces, len(answer)))
 
 
-def found(ids: list[int], answer: int) -> int:
-    """Where the text says what its last `answer` tokens say: the place of the first of them, as far as it has one."""
-    start = len(ids) - answer
-    for length in (min(3, answer), 1):
-        places = [place for place in range(start) if ids[place:][:length] == ids[start:][:length]]
-        if places:
-            return places[0]
-    return start
+def found(pieces: Sequence[str], answer: int) -> int:
+    """The token where the text first says what its last `answer` tokens say, in any case; else the first of them."""
+    start = len(pieces) - answer
+    text, words = ("".join(part).lower() for part in (pieces[:start], pieces[start:]))
+    place = text.find(words.strip())
+    ends = accumulate(len(piece.lower()) for piece in pieces)
+    return start if place < 0 else next(token for token, end in enumerate(ends) if end > place)
 
 
 def pieces_of(tokenizer: Any, text: str, ids: list[int], places: Sequence[tuple[int, int]] | None) -> list[str]:
