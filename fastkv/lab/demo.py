@@ -37,7 +37,7 @@ from .recording import cache_bytes
 
 DOCUMENT = Path(__file__).with_name("flight.txt")
 TITLE = "The First Years of Flight"
-TRIED = 117  # questions from which those of the document were chosen
+TRIED = 120  # questions from which those of the document were chosen
 WORDS = 20  # tokens of an answer, at most
 QUICK: dict[str, Any] = {"context": 1024, "budgets": ("4x",)}
 
@@ -76,8 +76,12 @@ QUESTIONS = (
         "five dollars",
         "The price of a seat from Saint Petersburg to Tampa was five dollars.",
     ),
+    Question(
+        "What are the small hinged flaps called?",
+        "ailerons",
+        "small hinged flaps, which are still called by their French name, ailerons",
+    ),
     Question("Where was the Flyer kept during the second war?", "quarry", "it was kept in a quarry"),
-    Question("What were the bomb bays of the Vickers Vimy filled with?", "petrol", "bomb bays were filled with petrol"),
 )
 
 
