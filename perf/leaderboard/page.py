@@ -152,9 +152,9 @@ def beside_kvpress(results: Path) -> list[str]:
         "`AdaKVPress(ExpectedAttentionPress)`, whose epsilon is 0.01. A press keeps a quarter or an eighth of the "
         "pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on everything that it stores. "
         "Questions and answers come on top of what a press keeps, while fastkv evicts to hold its budget. fastkv found "
-        "what each head needs beforehand, on other texts ([heads](budgets.md#heads)); presses are calibrated on "
-        "nothing. `KVzipPress`, `KVgradPress`, `kvzip` and `fastkv-reread` read a text twice. At an eighth "
-        "`LagKVPress` keeps what `StreamingLLMPress` keeps, because its windows leave no choice. Where "
+        "what each head needs beforehand, in a text of the model's own ([heads](budgets.md#heads)); presses are "
+        "calibrated on nothing. `KVzipPress`, `KVgradPress`, `kvzip` and `fastkv-reread` read a text twice. At an "
+        "eighth `LagKVPress` keeps what `StreamingLLMPress` keeps, because its windows leave no choice. Where "
         "`PyramidKVPress` has the same numbers as `SnapKVPress`, its last layers would keep less than its window, and "
         f"it falls back to SnapKV. Each cell: **right** ± error, then answer KL · text KL.\n\n{made}"
     ]
