@@ -277,8 +277,8 @@ MUTATIONS = [
     bug(
         "heads compete for one head's tokens",
         "cache/selection.py",
-        "flat(first), heads * tokens,",
-        "flat(first), tokens,",
+        "flat(first)), heads * tokens\n",
+        "flat(first)), tokens\n",
         KEEP,
     ),
     bug(
@@ -518,13 +518,6 @@ MUTATIONS = [
         "self.blend * z_scores(leverage, signals.valid)",
         "self.blend * leverage",
         "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
-    ),
-    bug(
-        "what Compactor remembered of old counts as today's",
-        "integrations/transformers/serialization.py",
-        '"scaled": True, "values_first": False',
-        '"scaled": False, "values_first": True',
-        "saved.py::test_a_file_that_does_not_name_a_choice_was_saved_before_there_was_one",
     ),
     bug(
         "heads choose for themselves although a map reads the keys of all",
@@ -935,9 +928,30 @@ MUTATIONS = [
     bug(
         "the compiled sum of rotated values is not turned back",
         "cpu/codes.cpp",
-        "        if (Format::TURNED) SINGLE.turn(&mine[0], dim, all.root);\n",
+        "        if (Values::TURNED) SINGLE.turn(&mine[0], dim, all.root);\n",
         "",
         f"{COMPILED}attention_is_that_of_decoded_slots",
+    ),
+    bug(
+        "keys of another format than values are encoded as those",
+        "reference/state.py",
+        'self.encode("keys", keys), self.encode("values", values)',
+        'self.encode("values", keys), self.encode("values", values)',
+        "slots.py::test_moving_never_rounds",
+    ),
+    bug(
+        "queries are turned as values are",
+        "cpu/codes.cpp",
+        "if (Keys::TURNED) SINGLE",
+        "if (Values::TURNED) SINGLE",
+        f"{COMPILED}attention_is_that_of_decoded_slots",
+    ),
+    bug(
+        "the budget's unit is missing from what a cache says",
+        "integrations/transformers/cache.py",
+        "for name in UNITS if",
+        'for name in ("tokens", "keep", "bytes", "quality") if',
+        "cache_operations.py::test_a_cache_says_what_it_is_in_any_unit",
     ),
     bug(
         "budgets in bytes keep the model's dtype",
@@ -1608,13 +1622,6 @@ MUTATIONS = [
         "size.to(tl.int32)[:, None] * PER_TOKEN",
         "size.to(tl.int32)[:, None] * 0",
         "kernels_remember.py::test_means_in_bfloat16",
-    ),
-    bug(
-        "centroids of old files count twice",
-        "integrations/transformers/serialization.py",
-        "made = (pad(count, numbers), ",
-        "made = (pad(2 * count, numbers), ",
-        "saved.py::test_centroids_of_fastkv_0_1_become_those_of_today",
     ),
     bug(
         "a prompt block multiplies with the leading bits of centroids",

@@ -11,6 +11,7 @@ import pytest
 import fastkv
 from fastkv.policies import ALL
 
+from . import mutations
 from .processes import run
 
 ROOT = Path(__file__).parent.parent
@@ -267,3 +268,13 @@ def test_importing_changes_no_global_state(tmp_path):
     code, said, errors = run(IMPORT_PROBE, tmp_path)
     assert code == 0, errors
     assert said.split() == ["False", "False"], "plots and progress are imported where they are used"
+
+
+def test_every_seeded_bug_has_its_place():
+    """A bug whose code has moved would be seeded nowhere; its tests are there, too."""
+    for one in mutations.MUTATIONS:
+        assert (PACKAGE / one.file).read_text().count(one.original) == 1, one.what
+        for test in one.tests:
+            file, _, name = test.partition("::")
+            text = (PACKAGE.parent / file).read_text()
+            assert f"def {name.partition('[')[0]}" in text or not name, test
