@@ -125,18 +125,18 @@ class Task:
 
 
 class Written(BaseStreamer):
-    """Hands on what `generate` has written after one prompt, token by token."""
+    """Hands on what `generate` has written after each prompt of a batch, token by token."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
+    def __init__(self, tokenizer: Any, write: Callable[[list[str]], None]) -> None:
+        self.decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
         self.write = write
-        self.said: list[int] = []
+        self.steps: list[Tensor] = []
 
     def put(self, value: Tensor) -> None:
-        """Called by transformers with the prompt [1, N], then with tokens [1]."""
+        """Called by transformers with the prompts [B, N], then with a token of each [B]."""
         if value.ndim == 1:
-            self.said += value.tolist()
-            self.write(self.decode(self.said))
+            self.steps.append(value)
+            self.write(self.decode(torch.stack(self.steps, 1)))
 
     def end(self) -> None:
         """Called by transformers after the last token."""
@@ -315,17 +315,15 @@ def answer(
     """
 
     start = time.perf_counter()
-    for question, ids in zip(task.questions, task.asked):  # one by one: copies of the full cache are large
-        row.answers.append("")
 
-        def write(text: str) -> None:
-            row.answers[-1] = text
-            if show is not None:
-                show()
+    def write(answers: list[str]) -> None:
+        row.answers = answers
+        if show is not None:
+            show()
 
-        said = asking.answers(model, tokenizer, cache, task.ids, [ids], WORDS, Written(tokenizer, write))
-        row.answers[-1] = tokenizer.decode(said[0])
-        row.right.append(question.answered_by(row.answers[-1]))
+    said = asking.answers(model, tokenizer, cache, task.ids, task.asked, WORDS, Written(tokenizer, write))
+    row.answers = [tokenizer.decode(one) for one in said]
+    row.right = [question.answered_by(one) for question, one in zip(task.questions, row.answers)]
     row.answering = time.perf_counter() - start
 
 

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 MARK, END = "<!-- results: written by `make report`, do not edit -->", "<!-- results: end -->"
 README = ROOT / "README.md"
 PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
-KVPRESS, OURS, BESIDE = "kvpress_2048", "bfloat16_2048", 7  # its table, the one beside it, and their texts
+KVPRESS, BESIDE = "kvpress_2048", 6  # its table, and texts of it
+OURS, DEFAULT = "bfloat16_2048", "later_2048"  # beside it
 MINE = ("fastkv", "fastkv-reread", "kvzip")  # policies beside it
 LEAST = 30  # answerable questions of a cell that is published
 DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff", "snapkv", "streaming")
@@ -134,23 +135,25 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
 
 def beside_kvpress(results: Path) -> list[str]:
     """The table of kvpress's presses, once all of them were measured on all texts."""
-    theirs, keeps = rows_of(results / f"{KVPRESS}.jsonl"), (0.25, 0.125)
+    theirs, keeps = [row for row in rows_of(results / f"{KVPRESS}.jsonl") if row["seed"] < BESIDE], (0.25, 0.125)
     if len(theirs) < BESIDE * len({(row["policy"], row["keep"]) for row in theirs}) or not theirs:
         return []
     known = {row["seed"] for row in theirs}
     ours = [
-        row
-        for row in rows_of(results / f"{OURS}.jsonl")
+        row | {"policy": f"{row['policy']}{said}"}
+        for table, said in ((OURS, ""), (DEFAULT, ", slots of 8 bits"))
+        for row in rows_of(results / f"{table}.jsonl")
         if row["policy"] in MINE and row["seed"] in known and row["keep"] in keeps
     ]
     made, _ = table_of(theirs + ours, keeps)
-    told = theirs[0]
+    told, asked = theirs[0], fewest([row for row in theirs if row["keep"] == keeps[0]])
     versions = f"kvpress {told['kvpress']}, torch {told['torch']}, transformers {told['transformers']}, {told['cpu']}"
     return [
         "## Beside kvpress\n\nPresses of kvpress that need no training, on the same texts and questions "
-        f"({len(known)} texts, {fewest(theirs)} questions; {versions}). They have kvpress's defaults, except for "
+        f"({len(known)} texts, {asked} questions; {versions}). They have kvpress's defaults, except for "
         "`AdaKVPress(ExpectedAttentionPress)`, whose epsilon is 0.01. A press keeps a quarter or an eighth of the "
-        "pairs; fastkv spends a quarter or an eighth of the bytes, in bfloat16, on everything that it stores. "
+        "pairs; fastkv spends a quarter or an eighth of bfloat16's bytes on all that it stores, in bfloat16 or, as it "
+        "does unless told otherwise, in 8 bits. "
         "Questions and answers come on top of what a press keeps, while fastkv evicts to hold its budget. fastkv found "
         "what each head needs beforehand, in a text of the model's own ([heads](budgets.md#heads)); presses are "
         "calibrated on nothing. `KVzipPress`, `KVgradPress`, `kvzip` and `fastkv-reread` read a text twice. At an "
