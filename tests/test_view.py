@@ -24,7 +24,7 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import fidelity
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.view.command import RECENT, REMEMBERS, SINKS, Text, found, page_of, pieces_of
+from fastkv.lab.view.command import RECENT, REMEMBERS, SINKS, Text, backend_of, found, page_of, pieces_of
 from fastkv.lab.view.page import FINE, LEVELS, TEMPLATE, TOP, coded, packed, written
 from fastkv.lab.view.trace import Full, Reading, Trace, follow, read_full, trace
 
@@ -91,8 +91,8 @@ def array(data, cache, name):
 def plainly(bundled, cache):
     """The model patched as for that cache of the page."""
     budget = equal_bytes(bundled[0].config, Budget(tokens=cache["budget"], sinks=SINKS, recent=RECENT), torch.float32)
-    settings = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model", "backend": "reference"}
-    return patched(bundled[0], cache["policy"], budget, **settings)
+    settings = {"prefill_block": BLOCK, "evict_every": EVICT_EVERY, "slots": "model"}
+    return patched(bundled[0], cache["policy"], budget, **settings, backend=backend_of(cache["policy"]))
 
 
 def test_the_page_says_what_the_cache_holds(bundled, data, ids):

@@ -168,9 +168,7 @@ def traced(
 ) -> tuple[Full, list[tuple[str, int, Trace, str]]]:
     """The stock model, and every policy at every budget with the name of its correction."""
     caches = [(policy, tokens) for policy in options.policies for tokens in options.budgets]
-    # Other backends join centroids in the same way, but only the reference can be followed bit for bit.
-    settings = {"prefill_block": reading.block, "evict_every": EVICT_EVERY, "static": False, "backend": "reference"}
-    settings["slots"] = options.slots
+    settings = {"prefill_block": reading.block, "evict_every": EVICT_EVERY, "static": False, "slots": options.slots}
     found = []
     with common.progress(console) as progress:
         bar = progress.add_task("full cache", total=1 + len(caches))
@@ -181,12 +179,17 @@ def traced(
             budget = Budget(tokens=tokens, sinks=SINKS, recent=RECENT)
             if options.equal == "bytes":
                 budget = equal_bytes(model.config, budget, model.dtype)
-            with patched(model, name, budget, **settings):
+            with patched(model, name, budget, **settings, backend=backend_of(name)):
                 correction = model._fastkv_config.correction.name
                 found.append((name, tokens, trace(model, reading, full), correction))
             progress.advance(bar)
         progress.update(bar, description="done")
     return full, found
+
+
+def backend_of(policy: str) -> str:
+    """The fastest there is; where there are centroids the reference, with which `trace` can follow them."""
+    return "reference" if policies.get(policy).correction == "centroids" else "auto"
 
 
 def page_of(
