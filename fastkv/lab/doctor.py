@@ -13,12 +13,12 @@ import transformers
 
 from .. import __version__, policies
 from ..backend import MODULES, why_not
+from ..budget import Budget
 from ..calibration.head_shares import HEADS_FILE
 from ..config import BUDGET, POLICY, Config
 from ..cpu import compiled
 from ..errors import FastKVError, not_installed
 from ..integrations.transformers import TESTED, Survey, survey
-from . import common
 from .pretrained import place
 
 Lines = dict[str, str]
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH", help="smollm2, a directory or a .gguf file, of which only the config is read"
     )
     parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
-    said = f"tokens kept per KV head, 16x, or another budget as in the other commands ({BUDGET})"
+    said = f"tokens kept per KV head, or how many times smaller, as 16x ({BUDGET})"
     parser.add_argument("--budget", default=str(BUDGET), metavar="SIZE", help=said)
     parser.add_argument(
         "--slots", default="auto", help="how keys and values are stored: auto, model, int8, fp8, int4 or k8v4 (auto)"
@@ -100,7 +100,7 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Lines]:
     """What would become of a checkpoint. Raises FastKVError if there is none that transformers knows."""
     if options.context < 1:
         raise FastKVError(f"--context must be a whole number of at least 1 token, got {options.context}")
-    budget = common.to_budget(options.budget)
+    budget = Budget.of(int(options.budget) if options.budget.isdecimal() else options.budget)
     config = Config.make(options.policy, budget, None, 16, "auto", "auto", None, options.slots)
     made = without_weights(options.model, None)
     known: Any = made.config
