@@ -24,7 +24,6 @@ from ...config import EVICT_EVERY
 from ...integrations.transformers import stock
 from ...integrations.transformers.cache import FastKVCache
 from ...integrations.transformers.cuda_graphs import capture_decode
-from ...integrations.transformers.stock import CACHE
 from ...policies import Policy
 from ..common import FULL
 
@@ -100,7 +99,7 @@ class FullCache:
         model = self.model
         if self.settings.graphs:
             model = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        return lambda token, position: model(token, **{CACHE: cache}, position_ids=position).logits
+        return lambda token, position: model(token, **{stock.CACHE: cache}, position_ids=position).logits
 
     def resident(self, cache: Any) -> int:
         """Bytes that the cache holds on to."""
@@ -154,7 +153,7 @@ def measure(mine: FullCache, ids: Tensor) -> Timed:
     settings, memory = mine.settings, Memory(ids.device)
     cache = mine.new(ids.shape[1])
     start = now()
-    token = mine.model(ids, **{CACHE: cache}, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    token = mine.model(ids, **{stock.CACHE: cache}, logits_to_keep=1).logits[:, -1:].argmax(-1)
     first = now() - start
     position = torch.full_like(token, ids.shape[1])
     step = mine.step(cache, len(ids))
@@ -171,8 +170,8 @@ def measure(mine: FullCache, ids: Tensor) -> Timed:
 def warm_up(mine: FullCache, ids: Tensor) -> None:
     """Read prompts [B, N] and decode one token, so that kernels are compiled and chosen before a clock runs."""
     cache = mine.new(ids.shape[1])
-    mine.model(ids, **{CACHE: cache}, logits_to_keep=1)
-    mine.model(ids[:, :1], **{CACHE: cache})
+    mine.model(ids, **{stock.CACHE: cache}, logits_to_keep=1)
+    mine.model(ids[:, :1], **{stock.CACHE: cache})
 
 
 def decode(step: Step, token: Tensor, position: Tensor, num: int) -> Tensor:
