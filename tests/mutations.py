@@ -1045,6 +1045,20 @@ MUTATIONS = [
         "cpu.py::test_compiled_joins_are_those_of_the_reference",
     ),
     bug(
+        "all tokens of a prompt join at once",
+        "cpu/joins.cpp",
+        "std::min(from + all->block, all->fresh)",
+        "all->fresh",
+        "cpu.py::test_a_prompt_joins_block_by_block",
+    ),
+    bug(
+        "the last partners of a round are never asked",
+        "cpu/joins.cpp",
+        "number = (used - first + 1) / 2, columns",
+        "number = (used - first) / 2, columns",
+        "cpu.py::test_compiled_joins_are_those_of_the_reference",
+    ),
+    bug(
         "compiled rounds are fine for many centroids, too",
         "cpu/joins.cpp",
         "used <= all.roomy * all.num ? all.medium : all.coarse",

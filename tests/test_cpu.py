@@ -9,7 +9,7 @@ from fastkv import ops, reference
 from fastkv.cpu import codes as slot_codes
 from fastkv.cpu import compiled, joins
 from fastkv.cpu import operations as cpu
-from fastkv.reference import Centroids, Moments, unpack
+from fastkv.reference import Centroids, Moments, centroids, unpack
 
 from .conftest import examples
 from .states import copied, make_spec, make_state, sinks
@@ -425,6 +425,18 @@ def test_no_token_is_lost_where_costs_overflow():
 
 
 @joins_compiled
+def test_a_prompt_joins_block_by_block(monkeypatch):
+    monkeypatch.setattr(centroids, "BLOCK", 48)
+    for num, fresh in ((7, 100), (33, 96), (5, 49)):  # means in bf16, so that each block rounds
+        mine = Centroids.empty(1, 2, num, 16, 16, dtype=torch.bfloat16)
+        rows = leaving(1, 2, fresh, (16, 16), fresh, 0.9)
+        want = mine.add(*rows)
+        joins.join(mine, *rows)
+        assert torch.equal(mine.count, want.count)
+        assert torch.allclose(mine.keys.float(), want.keys.float(), rtol=1 / 64, atol=1e-4)
+
+
+@joins_compiled
 def test_rounds_are_as_coarse_as_in_the_reference():
     mine = Centroids.empty(1, 2, 90, 16, 16)
     rows = leaving(1, 2, 500, (16, 16), 0, 1.1)
@@ -472,7 +484,7 @@ def test_masked_tokens_are_not_read():
 
 
 @pytest.mark.parametrize("library", ["compiled", "missing"])
-@pytest.mark.parametrize("most", [joins.FEW, joins.FEW + 1])
+@pytest.mark.parametrize("most", [64, 80])
 def test_what_leaves_is_remembered(library, most, monkeypatch):
     if library == "missing":
         monkeypatch.setattr(compiled, "library", lambda name: "no compiler")

@@ -1,7 +1,7 @@
-// Tokens that leave in a decode step join their head's centroids, on a CPU: `fastkv.reference.Centroids.add`, in place.
+// Tokens that leave join their head's centroids, on a CPU: `fastkv.reference.Centroids.add`, in place.
 //
-// Few tokens and centroids: an operator of torch would cost more than what it does. A head is one row after another of
-// means, keys and then values, each in whole vectors; sums depend on neither threads nor batch.
+// An operator of torch costs more than what it does to few tokens, and many tokens join in dozens of rounds. A head is
+// one row after another of means, keys and then values, each in whole vectors; sums depend on neither threads nor batch.
 
 extern "C" {
 
@@ -13,18 +13,21 @@ struct Joining {
     const float *fresh_keys, *fresh_values;
     const uint8_t* inside;
     int64_t places, num, fresh, key_dim, value_dim, halves, threads;
-    int64_t fine, medium, coarse, settled, roomy, step, turn;
+    int64_t block, fine, medium, coarse, settled, roomy, step, turn;
 };
 }
 
 namespace {
+
+constexpr int64_t TILE = 6;  // movers whose products with WIDE partners fit into the registers of any processor
 
 inline int64_t whole(int64_t dim) { return (dim + WIDE - 1) / WIDE * WIDE; }
 
 class Parts {
     const Joining& all;
     int64_t place, keys, width, used;  // keys: numbers before the values of a row
-    std::vector<float> count, spread, means, points, squares;
+    // partners: the points of those that others may join, a column each; inverse: 1 / count.
+    std::vector<float> count, spread, means, points, partners, squares, inverse;
 
     float* mean(int64_t part) { return &means[part * width]; }
 
@@ -59,11 +62,73 @@ class Parts {
                 store(&points[part * width + i], floats(&points[part * width + i]) * unit);
     }
 
-    float product(int64_t one, int64_t other) {
+    struct Pair {
+        float cost;
+        int64_t mover, partner;
+    };
+
+    // The points of every second part from `first` on as columns, in whole vectors, with their squares and 1 / count.
+    // Columns without a part are infinitely far away.
+    int64_t line_up(int64_t first) {
+        int64_t number = (used - first + 1) / 2, columns = whole(number);
+        std::fill(partners.begin(), partners.begin() + width * columns, 0.0f);
+        std::fill(squares.begin(), squares.begin() + columns, __builtin_inff());
+        std::fill(inverse.begin(), inverse.begin() + columns, 1.0f);
+        for (int64_t column = 0; column < number; ++column) {
+            int64_t part = first + 2 * column;
+            for (int64_t i = 0; i < width; ++i) partners[i * columns + column] = points[part * width + i];
+            squares[column] = square(part);
+            inverse[column] = 1 / count[part];
+        }
+        return columns;
+    }
+
+    float square(int64_t part) {
         Floats sum = {};
         for (int64_t i = 0; i < width; i += WIDE)
-            sum += floats(&points[one * width + i]) * floats(&points[other * width + i]);
+            sum += floats(&points[part * width + i]) * floats(&points[part * width + i]);
         return total_of(sum);
+    }
+
+    // The cheapest partner of TILE movers, `mover`, `mover + 2`, ...: partner c is part `first + 2 c`.
+    void cheapest(int64_t mover, int64_t first, int64_t columns, Pair* best) {
+        const float* rows[TILE];
+        float own[TILE], shares[TILE];
+        Floats least[TILE];
+        Ints which[TILE] = {};
+        for (int64_t one = 0; one < TILE; ++one) {
+            int64_t part = std::min(mover + 2 * one, used - 1);  // the last tile may be cut short
+            rows[one] = &points[part * width];
+            own[one] = square(part);
+            shares[one] = 1 / count[part];
+            least[one] = Floats{} + __builtin_inff();
+        }
+        for (int64_t column = 0; column < columns; column += WIDE) {
+            Floats product[TILE] = {};
+            for (int64_t i = 0; i < width; ++i) {
+                Floats theirs = floats(&partners[i * columns + column]);
+#pragma GCC unroll 6
+                for (int64_t one = 0; one < TILE; ++one) product[one] += rows[one][i] * theirs;
+            }
+#pragma GCC unroll 6
+            for (int64_t one = 0; one < TILE; ++one) {
+                Floats distance = own[one] + floats(&squares[column]) - 2 * product[one];
+                distance = distance < 0 ? Floats{} : distance;
+                Floats cost = distance / (shares[one] + floats(&inverse[column]));
+                Ints better = cost < least[one];  // not where it is no number
+                least[one] = better ? cost : least[one];
+                which[one] = better ? Ints{} + int32_t(column) : which[one];
+            }
+        }
+        for (int64_t one = 0; one < TILE; ++one) {
+            best[one] = {__builtin_inff(), mover + 2 * one, first};  // where no cost is finite, no token may be lost
+            for (int64_t lane = 0; lane < WIDE; ++lane) {
+                int64_t partner = first + 2 * (which[one][lane] + lane);
+                bool earlier = least[one][lane] == best[one].cost && partner < best[one].partner;
+                if (least[one][lane] < best[one].cost || earlier)
+                    best[one] = {least[one][lane], best[one].mover, partner};
+            }
+        }
     }
 
     // Every second part, from `half` on, may join the part of the others that costs least; the cheapest `joins` do.
@@ -72,21 +137,10 @@ class Parts {
         for (int64_t part = 0; part < used; ++part) total += count[part];
         standardise(0, keys, total);
         standardise(keys, width, total);
-        for (int64_t part = 0; part < used; ++part) squares[part] = product(part, part);
-        struct Pair {
-            float cost;
-            int64_t mover, partner;
-        };
-        std::vector<Pair> pairs;
-        for (int64_t mover = half; mover < used; mover += 2) {
-            Pair best{__builtin_inff(), mover, 1 - half};  // where no cost is finite, no token may be lost
-            for (int64_t partner = 1 - half; partner < used; partner += 2) {
-                float distance = std::max(squares[mover] + squares[partner] - 2 * product(mover, partner), 0.0f);
-                float cost = distance / (1 / count[mover] + 1 / count[partner]);
-                if (cost < best.cost) best = {cost, mover, partner};
-            }
-            pairs.push_back(best);
-        }
+        int64_t columns = line_up(1 - half), movers = (used - half + 1) / 2;
+        std::vector<Pair> pairs(movers + TILE);
+        for (int64_t one = 0; one < movers; one += TILE) cheapest(half + 2 * one, 1 - half, columns, &pairs[one]);
+        pairs.resize(movers);
         std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.cost < b.cost; });
         pairs.resize(joins);
         merge(pairs);
@@ -151,16 +205,17 @@ class Parts {
     }
 
   public:
-    Parts(const Joining& all, int64_t place)
+    // The centroids of a head and its tokens [from, to).
+    Parts(const Joining& all, int64_t place, int64_t from, int64_t to)
         : all(all), place(place), keys(whole(all.key_dim)), width(keys + whole(all.value_dim)), used(0),
-          count(all.num + all.fresh), spread(count.size()), means(count.size() * width), points(means.size()),
-          squares(count.size()) {
+          count(all.num + to - from), spread(count.size()), means(count.size() * width), points(means.size()),
+          partners(whole(count.size() / 2 + 1) * width), squares(whole(count.size())), inverse(squares.size()) {
         for (int64_t part = place * all.num; part < (place + 1) * all.num; ++part)
             if (all.count[part] > 0)
                 take(all.count[part], all.spread[part], [&](bool value, int64_t i) {
                     return stored(value ? all.values : all.keys, part * (value ? all.value_dim : all.key_dim) + i);
                 });
-        for (int64_t token = place * all.fresh; token < (place + 1) * all.fresh; ++token)
+        for (int64_t token = place * all.fresh + from; token < place * all.fresh + to; ++token)
             if (all.inside[token])
                 take(1, 0, [&](bool value, int64_t i) {
                     return value ? all.fresh_values[token * all.value_dim + i]
@@ -185,6 +240,8 @@ class Parts {
 }  // namespace
 
 extern "C" void join_centroids(const Joining* all) {
-#pragma omp parallel for num_threads(all->threads)
-    for (int64_t place = 0; place < all->places; ++place) Parts(*all, place).join();
+#pragma omp parallel for num_threads(all->threads) schedule(dynamic)
+    for (int64_t place = 0; place < all->places; ++place)
+        for (int64_t from = 0; from < all->fresh; from += all->block)
+            Parts(*all, place, from, std::min(from + all->block, all->fresh)).join();
 }

@@ -1,4 +1,4 @@
-"""`Centroids.add` of few tokens on a CPU, in place, compiled from joins.cpp on first use."""
+"""`Centroids.add` on a CPU, in place, compiled from joins.cpp on first use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from ..reference import Centroids, centroids
 from . import compiled
 
-FEW = 64  # tokens; of more, products of matrices are most of the work
-CONSTANTS = ("FINE", "MEDIUM", "COARSE", "SETTLED", "ROOMY", "STEP", "TURN")
+CONSTANTS = ("BLOCK", "FINE", "MEDIUM", "COARSE", "SETTLED", "ROOMY", "STEP", "TURN")
 POINTERS = ("count", "spread", "keys", "values", "fresh_keys", "fresh_values", "inside")
 SIZES = ("places", "num", "fresh", "key_dim", "value_dim", "halves", "threads")
 

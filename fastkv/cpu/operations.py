@@ -411,9 +411,9 @@ def remember(
     state: LayerState,
     spec: Spec,
 ) -> None:
-    """`reference.remember`; of few tokens, as leave in a decode step, without an operator for each term."""
+    """`reference.remember`; centroids without an operator for each term."""
     parts = state.parts
-    if most > joins.FEW or not isinstance(parts, Centroids) or not joins.serves(parts):
+    if not isinstance(parts, Centroids) or not joins.serves(parts):
         reference.remember(keys, values, positions, valid, kept, most, state, spec)
         return
     gone = valid & ~kept
