@@ -20,6 +20,7 @@ from fastkv.kernels import (
     leverage,
     moment_scores,
     noncausal_mass,
+    peak_attention,
     prefill_attention,
     remember,
     select,
@@ -284,6 +285,16 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
         f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}" + " sinks" * sinks, kernel, flags,
         given=dict(sink_ptr=sinks), even=("stride_",), num_warps=warps, num_stages=2,
         arches=() if (not single or width * columns <= noncausal_mass._room(2, hip=True)) and dim <= 256 else CUDA,
+    )  # fmt: skip
+
+
+def of_peaks(kernel: Any, dim: int, sinks: bool = False) -> Variant:
+    """Of `fastkv.kernels.peak_attention`."""
+    rows, columns, warps = peak_attention.TILES[pow2(dim)]
+    flags = dict(HEADS=8, G=4, D=dim, BD=pow2(dim), HAS_CAP=False, BLOCK_M=rows, BLOCK_N=columns)
+    return variant(
+        f"peaks {kernel.__name__.strip('_')} D{dim}" + " sinks" * sinks, kernel, flags,
+        given=dict(sink_ptr=sinks), num_warps=warps, num_stages=2, arches=() if dim <= 256 else CUDA,
     )  # fmt: skip
 
 
@@ -573,6 +584,11 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_mass(noncausal_mass._lse_kernel, dim) for dim in (128, 256, 512)),
         *(of_mass(noncausal_mass._column_kernel, dim) for dim in (128, 256, 512)),
         *(of_mass(kernel, 64, sinks=True) for kernel in (noncausal_mass._single_kernel, noncausal_mass._lse_kernel)),
+    ],
+    "peak_attention": [
+        *(of_peaks(peak_attention._lse_kernel, dim) for dim in (64, 80, 128, 256, 512)),
+        *(of_peaks(peak_attention._peak_kernel, dim) for dim in (64, 80, 128, 256, 512)),
+        of_peaks(peak_attention._lse_kernel, 128, sinks=True),
     ],
     "prefill_attention": [
         *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),

@@ -1079,6 +1079,34 @@ MUTATIONS = [
         "",
         "cpu.py::test_masked_tokens_are_not_read",
     ),
+    bug(
+        "compiled peaks leave sinks out of what weights are shares of",
+        "cpu/peaks.cpp",
+        "__builtin_logf(total_of(sum) + __builtin_expf(queries[one].sink - top))",
+        "__builtin_logf(total_of(sum))",
+        "cpu.py::test_compiled_peaks_are_those_of_the_reference",
+    ),
+    bug(
+        "the last queries of a thread are not asked",
+        "cpu/peaks.cpp",
+        "for (int64_t one = 0; one < number; ++one) {\n            float top",
+        "for (int64_t one = 0; one < number - (number < TILE); ++one) {\n            float top",
+        "cpu.py::test_compiled_peaks_are_those_of_the_reference",
+    ),
+    bug(
+        "who is not asked has a say in the largest attention",
+        "kernels/peak_attention.py",
+        "    sees = asks & (total > 0)\n",
+        "    sees = total > 0\n",
+        "kernels_scores.py::test_who_is_not_asked_has_no_say",
+    ),
+    bug(
+        "the largest attention is that of one head of the group",
+        "kernels/peak_attention.py",
+        "        head = kv * G + group\n",
+        "        head = kv * G\n",
+        "kernels_scores.py::test_peaks_groups",
+    ),
     # Kernels, whose programs run in any order.
     bug(
         "a partial is stored after its ticket",

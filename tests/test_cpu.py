@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fastkv import ops, reference
 from fastkv.cpu import codes as slot_codes
-from fastkv.cpu import compiled, joins
+from fastkv.cpu import compiled, joins, peaks
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids, unpack
 
@@ -375,6 +375,53 @@ def test_a_kernel_that_does_something_else_is_not_used(how, monkeypatch):
     monkeypatch.setattr(cpu, "fused_as_expected", cpu.fused_as_expected.__wrapped__)
     q = torch.randn(1, 4, 16)
     assert not cpu.serves(q, q.shape[-1], None)
+
+
+peaks_compiled = pytest.mark.skipif(not compiled.available("peaks"), reason="peaks.cpp does not compile")
+
+
+@peaks_compiled
+@CASES
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.integers(1, 50),
+    st.sampled_from([8, 24, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([None, 2.0]),
+    st.booleans(),
+    st.integers(0, 999),
+)
+def test_compiled_peaks_are_those_of_the_reference(batch, heads, groups, asking, num, dim, dtype, cap, sunk, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, keys = (
+        torch.randn(batch, some, rows, dim, generator=generator).to(dtype)
+        for some, rows in ((heads * groups, asking), (heads, num))
+    )
+    valid, asked = (torch.rand(shape, generator=generator) < 0.7 for shape in ((batch, heads, num), (batch, asking)))
+    keys[~valid] = float("nan")
+    sink_logits = torch.randn(heads * groups, generator=generator) if sunk else None
+    given = {"valid": valid, "asked": asked, "sink_logits": sink_logits}
+    exact = reference.peak_attention(q.double(), keys.double(), SCALE, cap, **given)
+    found = cpu.peak_attention(q, keys, SCALE, cap, **given)
+    assert found.dtype == torch.float32 and not found[~valid].any()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
+
+
+@peaks_compiled
+def test_compiled_peaks_depend_on_neither_batch_nor_threads():
+    q, keys, threads = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 70, 64), torch.get_num_threads()
+    valid, asked = torch.rand(3, 2, 70) < 0.8, torch.rand(3, 40) < 0.8
+    whole = peaks.peaks(q, keys, SCALE, None, valid, asked, None)
+    torch.set_num_threads(1)
+    alone = [
+        peaks.peaks(q[i : i + 1], keys[i : i + 1], SCALE, None, valid[i : i + 1], asked[i : i + 1], None)
+        for i in range(3)
+    ]
+    torch.set_num_threads(threads)
+    assert torch.equal(whole, torch.cat(alone))
 
 
 JOINS = compiled.library("joins")

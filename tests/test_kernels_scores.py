@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fastkv import ops, reference
 from fastkv.errors import FastKVError
-from fastkv.kernels import key_scores, leverage, noncausal_mass, window_scores
+from fastkv.kernels import key_scores, leverage, noncausal_mass, peak_attention, window_scores
 from fastkv.reference import geometry
 
 from .conftest import examples
@@ -16,7 +16,7 @@ from .states import sinks
 
 # The interpreter truncates fp32 to bf16 where the GPU rounds; nothing here casts to bf16, so bf16 inputs are exact too.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MODULES = (key_scores, leverage, noncausal_mass, window_scores)
+MODULES = (key_scores, leverage, noncausal_mass, peak_attention, window_scores)
 
 
 class _Torch:
@@ -468,3 +468,62 @@ def test_leverage_any_case(num, size, mask, method, centre, dtype, seed):
     # Fewer keys than directions leave the ridge in charge of the rest; compare where the Gram matrix is regular.
     if size < 16 and real > 4 * size:
         assert (got - exact).abs().max() < 1e-3
+
+
+# FastKV: the largest attention
+
+
+def check_peaks(q, keys, valid, asked=None, softcap=None, sink_logits=None, scale=0.125):
+    asked = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if asked is None else asked
+    given = dict(asked=asked, sink_logits=sink_logits)
+    valid = torch.ones(keys.shape[:3], dtype=torch.bool) if valid is None else valid
+    got = peak_attention.peak_attention(q, hide(keys, valid), scale, softcap, valid=valid, **given)
+    wanted = [
+        reference.peak_attention(q.to(d), hide(keys, valid).to(d), scale, softcap, valid=valid, **given)
+        for d in (torch.float64, torch.float32)
+    ]
+    close(got, *wanted, tiny=1e-6)
+    assert (got[~valid] == 0).all()
+    return got
+
+
+@pytest.mark.parametrize("groups, dtype", covering([1, 3, 4, 7, 8], DTYPES, together=1))
+def test_peaks_groups(groups, dtype):
+    check_peaks(tokens(1, 2 * groups, 37, 64, dtype), tokens(1, 2, 90, 64, dtype, 1), None)
+
+
+@pytest.mark.parametrize("softcap, kind, dim", covering([None, 3.0], MASKS, [16, 80, 128], together=1))
+def test_peaks_of_masked_keys(softcap, kind, dim):
+    q, keys = tokens(2, 2, 70, dim), tokens(2, 1, 75, dim, seed=1)
+    check_peaks(q, keys, make_mask(kind, 2, 1, 75), softcap=softcap)
+
+
+@pytest.mark.parametrize("dim", [256, 512])
+def test_peaks_head_dims(dim):
+    check_peaks(tokens(1, 2, 40, dim, torch.float16), tokens(1, 1, 40, dim, torch.float16, 1), None)
+
+
+def test_who_is_not_asked_has_no_say():
+    q, keys = tokens(2, 2, 20, 64), tokens(2, 1, 30, 64, seed=1)
+    asked = torch.rand(2, 20, generator=torch.Generator().manual_seed(2)) > 0.5
+    got = check_peaks(q, keys, None, asked)
+    q[~asked[:, None].expand(2, 2, 20)] = 100.0
+    assert torch.equal(got, check_peaks(q, keys, None, asked))
+    assert not check_peaks(q, keys, None, torch.zeros_like(asked)).any()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 3]),
+    num=st.integers(1, 14),
+    asking=st.integers(1, 9),
+    mask=st.sampled_from(MASKS),
+    softcap=st.sampled_from([None, 2.0]),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_peaks_any_case(groups, num, asking, mask, softcap, seed, data):
+    q, keys = tokens(1, groups, asking, 16, seed=seed), tokens(1, 1, num, 16, seed=seed + 1)
+    asked = torch.rand(1, asking, generator=torch.Generator().manual_seed(seed)) > 0.3
+    sink_logits = data.draw(sinks(groups), "sinks")
+    check_peaks(q, keys, make_mask(mask, 1, 1, num, seed), asked, softcap, sink_logits, 0.3)

@@ -186,6 +186,10 @@ CASES = {  # the name of the operator, and what is special about the case
     "noncausal_attention_mass with sinks": lambda b: case(
         randn(B, HKV * G, C, D), randn(B, HKV, C, D), 0.3, 4, sink_logits=randn(HKV * G), backend=b
     ),
+    "peak_attention": lambda b: case(
+        randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
+        asked=torch.ones(B, T, dtype=torch.bool), sink_logits=randn(HKV * G), backend=b,
+    ),
     "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,

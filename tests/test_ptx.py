@@ -24,6 +24,7 @@ SAMPLE = (
     "tests/test_kernels_scores.py::test_keydiff[cosine-mean-float32]",
     "tests/test_kernels_scores.py::test_leverage[False-none-float32]",
     "tests/test_kernels_scores.py::test_mass_groups[1-float32]",
+    "tests/test_kernels_scores.py::test_peaks_groups[1-float32]",
     "tests/test_kernels_scores.py::test_window_groups[1-float32]",
     "tests/test_kernels_select.py::test_compact_keeps_and_merges[(2, 48, 40, 9, 40)-float32]",
     "tests/test_kernels_select.py::test_select_is_exact[7-ties]",

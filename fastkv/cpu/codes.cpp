@@ -11,20 +11,7 @@ constexpr int STRETCH = 128;  // slots that a thread takes at a time
 constexpr int AT_ONCE = 4;  // queries for which a decoded vector is used while it is in a register
 constexpr int GROUP = 32;   // numbers of a row of int4 that share a scale
 constexpr int LONGEST = 512;           // numbers of a row
-constexpr float ROUNDING = 0x1.8p23f;  // adding it rounds numbers below 2^22 to whole ones, half to even
 constexpr float FAR = 1 << 20;         // codes so far from any are all clamped
-
-// e^x for x <= 0, 0 below -87: x = n log 2 + r, |r| <= log(2) / 2, and Taylor's polynomial of e^r.
-inline Floats exponential(Floats x) {
-    Floats bounded = x < -87.0f ? Floats{} - 87.0f : x;
-    Floats shifted = bounded * 1.44269504f + ROUNDING;
-    Floats n = shifted - ROUNDING;
-    Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // log 2 in two parts
-    Floats sum = r * (1.0f / 5040) + (1.0f / 720);
-    for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * r + term;
-    Ints power = (Ints)shifted - (Ints)(Floats{} + ROUNDING) + 127;
-    return x < -87.0f ? Floats{} : sum * (Floats)(power << 23);
-}
 
 // Rows times the Hadamard matrix of the longest power of two that divides dim, in the type of their numbers.
 struct Single {

@@ -28,7 +28,7 @@ from ..reference import (
     with_sink,
 )
 from . import codes as slot_codes
-from . import joins
+from . import joins, peaks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLLOWS_ROWS = ("decode_step",)
@@ -420,3 +420,20 @@ def remember(
     index = reference.in_order(positions, gone)[..., :most]
     new_keys, new_values = (reference.rows_at(rows, index) for rows in (keys, values))
     joins.join(parts, new_keys, new_values, gone.gather(2, index))
+
+
+def peak_attention(
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    valid: Tensor,
+    asked: Tensor,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`reference.peak_attention`, with the logits of few queries at a time, which never leave a core's cache."""
+    if not peaks.serves(q):
+        return reference.peak_attention(q, keys, scale, softcap, valid=valid, asked=asked, sink_logits=sink_logits)
+    reference.check_peak(q, keys, valid)
+    return peaks.peaks(q, keys, scale, softcap, valid, asked, sink_logits)

@@ -12,6 +12,7 @@ from ..reference import Centroids, LayerState, Moments, Selection, Spec
 from . import decode_attention as decode
 from . import key_scores, leverage, noncausal_mass, window_scores
 from . import moment_scores as residuals
+from . import peak_attention as peaks
 from . import prefill_attention as prefill
 from . import remember as joining
 from . import select as selection
@@ -106,6 +107,11 @@ def sketched_leverage(keys: Tensor, sketch: Tensor, method: str, *, mask: Tensor
 def noncausal_attention_mass(q: Tensor, keys: Tensor, scale: float, chunk: int, **given: Any) -> Tensor:
     """`reference.noncausal_attention_mass`."""
     return noncausal_mass.noncausal_attention_mass(q=q, keys=keys, scale=scale, chunk=chunk, **given)
+
+
+def peak_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
+    """`reference.peak_attention`."""
+    return peaks.peak_attention(q, keys, scale, softcap, **given)
 
 
 def observed_attention(

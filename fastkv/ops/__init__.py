@@ -34,6 +34,7 @@ from .scores import (
     moment_scores,
     noncausal_attention_mass,
     observed_attention,
+    peak_attention,
     select,
     sketch,
     sketched_leverage,

@@ -97,6 +97,9 @@ def leverage_scores(
 # Kernel: one launch up to chunks of 256.
 noncausal_attention_mass = operator(_of_second)(by_keyword(reference.noncausal_attention_mass))
 
+# Kernel: two launches, no logits in memory.
+peak_attention = operator(_of_second)(by_keyword(reference.peak_attention))
+
 # Kernel: three launches, no logits in memory.
 observed_attention = operator(_of_second)(by_keyword(reference.observed_attention))
 

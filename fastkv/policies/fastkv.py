@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import check_pool, compute_dtype, neighbour_mean, peak_attention, rows_at, z_scores
+from ..reference import check_pool, compute_dtype, neighbour_mean, rows_at, z_scores
 from .base import Policy, Signals, check_at_least, known_or_mean
 from .expectedattention import ExpectedAttention
 
@@ -73,7 +73,7 @@ class FastKV(Policy):
         assert signals.queries is not None
         real = signals.valid[:, 0, -signals.queries.shape[2] :]
         asked = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[:, :: self.every]  # wherever padding is
-        most = peak_attention(
+        most = ops.peak_attention(
             rows_at(signals.queries, asked[:, None].expand(-1, signals.queries.shape[1], -1)),
             signals.keys,
             signals.scale,
@@ -81,6 +81,7 @@ class FastKV(Policy):
             valid=signals.valid,
             asked=real.gather(1, asked),
             sink_logits=signals.sink_logits,
+            backend=signals.backend,
         )
         length = torch.linalg.vector_norm(signals.values.to(most.dtype), dim=-1)
         pooled = neighbour_mean(most * length, self.pool, signals.positions, signals.valid).float()

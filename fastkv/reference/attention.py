@@ -349,19 +349,23 @@ def peak_attention(
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), the maximum over queries and over the query heads of a KV head; 0
         where not valid.
     """
-    dtype = compute_dtype(q)
-    heads, groups = keys.shape[1], check_groups("peak_attention", q.shape[1], keys.shape[1])
-    check_shape("peak_attention", "valid", valid, keys.shape[:3])
+    groups, heads, dtype = check_peak(q, keys, valid), keys.shape[1], compute_dtype(q)
     most = torch.zeros(keys.shape[:3], dtype=dtype, device=keys.device)
     keys = torch.where(valid[..., None], keys, 0).to(dtype)
     for part, counts in zip(q.split(QUERY_CHUNK, 2), asked.split(QUERY_CHUNK, 1)):
         logits = grouped_logits(part, keys, scale, softcap)
         weights, lse = masked_softmax(logits, valid[:, :, None, None])
         if sink_logits is not None:
-            sinks = sink_logits.to(dtype).view(1, heads, groups, 1)
-            weights = weights * torch.sigmoid(lse - sinks)[..., None]
+            weights, _ = with_sink(weights, lse, sink_logits.to(dtype).view(heads, groups, 1))
         torch.maximum(most, torch.where(counts[:, None, None, :, None], weights, 0).amax((2, 3)), out=most)
     return most
+
+
+def check_peak(q: Tensor, keys: Tensor, valid: Tensor) -> int:
+    """Query heads per KV head. Raises: FastKVError for shapes that `peak_attention` does not take."""
+    check_shape("peak_attention", "keys", keys, (q.shape[0], None, None, q.shape[-1]))
+    check_shape("peak_attention", "valid", valid, keys.shape[:3])
+    return check_groups("peak_attention", q.shape[1], keys.shape[1])
 
 
 def unrotate(keys: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

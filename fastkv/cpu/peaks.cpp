@@ -1,0 +1,118 @@
+// The largest weight that any query gives each key on a CPU: `fastkv.reference.peak_attention`.
+//
+// A thread takes TILE queries at a time: their logits with all keys of a head stay in its cache, where the sum of their
+// exponentials is taken, and what they less its logarithm are is compared with the largest so far. A maximum is the same
+// in any order, so results depend on neither threads nor batch.
+
+extern "C" {
+
+// queries [batch, heads, groups, queries, dim] and keys [batch, heads, keys, dim], fp32; valid [batch, heads, keys];
+// asked [batch, queries]; sinks [heads, groups] or null; out [batch, heads, keys]. softcap: 0 for none.
+struct Peaks {
+    const float *queries, *keys;
+    const uint8_t *valid, *asked;
+    const float* sinks;
+    float* out;
+    int64_t batch, heads, groups, number, length, dim, threads;
+    float scale, softcap;
+};
+}
+
+namespace {
+
+constexpr int TILE = 6;  // queries whose logits with WIDE keys fit into the registers of any processor
+
+struct Query {
+    int64_t place;  // of its numbers: [heads, groups, queries] of a sequence
+    float sink;
+};
+
+// The keys of a head, a column each in whole vectors, and what is added to their logits.
+class Columns {
+    const Peaks& all;
+    int64_t width;
+    std::vector<float> columns, hidden;
+
+    Floats bent(Floats logit) const {
+        Floats size = (Floats)((Ints)logit & 0x7FFFFFFF), small = exponential(size * (-2 / all.softcap));
+        Floats turned = all.softcap * (1 - small) / (1 + small);
+        return logit < 0 ? -turned : turned;
+    }
+
+  public:
+    Columns(const Peaks& all, int64_t place)
+        : all(all), width((all.length + WIDE - 1) / WIDE * WIDE), columns(all.dim * width), hidden(width) {
+        for (int64_t key = 0; key < width; ++key) {
+            bool real = key < all.length && all.valid[place * all.length + key];
+            hidden[key] = real ? 0 : -__builtin_inff();
+            for (int64_t i = 0; real && i < all.dim; ++i)
+                columns[i * width + key] = all.keys[(place * all.length + key) * all.dim + i];
+        }
+    }
+
+    int64_t size() const { return width; }
+
+    // most [width]: becomes the larger of it and log softmax of each query; logits: room [TILE, width].
+    void look(const Query* queries, int64_t number, const float* numbers, float* logits, float* most) const {
+        const float* rows[TILE];
+        for (int64_t one = 0; one < TILE; ++one) rows[one] = numbers + queries[std::min(one, number - 1)].place * all.dim;
+        Floats tops[TILE];
+        for (auto& top : tops) top = Floats{} - __builtin_inff();
+        for (int64_t column = 0; column < width; column += WIDE) {
+            Floats sums[TILE] = {};
+            for (int64_t i = 0; i < all.dim; ++i) {
+                Floats theirs = floats(&columns[i * width + column]);
+#pragma GCC unroll 6
+                for (int64_t one = 0; one < TILE; ++one) sums[one] += rows[one][i] * theirs;
+            }
+#pragma GCC unroll 6
+            for (int64_t one = 0; one < TILE; ++one) {
+                Floats logit = sums[one] * all.scale;
+                logit = (all.softcap ? bent(logit) : logit) + floats(&hidden[column]);
+                store(logits + one * width + column, logit);
+                tops[one] = logit > tops[one] ? logit : tops[one];
+            }
+        }
+        for (int64_t one = 0; one < number; ++one) {
+            float top = queries[one].sink;
+            for (int64_t lane = 0; lane < WIDE; ++lane) top = std::max(top, tops[one][lane]);
+            if (top == -__builtin_inff()) continue;  // it sees nothing
+            Floats sum = {};
+            const float* own = logits + one * width;
+            for (int64_t column = 0; column < width; column += WIDE) sum += exponential(floats(own + column) - top);
+            float all_mass = top + __builtin_logf(total_of(sum) + __builtin_expf(queries[one].sink - top));
+            for (int64_t column = 0; column < width; column += WIDE) {
+                Floats weight = floats(own + column) - all_mass, best = floats(most + column);
+                store(most + column, weight > best ? weight : best);
+            }
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" void peak_attention(const Peaks* all) {
+    for (int64_t place = 0; place < all->batch * all->heads; ++place) {
+        const Columns columns(*all, place);
+        const int64_t sequence = place / all->heads, head = place % all->heads, width = columns.size();
+        std::vector<Query> queries;
+        for (int64_t group = 0; group < all->groups; ++group)
+            for (int64_t query = 0; query < all->number; ++query)
+                if (all->asked[sequence * all->number + query])
+                    queries.push_back({(place * all->groups + group) * all->number + query,
+                                       all->sinks ? all->sinks[head * all->groups + group] : -__builtin_inff()});
+        std::vector<float> most(width, -__builtin_inff());
+#pragma omp parallel num_threads(all->threads)
+        {
+            std::vector<float> own(width, -__builtin_inff()), logits(TILE * width);
+#pragma omp for nowait
+            for (int64_t first = 0; first < int64_t(queries.size()); first += TILE) {
+                int64_t number = std::min<int64_t>(TILE, queries.size() - first);
+                columns.look(&queries[first], number, all->queries, logits.data(), own.data());
+            }
+#pragma omp critical
+            for (int64_t key = 0; key < width; ++key) most[key] = std::max(most[key], own[key]);
+        }
+        for (int64_t key = 0; key < all->length; ++key) all->out[place * all->length + key] = __builtin_expf(most[key]);
+    }
+}

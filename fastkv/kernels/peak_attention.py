@@ -1,0 +1,116 @@
+"""The largest weight that any query gives each key, where all see all: N of the default policy.
+
+Twin of `reference.peak_attention`: max over queries i of exp(s q_i.k_j - lse_i), lse_i over all keys and the sink. Two
+launches, no logits in memory: programs that own queries find lse, programs that own keys the maximum, whose order does
+not matter. Bytes: an owner reads its own once and all of the others, out of the L2 cache; 4 (T Hq + N Hkv) out.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import check_peak
+from ._attention import _add_sink, _dot, _logits2
+from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
+
+# padded head_dim: (rows, columns, warps)
+TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8), 512: (32, 32, 8)}
+
+
+@triton.jit
+def _tile(rows_ptr, first, number, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """Rows [ROWS, BD] from `first` on of a matrix [number, D], 0 beyond."""
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, BD)
+    inside = (row < number)[:, None] & (column < D)[None, :]
+    return tl.load(rows_ptr + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "N"])  # the length of a prompt
+def _lse_kernel(
+    q_ptr, keys_ptr, valid_ptr, asked_ptr, sink_ptr, lse_ptr, scale, softcap, T, N,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """lse of BLOCK_M queries of one head, in units of log 2; inf for those that are not asked or see nothing."""
+    head = tl.program_id(1).to(tl.int64)  # of queries, of all sequences
+    kv = head // G
+    first = tl.program_id(0) * BLOCK_M
+    q = _tile(q_ptr + head * T * D, first, T, D, BD, BLOCK_M)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
+        k = _tile(keys_ptr + kv * N * D, start, N, D, BD, BLOCK_N)
+        k = tl.where(real[:, None], k, 0.0)  # what is not real may be no number
+        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        logits = tl.where(real[None, :], logits, -float("inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        floor = tl.where(new_top == -float("inf"), 0.0, new_top)
+        total = total * tl.exp2(top - floor) + tl.sum(tl.exp2(logits - floor[:, None]), 1)
+        top = new_top
+    if sink_ptr is not None:
+        top, total, _ = _add_sink(top, total, tl.load(sink_ptr + head % (HEADS * G)))
+    row = first + tl.arange(0, BLOCK_M)
+    asks = tl.load(asked_ptr + head // (HEADS * G) * T + row, mask=row < T, other=0) != 0
+    sees = asks & (total > 0)
+    lse = tl.where(sees, top + tl.log2(tl.where(sees, total, 1.0)), float("inf"))
+    tl.store(lse_ptr + head * T + row, lse, mask=row < T)
+
+
+@triton.jit(do_not_specialize=["T", "N"])  # the length of a prompt
+def _peak_kernel(
+    q_ptr, keys_ptr, valid_ptr, lse_ptr, peak_ptr, scale, softcap, T, N,
+    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """The largest weight of BLOCK_N keys of one head."""
+    kv = tl.program_id(1).to(tl.int64)  # of keys, of all sequences
+    first = tl.program_id(0) * BLOCK_N
+    key = first + tl.arange(0, BLOCK_N)
+    real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
+    k = _tile(keys_ptr + kv * N * D, first, N, D, BD, BLOCK_N)
+    k = tl.trans(tl.where(real[:, None], k, 0.0))
+    most = tl.full([BLOCK_N], -float("inf"), tl.float32)
+    for group in range(0, G):
+        head = kv * G + group
+        for start in range(0, T, BLOCK_M):
+            row = start + tl.arange(0, BLOCK_M)
+            q = _tile(q_ptr + head * T * D, start, T, D, BD, BLOCK_M)
+            logits = _logits2(_dot(q, k, INTERP), scale, softcap, HAS_CAP)
+            lse = tl.load(lse_ptr + head * T + row, mask=row < T, other=float("inf"))
+            most = tl.maximum(most, tl.max(logits - lse[:, None], 0))
+    tl.store(peak_ptr + kv * N + key, tl.exp2(tl.where(real, most, -float("inf"))), mask=key < N)
+
+
+def peak_attention(
+    q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *,
+    valid: Tensor, asked: Tensor, sink_logits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`reference.peak_attention`: the largest weight that any asked query gives each key.
+
+    Args: q [B, Hq, T, D], keys [B, Hkv, N, D] post-RoPE; valid [B, Hkv, N] bool; asked [B, T] bool; sink_logits [Hq].
+    Returns: [B, Hkv, N] fp32, 0 where not valid. Cost: two launches; copies of what is not contiguous; no host sync.
+    """
+    groups = check_peak(q, keys, valid)
+    (batch, num_heads, asking, dim), (heads, num) = q.shape, keys.shape[1:3]
+    check_head_dim("peak_attention", dim)
+    check_like("peak_attention", (batch, asking), asked=asked)
+    check_like("peak_attention", (num_heads,), sink_logits=sink_logits)
+    peak = torch.zeros(batch, heads, num, dtype=torch.float32, device=q.device)
+    if not peak.numel() or not asking:
+        return peak
+    q, keys, valid, asked = (tensor.contiguous() for tensor in (q, keys, valid, asked))
+    lse = torch.empty(batch, num_heads, asking, dtype=torch.float32, device=q.device)
+    rows, columns, warps = TILES[pow2(dim, 16)]
+    numbers = scale, softcap or 1.0, asking, num
+    flags = {"G": groups, "D": dim, "BD": pow2(dim, 16), "BLOCK_M": rows, "BLOCK_N": columns}
+    flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(2)}
+    _lse_kernel[(triton.cdiv(asking, rows), batch * num_heads)](
+        q, keys, valid, asked, sink_logits, lse, *numbers, HEADS=heads, **flags
+    )
+    _peak_kernel[(triton.cdiv(num, columns), batch * heads)](q, keys, valid, lse, peak, *numbers, **flags)
+    return peak
