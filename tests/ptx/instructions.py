@@ -233,7 +233,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     r"(?:mul|mad)\.(wide)\.([su])(16|32)": lambda part, sign, width: (
         [sign + width, sign + width, f"{sign}{2 * int(width)}"], f"{sign}{2 * int(width)}", product(part, sign, width),
     ),
-    r"mul\.(hi)\.([su])(16|32)": lambda part, sign, width: ([sign + width] * 2, sign + width, product(part, sign, width)),
+    r"mul\.(hi)\.([su])(16|32)": lambda part, sign, bits: ([sign + bits] * 2, sign + bits, product(part, sign, bits)),
     r"div\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, lambda x, y: (x - np.fmod(x, y)) // y),
     r"fma\.rn(?:\.ftz)?\.f32": lambda: (["f32"] * 3, "f32", lambda x, y, z: x.astype(np.float64) * y + z),
     r"(and|or|xor|not)\.(b16|b32|b64|pred)": lambda name, kind: ([kind] * 2, kind, LOGIC[name]),
