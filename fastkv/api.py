@@ -44,7 +44,7 @@ def patch(
     the caller passes in are untouched. A model that is already patched is unpatched first.
 
     Args:
-        model: a causal language model of a supported family, loaded with eager, sdpa or flash_attention_2 attention.
+        model: a causal language model of a supported family, loaded with eager, sdpa or flash-attn's attention.
         policy: name from `fastkv.policies.names()` or a `Policy`: which tokens stay. None: "fastkv", or "momentkv" for
             models whose rotary embedding cannot be undone (frequencies that follow the length).
         budget: tokens per KV head, mean over all heads; "16x" for a cache that is sixteen times smaller than a bfloat16

@@ -33,6 +33,7 @@ INTEGRATION = (
     "versions",
     "exact",
     "generate",
+    "flash_base",
     "bounds",
     "refusals",
     "deferred",

@@ -322,7 +322,7 @@ def test_two_modules_in_one_place():
 
 def test_soft_caps_and_keywords():
     gemma = build("gemma2", "eager").model.layers[1].self_attn
-    assert modules.softcap(gemma) == modules.ignored_by_sdpa(gemma) == "attn_logit_softcapping"
+    assert modules.softcap(gemma) == "attn_logit_softcapping"
     gemma.attn_logit_softcapping = None
     assert modules.softcap(gemma) is None
     assert modules.softcap(build("gemma3").model.layers[1].self_attn) is None

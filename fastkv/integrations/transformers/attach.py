@@ -100,8 +100,12 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
         )
     readers = {index for index, source in sources.items() if source in full}
     chosen = {index: module for index, module in found.items() if index in full or index in readers}
+    base = model_config._attn_implementation or "eager"
+    vouched = base in (getattr(model, "_compatible_flash_implementations", None) or ())
     for layer, module in chosen.items():
-        _check_attention(layer, module, config, model_config._attn_implementation or "eager")
+        where = f"layer {layer} ({type(module).__name__})"
+        _check_base(module, base, where, vouched)
+        _check_attention(module, config, where)
     latents = {layer for layer, module in chosen.items() if latent.is_latent(module)}
     if Parallel.of(model).size > 1 and latents:
         raise FastKVError(
@@ -121,17 +125,27 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
     return list(chosen.values())
 
 
-def _check_attention(layer: int, module: Module, config: Config, base: str) -> None:
-    """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
-    ignored = modules.ignored_by_sdpa(module)
-    allowed = tuple(name for name in families.BASES if ignored is None or name != "sdpa")
-    where = f"layer {layer} ({type(module).__name__})"
-    if base not in allowed:
-        why = f" (sdpa ignores {ignored})" if base == "sdpa" else ""
+def _check_base(module: Module, base: str, where: str, vouched: bool) -> None:
+    """Raise FastKVError unless an attention implementation computes what an attention module means.
+
+    Args: vouched: whether the model lists it as one that does: of those of flash-attn only some know sinks.
+    """
+    ignored = None
+    if base == "sdpa":
+        ignored = modules.softcap(module) or modules.sinks(module)
+    elif families.is_flash(base) and not vouched:
+        ignored = modules.sinks(module)
+    if ignored is not None or not families.is_base(base):
+        wanted = families.BASES if ignored is None else ("eager",)
+        why = f" ({base} ignores {ignored})" if ignored else ""
         raise FastKVError(
-            f"attn_implementation must be one of {', '.join(allowed)} for {where}, got {base!r}{why}; load the model "
-            f"with attn_implementation={allowed[0]!r}"
+            f"attn_implementation must be one of {', '.join(wanted)} for {where}, got {base!r}{why}; load the model "
+            f"with attn_implementation={wanted[0]!r}"
         )
+
+
+def _check_attention(module: Module, config: Config, where: str) -> None:
+    """Raise FastKVError unless a compressed cache can stand in for the keys of an attention module."""
     unhandled = modules.unhandled(module)
     if unhandled is not None:
         raise FastKVError(

@@ -26,7 +26,7 @@ from ...config import Config
 from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
-from . import latent, modules, serialization, stock
+from . import families, latent, modules, serialization, stock
 from .layer import FastKVLayer, HybridLayer
 from .prompt import Prompt
 from .sliding_window import Ring, WindowLayer
@@ -355,9 +355,9 @@ def _why_not_static(model: Module) -> str | None:
     windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     if any(type(layer) is not DynamicSlidingWindowLayer for layer in windows):
         return f"cannot hold a {type(windows[0]).__name__} of transformers still; use another model"
-    if windows and "flash" in (config._attn_implementation or ""):
+    if windows and families.is_flash(config._attn_implementation or ""):
         return (
-            "with sliding-window layers needs masks that flash_attention_2 does not take; load the model with "
+            "with sliding-window layers needs masks that flash-attn does not take; load the model with "
             "attn_implementation='sdpa'"
         )
     return None

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import transformers
 from packaging.version import Version
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-BASES = ("eager", "sdpa", "flash_attention_2")  # attention implementations that compute what models mean
+# Attention implementations that compute what models mean; and those of the hub that `is_hub_flash` knows.
+BASES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 # What `python -m tests.families --write` found:
 TESTED_WITH = "5.23.0"  # of transformers
@@ -201,6 +204,22 @@ WHOLE_ONLY = {
     "bamba": "its linear attention begins anew at every block",
     "jamba": "its linear attention begins anew at every block",
 }
+
+
+def is_hub_flash(base: str) -> bool:
+    """Whether an attention implementation is a kernel of the hub with the interface of flash-attn, as
+    `kernels-community/flash-attn2`: transformers then calls it, and masks for it, as it does for flash_attention_2."""
+    return "/" in base and ALL_ATTENTION_FUNCTIONS.get(base) is flash_attention_forward
+
+
+def is_base(base: str) -> bool:
+    """Whether patched layers may fall back on an attention implementation, and read a first prompt with it."""
+    return base in BASES or is_hub_flash(base)
+
+
+def is_flash(base: str) -> bool:
+    """Whether an attention implementation is one of flash-attn, which takes 2-D masks only."""
+    return base.startswith("flash_attention_") or is_hub_flash(base)
 
 
 def refusal(types: list[str]) -> str | None:

@@ -111,9 +111,9 @@ def unhandled(module: Module) -> str | None:
     return next((what for keyword, what in UNHANDLED.items() if passes(module, keyword)), None)
 
 
-def ignored_by_sdpa(module: Module) -> str | None:
-    """What sdpa would ignore: the name of a soft-cap that is set, or of sinks; None for nothing."""
-    return softcap(module) or ("s_aux" if passes(module, "s_aux") else None)
+def sinks(module: Module) -> str | None:
+    """The name of learned attention sinks; None if there are none."""
+    return "s_aux" if passes(module, "s_aux") else None
 
 
 def softcap(module: Module) -> str | None:
