@@ -300,13 +300,13 @@ def of_peaks(kernel: Any, dim: int, sinks: bool = False) -> Variant:
 
 def of_prefill(
     chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
-    spread: bool = False, sinks: bool = False, slots: str = "model", bias: bool = False,
+    spread: bool = False, sinks: bool = False, slots: str = "model", bias: bool = False, rows: bool = False,
 ) -> Variant | None:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap. None
     where slots are decoded first."""
     vendor = "hip" if chip in HIP else chip
     bits, cross = FORMATS[slots].values.bits, order == 1 and not slope
-    case = prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, bits, bias, cross)
+    case = prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, bits, bias, cross, rows)
     tile = prefill_attention.tile_of(case)
     if tile is None:
         return None
@@ -318,8 +318,8 @@ def of_prefill(
     )  # fmt: skip
     remembered = "centroids" if order == CENTROIDS.value else f"order{order}"
     name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope) + " spread1" * spread
-    name += " sinks" * sinks + " bias" * bias
-    given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None)
+    name += " sinks" * sinks + " bias" * bias + " rows" * rows
+    given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict(
         count_ptr=order in (0, 1), slope_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value,
         sink_ptr=sinks, bias_ptr=bias,
@@ -489,6 +489,9 @@ def of_prefills(chip: str) -> list[Variant]:
         of(128, "fp16", order=CENTROIDS.value, spread=True, groups=7),
         *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
         *(of(dim, order=None, bias=True) for dim in (64, 128)),
+        *(of(dim, rows=True) for dim in (64, 128, 256)),
+        *(of(128, slots=form, rows=True) for form in CODES),
+        *(of(dim, order=CENTROIDS.value, spread=True, rows=True) for dim in (64, 128, 256)),
         *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128)),
         *(of(256, slots=form) for form in CODES),
         *(of(128, order=CENTROIDS.value, spread=True, slots=form) for form in CODES),

@@ -1687,6 +1687,13 @@ MUTATIONS = [
         f"{PROMPTS}::test_odd_sizes",
     ),
     bug(
+        "prompt blocks of all sequences read what the first page's have evicted",
+        "kernels/prefill_attention.py",
+        "key_mean_ptr = _page(key_mean_ptr, home, page)",
+        "key_mean_ptr = _page(key_mean_ptr, 0, page)",
+        "rows.py::test_rows_of_pages",
+    ),
+    bug(
         "the evicted mass of a prompt block is that of one token more",
         "kernels/prefill_attention.py",
         "tl.store(lse_evicted_ptr + place, _lse(top, total), mask=rows)",

@@ -22,7 +22,7 @@ from ._launch import Workspace, WorkspaceRoom, num_sms
 from .compact import compact as compact
 from .evict import evict as evict
 
-FOLLOWS_ROWS = ("compact", "decode_step", "evict", "remember", "slot_signals")
+FOLLOWS_ROWS = ("compact", "decode_step", "evict", "prefill_attention", "remember", "slot_signals")
 
 
 def workspace(num_heads: int, state: LayerState, spec: Spec, room: list[Tensor] | None = None) -> list[Tensor]:

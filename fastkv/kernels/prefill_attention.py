@@ -10,7 +10,8 @@ Bytes: keys, values (2 D a pair and their scales in 8 bits) and what is remember
 once.
 Does not handle: sliding windows inside the slots; slots that are not the leading part of a contiguous cache; float32
 with head_dim above 256. Slots in 4 bits are decoded beforehand, into a copy of one layer, where `tile_of` has no tile:
-with rotated queries, codes and numbers in registers none of 16 to 128 rows does without spills.
+with rotated queries, codes and numbers in registers none of 16 to 128 rows does without spills. Where the batch lives
+in chosen rows of pages, these are read where they lie, except by what needs such a copy or heads of equally many slots.
 """
 
 from __future__ import annotations
@@ -24,10 +25,32 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
-from ._attention import LN2, _add_sink, _bias2, _dot, _logits2, _normalise, _softmax_update, _turned_query, _turned_rest
+from ._attention import (
+    LN2,
+    _add_sink,
+    _bias2,
+    _dot,
+    _home,
+    _logits2,
+    _normalise,
+    _page,
+    _softmax_update,
+    _turned_query,
+    _turned_rest,
+)
 from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
-from ._launch import INTERPRET, check_contiguous, check_head_dim, check_like, check_scales, chip_of, pow2, stages
+from ._launch import (
+    INTERPRET,
+    check_contiguous,
+    check_head_dim,
+    check_like,
+    check_rows,
+    check_scales,
+    chip_of,
+    pow2,
+    stages,
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +109,7 @@ SINGLE_PACKED = {"": dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))}
 # Slots with a bias, with which triton 3.6 spills, and evicted tokens whose slope is found in the kernel (3.9).
 HALF_BIASED = {"": dict.fromkeys((16, 32, 64), Tile(64, 32, 4, 3)) | {128: Tile(128, 32, 8, 2)}}
 HALF_CROSS = {"": {128: Tile(128, 32, 8, 2, seed=16)}}
+HALF_ROWS = {"90": {256: Tile(64, 64, 8, 2, 128, 16)}}  # where each program looks up its page, which takes registers
 BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
@@ -123,19 +147,35 @@ def _lse(top, total):
     return (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page"])
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
     count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, sizes_ptr, sink_ptr, out_ptr, lse_ptr,
-    lse_evicted_ptr, key_scales_ptr, value_scales_ptr, bias_ptr,
+    lse_evicted_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, rows_ptr, page,
     scale, softcap, T, slots, num,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SEED: tl.constexpr, SLICE: tl.constexpr,
     ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    batch, kv = head // HEADS, head % HEADS
+    pair = tl.program_id(1).to(tl.int64)
+    batch, kv = pair // HEADS, pair % HEADS
+    home, head = _home(rows_ptr, page, pair, HEADS)
+    if rows_ptr is not None:
+        if home == 0:  # nobody's: what is in the results means nothing
+            return
+    keys_ptr = _page(keys_ptr, home, page)
+    values_ptr = _page(values_ptr, home, page)
+    key_scales_ptr = _page(key_scales_ptr, home, page)
+    value_scales_ptr = _page(value_scales_ptr, home, page)
+    bias_ptr = _page(bias_ptr, home, page)
+    lengths_ptr = _page(lengths_ptr, home, page)
+    count_ptr = _page(count_ptr, home, page)
+    key_mean_ptr = _page(key_mean_ptr, home, page)
+    value_mean_ptr = _page(value_mean_ptr, home, page)
+    slope_ptr = _page(slope_ptr, home, page)
+    spread_ptr = _page(spread_ptr, home, page)
+    sizes_ptr = _page(sizes_ptr, home, page)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = row < T * G
     token = row // G
@@ -227,7 +267,8 @@ class Case:
     Attributes:
         width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  capped: whether logits are.  order: of `Terms`.
         bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.  cross: whether the
-            slope of the evicted tokens is still to be found from their cross moments.
+            slope of the evicted tokens is still to be found from their cross moments.  rows: whether the batch lives in
+            chosen rows of the state.
     """
 
     width: int
@@ -238,6 +279,7 @@ class Case:
     bits: int = 0
     biased: bool = False
     cross: bool = False
+    rows: bool = False
 
 
 def tile_of(case: Case) -> Tile | None:
@@ -255,6 +297,7 @@ def tile_of(case: Case) -> Tile | None:
         (case.order == CENTROIDS.value, HALF_CENTROIDS),
         (case.biased, HALF_BIASED),
         (case.cross, HALF_CROSS),
+        (case.rows, HALF_ROWS),
     ]
     for asked, other in [(case.bits, SINGLE_CODES)] if single else special:
         sizes = sizes | (other.get(known, {}) if asked else {})
@@ -267,57 +310,71 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, no host sync; arguments and results as in `reference.prefill_attention`, both lse in fp32.
 
-    q, k, v have any strides, with unit stride along D.
+    q, k, v have any strides, with unit stride along D. Of row 0 results may be anything.
     """
     op = "prefill_attention"
     exact, softcap = state.exact, spec.softcap
+    batch, num_heads, num, dim = q.shape
+    evicted, value_dim = spec.evicted(state), v.shape[-1]
+    check_head_dim(op, max(dim, value_dim), q.dtype)
+    width, value_width = pow2(dim, 16), pow2(value_dim, 16)
+    known = Terms.of(op, evicted, dim)
+    cross = known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None
+    case = Case(
+        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.values.bits,
+        exact.bias is not None, cross, state.rows is not None,
+    )  # fmt: skip
+    tile, divides = tile_of(case), cross and value_width >= 256 and q.element_size() == 2
+    spills = case.width >= 256 and q.dtype == torch.float32  # where each program looks up its page
+    if state.rows is not None and (tile is None or divides or spills or exact.starts is not None):  # copies them alone
+        with state.gathered(changes=False) as own:
+            return prefill_attention(q, k, v, valid, own, spec)
     keys, values, lengths = exact.stored("keys"), exact.stored("values"), exact.lengths
     scales = (None, None) if exact.format.plain else (exact.stored("key_scales"), exact.stored("value_scales"))
     check_scales(op, exact)
-    batch, num_heads, num, dim = q.shape
-    heads, num_slots, value_dim = keys.shape[1], keys.shape[2], v.shape[-1]
-    groups = check_groups(op, num_heads, heads)
-    check_shape(op, "keys", keys, (batch, heads, num_slots, exact.format.keys.width(dim)))
-    check_shape(op, "values", values, (batch, heads, num_slots, exact.format.values.width(value_dim)))
+    heads, num_slots = keys.shape[1], keys.shape[2]
+    groups, stored = check_groups(op, num_heads, heads), batch if state.rows is None else len(keys)
+    check_shape(op, "keys", keys, (stored, heads, num_slots, exact.format.keys.width(dim)))
+    check_shape(op, "values", values, (stored, heads, num_slots, exact.format.values.width(value_dim)))
     check_shape(op, "k", k, (batch, heads, num, dim))
     check_shape(op, "v", v, (batch, heads, num, value_dim))
     check_shape(op, "valid", valid, (batch, num))
-    check_head_dim(op, max(dim, value_dim), q.dtype)
-    evicted = spec.evicted(state)
-    known = Terms.of(op, evicted, dim)
-    check_contiguous(op, lengths=lengths, valid=valid, matrix=known.matrix, spread=known.spread)
+    page = None
+    if state.rows is None:
+        check_contiguous(op, lengths=lengths, matrix=known.matrix, spread=known.spread)
+    else:
+        page = check_rows(
+            op, state, keys=exact.keys, values=exact.values, key_scales=exact.key_scales,
+            value_scales=exact.value_scales, bias=exact.bias, lengths=lengths, count=state.moments.count,
+            key_mean=known.key_mean, value_mean=known.value_mean, matrix=known.matrix, spread=known.spread,
+            sizes=known.sizes,
+        )  # fmt: skip
+    check_contiguous(op, valid=valid)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
-    width, value_width = pow2(dim, 16), pow2(value_dim, 16)
-    case = Case(
-        max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.values.bits,
-        exact.bias is not None, known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None,
-    )  # fmt: skip
-    tile = tile_of(case)
     if tile is None:
         keys, values = (exact[name].to(q.dtype) for name in ("keys", "values"))
         scales, tile = (None, None), tile_of(replace(case, bits=0))
         assert tile is not None
     slots = keys.stride(1) // keys.shape[-1]
     for name, tensor in (("keys", keys), ("values", values)):
-        row = tensor.shape[-1]
-        if num_slots and tensor.stride()[batch == 1 :] != (heads * slots * row, slots * row, row, 1)[batch == 1 :]:
+        row, free = tensor.shape[-1], page is not None or batch == 1  # to lie anywhere
+        if num_slots and tensor.stride()[free:] != (heads * slots * row, slots * row, row, 1)[free:]:
             raise FastKVError(f"{op}: {name} must be leading slots of a contiguous cache, got strides "
                               f"{tensor.stride()} for shape {list(tensor.shape)}; slice only the slots")  # fmt: skip
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     lse_evicted = torch.empty_like(lse)
-    count, matrix, has_slope = None, known.matrix, False
+    count, matrix, has_slope = None, known.matrix, divides
     if isinstance(evicted, Moments):
-        count, has_slope = evicted.count, evicted.slope is not None
-        if known.order == 1 and not has_slope and value_width >= 256 and q.element_size() == 2:
-            assert matrix is not None
-            matrix = (matrix / count.clamp(min=1)[..., None, None]).to(q.dtype)  # two matrices do not fit
-            has_slope = True
+        count, has_slope = evicted.count, divides or evicted.slope is not None
+    if divides:  # two matrices do not fit
+        assert matrix is not None and count is not None
+        matrix = (matrix / count.clamp(min=1)[..., None, None]).to(q.dtype)
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         q, keys, values, lengths, k, v, valid.view(torch.uint8), count, known.key_mean, known.value_mean, matrix,
         known.spread, known.sizes, state.sink_logits, out, lse, lse_evicted, *scales,
-        None if exact.bias is None else exact.stored("bias"),
+        None if exact.bias is None else exact.stored("bias"), state.rows, page,
         spec.scale, softcap or 1.0, num, slots, known.num, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_C=BLOCK_C, SEED=min(tile.seed, width), SLICE=min(tile.slice or width, width),
