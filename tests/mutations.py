@@ -1082,15 +1082,15 @@ MUTATIONS = [
     bug(
         "compiled peaks leave sinks out of what weights are shares of",
         "cpu/peaks.cpp",
-        "__builtin_logf(total_of(sum) + __builtin_expf(queries[one].sink - top))",
+        "__builtin_logf(total_of(sum) + __builtin_expf(sink - top))",
         "__builtin_logf(total_of(sum))",
         "cpu.py::test_compiled_peaks_are_those_of_the_reference",
     ),
     bug(
         "the last queries of a thread are not asked",
         "cpu/peaks.cpp",
-        "for (int64_t one = 0; one < number; ++one) {\n            float top",
-        "for (int64_t one = 0; one < number - (number < TILE); ++one) {\n            float top",
+        "for (int64_t one = 0; one < number; ++one) {\n            const float* own",
+        "for (int64_t one = 0; one < number - (number < TILE); ++one) {\n            const float* own",
         "cpu.py::test_compiled_peaks_are_those_of_the_reference",
     ),
     bug(

@@ -470,7 +470,7 @@ def test_leverage_any_case(num, size, mask, method, centre, dtype, seed):
         assert (got - exact).abs().max() < 1e-3
 
 
-# FastKV: the largest attention
+# FastKV and KVzip: the largest attention
 
 
 def check_peaks(q, keys, valid, asked=None, softcap=None, sink_logits=None, scale=0.125):
@@ -527,3 +527,15 @@ def test_peaks_any_case(groups, num, asking, mask, softcap, seed, data):
     asked = torch.rand(1, asking, generator=torch.Generator().manual_seed(seed)) > 0.3
     sink_logits = data.draw(sinks(groups), "sinks")
     check_peaks(q, keys, make_mask(mask, 1, 1, num, seed), asked, softcap, sink_logits, 0.3)
+
+
+@pytest.mark.parametrize("softcap, dtype, dim", covering([None, 3.0], DTYPES, [16, 80, 128], together=1))
+def test_most_attended(softcap, dtype, dim):
+    q, keys = tokens(2, 6, 70, dim, dtype), tokens(2, 2, 75, dim, dtype, 1)
+    lse = 4 + torch.randn(2, 6, 70, generator=torch.Generator().manual_seed(2))
+    lse[1, :, 60:] = torch.inf  # padding
+    got = peak_attention.most_attended(q, keys, lse, 0.125, softcap)
+    wanted = [
+        reference.most_attended(q.to(d), keys.to(d), lse.to(d), 0.125, softcap) for d in (torch.float64, torch.float32)
+    ]
+    close(got, *wanted, tiny=1e-6)

@@ -190,6 +190,9 @@ CASES = {  # the name of the operator, and what is special about the case
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, valid=candidates()[1],
         asked=torch.ones(B, T, dtype=torch.bool), sink_logits=randn(HKV * G), backend=b,
     ),
+    "most_attended": lambda b: case(
+        randn(B, HKV * G, T, D), randn(B, HKV, C, D), randn(B, HKV * G, T), 0.3, backend=b
+    ),
     "observed_attention": lambda b: case(
         randn(B, HKV * G, T, D), randn(B, HKV, C, D), 0.3, **QUERIES, valid=candidates()[1],
         query_valid=torch.ones(B, T, dtype=torch.bool), log_mass=randn(B, HKV * G, T), backend=b,

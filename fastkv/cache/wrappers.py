@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from .. import ops
 from ..errors import FastKVError
-from ..reference import LayerState, Moments, Slots, Spec, most_attended, rows_at
+from ..reference import LayerState, Moments, Slots, Spec, rows_at
 from .layer import LayerCache, Stock
 from .layout import LayerConfig
 from .prefill import without_padding
@@ -75,7 +75,8 @@ class HeldPrompt:
         self.fed = (k, v, valid)
         scale, softcap, _, sink_logits = self.attends
         out, lse = self._attend(q, k, v, valid, self._spec(scale, softcap), sink_logits)
-        most = most_attended(q, self.held[1], lse.masked_fill(~valid[:, None], float("inf")), scale, softcap)
+        everything = lse.masked_fill(~valid[:, None], float("inf"))
+        most = ops.most_attended(q, self.held[1], everything, scale, softcap, backend=self.cache.config.backend)
         self.again.received = self.again.received.maximum(torch.where(self.held[3][:, None], most, 0))
         if self.cache.config.samples_queries:
             self._sample(self.again, q, valid)

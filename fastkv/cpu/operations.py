@@ -437,3 +437,12 @@ def peak_attention(
         return reference.peak_attention(q, keys, scale, softcap, valid=valid, asked=asked, sink_logits=sink_logits)
     reference.check_peak(q, keys, valid)
     return peaks.peaks(q, keys, scale, softcap, valid, asked, sink_logits)
+
+
+def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """`reference.most_attended`, as `peak_attention`."""
+    if not peaks.serves(q):
+        return reference.most_attended(q, keys, lse, scale, softcap)
+    valid, asked = (torch.ones(shape, dtype=torch.bool) for shape in (keys.shape[:3], (q.shape[0], q.shape[2])))
+    reference.check_peak(q, keys, valid, lse)
+    return peaks.peaks(q, keys, scale, softcap, valid, asked, lse=lse)

@@ -1,4 +1,4 @@
-// The largest weight that any query gives each key on a CPU: `fastkv.reference.peak_attention`.
+// The largest weight that any query gives each key on a CPU: `peak_attention` and `most_attended` of the reference.
 //
 // A thread takes TILE queries at a time: their logits with all keys of a head stay in its cache, where the sum of their
 // exponentials is taken, and what they less its logarithm are is compared with the largest so far. A maximum is the same
@@ -7,11 +7,12 @@
 extern "C" {
 
 // queries [batch, heads, groups, queries, dim] and keys [batch, heads, keys, dim], fp32; valid [batch, heads, keys];
-// asked [batch, queries]; sinks [heads, groups] or null; out [batch, heads, keys]. softcap: 0 for none.
+// asked [batch, queries]; sinks [heads, groups] or null; lse [batch, heads, groups, queries]: of all that a query attends
+// to, null where that is these keys and the sink; out [batch, heads, keys]. softcap: 0 for none.
 struct Peaks {
     const float *queries, *keys;
     const uint8_t *valid, *asked;
-    const float* sinks;
+    const float *sinks, *lse;
     float* out;
     int64_t batch, heads, groups, number, length, dim, threads;
     float scale, softcap;
@@ -74,18 +75,25 @@ class Columns {
             }
         }
         for (int64_t one = 0; one < number; ++one) {
-            float top = queries[one].sink;
-            for (int64_t lane = 0; lane < WIDE; ++lane) top = std::max(top, tops[one][lane]);
-            if (top == -__builtin_inff()) continue;  // it sees nothing
-            Floats sum = {};
             const float* own = logits + one * width;
-            for (int64_t column = 0; column < width; column += WIDE) sum += exponential(floats(own + column) - top);
-            float all_mass = top + __builtin_logf(total_of(sum) + __builtin_expf(queries[one].sink - top));
+            float whole = all.lse ? all.lse[queries[one].place] : mass(own, tops[one], queries[one].sink);
+            if (whole == -__builtin_inff()) continue;  // it sees nothing
             for (int64_t column = 0; column < width; column += WIDE) {
-                Floats weight = floats(own + column) - all_mass, best = floats(most + column);
+                Floats weight = floats(own + column) - whole, best = floats(most + column);
                 store(most + column, weight > best ? weight : best);
             }
         }
+    }
+
+  private:
+    // Log of the sum of e^logit of a row and its sink. tops: a vector of numbers, of which the largest is the row's.
+    float mass(const float* logits, Floats tops, float sink) const {
+        float top = sink;
+        for (int64_t lane = 0; lane < WIDE; ++lane) top = std::max(top, tops[lane]);
+        if (top == -__builtin_inff()) return top;
+        Floats sum = {};
+        for (int64_t column = 0; column < width; column += WIDE) sum += exponential(floats(logits + column) - top);
+        return top + __builtin_logf(total_of(sum) + __builtin_expf(sink - top));
     }
 };
 

@@ -1,4 +1,4 @@
-"""`peak_attention` on a CPU, compiled from peaks.cpp on first use."""
+"""`peak_attention` and `most_attended` on a CPU, compiled from peaks.cpp on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import compiled
 
-POINTERS = ("queries", "keys", "valid", "asked", "sinks", "out")
+POINTERS = ("queries", "keys", "valid", "asked", "sinks", "lse", "out")
 SIZES = ("batch", "heads", "groups", "number", "length", "dim", "threads")
 
 
@@ -29,15 +29,22 @@ def serves(q: Tensor) -> bool:
 
 
 def peaks(
-    q: Tensor, keys: Tensor, scale: float, softcap: float | None, valid: Tensor, asked: Tensor, sinks: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None,
+    valid: Tensor,
+    asked: Tensor,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """Arguments and result as in `reference.peak_attention`."""
+    """Arguments and result as in `reference.peak_attention`; lse as in `reference.most_attended`, None to find it."""
     (batch, num_heads, number, dim), (heads, length) = q.shape, keys.shape[1:3]
     rows = [rows.float().contiguous() for rows in (q, keys)]
     masks = [mask.contiguous() for mask in (valid, asked)]
-    sinks = None if sinks is None else sinks.float().contiguous()
+    sinks, lse = (None if one is None else one.float().contiguous() for one in (sinks, lse))
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    pointers = (None if one is None else one.data_ptr() for one in (*rows, *masks, sinks, out))
+    pointers = (None if one is None else one.data_ptr() for one in (*rows, *masks, sinks, lse, out))
     sizes = batch, heads, num_heads // heads, number, length, dim, torch.get_num_threads()
     compiled.call("peaks", "peak_attention", Peaks(*pointers, *sizes, scale, softcap or 0.0))
     return out

@@ -114,6 +114,11 @@ def peak_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None 
     return peaks.peak_attention(q, keys, scale, softcap, **given)
 
 
+def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """`reference.most_attended`."""
+    return peaks.most_attended(q, keys, lse, scale, softcap)
+
+
 def observed_attention(
     q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *, pool: int = 1, **given: Any
 ) -> Tensor:

@@ -1,8 +1,9 @@
-"""The largest weight that any query gives each key, where all see all: N of the default policy.
+"""The largest weight that any query gives each key, where all see all: N of the default policy, and KVzip's score.
 
-Twin of `reference.peak_attention`: max over queries i of exp(s q_i.k_j - lse_i), lse_i over all keys and the sink. Two
-launches, no logits in memory: programs that own queries find lse, programs that own keys the maximum, whose order does
-not matter. Bytes: an owner reads its own once and all of the others, out of the L2 cache; 4 (T Hq + N Hkv) out.
+Twins of `reference.peak_attention` and `reference.most_attended`: max over queries i of exp(s q_i.k_j - lse_i), where
+lse_i is of all keys and the sink, or given. One launch, and one before it that finds lse; no logits in memory. Programs
+own queries there, keys here, and a maximum is the same in any order.
+Bytes: an owner reads its own once and all of the others, out of the L2 cache; 4 (T Hq + N Hkv) out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import check_peak
-from ._attention import _add_sink, _dot, _logits2
+from ._attention import LOG2E, _add_sink, _dot, _logits2
 from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (rows, columns, warps)
@@ -86,6 +87,46 @@ def _peak_kernel(
     tl.store(peak_ptr + kv * N + key, tl.exp2(tl.where(real, most, -float("inf"))), mask=key < N)
 
 
+class _Case:
+    """What both kernels are launched with: the tensors, contiguous, and the numbers that follow from their shapes."""
+
+    def __init__(self, q: Tensor, keys: Tensor, valid: Tensor, scale: float, softcap: float | None) -> None:
+        dim = q.shape[-1]
+        check_head_dim("peak_attention", dim)
+        self.q, self.keys, self.valid = (tensor.contiguous() for tensor in (q, keys, valid))
+        self.rows, self.columns, warps = TILES[pow2(dim, 16)]
+        self.numbers = scale, softcap or 1.0, q.shape[2], keys.shape[2]
+        groups = q.shape[1] // keys.shape[1]
+        self.flags = {"G": groups, "D": dim, "BD": pow2(dim, 16), "BLOCK_M": self.rows, "BLOCK_N": self.columns}
+        self.flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(2)}
+
+    def lse(self, asked: Tensor, sink_logits: Tensor | None) -> Tensor:
+        """[B, Hq, T] fp32, base 2."""
+        batch, num_heads, asking = self.q.shape[:3]
+        lse = torch.empty(batch, num_heads, asking, dtype=torch.float32, device=self.q.device)
+        _lse_kernel[(triton.cdiv(asking, self.rows), batch * num_heads)](
+            self.q,
+            self.keys,
+            self.valid,
+            asked,
+            sink_logits,
+            lse,
+            *self.numbers,
+            HEADS=self.keys.shape[1],
+            **self.flags,
+        )
+        return lse
+
+    def peaks(self, lse: Tensor) -> Tensor:
+        """[B, Hkv, N] fp32, for lse in base 2."""
+        batch, heads, num = self.keys.shape[:3]
+        peak = torch.empty(batch, heads, num, dtype=torch.float32, device=self.q.device)
+        _peak_kernel[(triton.cdiv(num, self.columns), batch * heads)](
+            self.q, self.keys, self.valid, lse, peak, *self.numbers, **self.flags
+        )
+        return peak
+
+
 def peak_attention(
     q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, *,
     valid: Tensor, asked: Tensor, sink_logits: Tensor | None = None,
@@ -95,22 +136,23 @@ def peak_attention(
     Args: q [B, Hq, T, D], keys [B, Hkv, N, D] post-RoPE; valid [B, Hkv, N] bool; asked [B, T] bool; sink_logits [Hq].
     Returns: [B, Hkv, N] fp32, 0 where not valid. Cost: two launches; copies of what is not contiguous; no host sync.
     """
-    groups = check_peak(q, keys, valid)
-    (batch, num_heads, asking, dim), (heads, num) = q.shape, keys.shape[1:3]
-    check_head_dim("peak_attention", dim)
-    check_like("peak_attention", (batch, asking), asked=asked)
-    check_like("peak_attention", (num_heads,), sink_logits=sink_logits)
-    peak = torch.zeros(batch, heads, num, dtype=torch.float32, device=q.device)
-    if not peak.numel() or not asking:
-        return peak
-    q, keys, valid, asked = (tensor.contiguous() for tensor in (q, keys, valid, asked))
-    lse = torch.empty(batch, num_heads, asking, dtype=torch.float32, device=q.device)
-    rows, columns, warps = TILES[pow2(dim, 16)]
-    numbers = scale, softcap or 1.0, asking, num
-    flags = {"G": groups, "D": dim, "BD": pow2(dim, 16), "BLOCK_M": rows, "BLOCK_N": columns}
-    flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(2)}
-    _lse_kernel[(triton.cdiv(asking, rows), batch * num_heads)](
-        q, keys, valid, asked, sink_logits, lse, *numbers, HEADS=heads, **flags
-    )
-    _peak_kernel[(triton.cdiv(num, columns), batch * heads)](q, keys, valid, lse, peak, *numbers, **flags)
-    return peak
+    check_peak(q, keys, valid)
+    check_like("peak_attention", (q.shape[0], q.shape[2]), asked=asked)
+    check_like("peak_attention", (q.shape[1],), sink_logits=sink_logits)
+    if not valid.numel() or not asked.numel():
+        return torch.zeros(valid.shape, dtype=torch.float32, device=q.device)
+    case = _Case(q, keys, valid, scale, softcap)
+    return case.peaks(case.lse(asked.contiguous(), sink_logits))
+
+
+def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """`reference.most_attended`: the largest share of what a query attends to that it gives each key.
+
+    Args: q [B, Hq, T, D], keys [B, Hkv, N, D] post-RoPE; lse [B, Hq, T]: of all that each query attends to.
+    Returns: [B, Hkv, N] fp32. Cost: one launch; copies of what is not contiguous; no host sync.
+    """
+    valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=q.device)
+    check_peak(q, keys, valid, lse)
+    if not valid.numel() or not lse.numel():
+        return torch.zeros(valid.shape, dtype=torch.float32, device=q.device)
+    return _Case(q, keys, valid, scale, softcap).peaks((lse.float() * LOG2E.value).contiguous())

@@ -32,6 +32,7 @@ from .scores import (
     leverage_scores,
     manifold_scores,
     moment_scores,
+    most_attended,
     noncausal_attention_mass,
     observed_attention,
     peak_attention,

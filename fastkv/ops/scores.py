@@ -100,6 +100,9 @@ noncausal_attention_mass = operator(_of_second)(by_keyword(reference.noncausal_a
 # Kernel: two launches, no logits in memory.
 peak_attention = operator(_of_second)(by_keyword(reference.peak_attention))
 
+# Kernel: one launch.
+most_attended = operator(_of_second)(by_keyword(reference.most_attended))
+
 # Kernel: three launches, no logits in memory.
 observed_attention = operator(_of_second)(by_keyword(reference.observed_attention))
 

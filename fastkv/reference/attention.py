@@ -314,12 +314,9 @@ def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: f
         inf for a query that does not count.
     Returns: [B, Hkv, N] fp32 (fp64 for fp64 inputs), the maximum over queries and over the query heads of a KV head.
     """
-    num, (batch, heads, length, dim) = q.shape[2], keys.shape
-    check_shape("most_attended", "q", q, (batch, None, num, dim))
-    check_shape("most_attended", "lse", lse, q.shape[:3])
-    dtype = compute_dtype(q)
-    most = torch.full((batch, heads, length), float("-inf"), dtype=dtype, device=q.device)
-    groups = check_groups("most_attended", q.shape[1], heads)
+    (batch, heads), dtype = keys.shape[:2], compute_dtype(q)
+    most = torch.full(keys.shape[:3], float("-inf"), dtype=dtype, device=q.device)
+    groups = check_peak(q, keys, most, lse)
     q, total = q.unflatten(1, (heads, groups)), lse.to(dtype).unflatten(1, (heads, groups))
     # One head at a time on a CPU, in whose cache its logits fit.
     rows, some = (1, 1) if q.device.type == "cpu" else (batch, heads)
@@ -361,10 +358,12 @@ def peak_attention(
     return most
 
 
-def check_peak(q: Tensor, keys: Tensor, valid: Tensor) -> int:
-    """Query heads per KV head. Raises: FastKVError for shapes that `peak_attention` does not take."""
+def check_peak(q: Tensor, keys: Tensor, valid: Tensor, lse: Tensor | None = None) -> int:
+    """Query heads per KV head. Raises: FastKVError for shapes that `peak_attention` or `most_attended` do not take."""
     check_shape("peak_attention", "keys", keys, (q.shape[0], None, None, q.shape[-1]))
     check_shape("peak_attention", "valid", valid, keys.shape[:3])
+    if lse is not None:
+        check_shape("most_attended", "lse", lse, q.shape[:3])
     return check_groups("peak_attention", q.shape[1], keys.shape[1])
 
 
