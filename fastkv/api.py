@@ -12,8 +12,6 @@ from torch.nn import Module
 
 from . import config as settings
 from .budget import Budget
-from .calibration.files import check_fitted
-from .calibration.head_shares import HeadShares
 from .calibration.vector_map import VectorMap
 from .config import Config
 from .corrections import Correction
@@ -88,31 +86,10 @@ def patch(
     config = engine.with_rotations(config, model, modules)
     if slots == "auto":
         config = config.coded(*engine.sizes(modules))
-    config = with_shares(config, model)
+    config = settings.with_shares(config, model.config, lambda wanted: shares_for(model, wanted))
     engine.detach(model)
     engine.attach(model, modules, config)
     return model
-
-
-def with_shares(config: Config, model: Any) -> Config:
-    """The config with the shares of heads that its budget asks for; made now if there are none.
-
-    Raises: FastKVError if a file is missing or of another model, or if the model cannot be calibrated.
-    """
-    heads = config.budget.heads
-    if heads in ("uniform", "adaptive"):
-        return config
-    if config.policy.fixes_heads:
-        if heads != "calibrated":
-            raise FastKVError(
-                f"policy {config.policy.name!r} fixes how many tokens each head keeps, and so does heads={heads!r}; "
-                "use one of them"
-            )
-        return replace(config, budget=replace(config.budget, heads="uniform"))
-    shares = heads if isinstance(heads, HeadShares) else shares_for(model, heads)
-    if isinstance(shares, HeadShares):
-        check_fitted("Budget(heads=...)", shares.fingerprint, shares.model, model.config, "heads")
-    return replace(config, budget=replace(config.budget, heads=shares))
 
 
 def unpatch(model: Model) -> Model:

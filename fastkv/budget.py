@@ -82,6 +82,8 @@ class Budget:
             keep the same number of tokens. "adaptive": the heads of a layer compete for them with their scores while a
             prompt is read, each keeps at least a fifth of the mean (Ada-KV, arXiv:2407.11550). The total is the same.
             Calibrated heads share between layers, too, unless `layers` says otherwise.
+        context: length of the text that calibrated heads are dealt their tokens for, whatever the prompt: how much they
+            keep is then decided once. None: each prompt's own length, and anew as a text grows.
 
     Raises:
         FastKVError: for a value outside its range, none or several units, or fewer tokens than sinks + recent.
@@ -97,6 +99,7 @@ class Budget:
     quality: float | None = None
     calibration: str | Path | None = None
     compress: float | None = None
+    context: int | None = None
 
     def __post_init__(self) -> None:
         given = [unit for unit in UNITS if getattr(self, unit) is not None]
@@ -105,7 +108,7 @@ class Budget:
                 f"Budget needs exactly one of {', '.join(UNITS)}, got {' and '.join(given) or 'none'}; "
                 "for example Budget(tokens=1024)"
             )
-        for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1)):
+        for name, least in (("sinks", 0), ("recent", 0), ("tokens", 1), ("bytes", 1), ("context", 1)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise FastKVError(
@@ -117,6 +120,11 @@ class Budget:
                 raise FastKVError(f"Budget {name} must be in (0, 1], got {share!r}; {example}")
         if self.compress is not None and (not _is_number(self.compress) or not 1 <= self.compress < math.inf):
             raise FastKVError(f"Budget compress must be at least 1, got {self.compress!r}; 16 is sixteen times smaller")
+        if self.context is not None and self.follows_prompt:
+            raise FastKVError(
+                f"Budget context is for budgets of tokens or bytes, got {given[0]}, which follows the prompt; leave it "
+                "out"
+            )
         if self.calibration is not None and self.quality is None:
             raise FastKVError(
                 "Budget calibration is for quality=..., got none; give a quality or leave calibration out"
@@ -201,10 +209,13 @@ class Budget:
                 self._share(self.tokens, index, num_layers)
 
     def heads_of(self, index: int, num_layers: int, average: int, context: int) -> tuple[int, ...]:
-        """Tokens of each KV head of compressed layer `index` by calibrated shares, see `HeadShares.tokens_of`."""
+        """Tokens of each KV head of compressed layer `index` by calibrated shares, see `HeadShares.tokens_of`.
+
+        Args: context: length of the text, unless the budget says for which one.
+        """
         assert self.shared is not None
         weights = None if self.layers == "uniform" or num_layers == 1 else tuple(self._weights(num_layers))
-        return self.shared.tokens_of(average, context, self.reserved, weights)[index]
+        return self.shared.tokens_of(average, self.context or context, self.reserved, weights)[index]
 
     def layer_tokens(self, index: int, num_layers: int, context: int, cost: LayerCost) -> int:
         """Tokens per KV head for compressed layer `index` of `num_layers`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from . import corrections
 from .backend import BACKENDS, INT4_GROUP
 from .budget import HEADS, Budget
+from .calibration.files import check_fitted
 from .calibration.head_shares import HeadShares
 from .calibration.quality import QualityCurve
 from .calibration.quality import load as load_curve
@@ -186,6 +187,28 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
         fitted = budget.calibration or _beside(known, "context.json", "Budget(quality=...)", "calibration=file")
         config = replace(config, curve=load_curve(fitted, known, config.policy.name))
     return config
+
+
+def with_shares(config: Config, known: Any, find: Callable[[str | Path], Any]) -> Config:
+    """The config with the shares of heads that its budget asks for.
+
+    Args: known: config of the model, of transformers.  find: the shares for "calibrated" or from a file.
+    Raises: FastKVError if they are of another model, or as `find`.
+    """
+    budget, heads = config.budget, config.budget.heads
+    if heads in ("uniform", "adaptive"):
+        return config
+    if config.policy.fixes_heads:
+        if heads != "calibrated":
+            raise FastKVError(
+                f"policy {config.policy.name!r} fixes how many tokens each head keeps, and so does heads={heads!r}; "
+                "use one of them"
+            )
+        return replace(config, budget=replace(budget, heads="uniform"))
+    shares = heads if isinstance(heads, HeadShares) else find(heads)
+    if isinstance(shares, HeadShares):
+        check_fitted("Budget(heads=...)", shares.fingerprint, shares.model, known, "heads")
+    return replace(config, budget=replace(budget, heads=shares))
 
 
 def check_shares(config: Config, heads: list[int]) -> None:

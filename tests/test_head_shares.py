@@ -230,6 +230,25 @@ def test_what_cannot_be_calibrated():
     refused("stock model", calibrate_heads, model, text=torch.arange(3, 90).repeat(3))
 
 
+@pytest.mark.parametrize("size", [{}, {"slots": "int8", "prefill_block": 16}], ids=["whole", "blocks"])
+def test_shares_may_be_of_a_text_that_the_budget_names(size):
+    """Whatever the prompt, also one that is shorter than the budget; and they stay so while the text grows."""
+    model = build("llama")
+    shares = shares_of(model)
+    budget = Budget(tokens=24, sinks=2, recent=4, heads=shares, context=300)
+    fastkv.patch(model, "keydiff", budget, evict_every=4, **size)
+    for length in (10, 60):
+        cache = FastKVCache(model)
+        generate(model, prompt(1, length, (0,))[0], new=40, past_key_values=cache)
+        made = [layer.cache.rule.layout.tokens for layer in cache.compressed]
+        assert made == list(shares.tokens_of(24, 300, 6)) and len(set(made)) > 1
+
+
+def test_a_text_for_shares_is_refused_where_the_prompt_decides():
+    refused("context is for budgets of tokens or bytes, got keep", Budget, keep=0.5, context=300)
+    refused("context must be an integer of at least 1", Budget, tokens=64, context=0)
+
+
 # The file.
 
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from fastkv import Budget, FastKVError, ops
+from fastkv import Budget, FastKVError, HeadShares, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
+from fastkv.calibration.head_shares import KEEPS
 from fastkv.config import Config
+from fastkv.parallel import Parallel
 
 from .launches import Operators, recorded
 
@@ -18,6 +20,13 @@ SCALE, PAGES, SEQUENCES = 0.3, 5, 3
 def config_of(policy, correction="auto", budget=12, backend="auto", slots="auto"):
     budget = Budget(tokens=budget, sinks=2, recent=2) if isinstance(budget, int) else budget
     return Config.make(policy, budget, BLOCK, EVERY, correction, backend, None, slots)
+
+
+def calibrated(*wanted, tokens=12, context=48):
+    """A budget for one layer whose heads need so many times the mean, whatever stays."""
+    table = torch.tensor(wanted).expand(len(KEEPS), 1, -1).half()
+    shares = HeadShares(table.contiguous(), (len(wanted),), "", "", "", 1)
+    return Budget(tokens=tokens, sinks=2, recent=2, heads=shares, context=context)
 
 
 def tokens(num, seed):
@@ -74,6 +83,10 @@ CASES = {
     ),
     "remembers, adaptive": ("noncausal", "none", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
     "adaptive": ("snapkv", "mean", Budget(tokens=12, sinks=2, recent=2, heads="adaptive")),
+    "calibrated": ("keydiff", "auto", calibrated(1.5, 0.5)),
+    "calibrated centroids": ("snapkv", "centroids", calibrated(0.4, 1.6)),
+    "calibrated, triton": ("snapkv", "centroids", calibrated(0.4, 1.6), "triton"),
+    "calibrated int8": ("noncausal", "mean", calibrated(1.5, 0.5), "auto", "int8"),
     "int8": ("snapkv", "centroids", 12, "auto", "int8"),
     "fp8": ("momentkv", "auto", 12, "reference", "fp8"),
     "int4": ("keydiff", "auto", 12, "auto", "int4"),
@@ -83,6 +96,7 @@ CASES = {
 PLAIN = {  # the interpreter is slow
     "triton": "centroids",
     "remembers, triton": "remembers",
+    "calibrated, triton": "calibrated centroids",
     "remembers, triton, adaptive": "remembers, adaptive",
 }
 
@@ -113,6 +127,29 @@ def test_sequences_do_not_depend_on_each_other(case):
         num = len(found[b])
         torch.testing.assert_close(torch.stack(found[b], 1), expected[b][1][0, :, :num], atol=1e-5, rtol=1e-5)
     assert done == [8, 7, 5]
+
+
+def test_a_page_has_the_bytes_that_its_heads_need():
+    """All together those of heads that are alike, but for where each begins."""
+    alike, unlike = (paged(config_of("keydiff", budget=budget)) for budget in (12, calibrated(1.5, 0.5)))
+    assert unlike.rule.layout.tokens == (18, 6)
+    more = unlike.state.exact.starts[0].nbytes
+    sizes = [sum(tensor[0].nbytes for _, tensor in layer.state.named_tensors()) for layer in (alike, unlike)]
+    assert sizes[1] == sizes[0] + more
+
+
+def test_processes_that_share_the_heads_have_pages_of_one_size():
+    """Each lays out its own heads there; the page has room for those that keep most."""
+    config, like = config_of("keydiff", budget=calibrated(1.5, 1.5, 0.5, 0.5)), torch.empty(1, HKV, 0, DIM)
+    rules = [PagedRule.of(config, 0, 0, 1, like, like, CacheWorkspace(Parallel(rank, 2))) for rank in range(2)]
+    assert [rule.layer.layout.tokens for rule in rules] == [(18, 18), (6, 6)]
+    assert [rule.form.template.nbytes() < rule.form.nbytes - 1000 for rule in rules] == [False, True]
+    assert len({rule.form.nbytes for rule in rules}) == 1
+
+
+def test_heads_that_follow_the_text_are_refused():
+    with pytest.raises(FastKVError, match="give Budget\\(context=...\\), the length that they are for"):
+        paged(config_of("keydiff", budget=calibrated(1.5, 0.5, context=None)))
 
 
 def test_a_page_that_was_used_is_forgotten():

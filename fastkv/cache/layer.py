@@ -121,10 +121,11 @@ class LayerCache:
     def deal(self, context: int) -> None:
         """Let heads keep what they need of a text of so many tokens: the longer it is, the more they differ.
 
-        Their slots are dealt at the next selection. Not for a static cache, whose addresses stay, and not where some
-        tokens have no values: their slots stay as they were dealt first.
+        Their slots are dealt at the next selection. Not for a static cache, whose addresses stay, not where some tokens
+        have no values, and not where the budget says for which text: their slots stay as they were dealt first.
         """
-        fixed = self.state is None or self.state.approx is not None
+        budget = self.config.budget
+        fixed = self.state is None or self.state.approx is not None or budget.context is not None
         if fixed or self.rule is None or not self.rule.layout.shared or context <= max(self.context, self.average):
             return
         self.context = context
@@ -248,7 +249,8 @@ class LayerCache:
         # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
         out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
         if clock.now.evicts and not self.readers:
-            if rule.layout.shared and not self.static and length > GROWTH * max(self.context, self.average):
+            follows = rule.layout.shared and not self.static and self.config.budget.context is None
+            if follows and length > GROWTH * max(self.context, self.average):
                 self._evict_anew(length)
             else:
                 evict(state, rule)

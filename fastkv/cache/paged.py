@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,32 +46,49 @@ class PagedRule:
     ) -> PagedRule:
         """For keys and values [1, Hkv, 0, D] of the dtype and device that pages will have.
 
+        Where processes share the heads, each lays out its own in a page as large as the largest of theirs.
+
         Args: layer: index in the model.  place: among the `num_layers` that share the budget.
         Raises: FastKVError if the budget is too small, or follows the prompt: pages are of one size.
         """
-        budget, heads = config.budget, keys.shape[1]
+        budget, heads, parallel = config.budget, keys.shape[1], shared.parallel
         if budget.follows_prompt:
             raise FastKVError(
                 "a page holds the same number of tokens whatever the prompt, got a budget that follows the prompt "
                 "(keep, compress or quality); give tokens or bytes"
             )
+        if budget.shared is not None and budget.context is None:
+            raise FastKVError(
+                "a page holds the same number of tokens of each head for life, got heads that follow the length of the "
+                "text; give Budget(context=...), the length that they are for"
+            )
         slope = resolve(config.backend, keys.device) == "triton"
 
-        def layout(tokens: int) -> Layout:
-            return layout_of(config, layer, heads, tokens, None, slope, shared.parallel)
+        def layout(tokens: int, shares: tuple[int, ...] | None = None, rank: int = parallel.rank) -> Layout:
+            return layout_of(config, layer, heads, tokens, None, slope, replace(parallel, rank=rank), shares=shares)
 
-        made = layout(budget.layer_tokens(place, num_layers, 0, cost(keys, values, layout)))
-        template = made.allocate(keys.to("meta"), values.to("meta"))
-        if made.adaptive:
-            template.exact.limit = heads * made.total + made.spare  # what one head may get of the others
-        rule = LayerConfig.of(config, layer, made, shared.parallel, keys.device)
-        return cls(rule, PageFormat.of(template))
+        costs, shares = cost(keys, values, layout, ragged=budget.shared is not None), None
+        if budget.shared is not None:
+            shares = budget.heads_of(place, num_layers, budget.average(num_layers, 0, costs), 0)
+        tokens = budget.layer_tokens(place, num_layers, 0, costs)
+        layouts = [layout(tokens, shares, rank) for rank in range(parallel.size)]
+        forms = [_form(made, keys, values) for made in layouts]
+        form = replace(forms[parallel.rank], nbytes=max(one.nbytes for one in forms))
+        return cls(LayerConfig.of(config, layer, layouts[parallel.rank], parallel, keys.device), form)
 
     def scratch_bytes(self, num_heads: int, sequences: int, device: torch.device) -> int:
         """Bytes of the kernels' scratch for so many query heads and batches of up to so many sequences there, which
         all layers of this shape share."""
         sizes = ops.workspace_room(num_heads, self.form.template, self.layer.spec, sequences, device)
         return sum(number * dtype.itemsize for number, dtype in sizes)
+
+
+def _form(layout: Layout, keys: Tensor, values: Tensor) -> PageFormat:
+    """Of the pages of a layer with that layout and keys and values as in `PagedRule.of`."""
+    template = layout.allocate(keys.to("meta"), values.to("meta"))
+    if layout.adaptive:
+        template.exact.limit = keys.shape[1] * layout.total + layout.spare  # what one head may get of the others
+    return PageFormat.of(template)
 
 
 class PagedClock:

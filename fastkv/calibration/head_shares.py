@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,15 @@ def weights_digest(model: Any) -> str:
 
     Of each parameter up to 64 numbers are looked at, rounded to bfloat16.
     """
-    found = hashlib.sha256(describe(model.config).encode())
-    for _, parameter in sorted(model.named_parameters()):
-        if parameter.is_meta:
-            continue
-        flat = parameter.detach().flatten()
+    named = sorted(model.named_parameters())
+    return digest_of(model.config, (parameter.detach() for _, parameter in named if not parameter.is_meta))
+
+
+def digest_of(config: Any, parameters: Iterable[Tensor]) -> str:
+    """`weights_digest` of the model with that config and these parameters, in the order of their names."""
+    found = hashlib.sha256(describe(config).encode())
+    for parameter in parameters:
+        flat = parameter.flatten()
         some = flat[:: max(len(flat) // 64, 1)][:64].to(torch.bfloat16).float().cpu()
         found.update(some.numpy().tobytes())
     return found.hexdigest()[:16]

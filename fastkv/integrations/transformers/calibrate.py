@@ -315,7 +315,7 @@ def shares_for(model: Any, wanted: str | Path) -> HeadShares:
     Raises: FastKVError if a file is damaged or of other weights, or as `calibrate_heads`.
     """
     if wanted != "calibrated":
-        return _checked(Path(wanted), model)
+        return checked_shares(Path(wanted), model.config, _digest(model))
     known = known_shares(model)
     if known is not None:
         return known
@@ -347,14 +347,23 @@ def known_shares(model: Any) -> HeadShares | None:
 
     Raises: FastKVError if a file is damaged or of other weights.
     """
-    beside = Path(getattr(model.config, "_name_or_path", "") or ".") / HEADS_FILE
+    return stored_shares(model.config, _digest(model))
+
+
+def stored_shares(known: Any, weights: str | None) -> HeadShares | None:
+    """`known_shares` of the model with that config and digest of the weights, None where they are not known."""
+    beside = Path(getattr(known, "_name_or_path", "") or ".") / HEADS_FILE
     if beside.is_file():
-        return _checked(beside, model)
-    if Parallel.of(model).size > 1:
-        return None  # a process with a part of the weights cannot know whose they are
-    name = f"{weights_digest(model)}.safetensors"
-    files = (folder / name for folder in (KNOWN, user_cache("heads")))
-    return next((_checked(file, model) for file in files if file.is_file()), None)
+        return checked_shares(beside, known, weights)
+    if weights is None:
+        return None
+    files = (folder / f"{weights}.safetensors" for folder in (KNOWN, user_cache("heads")))
+    return next((checked_shares(file, known, weights) for file in files if file.is_file()), None)
+
+
+def _digest(model: Any) -> str | None:
+    """Of its weights; None for a process with a part of them, which cannot know whose they are."""
+    return weights_digest(model) if Parallel.of(model).size == 1 else None
 
 
 def _check_whole(model: Any) -> None:
@@ -366,12 +375,15 @@ def _check_whole(model: Any) -> None:
         )
 
 
-def _checked(file: Path, model: Any) -> HeadShares:
-    """Of a file, which has to be of these weights as far as this process sees them."""
-    shares = HeadShares.load(file, model.config)
-    if Parallel.of(model).size == 1 and shares.weights != weights_digest(model):
+def checked_shares(file: Path, known: Any, weights: str | None) -> HeadShares:
+    """Of a file, which has to be of the model with that config and, where it is known, digest of the weights.
+
+    Raises: FastKVError if it is not, or damaged.
+    """
+    shares = HeadShares.load(file, known)
+    if weights is not None and shares.weights != weights:
         raise FastKVError(
-            f"{file} was calibrated for other weights of {shares.model} ({shares.weights}), got "
-            f"{weights_digest(model)}; calibrate these with fastkv calibrate heads, or use Budget(heads='uniform')"
+            f"{file} was calibrated for other weights of {shares.model} ({shares.weights}), got {weights}; calibrate "
+            "these with fastkv calibrate heads, or use Budget(heads='uniform')"
         )
     return shares
