@@ -15,7 +15,6 @@ from .budget import Budget
 from .calibration.vector_map import VectorMap
 from .config import Config
 from .corrections import Correction
-from .errors import FastKVError
 from .integrations import transformers as engine
 from .integrations.transformers.calibrate import shares_for
 from .policies import Policy

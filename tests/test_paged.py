@@ -148,7 +148,7 @@ def test_processes_that_share_the_heads_have_pages_of_one_size():
 
 
 def test_heads_that_follow_the_text_are_refused():
-    with pytest.raises(FastKVError, match="give Budget\\(context=...\\), the length that they are for"):
+    with pytest.raises(FastKVError, match=r"give Budget\(context=...\), the length that they are for"):
         paged(config_of("keydiff", budget=calibrated(1.5, 0.5, context=None)))
 
 

@@ -17,7 +17,9 @@ import gc
 import pytest
 import torch
 
-from .engine import FITTED
+import fastkv
+
+from .engine import FITTED, loaded
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +33,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def heads_alike():
-    """`fastkv.patch` lets all heads keep the same, as pages do, and calibrates none."""
+def calibrated(tmp_path_factory):
+    """What is found out about the heads of a model stays among the tests, servers included."""
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr("fastkv.api.shares_for", lambda model, wanted: "uniform")
+        patching.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heads_of_the_model(model, calibrated):
+    """Calibrated, as vLLM cannot do it."""
+    fastkv.patch(loaded(model))
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 import fastkv
+from fastkv import Budget
 
 from ..toy import MODEL_DIR
 
@@ -40,11 +41,18 @@ def loaded(model, dtype="float32"):
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
 
 
+def budget_of(budget, context=LONGEST, **more):
+    """The budget that is told to vLLM as `fastkv.patch` takes it, with heads for the longest text vLLM reads."""
+    given = budget if isinstance(budget, dict) else {"tokens": budget}
+    return Budget(**{"context": context, **more, **given})
+
+
 class Alone:
     """What `fastkv.patch` answers with these settings, each prompt by itself."""
 
-    def __init__(self, model, settings, dtype="float32"):
-        self.model = fastkv.patch(loaded(model, dtype), **settings)
+    def __init__(self, model, settings, dtype="float32", **budget):
+        chosen = settings | {"budget": budget_of(settings["budget"], **budget)}
+        self.model = fastkv.patch(loaded(model, dtype), **chosen)
 
     def answer(self, tokens, num):
         out = self.model.generate(

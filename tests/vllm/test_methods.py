@@ -1,11 +1,17 @@
 """Every policy and correction that reads a prompt once, and those that are not: tokens as `fastkv.patch` gives them."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 import fastkv
-from fastkv import Budget, FastKVError
+from fastkv import FastKVError
+from fastkv.calibration.files import user_cache
+from fastkv.integrations.transformers.calibrate import known_shares
+from fastkv.integrations.vllm.backend import Compression
 
-from .engine import FITTED, Alone, Traffic, prompt, start
+from .engine import FITTED, Alone, Traffic, loaded, prompt, start
 
 LENGTHS, NUM = [300, 41, 129], 20
 DONE = {"momentkv", "keydiff", "fastkv", "snapkv", "h2o"}  # by test_tokens
@@ -20,6 +26,8 @@ CASES = {
     "cosh": {"policy": "keydiff", "correction": "cosh", "prefill_block": 64},
     "vector": {"policy": "snapkv", "correction": "vector+moments", "vector": str(FITTED / "vector.safetensors")},
     "adaptive heads": {"policy": "snapkv", "prefill_block": 64, "budget": {"tokens": 64, "heads": "adaptive"}},
+    "heads alike": {"policy": "snapkv", "budget": {"tokens": 64, "heads": "uniform"}},
+    "a shorter text": {"policy": "fastkv", "prefill_block": 64, "budget": {"tokens": 64, "context": 200}},
     "unequal layers": {"policy": "keydiff", "budget": {"tokens": 64, "layers": [2, 1, 1, 1]}},
     "bytes": {"policy": "fastkv", "budget": {"bytes": 500_000}},
     "reference": {"policy": "momentkv", "backend": "reference", "prefill_block": 64, "evict_every": 7},
@@ -32,11 +40,8 @@ CASES = {
 
 def arguments(settings):
     """Settings as `fastkv.patch` takes them."""
-    policy, budget = settings["policy"], settings["budget"]
-    return settings | {
-        "policy": fastkv.policies.get(**policy) if isinstance(policy, dict) else policy,
-        "budget": Budget(**budget) if isinstance(budget, dict) else budget,
-    }
+    policy = settings["policy"]
+    return settings | {"policy": fastkv.policies.get(**policy) if isinstance(policy, dict) else policy}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,6 +58,28 @@ def test_tokens(model, name):
             assert len(answers[str(length)]) == NUM and answers[str(length)][0] == expected[0]
         else:
             assert answers[str(length)] == expected
+
+
+def test_shares_come_from_a_file(model, tmp_path):
+    """Here such that every head keeps the same in the end, which no other place says."""
+    known = known_shares(loaded(model))
+    file = tmp_path / "heads.safetensors"
+    replace(known, table=torch.ones_like(known.table)).save(file)
+    budget = {"tokens": 64, "heads": str(file)}
+    start(model, {"policy": "keydiff", "budget": budget})
+    assert {rule.layer.layout.tokens for rule in Compression.latest.rules.values()} == {(64, 64)}
+    replace(known, weights="0" * 16).save(file)
+    with pytest.raises(FastKVError, match="was calibrated for other weights"):
+        start(model, {"policy": "keydiff", "budget": budget})
+
+
+def test_a_model_that_was_not_calibrated_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not user_cache("heads").exists()
+    with pytest.raises(FastKVError, match=f"fastkv calibrate heads --model {model} --out heads.safetensors") as refusal:
+        start(model, {"policy": "keydiff"})
+    assert "\n" not in str(refusal.value)
+    start(model, {"policy": "keydiff", "budget": {"tokens": 64, "heads": "uniform"}})
 
 
 REFUSALS = {
@@ -100,6 +127,18 @@ def test_without_settings_nothing_changes(model):
     plain = Alone.__new__(Alone)
     plain.model = fastkv.unpatch(Alone(model, {"policy": "keydiff"}).model)
     assert traffic.finish()["0"] == plain.answer(prompt(300), NUM)
+
+
+def test_a_request_takes_what_its_heads_need(model):
+    """Pages of layers differ, and memory for all of them holds as many requests as where heads are alike."""
+    memory, fit = 2**26, {}
+    for heads in ("uniform", "calibrated"):
+        budget = {"tokens": 256, "heads": heads}
+        llm = start(model, {"policy": "keydiff", "budget": budget}, kv_cache_memory_bytes=memory)
+        pages = [rule.form.nbytes for rule in Compression.latest.rules.values()]
+        fit[heads] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        assert fit[heads] == memory // sum(pages)
+    assert len(set(pages)) > 1 and fit["calibrated"] > 0.99 * fit["uniform"]
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "fastkv"])

@@ -4,16 +4,17 @@ import pytest
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
+import fastkv
 from fastkv import FastKVError
 
-from .engine import Alone, Traffic, prompt, start
+from .engine import Alone, Traffic, loaded, prompt, start
 
 LENGTHS, NUM = [300, 41, 129, 65], 20
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """A tiny Gemma 3 with random weights: every second layer has a sliding window."""
+    """A tiny Gemma 3 with random weights, calibrated: every second layer has a sliding window."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=720,
@@ -30,12 +31,15 @@ def gemma(tmp_path_factory):
     )
     directory = str(tmp_path_factory.mktemp("gemma"))
     Gemma3ForCausalLM(config).save_pretrained(directory)
+    fastkv.patch(loaded(directory))
     return directory
 
 
-def compare(model, settings, **arguments):
-    """Requests that arrive one after another and are preempted once, against each alone."""
-    traffic, alone = Traffic(start(model, settings, **arguments)), Alone(model, settings)
+def compare(model, settings, budget=None, **arguments):
+    """Requests that arrive one after another and are preempted once, against each alone; budget: what more is said of
+    it there.
+    """
+    traffic, alone = Traffic(start(model, settings, **arguments)), Alone(model, settings, **budget or {})
     for length in LENGTHS:
         traffic.ask(str(length), prompt(length), NUM)
         traffic.turn(3)
@@ -46,7 +50,8 @@ def compare(model, settings, **arguments):
 
 @pytest.mark.parametrize("block", [None, 64], ids=["whole", "blocks"])
 def test_sliding_windows_stay_with_vllm(gemma, block):
-    compare(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": block})
+    """Heads share within their layer, as pages are as large as the largest."""
+    compare(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": block}, {"layers": [1.0, 1.0]})
 
 
 def test_two_processes_that_share_the_heads(model):

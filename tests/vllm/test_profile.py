@@ -19,7 +19,8 @@ def test_layers_that_are_alike_are_warmed_up_once(model, layers, kinds, monkeypa
     made = []
     monkeypatch.setattr(backend, "resolve", lambda *given: "triton")
     monkeypatch.setattr(backend, "warm_up", lambda *given: made.append(given))
-    settings = {"policy": "keydiff", "budget": {"tokens": 50, "layers": layers}, "prefill_block": 64}
+    budget = {"tokens": 50, "layers": layers, "heads": "uniform"}
+    settings = {"policy": "keydiff", "budget": budget, "prefill_block": 64}
     llm = start(model, settings)
     made.clear()
     profile(llm)

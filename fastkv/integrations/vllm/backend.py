@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -25,12 +27,13 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from ...backend import check_backend, resolve
 from ...cache.paged import PagedLayer, PagedRule
 from ...cache.warmup import Traffic, warm_up
 from ...cache.workspace import CacheWorkspace
+from ...config import check_shares
 from ...errors import FastKVError
 from ...parallel import Parallel
 from . import method, settings
@@ -45,8 +48,8 @@ class Compression:
     """What the layers of a model have in common.
 
     Attributes: config: the settings.  shared: scratch of kernels, processes that share heads.
-        latest: of the model that was made last in this process. vLLM asks what pages the layers of a model need when
-            all are made, but does not say which model's.
+        batches: of all layers, if they share a block table.
+        latest: of the model that was made last in this process.
     """
 
     latest: ClassVar[Compression | None] = None
@@ -60,6 +63,7 @@ class Compression:
         self.shared = CacheWorkspace(parallel, self.config.evict_every, positions, sequences)
         self.device = torch.device(vllm_config.device_config.device_type)
         self.warm: set[tuple[Any, ...]] = set()
+        self.batches = Batches(Batcher(self.config, vllm_config.use_v2_model_runner))
 
     def warm_up(self, impl: FastKVImpl, layer: Any, device: torch.device) -> None:
         """Compile what the layer's kernels will need and make their scratch, once for layers that are alike.
@@ -93,10 +97,14 @@ class Compression:
     @cached_property
     def rules(self) -> dict[str, PagedRule]:
         """What each compressed layer needs of the settings, by name of the layer. All of the model exist by now."""
-        layers = compressed(self.vllm_config)
-        self.config.budget.check_layers(len(layers))
-        processes = self.shared.parallel.size
-        self.config.policy.check([layer.num_kv_heads * processes for layer in layers.values()])
+        layers, config = compressed(self.vllm_config), method.calibrated(self.config, self.vllm_config)
+        if self.mixed and config.budget.shared is not None and config.budget.layers == "uniform":
+            # Pages are as large as the largest, so heads share within their layer only.
+            config = replace(config, budget=replace(config.budget, layers=(1.0,) * len(layers)))
+        heads = [layer.num_kv_heads * self.shared.parallel.size for layer in layers.values()]
+        config.budget.check_layers(len(layers))
+        check_shares(config, heads)
+        config.policy.check(heads)
         made = {}
         for place, (name, layer) in enumerate(layers.items()):
             keys, values = (
@@ -104,13 +112,24 @@ class Compression:
                 for dim in (layer.head_size, layer.head_size_v)
             )
             index = extract_layer_index(name)
-            made[name] = PagedRule.of(self.config, index, place, len(layers), keys, values, self.shared)
+            made[name] = PagedRule.of(config, index, place, len(layers), keys, values, self.shared)
         return made
 
     @cached_property
-    def page(self) -> int:
-        """Bytes of the largest page: vLLM gives all layers the same."""
-        return max(rule.form.nbytes for rule in self.rules.values())
+    def mixed(self) -> bool:
+        """Whether vLLM keeps caches of other layers, too: it then gives every layer a page as large as the largest."""
+        ours = compressed(self.vllm_config)
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        return any(layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items() if name not in ours)
+
+    def bind(self) -> None:
+        """Let every compressed layer tell vLLM its own page. All of the model exist by now."""
+        pages = {name: rule.form.nbytes for name, rule in self.rules.items()}
+        if self.mixed:
+            pages = dict.fromkeys(pages, max(pages.values()))
+        for name, layer in compressed(self.vllm_config).items():
+            if layer.attn_backend.page is None:
+                layer.attn_backend = with_pages(layer.attn_backend, pages[name])
 
 
 def compressed(vllm_config: Any) -> dict[str, Any]:
@@ -119,18 +138,40 @@ def compressed(vllm_config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in layers.items() if isinstance(layer.impl, FastKVImpl)}
 
 
+def with_pages(backend: type[AttentionBackend], nbytes: int) -> Any:
+    """That backend for a layer with pages of so many bytes; of the same name, by which vLLM groups layers."""
+    return type(backend.__name__, (backend,), {"page": nbytes, "__module__": backend.__module__})
+
+
+class Batches:
+    """The batch of a step, made once for all layers with a block table: vLLM asks for each size of pages."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self.asked: Any = None
+        self.made: Batch | None = None
+
+    def batch(self, asked: CommonAttentionMetadata) -> Batch:
+        """`Batcher.batch`; the same object for the same description."""
+        if self.made is None or asked is not self.asked:
+            self.asked, self.made = asked, self.batcher.batch(asked)
+        return self.made
+
+
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
     """Describes a batch to the layers, see `Batcher`."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.batcher = Batcher(settings.config_of(vllm_config), vllm_config.use_v2_model_runner)
+        common = compressed(vllm_config)[layer_names[0]].impl.common
+        own = common.mixed  # layers in several groups, with a block table each
+        self.batches = Batches(Batcher(common.config, vllm_config.use_v2_model_runner)) if own else common.batches
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
         """For a batch as vLLM describes it."""
-        return self.batcher.batch(common_attn_metadata)
+        return self.batches.batch(common_attn_metadata)
 
 
 class FastKVImpl(AttentionImpl[Batch]):
@@ -174,6 +215,10 @@ class FastKVImpl(AttentionImpl[Batch]):
         check_backend(config.backend, device, dtype, *sizes, slots=slots)
         self.paged: PagedLayer | None = None
 
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls it when all layers of the model are made, and before it asks for their pages."""
+        self.common.bind()
+
     def opened(self, layer: Any, kv_cache: Tensor) -> PagedLayer:
         """The layer in these pages, as vLLM has allocated them: [P, ...]."""
         pages = kv_cache.view(torch.uint8).view(len(kv_cache), -1)
@@ -216,8 +261,12 @@ class FastKVImpl(AttentionImpl[Batch]):
 
 
 class FastKVBackend(AttentionBackend):
-    """For layers that attend to everything."""
+    """For layers that attend to everything.
 
+    Attributes: page: bytes of a page of the layer that has this class for itself, None before `Compression.bind`.
+    """
+
+    page: ClassVar[int | None] = None
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
     forward_includes_kv_cache_update = True
 
@@ -244,8 +293,8 @@ class FastKVBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The pages of a layer."""
-        assert Compression.latest is not None
-        return FastKVSpec.like(spec, Compression.latest.page)
+        assert cls.page is not None
+        return FastKVSpec.like(spec, cls.page)
 
 
 class CPUImpl(FastKVImpl):
@@ -272,7 +321,12 @@ class CPUBuilder(BatchBuilder):
 
 
 class CPUBackend(CPUAttentionBackend):
-    """A CPU has one backend for all layers, so this one deals them out: ours, or vLLM's own."""
+    """A CPU has one backend for all layers, so this one deals them out: ours, or vLLM's own.
+
+    Attributes: page: as in `FastKVBackend`; None for layers of vLLM's own.
+    """
+
+    page: ClassVar[int | None] = None
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -294,6 +348,4 @@ class CPUBackend(CPUAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The pages of a layer."""
-        if isinstance(spec, FullAttentionSpec) and Compression.latest is not None:
-            return FastKVBackend.customize_spec(spec)
-        return spec
+        return spec if cls.page is None else FastKVSpec.like(spec, cls.page)

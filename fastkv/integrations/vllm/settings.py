@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...budget import HEADS, Budget
+from ...budget import Budget
 from ...config import BUDGET, EVICT_EVERY, POLICY, Config, block_tokens
 from ...errors import FastKVError
 from ...policies import get
@@ -98,12 +98,11 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
                 f"{what} does not work with a compressed cache, whose evicted tokens are gone; leave it out"
             )
     budget = config.budget
-    if parallel.pipeline_parallel_size > 1 and (budget.layers != "uniform" or budget.tokens is None):
-        raise FastKVError("with pipeline parallelism a budget must be a number of tokens, the same for all layers")
-    if budget.heads not in HEADS:
+    alike = budget.layers == "uniform" and budget.heads == "uniform" and budget.tokens is not None
+    if parallel.pipeline_parallel_size > 1 and not alike:
         raise FastKVError(
-            f"pages of a serving engine are of one size, so that heads are alike, got heads={budget.heads!r}; leave it "
-            "out"
+            "with pipeline parallelism a budget must be a number of tokens, the same for all layers and heads, got "
+            f"{budget}; give tokens and heads='uniform'"
         )
     if parallel.tensor_parallel_size > 1 and budget.heads == "adaptive":
         raise FastKVError(
