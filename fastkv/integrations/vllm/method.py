@@ -111,7 +111,7 @@ def weights_digest(vllm_config: Any) -> str | None:
             return None
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(known.get_text_config(decoder=True))
-    files = {}
+    files: dict[str, Path] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             files |= dict.fromkeys(opened.keys(), file)
