@@ -125,7 +125,7 @@ def test_without_settings_nothing_changes(model):
     traffic = Traffic(llm)
     traffic.ask("0", prompt(300), NUM)
     plain = Alone.__new__(Alone)
-    plain.model = fastkv.unpatch(Alone(model, {"policy": "keydiff"}).model)
+    plain.model = fastkv.unpatch(loaded(model))
     assert traffic.finish()["0"] == plain.answer(prompt(300), NUM)
 
 
