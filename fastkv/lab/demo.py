@@ -8,6 +8,7 @@ document does not. So small a model answers few questions about thousands of tok
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,34 +56,7 @@ class Question:
         return f" {plain(self.answer)} " in f" {plain(said)} "
 
 
-QUESTIONS = (
-    Question(
-        "What is the number of the patent of the Wright brothers?",
-        "821,393",
-        "The number of the patent of the Wright brothers is 821,393.",
-    ),
-    Question(
-        "What was the newspaper of the Wright brothers called?",
-        "West Side News",
-        "The newspaper of the Wright brothers was called the West Side News.",
-    ),
-    Question(
-        "What was the mechanic of the Wright brothers called?",
-        "Charles Taylor",
-        "The mechanic of the Wright brothers was called Charles Taylor.",
-    ),
-    Question(
-        "What was the price of a seat from Saint Petersburg to Tampa?",
-        "five dollars",
-        "The price of a seat from Saint Petersburg to Tampa was five dollars.",
-    ),
-    Question(
-        "What are the small hinged flaps called?",
-        "ailerons",
-        "small hinged flaps, which are still called by their French name, ailerons",
-    ),
-    Question("Where was the Flyer kept during the second war?", "quarry", "it was kept in a quarry"),
-)
+QUESTIONS = tuple(Question(*one) for one in json.loads(DOCUMENT.with_suffix(".json").read_text(encoding="utf-8")))
 
 
 @dataclass

@@ -11,9 +11,11 @@ facts, `split="reported"` docstrings of the standard library and another.
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from ..errors import FastKVError
@@ -84,155 +86,16 @@ def plain(text: str) -> str:
     return text.lower().replace(",", "").replace("-", "").replace(" ", "")
 
 
-def _kinds(*rows: tuple[Any, ...]) -> tuple[Kind, ...]:
-    return tuple(
-        Kind(name, text, literal, reworded, tuple(subjects.split()), None if values is None else tuple(values.split()))
-        for name, text, literal, reworded, subjects, values in rows
-    )
+def _banks() -> dict[str, tuple[Kind, ...]]:
+    """The kinds of each split, from `facts.json`, where subjects and values are words of one line."""
+    told = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))
+    return {
+        split: tuple(Kind(*words, *(one and tuple(one.split()) for one in drawn)) for *words, drawn in rows)
+        for split, rows in told.items()
+    }
 
 
-BANKS: dict[str, tuple[Kind, ...]] = {
-    "tuning": _kinds(
-        (
-            "number",
-            "One of the special magic numbers for {0} is: {1}.",
-            "What is the special magic number for {0} mentioned in the text?",
-            "Which magic number does {0} have?",
-            "Lisbon Oslo Cairo Quito Hanoi",
-            None,
-        ),
-        (
-            "ingredient",
-            "The secret ingredient in {0}'s soup is {1}.",
-            "What is the secret ingredient in {0}'s soup?",
-            "What does {0} put into the soup?",
-            "Martha Rosalind Agnes Beatrice",
-            "saffron cardamom tarragon fennel turmeric nutmeg",
-        ),
-        (
-            "ship",
-            "The old ship of captain {0} was called the {1}.",
-            "What was the old ship of captain {0} called?",
-            "Which ship did {0} command?",
-            "Morrow Hargrave Pellew Draycott",
-            "Heron Dolphin Sparrow Walrus Falcon",
-        ),
-        (
-            "password",
-            "The password for the {0} door is {1}.",
-            "What is the password for the {0} door?",
-            "Which word opens the {0} door?",
-            "green north cellar garden",
-            "marmalade umbrella hurricane porcupine cathedral telescope",
-        ),
-        (
-            "phone",
-            "The phone number of doctor {0} is {1}.",
-            "What is the phone number of doctor {0}?",
-            "Which number do I dial to call doctor {0}?",
-            "Alvarez Whitcombe Okafor Lindqvist",
-            None,
-        ),
-        (
-            "festival",
-            "The annual cheese festival of {0} takes place in {1}.",
-            "When does the annual cheese festival of {0} take place?",
-            "In which month is the festival in {0}?",
-            "Bramford Oakhurst Tilbury Wexcombe",
-            "January March August October November",
-        ),
-        (
-            "dog",
-            "The dog of the lighthouse keeper {0} is named {1}.",
-            "What is the dog of the lighthouse keeper {0} named?",
-            "What does {0} call the dog?",
-            "Ingram Kerrigan Tremaine Farley",
-            "Biscuit Thunder Pepper Shadow Marble",
-        ),
-        (
-            "instrument",
-            "Every evening {0} practises the {1} in the attic.",
-            "What does {0} practise every evening in the attic?",
-            "Which musical instrument does {0} play?",
-            "Leopold Cordelia Anselm Philippa",
-            "trombone accordion violin bassoon harp",
-        ),
-    ),
-    "reported": _kinds(
-        (
-            "locker",
-            "The locker of {0} opens with the code {1}.",
-            "With which code does the locker of {0} open?",
-            "What is the combination for {0}?",
-            "Nathaniel Sebastian Octavia Marguerite",
-            None,
-        ),
-        (
-            "colour",
-            "The kitchen of {0} has been painted {1}.",
-            "What colour has the kitchen of {0} been painted?",
-            "Which colour are the kitchen walls of {0}?",
-            "Winifred Gideon Harriet Percival",
-            "turquoise crimson lavender orange emerald",
-        ),
-        (
-            "horse",
-            "The horse that {0} rode in the great race was called {1}.",
-            "What was the horse called that {0} rode in the great race?",
-            "Which animal did {0} compete on?",
-            "Mortimer Isadora Fitzroy Clementine",
-            "Lightning Buttercup Midnight Tornado Juniper",
-        ),
-        (
-            "town",
-            "{0} moved to the town of {1} after the war.",
-            "To which town did {0} move?",
-            "Where does {0} live now?",
-            "Bartholomew Eleanor Ludovic Rosamund",
-            "Ashbourne Penzance Kilkenny Montrose Tavistock",
-        ),
-        (
-            "account",
-            "The account number of the {0} company is {1}.",
-            "What is the account number of the {0} company?",
-            "What is the bank number of the firm {0}?",
-            "Halloway Brixton Castleford Danvers",
-            None,
-        ),
-        (
-            "weekday",
-            "The library in {0} stays closed on {1}.",
-            "On which day does the library in {0} stay closed?",
-            "When can nobody borrow books in the library of {0}?",
-            "Elmswood Fairhaven Kingsbury Northgate",
-            "Monday Tuesday Wednesday Thursday Friday",
-        ),
-        (
-            "profession",
-            "{0} used to work as a {1} before he became famous.",
-            "What did {0} use to work as?",
-            "What was the former profession of {0}?",
-            "Crispin Thaddeus Valentin Ignatius",
-            "plumber baker carpenter butcher gardener tailor",
-        ),
-        (
-            "fruit",
-            "The favourite fruit of the painter {0} is the {1}.",
-            "What is the favourite fruit of the painter {0}?",
-            "Which fruit does {0} like to eat most?",
-            "Benedetta Oswald Lavinia Rupert",
-            "pomegranate apricot mango pineapple cherry",
-        ),
-        (
-            "treasure",
-            "The treasure of {0} was buried under the {1}.",
-            "Where was the treasure of {0} buried?",
-            "Where did {0} hide the treasure?",
-            "Redbeard Blackwell Silvers Graves",
-            "windmill chapel bridge fountain stable",
-        ),
-    ),
-}
+BANKS = _banks()
 
 
 @cache

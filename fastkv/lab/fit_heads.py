@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads
 from . import common, texts
+from .fit_vector import say_use
 
 KEEP = 0.25  # of the text, for the picture
 SHADES = " ·░▒▓█"  # of a head that keeps next to nothing, ..., nearly all
@@ -51,6 +52,5 @@ def run(options: argparse.Namespace) -> None:
         bar = shown.add_task("calibrating", total=total)
         made = calibrate_heads(model, options.out, text, options.seed, lambda n: shown.advance(bar, n))
     console.print(picture(made.shares(KEEP)), highlight=False)
-    console.print(f"{options.out} written, from {made.tokens:,} tokens. Use it:")
-    use = f'  fastkv.patch(model, budget=fastkv.Budget(keep=0.25, heads="{options.out}"))'
-    console.print(use, soft_wrap=True, markup=False)
+    use = f'fastkv.patch(model, budget=fastkv.Budget(keep=0.25, heads="{options.out}"))'
+    say_use(options, console, made.tokens, use)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from rich.console import Console
@@ -24,7 +23,7 @@ from ..errors import FastKVError
 from ..policies import Policy, QueryStatistics, Signals
 from ..rotary import Rotary
 from . import common
-from .fit_vector import sequences
+from .fit_vector import add_corpus, checked, say_use, written
 
 
 class Sums:
@@ -99,16 +98,10 @@ def fit(
     common.check_stock("fit", model)
     sums: dict[int, Sums] = {}
     tokens = 0
-    for ids in batches:
-        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-            raise FastKVError(
-                f"fit needs batches of token ids [B, T], got {list(ids.shape)} {ids.dtype}; tokenise first"
-            )
+    for ids in checked(batches, progress):
         with patched(model, Recorder(sums), Budget(tokens=ids.shape[1], sinks=0, recent=0)):
             model.base_model(input_ids=ids.to(model.device), use_cache=True)
         tokens += ids.numel()
-        if progress is not None:
-            progress(tokens)
     if not tokens:
         raise FastKVError("fit needs a sequence to read, got none; pass more text or shorter sequences")
     layers = {layer: sums[layer].statistics() for layer in sorted(sums)}
@@ -122,22 +115,11 @@ def fit(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate queries`."""
-    option = partial(common.option, parser)
-    common.add_model(parser, "queries.safetensors", "file to write", "FILE")
-    option("--text", common.TEXT, f"{common.TEXTS}, or a folder of .txt and .md files", "PATH")
-    option("--length", 2048, "tokens of a sequence")
-    option("--tokens", 200_000, "tokens in all")
+    add_corpus(parser, "queries.safetensors")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read, write the file, say how concentrated queries are and how to use the file."""
+    """Read, write the file and say how to use it."""
     console = Console(highlight=False)
-    model, tokenizer = common.load(options.model)
-    batches = sequences(options.text, tokenizer, options.length, options.tokens)
-    with common.progress(console) as shown:
-        bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
-        fitted = fit(model, batches, progress=lambda n: shown.update(bar, completed=n))
-    fitted.save(options.out)
-    console.print(f"{options.out} written, from {fitted.tokens:,} tokens. Use it:")
-    use = f'  fastkv.patch(model, fastkv.policies.get("triattention", calibration="{options.out}"))'
-    console.print(use, soft_wrap=True, markup=False)
+    use = f'fastkv.patch(model, fastkv.policies.get("triattention", calibration="{options.out}"))'
+    say_use(options, console, written(options, console, fit).tokens, use)

@@ -6,10 +6,6 @@ the values of all (`joint`): it explains far more, but a head then needs the oth
 that all heads have to keep the same. A map of its own for each KV head leaves them free. There is no intercept:
 attention applies W once, to the weighted sum of keys.
 
-"inverse" is what the paper compares with (Appendix D): the shortest hidden state that explains the keys, then the value
-projection, W = W_K^+ W_V without any text. It is off by whatever keys do not see of hidden states, by a bias and by a
-norm of the keys.
-
 The quality is R^2 = 1 - sum |v_i - k~_i W|^2 / sum |v_i - v_mean|^2, over all dimensions of a head together, on
 sequences that were not fitted. As in the paper's tables (its Appendix D calls a negative R^2 worse than the mean), it
 is relative to the mean of the values, here of the held-out ones. The theory of its Section 4 divides by |v|^2 instead,
@@ -21,25 +17,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn import Linear
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.files import describe, fingerprint, kv_shapes
 from ..calibration.vector_map import VectorMap, required_r2
 from ..errors import FastKVError
 from ..integrations.transformers import rotations
-from ..integrations.transformers.modules import attentions
 from ..rotary import Rotary
 from . import common
 from .equal_bytes import is_full
 
-METHODS = ("ols", "inverse")
+T = TypeVar("T", bound=Any)  # what is fitted
 # Directions of the keys whose energy is below this share of the strongest carry only the rounding of the activations.
 CUTOFF = 1e-10
 # Values that vary less than this share of their energy are constant up to rounding: there is nothing to explain.
@@ -75,6 +69,20 @@ def sequences(source: str, tokenizer: PreTrainedTokenizerBase, length: int, toke
             f"{source} has {len(waiting)} tokens, but expected at least one sequence of {length}; use more text or a "
             "smaller length"
         )
+
+
+def checked(batches: Iterable[Tensor], progress: Callable[[int], None] | None) -> Iterator[Tensor]:
+    """The batches; tells how many tokens were used. Raises FastKVError for what are no token ids [B, T]."""
+    tokens = 0
+    for ids in batches:
+        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+            raise FastKVError(
+                f"fit needs batches of token ids [B, T], got {list(ids.shape)} {ids.dtype}; tokenise first"
+            )
+        yield ids
+        tokens += ids.numel()
+        if progress is not None:
+            progress(tokens)
 
 
 class Sums:
@@ -120,7 +128,6 @@ def fit(
     batches: Iterable[Tensor],
     *,
     joint: bool = False,
-    method: str = "ols",
     held_out: float = 0.1,
     boundary: float = 1.0,
     progress: Callable[[int], None] | None = None,
@@ -131,25 +138,18 @@ def fit(
         model: a transformers model that is not patched, in eval mode.
         batches: token ids, [B, T] each, no padding; B and T may vary. They are read once and nothing of them is kept.
         joint: one map from the keys of all heads of a layer to the values of all, instead of one a KV head.
-        method: "ols", or "inverse", the pseudo-inverse of the key projection, which text only measures.
         held_out: share of the sequences that measure the maps and do not enter them: the first, then evenly spaced.
         boundary: see `required_r2`, which gives the threshold.
         progress: called after each batch with the number of tokens read so far.
 
     Returns: the maps, on the CPU.
     """
-    if method not in METHODS:
-        raise FastKVError(f"method must be one of {', '.join(METHODS)}, got {method!r}; 'ols' fits the text")
     threshold = required_r2(boundary)
     turning = rotations(model, _full_layers(model, held_out), halves=True)
     fitted: dict[int, Sums] = {}
     measured: dict[int, Sums] = {}
     tokens = rows = held = 0
-    for ids in batches:
-        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-            raise FastKVError(
-                f"fit needs batches of token ids [B, T], got {list(ids.shape)} {ids.dtype}; tokenise first"
-            )
+    for ids in checked(batches, progress):
         apart = []
         for row in range(rows, rows + len(ids)):
             apart.append(held < held_out * (row + 1))
@@ -161,21 +161,19 @@ def fit(
             keys, values = map(side_by_side, pairs) if joint else pairs
             for kept, which in ((fitted, ~chosen), (measured, chosen)):
                 kept.setdefault(layer, Sums(keys, values)).add(keys[which], values[which])
-        if progress is not None:
-            progress(tokens)
     if not 0 < held < rows:
         raise FastKVError(
             f"fit needs a sequence to fit and one to hold out, got {rows} in all; pass more text or shorter sequences"
         )
-    weights, r2 = {}, {}
+    weights, r2, text = {}, {}, model.config.get_text_config(decoder=True)
     for layer, sums in fitted.items():
         if not all(torch.isfinite(part[layer].vv + part[layer].kk.sum((1, 2))).all() for part in (fitted, measured)):
             raise FastKVError(
                 f"fit needs finite keys and values, layer {layer} has others; load the model in bfloat16 or float32"
             )
-        weight = (sums.solve() if method == "ols" else inverse(model, layer, joint)).float().cpu()
+        weight = sums.solve().float().cpu()
         r2[layer] = measured[layer].r2(weight).cpu()
-        weights[layer] = each_head(weight, key_value_heads(model, layer)) if joint else weight
+        weights[layer] = each_head(weight, kv_shapes(text)[layer][0]) if joint else weight
     return VectorMap(weights, r2, threshold, fingerprint(model.config), describe(model.config), tokens)
 
 
@@ -187,27 +185,6 @@ def side_by_side(rows: Tensor) -> Tensor:
 def each_head(weight: Tensor, heads: int) -> Tensor:
     """A joint map [1, K, H * Dv] by the heads whose values it makes, [H, K, Dv]."""
     return weight[0].unflatten(-1, (heads, -1)).transpose(0, 1).contiguous()
-
-
-def key_value_heads(model: PreTrainedModel, layer: int) -> int:
-    """Hkv of a layer."""
-    return kv_shapes(model.config.get_text_config(decoder=True))[layer][0]
-
-
-def inverse(model: PreTrainedModel, layer: int, joint: bool) -> Tensor:
-    """W_K^+ then W_V in float64, [Hkv, Dk, Dv]; joint: [1, Hkv * Dk, Hkv * Dv].
-
-    Raises: FastKVError for a layer without projections of its own for keys and values.
-    """
-    module = attentions(model)[layer]
-    found = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
-    if not all(isinstance(projection, Linear) for projection in found):
-        raise FastKVError(
-            f"method='inverse' needs the weights of k_proj and v_proj, got {type(module).__name__} without; use 'ols'"
-        )
-    heads = 1 if joint else key_value_heads(model, layer)
-    keys, values = (one.weight.detach().double().unflatten(0, (heads, -1)) for one in found)  # type: ignore[union-attr]
-    return (values @ torch.linalg.pinv(keys)).mT
 
 
 def _full_layers(model: PreTrainedModel, held_out: float) -> list[int]:
@@ -239,15 +216,37 @@ def pre_rope_pairs(
         yield layer, turning[layer].to(keys.device).unrotate(keys.float(), positions), values
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastkv calibrate vector`."""
+def add_corpus(parser: argparse.ArgumentParser, out: str) -> None:
+    """The options of what is fitted to text."""
     option = partial(common.option, parser)
-    common.add_model(parser, "vector.safetensors", "file to write", "FILE")
+    common.add_model(parser, out, "file to write", "FILE")
     option("--text", common.TEXT, f"{common.TEXTS}, or a folder of .txt and .md files", "PATH")
     option("--length", 2048, "tokens of a sequence")
     option("--tokens", 200_000, "tokens in all")
+
+
+def written(options: argparse.Namespace, console: Console, fit: Callable[..., T]) -> T:
+    """What `fit(model, batches, progress=...)` makes of the text of the options, in the file of the options."""
+    model, tokenizer = common.load(options.model)
+    batches = sequences(options.text, tokenizer, options.length, options.tokens)
+    with common.progress(console) as shown:
+        bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
+        fitted = fit(model, batches, progress=lambda n: shown.update(bar, completed=n))
+    fitted.save(options.out)
+    return fitted
+
+
+def say_use(options: argparse.Namespace, console: Console, tokens: int, use: str) -> None:
+    """Which file was written, and how to use it."""
+    console.print(f"{options.out} written, from {tokens:,} tokens. Use it:")
+    console.print(f"  {use}", soft_wrap=True, markup=False)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastkv calibrate vector`."""
+    add_corpus(parser, "vector.safetensors")
     edge = "importance at the edge of eviction relative to the mean of what stays; smaller asks a head for more"
-    option("--boundary", 1.0, edge, "S")
+    common.option(parser, "--boundary", 1.0, edge, "S")
     joint = "one map for all heads of a layer, as in the paper; they then keep the same tokens"
     parser.add_argument("--joint", action="store_true", help=joint)
 
@@ -255,21 +254,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Fit, print R^2 of every head, write the file and say how to use it."""
     console = Console(highlight=False)
-    model, tokenizer = common.load(options.model)
-    batches = sequences(options.text, tokenizer, options.length, options.tokens)
-    with common.progress(console) as shown:
-        bar = shown.add_task("reading", total=options.tokens // options.length * options.length)
-        settings = {"joint": options.joint, "boundary": options.boundary}
-        fitted = fit(model, batches, **settings, progress=lambda n: shown.update(bar, completed=n))
-    fitted.save(options.out)
+    fitted = written(options, console, partial(fit, joint=options.joint, boundary=options.boundary))
     console.print(table_of(fitted))
     usable = [use for layer in fitted.weights for use in fitted.usable(layer)]
     console.print(
         f"{sum(usable)} of {len(usable)} heads exceed the threshold of {fitted.threshold:.2f} and may drop values; the "
-        f"others evict plainly.\n{options.out} written, from {fitted.tokens:,} tokens. Use it:"
+        "others evict plainly."
     )
-    use = f'  fastkv.patch(model, correction="vector", vector="{options.out}")'
-    console.print(use, soft_wrap=True, markup=False)
+    say_use(options, console, fitted.tokens, f'fastkv.patch(model, correction="vector", vector="{options.out}")')
 
 
 def table_of(fitted: VectorMap) -> Table:
