@@ -1513,7 +1513,7 @@ MUTATIONS = [
     ),
     bug(
         "bench counts what was freed before the clock ran",
-        "lab/bench/measure.py",
+        "lab/bench/clock.py",
         '        return max(resident_set("VmHWM") - self.start, 0)',
         '        return resident_set("VmHWM")',
         "bench.py::test_peaks_see_what_was_freed_and_start_at_zero",

@@ -12,12 +12,12 @@ import torch
 import fastkv
 from fastkv import FastKVError
 from fastkv.lab.bench import command
+from fastkv.lab.bench.clock import Memory, decode
 from fastkv.lab.bench.command import Bench, add_arguments, cases_of, checked
-from fastkv.lab.bench.measure import Case, Memory, Settings, Timed, contender, decode, measure, warm_up
-from fastkv.lab.bench.shapes import SHAPES, SIZES, Shape, fitting, working_bytes
+from fastkv.lab.bench.measure import Case, Settings, Timed, contender, measure, warm_up
+from fastkv.lab.bench.shapes import SHAPES, Shape, fitting, working_bytes
 from fastkv.lab.cli import main
 from fastkv.lab.common import FULL
-from perf.speed import models
 
 CPU = torch.device("cpu")
 TOY = Shape("llama", (97, 32, 48, 2, 4, 2, 16), (("tie_word_embeddings", False),))
@@ -90,7 +90,7 @@ def test_peaks_see_what_was_freed_and_start_at_zero():
 
 
 def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
-    monkeypatch.setattr("fastkv.lab.bench.measure.forget_peak", lambda: False)
+    monkeypatch.setattr("fastkv.lab.bench.clock.forget_peak", lambda: False)
     assert Memory(CPU).peak() is None
 
 
@@ -154,15 +154,6 @@ def test_what_does_not_fit_is_left_out(bench, monkeypatch):
 
 
 # Shapes.
-
-
-def test_shapes_are_those_of_perf():
-    for name, shape in SHAPES.items():
-        theirs = models.SHAPES[name]
-        assert (shape.model_type, {**dict(zip(SIZES, shape.sizes)), **dict(shape.more)}) == (
-            theirs.model_type,
-            theirs.config,
-        )
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-12b"])

@@ -22,6 +22,7 @@ from ..environment import environment, source
 from .cases import Case, toy
 from .parts import PARTS
 
+SHARED = ("fastkv.lab.bench.clock", "fastkv.lab.bench.shapes")  # what all contenders run of the library
 SPARE = 45  # seconds that must be left when a case starts
 
 
@@ -47,7 +48,7 @@ def job(case: Case, python: str, checksums: dict[str, str]) -> Job:
     if case.contender == "fastkv":
         code = source("perf.speed.worker", policy=case.policy)
     else:
-        code = digest(closure("perf.speed.worker", rooms=("perf",)))
+        code = digest(closure("perf.speed.worker", *SHARED, rooms=("perf",)))
     return Job(case.name, case.as_row(), run, code, optional=case.contender == "kvpress")
 
 

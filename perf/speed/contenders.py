@@ -5,7 +5,6 @@ A contender reads prompts, decodes single tokens and generates; everything else 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from fastkv.lab.bench.clock import Step
+
 from .cases import Case
 
-Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B, 1] and their positions [B, 1] to logits [B, 1, V]
 # Same score and hyper-parameters as fastkv's policy of that name.
 PRESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "keydiff": ("KeyDiffPress", {}),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..engine import ROOT
 from ..tables import NONE, plot, table
-from .models import SHAPES
+from .models import TITLES
 from .results import METRICS, PREFIX, Metric, Row, Speed, floor_ms, gbps
 
 BEGIN = "<!-- how fast: written by `python -m perf.report --readme` from perf/results, do not edit -->"
@@ -66,6 +66,10 @@ def part_table(speed: Speed, part: str) -> str:
     return text + table(("model", "cache", "tokens seen", "ms per step", "against the first"), flats)
 
 
+def _title(rows: Sequence[Row]) -> str:
+    return TITLES.get(rows[0]["model"], rows[0]["model"])
+
+
 def figures(speed: Speed, parts: Sequence[str], folder: str, draw: Path | None = None) -> str:
     """Markdown of the plots of these parts: throughput and memory over context, steps over batch or tokens seen.
 
@@ -74,7 +78,7 @@ def figures(speed: Speed, parts: Sequence[str], folder: str, draw: Path | None =
     text = ""
     for part in parts:
         rows = speed.all(part=part)
-        title, name = SHAPES[rows[0]["model"]].title, f"{PREFIX}{part}"
+        title, name = _title(rows), f"{PREFIX}{part}"
         if part.endswith("_context"):
             title += f", batch {rows[0]['batch']}"
             drawn = [(name, "Throughput", "tokens per second", "context", lambda row: row["tokens_per_s"])]
@@ -148,9 +152,7 @@ def section(files: dict[str, Row], folder: str = "../perf/results") -> str:
         return f"{BEGIN}\n\nNot measured yet; `make perf` measures it.\n\n{END}"
     file = files[PREFIX + HEADLINE]
     peers = sorted({f"kvpress {r['versions']['kvpress']}" for r in rows if r["contender"] == "kvpress"})
-    text = (
-        f"{SHAPES[rows[0]['model']].title}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; "
-    )
+    text = f"{_title(rows)}, random weights, {rows[0]['dtype']}; {', '.join([machine(file), *peers])}; "
     text += f"commit {file['environment']['commit']}. {command(HEADLINE)}:\n\n{decode_table(speed, rows)}\n"
     text += figures(speed, [part for part in speed.parts() if part in SHOWN], f"{folder}/")
     text += f"Where fastkv needs more:\n\n{slower(speed)}"
@@ -169,7 +171,7 @@ def front(files: dict[str, Row]) -> str:
     ]
     header = ("cache", "tokens kept", "first token, s", "ms per step", "cache, MiB", "peak above the model, MiB")
     text = (
-        f"Time and memory after {CONTEXT} tokens, batch {rows[0]['batch']}: {SHAPES[rows[0]['model']].title}, random "
+        f"Time and memory after {CONTEXT} tokens, batch {rows[0]['batch']}: {_title(rows)}, random "
         f"weights, {rows[0]['dtype']};\n{machine(files[PREFIX + HEADLINE])} (`make perf`):\n\n{table(header, lines)}"
     )
     return f"{FRONT_BEGIN}\n\n{text}\n{FRONT_END}"

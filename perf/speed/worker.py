@@ -2,62 +2,31 @@
 
     python -m perf.speed.worker '{"model": "llama-small", "contender": "full", "context": 2048, "batch": 1}'
 
-Runs under the interpreter of the contender: fastkv's, or that of an environment with kvpress, which needs no fastkv.
+Runs under the interpreter of the contender: fastkv's, or that of an environment with kvpress, of which the library
+only has the shapes of models and the clock.
 One sample of decoding is a whole eviction period, so that every sample pays for its evictions.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
-import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from fastkv.lab.bench.clock import Memory, decode, now
+
 from . import models
 from .cases import Case
-from .contenders import CONTENDERS, Full, Step
+from .contenders import CONTENDERS, Full
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-
-
-class Memory:
-    """Peak bytes of this process above those at the start: resident set on a CPU, allocations on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        gc.collect()
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.start = torch.cuda.memory_allocated()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # from here on the high-water mark is of this measurement
-            self.start = self._status("VmRSS")
-
-    def peak(self) -> int:
-        """Bytes above the start."""
-        return (torch.cuda.max_memory_allocated() if self.cuda else self._status("VmHWM")) - self.start
-
-    @staticmethod
-    def _status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
-
-
-def now() -> float:
-    """Seconds, when everything launched so far is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def copy_gbps(device: torch.device) -> float:
@@ -69,14 +38,6 @@ def copy_gbps(device: torch.device) -> float:
         target.copy_(source)
         times.append(now() - start)
     return 2 * source.nbytes / min(times) / 1e9
-
-
-def decode(step: Step, token: Tensor, position: Tensor, num: int) -> Tensor:
-    """The token after `num` greedy steps. token, position [B, 1]; position is advanced in place."""
-    for _ in range(num):
-        token = step(token, position)[:, -1:].argmax(-1)
-        position += 1
-    return token
 
 
 def spread(samples: list[float]) -> dict[str, float]:
@@ -102,7 +63,7 @@ def measure_decode(contender: Full, ids: Tensor) -> dict[str, Any]:
         start = now()
         token = decode(step, token, position, case.period)
         samples.append((now() - start) / case.period * 1e3)
-    if case.step == "eager" or memory.cuda:  # on a CPU the compiler's own memory would be counted
+    if case.step == "eager" or ids.device.type == "cuda":  # on a CPU the compiler's own memory would be counted
         peak = memory.peak()
     row = {"first_s": first, "ms": spread(samples), "tokens_per_s": case.batch / statistics.median(samples) * 1e3}
     return row | {"peak_bytes": peak, "cache_bytes": contender.cache_bytes(cache), "kept": kept}

@@ -1,11 +1,12 @@
 """Random-weight models of named shapes: speed and memory do not depend on what the weights are.
 
-`perf/speed/models.py` has these shapes too, because its processes also run beside other source trees of fastkv and in
-environments without it; `tests/test_bench.py` holds them equal.
+They have the same numbers under every version of transformers. torch and transformers alone, of any version, so that
+environments of peers can build them, too.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,44 +59,45 @@ class Shape:
 
     @torch.no_grad()
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """The model in eval mode; matrices are drawn from a seeded generator, vectors stay as made."""
+        """The model in eval mode. Every matrix is drawn by a generator seeded with its name; vectors stay as made."""
         with device:
             model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype, attn_implementation="sdpa").eval()
-        generator = torch.Generator(device).manual_seed(0)
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.ndim > 1:
+                generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
                 weight.normal_(0, 0.02, generator=generator)
         return model
 
 
 TIED, UNTIED = ("tie_word_embeddings", True), ("tie_word_embeddings", False)
-# Every sixth layer attends to everything, the others to a window.
-GEMMA = (TIED, ("sliding_window", 1024), ("sliding_window_pattern", 6), ("query_pre_attn_scalar", 256))
+
+
+def gemma(*sizes: int, window: int = 1024) -> Shape:
+    """Of Gemma 3: every sixth layer attends to everything, the others to a window."""
+    window_of = ("sliding_window", window), ("sliding_window_pattern", 6), ("query_pre_attn_scalar", sizes[-1])
+    return Shape("gemma3_text", sizes, (TIED, *window_of))
+
+
 SHAPES = {
     "llama-3.1-8b": Shape("llama", (128_256, 4096, 14_336, 32, 32, 8, 128), (UNTIED,)),
     "llama-3.2-3b": Shape("llama", (128_256, 3072, 8192, 28, 24, 8, 128), (TIED,)),
     "qwen3-4b": Shape("qwen3", (151_936, 2560, 9728, 36, 32, 8, 128), (TIED,)),
-    "gemma-3-12b": Shape("gemma3_text", (262_208, 3840, 15_360, 48, 16, 8, 256), GEMMA),
+    "gemma-3-12b": gemma(262_208, 3840, 15_360, 48, 16, 8, 256),
     "llama-small": Shape("llama", (1000, 256, 688, 4, 4, 2, 64), (UNTIED,)),
 }
-
-
-def named(name: str) -> Shape:
-    """The shape of that name. Raises FastKVError for an unknown one."""
-    if name not in SHAPES:
-        raise FastKVError(f"shape must be one of {', '.join(SHAPES)}, got {name!r}; or give a checkpoint with --model")
-    return SHAPES[name]
 
 
 def fitting(name: str, free: int, tokens: int, dtype: torch.dtype) -> Shape:
     """The shape of that name, with fewer layers where it does not fit.
 
     Args: free: bytes there are.  tokens: of the largest full cache, all sequences together.
-    Raises: FastKVError if not even one layer fits.
+    Raises: FastKVError for an unknown name, or if not even one layer fits.
     """
-    shape = named(name)
+    if name not in SHAPES:
+        raise FastKVError(f"shape must be one of {', '.join(SHAPES)}, got {name!r}; or give a checkpoint with --model")
+    shape = SHAPES[name]
     one, two = shape.with_layers(1), shape.with_layers(2)
-    each = dtype.itemsize * (two.parameters() - one.parameters() + tokens * _kept_numbers(shape))
+    each = dtype.itemsize * (two.parameters() - one.parameters() + tokens * 2 * shape.sizes[5] * shape.sizes[6])
     fixed = dtype.itemsize * (2 * one.parameters() - two.parameters()) + working_bytes(shape.config(), tokens, dtype)
     layers = min((free - fixed) // each, shape.layers)
     if layers < 1:
@@ -104,11 +106,6 @@ def fitting(name: str, free: int, tokens: int, dtype: torch.dtype) -> Shape:
             f"{free / 2**30:.1f}; choose smaller --contexts, a smaller --batch or another --shape"
         )
     return shape.with_layers(layers)
-
-
-def _kept_numbers(shape: Shape) -> int:
-    """Numbers of a token in the full cache of a layer."""
-    return 2 * shape.sizes[5] * shape.sizes[6]
 
 
 def working_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
