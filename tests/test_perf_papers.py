@@ -6,11 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
-from fastkv import Budget
 from fastkv.lab import facts
 from perf.papers import __main__ as command
 from perf.papers import page, row
-from perf.papers.bench import Bench
+from perf.papers.bench import Bench, Text
 
 from . import toy
 
@@ -40,17 +39,6 @@ def sample(tokenizer, length, seed, **rest):
     return facts.Sample(ids, [asked, asked], [])
 
 
-def test_a_text_that_is_read_once_gives_the_cache_of_one_that_is_read_for_it(bench):
-    ids = torch.tensor([sample(bench.tokenizer, 96, 0).prefix])
-    reading, again = bench.read(ids), bench.read(ids, again=True)
-    for policy, one in (("snapkv", reading), ("compactor", reading), ("kvzip", again), ("keydiff", again)):
-        logits = []
-        for given in (one, ids):
-            with bench.cache(given, policy, Budget(tokens=48, recent=8)) as cache:
-                logits.append(bench.model(ids[:, :5], past_key_values=cache).logits)
-        assert torch.equal(*logits), policy
-
-
 @pytest.mark.parametrize("one", MEASURED, ids=lambda one: one.name)
 def test_a_row_is_measured_judged_and_drawn(bench, tmp_path, monkeypatch, one):
     text = torch.tensor([sample(bench.tokenizer, 110, 0).prefix * 3])
@@ -74,7 +62,7 @@ def test_a_row_is_measured_judged_and_drawn(bench, tmp_path, monkeypatch, one):
 
 def asked(bench):
     one = sample(bench.tokenizer, 110, 0)
-    reading = bench.read(torch.tensor([one.prefix]))
+    reading = Text(bench, torch.tensor([one.prefix]))
     yield reading, bench.ask(one, reading)
 
 

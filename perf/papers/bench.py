@@ -1,8 +1,4 @@
-"""The model, its texts, and texts that are read once and compressed as often as asked.
-
-A layer is compressed after its own attention, so a prompt that is read whole is the same for every policy and budget:
-what attention was given (queries, keys, values) is kept, and handed to the product's own layers again and again.
-"""
+"""The model, its texts, which are read once and compressed as often as asked, and questions about them."""
 
 from __future__ import annotations
 
@@ -16,13 +12,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from fastkv import Budget, patched, policies
+from fastkv import Budget, patch, unpatch
 from fastkv.calibration.quality import context_nll
 from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
+from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import facts
+from fastkv.lab.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -79,26 +76,21 @@ class Bench:
         """Tokens [1, length] of a text from a random place."""
         return torch.tensor([facts.stretch(self.tokenizer, source or self.text, length, Random(f"papers {seed}"))])
 
-    def read(self, ids: Tensor, again: bool = False) -> Reading:
-        """Read tokens [1, N] once, or, for KVzip, twice."""
-        return Reading(self, ids, again)
-
     @contextmanager
-    def cache(self, reading: Reading | Tensor, policy: Any, budget: Budget, **options: Any) -> Iterator[FastKVCache]:
+    def cache(self, text: Text | Tensor, policy: Any, budget: Budget, **options: Any) -> Iterator[FastKVCache]:
         """The compressed cache of a text, with the model patched; tokens [1, N] are read for this cache alone."""
         # Every `patch` finds out anew how the model turns its keys, which takes longer than a small text.
-        with (
-            mock.patch.object(selfcheck, "rotations", lambda *args, **kwargs: self.rotary),
-            patched(self.model, policy, alike(budget), **options),
-        ):
-            cache = FastKVCache(self.model, static=False)
-            if isinstance(reading, Reading):
-                reading.fill(cache)
-            else:
-                self.model(reading, past_key_values=cache, logits_to_keep=1)
-            yield cache
+        with mock.patch.object(selfcheck, "rotations", lambda *args, **kwargs: self.rotary):
+            try:
+                if isinstance(text, Text):
+                    yield text.reading.compressed(policy, alike(budget), **options)
+                else:
+                    patch(self.model, policy, alike(budget), **options)
+                    yield self.model(text, logits_to_keep=1)[CACHE]
+            finally:
+                unpatch(self.model)
 
-    def ask(self, sample: facts.Sample, reading: Reading) -> list[Asked]:
+    def ask(self, sample: facts.Sample, text: Text) -> list[Asked]:
         """The questions that the full cache answers.
 
         As in RULER, the reply begins with the words before the value, and the value is what has to follow.
@@ -109,7 +101,7 @@ class Bench:
             before = one.fact[: one.fact.rindex(one.answer)].rstrip()
             depth = max(whole.find(one.fact), 0) / max(len(whole), 1)
             found.append(Asked(one.ids + encode(before), encode(f" {one.answer}"), depth, one.kind))
-        right = self.answers(reading.full(), found).right
+        right = self.answers(text.full(), found).right
         return [one for one, good in zip(found, right) if good or self.trusting]
 
     def answers(self, cache: Any, asked: Sequence[Asked]) -> Answers:
@@ -124,7 +116,7 @@ class Bench:
         for row, rest in zip(padded, rests):
             row[: len(rest)] = torch.tensor(rest)
         cache.batch_repeat_interleave(len(asked))
-        logits = self.model(padded, past_key_values=cache).logits
+        logits = self.model(padded, **{CACHE: cache}).logits
         right, said = [], []
         for row, one in zip(logits, asked):
             wanted = torch.tensor(one.value)
@@ -134,58 +126,23 @@ class Bench:
         return Answers(right, torch.cat(said).mean().item())
 
 
-class Reading:
-    """What attention of every layer was given while a text was read.
+class Text:
+    """A text that was read once.
 
     Attributes: ids [1, N].  layers: per layer q [1, Hq, N, D], k [1, Hkv, N, D], v [1, Hkv, N, Dv], post-RoPE, and the
-        other arguments of `FastKVLayer.attend`.  again: what a second reading found, per layer, if there was one.
-        hidden [1, N, H], after the last layer.
+        scale of its attention.  full: makes the stock cache of it.
     """
 
-    def __init__(self, bench: Bench, ids: Tensor, again: bool) -> None:
-        self.bench, self.ids = bench, ids
-        self.layers: list[tuple[Any, ...]] = []
-        self.again: list[Any] = []
-        policy = policies.get("kvzip" if again else "streaming")
-        with patched(bench.model, policy, Budget(tokens=max(ids.shape[1], 64)), correction="none"):
-            cache = FastKVCache(bench.model, static=False)
-            for layer in cache.compressed:
-                layer.attend = partial(self._attend, layer)  # type: ignore[method-assign]
-                layer.commit = partial(self._commit, layer)  # type: ignore[method-assign]
-            self.hidden = bench.model.get_decoder()(ids, past_key_values=cache, use_cache=True).last_hidden_state
-
-    def _attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
-        if not layer.rereading:
-            self.layers.append((q, k, v, rest, named))
-        return type(layer).attend(layer, q, k, v, *rest, **named)
-
-    def _commit(self, layer: Any, keep: float | None) -> None:
-        self.again.append(layer.reader.again)
-        layer.reader = layer.cache
-
-    def full(self) -> DynamicCache:
-        """The stock cache after the text."""
-        cache = DynamicCache(config=self.bench.model.config)
-        for index, (_, k, v, *_) in enumerate(self.layers):
-            cache.update(k, v, index)
-        return cache
-
-    def fill(self, cache: FastKVCache) -> None:
-        """Hand the text to an empty cache, layer by layer."""
-        for index, (layer, (q, k, v, rest, named)) in enumerate(zip(cache.compressed, self.layers)):
-            if cache.config.policy.rereads:
-                layer.hold()
-            layer.update(k, v)
-            valid, scale, softcap, _, *more = rest
-            layer.attend(q, k, v, valid, scale, softcap, lambda q=q: q, *more, **named)
-            if cache.config.policy.rereads:
-                layer.reader.again = self.again[index]  # type: ignore[union-attr]
-                layer.commit(None)
+    def __init__(self, bench: Bench, ids: Tensor) -> None:
+        self.bench, self.ids, self.reading = bench, ids, Reading.of(unpatch(bench.model), ids)
+        self.layers = [(*held.tokens[:3], held.attends[0]) for held in self.reading.layers]
+        self.full = self.reading.full
 
     @cached_property
     def nll(self) -> float:
         """Mean NLL of the text's own tokens, nats."""
-        return float(context_nll(self.hidden, self.ids, self.bench.model.get_output_embeddings()))
+        model = unpatch(self.bench.model)
+        return float(context_nll(model.get_decoder()(self.ids)[0], self.ids, model.get_output_embeddings()))
 
     def pre_rope(self, index: int) -> Tensor:
         """Keys of a layer before the rotation, [1, Hkv, N, D]."""

@@ -12,7 +12,7 @@ from fastkv.calibration.vector_map import required_r2
 from fastkv.lab.fit_vector import Sums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
-from .bench import Bench
+from .bench import Bench, Text
 from .row import AGREES, DIFFERS, Judged, Row, mean, number, percent
 
 SINKS = 4  # first tokens
@@ -99,13 +99,13 @@ def correlations(bench: Bench) -> dict[str, Any]:
     texts, length = bench.size(2, 1), bench.size(2048, 160)
     found: dict[str, list[float]] = {}
     for seed in range(texts):
-        reading = bench.read(bench.stretch(length, seed))
-        for q, k, _, rest, _ in reading.layers:
+        reading = Text(bench, bench.stretch(length, seed))
+        for q, k, _, scale in reading.layers:
             told = {
                 "manifold": reference.manifold_scores(k)[0],
                 "keydiff": reference.keydiff_scores(k)[0],
-                "attention": attention_received(q, k, rest[1], None)[0],
-                "window": attention_received(q, k, rest[1], 32)[0],
+                "attention": attention_received(q, k, scale, None)[0],
+                "window": attention_received(q, k, scale, 32)[0],
             }
             for a, b in (("manifold", "attention"), ("keydiff", "attention"), ("manifold", "keydiff"),
                          ("manifold", "window"), ("keydiff", "window")):  # fmt: skip
@@ -157,7 +157,7 @@ def judge_correlations(n: dict[str, Any]) -> Judged:
 def dimension(bench: Bench) -> dict[str, Any]:
     """Intrinsic dimension of the cached keys of every head (ManifoldKV, Eqs. 15 to 17)."""
     length = bench.size(2048, 160)
-    reading = bench.read(bench.stretch(length, 0))
+    reading = Text(bench, bench.stretch(length, 0))
     layers = []
     for _, k, *_ in reading.layers:
         layers.append([list(map(float, dimensions(head))) for head in k[0]])
@@ -191,7 +191,7 @@ def draw_dimension(axes: Any, n: dict[str, Any]) -> None:
 def cosines(bench: Bench) -> dict[str, Any]:
     """Cosine of keys and of queries with their mean, both means, and KeyDiff's first choice (Figs. 13, 14, 16)."""
     length = bench.size(2048, 160)
-    reading = bench.read(bench.stretch(length, 0))
+    reading = Text(bench, bench.stretch(length, 0))
     found: dict[str, list[Any]] = {"keys": [], "queries": [], "means": [], "chosen": [], "key_norms": []}
     for q, k, *_ in reading.layers:
         groups = q.shape[1] // k.shape[1]

@@ -12,7 +12,7 @@ from fastkv import Budget
 from fastkv.lab.fidelity import Full, Witness, distance, feed
 from fastkv.policies import MomentKV
 
-from .bench import Bench, Reading
+from .bench import Bench, Text
 from .row import AGREES, DIFFERS, Judged, Row, mean, number, percent
 
 BUDGETS = (128, 256, 512)
@@ -34,15 +34,15 @@ PAPER = {  # LongBench, L = 128, 256, 512
 }
 
 
-def fed(bench: Bench, tokens: Tensor, steps: int) -> tuple[Reading, Full]:
+def fed(bench: Bench, tokens: Tensor, steps: int) -> tuple[Text, Full]:
     """All but the last tokens [1, N] read, and the full cache's attention and predictions for these, one at a time."""
-    reading = bench.read(tokens[:, :-steps])
+    reading = Text(bench, tokens[:, :-steps])
     attention, log_probs = feed(bench.model, tokens[:, -steps:], reading.full())
     return reading, Full(attention, log_probs, log_probs, 0)
 
 
 def evicted(
-    bench: Bench, reading: Reading, tokens: Tensor, full: Full, policy: Any, budget: Budget, correction: str
+    bench: Bench, reading: Text, tokens: Tensor, full: Full, policy: Any, budget: Budget, correction: str
 ) -> dict[str, Any]:
     """What eviction does to the fed tokens: means over steps and heads, by layer, as in `fastkv.lab.fidelity`.
 
@@ -51,7 +51,7 @@ def evicted(
     """
     with bench.cache(reading, policy, budget, correction=correction, evict_every=1) as cache:
         witnesses = [Witness(layer) for layer in cache.compressed]
-        for witness, (_, k, v, *_) in zip(witnesses, reading.layers):
+        for witness, (_, k, v, _) in zip(witnesses, reading.layers):
             witness.keys, witness.values, witness.comparing = k, v, True
         attention, log_probs = feed(bench.model, tokens, cache)
     layers = [[step for step in witness.compared] for witness in witnesses]
@@ -69,15 +69,15 @@ def evicted(
     return {**{name: of(field) for name, field in names.items()}, "error": against, "kl": kl}
 
 
-def least_mass(reading: Reading, tokens: int) -> list[float]:
+def least_mass(reading: Text, tokens: int) -> list[float]:
     """By layer, the share of attention outside the `tokens` best keys of each single query of the last 32, mean.
 
     No selection can evict less, as it would have to serve every query with its own best keys.
     """
     found = []
-    for q, k, _, rest, _ in reading.layers:
+    for q, k, _, scale in reading.layers:
         grouped = q[:, :, -32:].reshape(1, k.shape[1], -1, q.shape[-1])
-        p = (rest[1] * grouped @ k.mT).softmax(-1)  # of the last queries: what they do not see is a few keys of many
+        p = (scale * grouped @ k.mT).softmax(-1)  # of the last queries: what they do not see is a few keys of many
         found.append(1 - p.topk(min(tokens, p.shape[-1]), -1).values.sum(-1).mean().item())
     return found
 
@@ -98,7 +98,7 @@ def why(bench: Bench) -> dict[str, Any]:
         one = evicted(bench, reading, text[:, -steps:], full, "h2o", budget, "none")
         found.append({"context": context, "tokens": tokens, **one, "least": least_mass(reading, tokens)})
         bench.tick(1 / len(plan))
-    values = [v[0] for _, _, v, *_ in reading.layers]
+    values = [v[0] for _, _, v, _ in reading.layers]
     common = [(v.mean(-2).norm(dim=-1) / v.norm(dim=-1).mean(-1)).mean().item() for v in values]
     return {"caches": found, "steps": steps, "common_value": common}
 

@@ -16,7 +16,7 @@ from fastkv.calibration.quality import keep_for
 from fastkv.lab import facts, fit_context, fit_vector
 from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
 
-from .bench import Asked, Bench, Reading
+from .bench import Asked, Bench, Text
 from .row import AGREES, DIFFERS, UNTRIED, Judged, Row, error, mean, number, percent
 
 KEEPS = (0.75, 0.5, 0.25, 0.1, 0.05)
@@ -36,13 +36,11 @@ class Cache:
     vector: Any = None
 
 
-def asked_texts(
-    bench: Bench, texts: int, length: int, make: Any = facts.sample
-) -> Iterator[tuple[Reading, list[Asked]]]:
+def asked_texts(bench: Bench, texts: int, length: int, make: Any = facts.sample) -> Iterator[tuple[Text, list[Asked]]]:
     """Texts that are read, and the questions that the full cache answers."""
     for seed in range(texts):
         sample = make(bench.tokenizer, length, seed)
-        reading = bench.read(torch.tensor([sample.prefix]))
+        reading = Text(bench, torch.tensor([sample.prefix]))
         yield reading, bench.ask(sample, reading)
 
 
@@ -165,7 +163,7 @@ PAPER_VARIANTS = {
 def variants(bench: Bench) -> dict[str, Any]:
     """Answers, and by how much the routes to leverage differ as numbers."""
     found = answered(bench, VARIANTS, (0.5, 0.1), texts=6, length=1024)
-    reading = bench.read(bench.stretch(bench.size(1024, 160), 3))
+    reading = Text(bench, bench.stretch(bench.size(1024, 160), 3))
     most, condition = 0.0, []
     for index in range(len(reading.layers)):
         keys = reading.pre_rope(index)
@@ -490,7 +488,7 @@ def values_or_keys(bench: Bench) -> dict[str, Any]:
 
 
 def stand_in(
-    bench: Bench, cache: Any, reading: Reading, halves: int, maps: Mapping[tuple[int, str], torch.Tensor], name: str
+    bench: Bench, cache: Any, reading: Text, halves: int, maps: Mapping[tuple[int, str], torch.Tensor], name: str
 ) -> None:
     """Put what maps make in the place of the values or keys of `halves` tokens a head, those where they err least."""
     budget, length = cache.config.budget, reading.ids.shape[1]
