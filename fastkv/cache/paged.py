@@ -120,6 +120,8 @@ class PagedLayer:
     Attributes:
         state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
         rooms: what the host knows of the slots of each row whose prompt is being read, without asking the device.
+        read_by: tokens that each of those rows has read.
+        reached: the rooms of a row that has read so many tokens, in whole blocks: the same for all prompts.
     """
 
     def __init__(
@@ -141,12 +143,26 @@ class PagedLayer:
             table = shared.table(self.rule.rotary, self.state.seen.device, shared.positions)
             self.state.recovery = Recovery(self.rule.weight, *table)
         self.rooms: dict[int, Room] = {}
+        self.read_by: dict[int, int] = {}
+        self.reached: dict[int, Room] = {}
 
     def clear(self, row: int) -> None:
         """A new sequence begins in this row."""
         own = self.state.stretch(row, row + 1)
         self.rule.layout.clear(own)
-        self._left(row, own)
+        self._left(row, own, 0)
+
+    def resume(self, row: int, seen: int) -> None:
+        """A sequence goes on in this row, whose page holds what the first `seen` tokens of a prompt left: a copy of
+        another's, which were read in whole blocks. The host waits for the device where heads trade slots.
+        """
+        room, layout = self.reached[seen], self.rule.layout
+        if layout.adaptive and not layout.approx:
+            starts = self.state.stretch(row, row + 1).exact.starts
+            assert starts is not None
+            ((filled, limit),), most = room, int(starts.diff(dim=-1).max())
+            room = [(most - layout.spare if filled == limit - layout.spare else filled, most)]
+        self.rooms[row], self.read_by[row] = room, seen
 
     def read(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention output for the next block of a sequence's prompt, [1, Hq, T, Dv]; the state then includes it.
@@ -159,7 +175,7 @@ class PagedLayer:
         valid = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
         out, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
-        self._left(row, own)
+        self._left(row, own, self.read_by[row] + q.shape[2])
         return out
 
     def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor) -> Tensor:
@@ -186,5 +202,9 @@ class PagedLayer:
         state.scratch = self.shared.scratch_of(self.num_heads, state, self.rule.spec)
         return state
 
-    def _left(self, row: int, own: LayerState) -> None:
+    def _left(self, row: int, own: LayerState, seen: int) -> None:
         self.rooms[row] = [(slots.filled, slots.limit) for slots in own.tiers.values()]
+        self.read_by[row] = seen
+        block = self.rule.config.prefill_block
+        if block is not None and seen % block == 0:
+            self.reached[seen] = self.rooms[row]

@@ -63,7 +63,11 @@ class Compression:
         self.shared = CacheWorkspace(parallel, self.config.evict_every, positions, sequences)
         self.device = torch.device(vllm_config.device_config.device_type)
         self.warm: set[tuple[Any, ...]] = set()
-        self.batches = Batches(Batcher(self.config, vllm_config.use_v2_model_runner))
+        self.batches = Batches(self.batcher())
+
+    def batcher(self) -> Batcher:
+        """What describes batches to layers that share a block table."""
+        return Batcher(self.config, self.vllm_config.use_v2_model_runner, settings.prefixes(self.vllm_config) > 0)
 
     def warm_up(self, impl: FastKVImpl, layer: Any, device: torch.device) -> None:
         """Compile what the layer's kernels will need and make their scratch, once for layers that are alike.
@@ -165,7 +169,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         common = compressed(vllm_config)[layer_names[0]].impl.common
         own = common.mixed  # layers in several groups, with a block table each
-        self.batches = Batches(Batcher(common.config, vllm_config.use_v2_model_runner)) if own else common.batches
+        self.batches = Batches(common.batcher()) if own else common.batches
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -254,6 +258,8 @@ class FastKVImpl(AttentionImpl[Batch]):
         for block in batch.blocks:
             if block.begins:
                 self.paged.clear(block.row)
+            elif block.resumes:
+                self.paged.resume(block.row, block.resumes)
             own = slice(block.start, block.end)
             q, k, v = (part[own].transpose(0, 1)[None] for part in (query, key, value))
             output[own] = self.paged.read(block.row, q, k, v)[0].transpose(0, 1)

@@ -1,8 +1,9 @@
 """What the layers are told of a step, made of vLLM's description of it. vLLM itself is not needed here.
 
 The host never waits for the device in a step that only decodes. It sends numbers from pinned memory, and asks for the
-page of a request once, when its prompt begins. vLLM's older model runner does not say which request is which: on a GPU
-the host then asks for the pages of every step.
+page of a request once, when its prompt begins; in every step that reads prompts, where one may begin with a copy of what
+another left. vLLM's older model runner does not say which request is which: on a GPU the host then asks for the pages of
+every step.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from ...errors import FastKVError
 class Block:
     """Tokens of a prompt: tokens [start, end) of the batch go to that row.
 
-    Attributes: begins: whether they are the first of their sequence.
+    Attributes: begins: whether they are the first of their sequence.  resumes: how many tokens the row holds, perhaps
+        copied from another's page; 0 where the layers know.
     """
 
     row: int
     start: int
     end: int
     begins: bool
+    resumes: int = 0
 
 
 @dataclass
@@ -70,9 +73,11 @@ class Batcher:
         place in the table of vLLM's model runner; the older runner does not say that, and then by its page.
     """
 
-    def __init__(self, config: Config, repeats: bool) -> None:
-        """Args: repeats: whether the engine calls an answer that is computed again a prompt."""
-        self.size, self.repeats = config.prefill_block, repeats
+    def __init__(self, config: Config, repeats: bool, copies: bool = False) -> None:
+        """Args: repeats: whether the engine calls an answer that is computed again a prompt.  copies: whether a
+            sequence may begin with a copy of another's page.
+        """
+        self.size, self.repeats, self.copies = config.prefill_block, repeats, copies
         self.clock, self.pages = PagedClock(config.evict_every), dict[int, int]()
 
     def batch(self, m: Any) -> Batch:
@@ -87,7 +92,7 @@ class Batcher:
             self.pages.update((names[i], names[i]) for i in reading)
         else:
             names = m.req_idx.tolist()
-            self._meet(names, [i for i in reading if seen[i] == counts[i]], pages)
+            self._meet(names, [i for i in reading if self.copies or seen[i] == counts[i]], pages)
         for i in reading:
             self.clock.read(names[i], seen[i])
         due = [steps[j] for j in self.clock.due([names[i] for i in steps], [seen[i] for i in steps])]
@@ -132,4 +137,7 @@ class Batcher:
                 f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks, "
                 f"prefill_block={self.size}; leave scheduler_cls out"
             )
-        return [Block(row, at, min(at + size, end), at == start and not before) for at in range(start, end, size)]
+        held = before if self.copies else 0
+        blocks = [Block(row, at, min(at + size, end), False) for at in range(start, end, size)]
+        blocks[0].begins, blocks[0].resumes = not before, held
+        return blocks

@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {  # as in `fastkv.patch`
     "backend": "auto",
     "slots": "auto",
     "vector": None,
+    "prefixes": 0,  # a server's alone
 }
 
 
@@ -52,7 +53,8 @@ def config_of(vllm_config: Any) -> Config:
     if isinstance(budget, dict):
         _check_names("the budget", budget, [one.name for one in fields(Budget)])
         chosen["budget"] = Budget(**budget)
-    del chosen["vector"]  # of the model, see `method.fitted`
+    _check_prefixes(chosen)
+    del chosen["vector"], chosen["prefixes"]  # of the model, see `method.fitted`, and of the scheduler
     config = Config.make(**chosen, static=None)
     if chosen["slots"] == "auto":
         config = config.coded(())
@@ -67,10 +69,27 @@ def vector_file(vllm_config: Any) -> str | None:
     return file
 
 
+def prefixes(vllm_config: Any) -> float:
+    """The share of the pages that may hold beginnings of prompts for others to go on from, 0 for none."""
+    return float(vllm_config.additional_config[KEY].get("prefixes", DEFAULTS["prefixes"]))
+
+
 def _check_names(what: str, settings: dict[str, Any], known: list[str]) -> None:
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise FastKVError(f"{what} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def _check_prefixes(chosen: dict[str, Any]) -> None:
+    """Raise FastKVError for a share that is none, or where no step of a prompt ends before the prompt does."""
+    share = chosen["prefixes"]
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise FastKVError(f"prefixes is the share of pages that may hold beginnings of prompts, 0 to 1, got {share!r}")
+    if share and chosen["prefill_block"] is None:
+        raise FastKVError(
+            f"prefixes={share} keeps what blocks of a prompt left, but prefill_block=None reads a prompt whole; give "
+            "prefill_block a number or 'auto'"
+        )
 
 
 def _check_method(config: Config) -> None:
