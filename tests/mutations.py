@@ -73,6 +73,7 @@ SLOTS = "slots.py"
 PAGED = "paged.py"
 GEOMETRY = "policies_geometry.py"
 SERVING = "serving_batch.py"
+PREFIXES = "serving_prefixes.py"
 WARMUP = "warmup.py::test_after_a_warm_up_traffic_compiles_nothing"
 PROMPTS = "kernels_prefill.py"
 SEQUENCES = f"{CACHE}::test_any_sequence_of_operations"
@@ -1290,16 +1291,51 @@ MUTATIONS = [
     bug(
         "a request is asked for its page at every block",
         "integrations/vllm/batch.py",
-        "[i for i in reading if seen[i] == counts[i]]",
+        "[i for i in reading if self.copies or seen[i] == counts[i]]",
         "list(reading)",
         f"{SERVING}::test_the_host_waits_once_for_each_prompt_and_never_while_decoding",
     ),
     bug(
         "a request keeps the page of whoever had its place before",
         "integrations/vllm/batch.py",
-        "[i for i in reading if seen[i] == counts[i]]",
+        "[i for i in reading if self.copies or seen[i] == counts[i]]",
         "[i for i in reading if names[i] not in self.pages]",
         f"{SERVING}::test_batches_of_traffic",
+    ),
+    bug(
+        "a page that a request begins from is given to another in the same step",
+        "integrations/vllm/prefixes.py",
+        "            self.pool.touch([page])\n            self.found[name] = page\n",
+        "            self.found[name] = page\n",
+        f"{PREFIXES}::test_a_page_that_is_read_from_is_not_given_away_in_that_step",
+    ),
+    bug(
+        "a request that ends takes what its prompt left with it",
+        "integrations/vllm/prefixes.py",
+        "            self.pool.touch([page])\n            self._reached[key] = page\n",
+        "            self._reached[key] = page\n",
+        f"{PREFIXES}::test_pages_hold_what_their_keys_say",
+    ),
+    bug(
+        "a page that was given away is still found",
+        "integrations/vllm/prefixes.py",
+        "if number != page.block_id}",
+        "}",
+        f"{PREFIXES}::test_pages_hold_what_their_keys_say",
+    ),
+    bug(
+        "the prefix kept first goes first, used or not",
+        "integrations/vllm/prefixes.py",
+        "number = self.kept.pop(key, None)",
+        "number = self.kept.get(key)",
+        f"{PREFIXES}::test_the_least_recently_used_goes_first",
+    ),
+    bug(
+        "a copied page is read as if it were empty",
+        "cache/paged.py",
+        "room, layout = self.reached[seen], self.rule.layout",
+        "room, layout = self.reached[0], self.rule.layout",
+        f"{PAGED}::test_a_copied_page_goes_on_as_the_first",
     ),
     bug(
         "numbers for the device are not pinned",

@@ -163,6 +163,32 @@ def test_a_page_that_was_used_is_forgotten():
     torch.testing.assert_close(out, expected[1], atol=1e-5, rtol=1e-5)
 
 
+COPIED = ["keydiff", "centroids", "remembers", "remembers, adaptive", "adaptive", "int8", "int4 and adaptive", "h2o"]
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("case", COPIED)
+def test_a_copied_page_goes_on_as_the_first(case, blocks):
+    """To the same bits, while the first goes on too, and whatever the row held before."""
+    layer, rest, steps = paged(config_of(*CASES[case])), tokens(2 * BLOCK + 3, 1), tokens(6, 2)
+    read(layer, 2, tokens(blocks * BLOCK, 4))
+    read(layer, 3, tokens(5 * BLOCK, 3))  # whose heads trade slots in another way
+    names = layer.state.named_tensors
+    for _, part in names():
+        part[3] = part[2]
+    outputs = {}
+    for row in (2, 3):
+        if row == 3:
+            layer.resume(3, blocks * BLOCK)
+        parts = zip(*(part.split(BLOCK, 2) for part in rest))
+        outputs[row] = [layer.read(row, *(part.contiguous() for part in block)) for block in parts]
+    for at in range(6):
+        for row in (2, 3):
+            outputs[row].append(step(layer, [row], [steps], [at], [row] * ((at + 1) % EVERY == 0)))
+    assert all(torch.equal(first, second) for first, second in zip(outputs[2], outputs[3], strict=True))
+    assert all(torch.equal(part[2], part[3]) for _, part in names())
+
+
 def test_the_host_knows_when_sequences_are_due():
     """Every `period` steps after the last block of a prompt, and nothing of sequences it never heard of."""
     clock = PagedClock(4)

@@ -1,9 +1,9 @@
 """What the layers are told of a step, made of vLLM's description of it. vLLM itself is not needed here.
 
 The host never waits for the device in a step that only decodes. It sends numbers from pinned memory, and asks for the
-page of a request once, when its prompt begins; in every step that reads prompts, where one may begin with a copy of what
-another left. vLLM's older model runner does not say which request is which: on a GPU the host then asks for the pages of
-every step.
+page of a request once, when its prompt begins; or in every step that reads prompts, where these may go on from a copy
+of another's page. vLLM's older model runner does not say which request is which: on a GPU the host then asks for the
+pages of every step.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Batcher:
     """
 
     def __init__(self, config: Config, repeats: bool, copies: bool = False) -> None:
-        """Args: repeats: whether the engine calls an answer that is computed again a prompt.  copies: whether a
-            sequence may begin with a copy of another's page.
+        """Args: repeats: whether the engine calls an answer that is computed again a prompt.
+        copies: whether a sequence may begin with a copy of another's page.
         """
         self.size, self.repeats, self.copies = config.prefill_block, repeats, copies
         self.clock, self.pages = PagedClock(config.evict_every), dict[int, int]()

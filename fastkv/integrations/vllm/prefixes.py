@@ -1,0 +1,171 @@
+"""Prefixes: pages that hold what beginnings of prompts left, for later prompts to go on from. vLLM is not needed here.
+
+A page is all that a sequence left in a layer, evicted tokens included, so one page stands for a prompt of any length.
+When a step ends with a block of a prompt that is worth it, the page is copied into a free one before the next step
+changes it. A prompt that begins the same way gets a copy of the longest such page and reads only the rest.
+
+For vLLM a kept page is free, behind all other free ones: requests that need one get the least recently used. While it
+is a source or a target of a copy it is held, so that nobody else gets it in that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Page(Protocol):
+    """A page as vLLM counts it. Attributes: block_id: its number.  ref_cnt: how many hold it."""
+
+    block_id: int
+    ref_cnt: int
+
+
+class Pool(Protocol):
+    """What is needed of vLLM's `BlockPool`."""
+
+    blocks: Sequence[Any]
+
+    def get_num_free_blocks(self) -> int:
+        """Pages that nobody holds, kept ones among them."""
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Hold that many free pages; those that were kept are reported first."""
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Hold these pages once more."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Hold these pages once less; those that nobody holds are the next to be given away."""
+
+    def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
+        """The same, but they are the last to be given away, which is reported."""
+
+
+class Copy(NamedTuple):
+    """Of one page into another: their numbers."""
+
+    source: int
+    target: int
+
+
+def is_kept(block: int, last: int) -> bool:
+    """Whether what the first `block` blocks of a prompt left is worth a page, of `last` whole blocks that it has.
+
+    The last one is: the next turn of a conversation goes on from there. Of the others, for texts that only begin alike,
+    the first seven, and then four for every doubling: less than a fifth of what they share, or a block, is read again.
+    """
+    return block == last or (0 < block < last and block % (1 << max(block.bit_length() - 3, 0)) == 0)
+
+
+def next_stop(prompt: int, computed: int, size: int) -> int:
+    """How far the next step may read a prompt of so many tokens in blocks of `size`, of which `computed` are read."""
+    last = prompt // size
+    kept = (block * size for block in range(computed // size + 1, last + 1) if is_kept(block, last))
+    return next(kept, prompt)
+
+
+class Prefixes:
+    """Which pages hold the beginning of which prompts.
+
+    Keys are hashes of all tokens up to the end of a block, and of whatever else must be equal. A turn is a step of the
+    engine: `begin`, then `find` for requests that are to begin, `copies`, and `reach` where blocks of prompts end.
+
+    Attributes:
+        kept: numbers of the pages by key, least recently used first.
+        found: held pages from which requests of this turn would begin, by name of the request.
+    """
+
+    def __init__(self, pool: Pool, most: int) -> None:
+        """Args: most: pages to keep at once."""
+        self.pool, self.most = pool, most
+        self.kept: dict[Hashable, int] = {}
+        self.found: dict[str, Page] = {}
+        self._reached: dict[Hashable, Page] = {}  # in this turn: pages of requests, held
+        self._due: dict[Hashable, Page] = {}  # in the last one, so that they are now what their keys say
+
+    def begin(self) -> None:
+        """A turn begins: what was reached in the last one has been computed."""
+        self._due, self._reached = self._reached, {}
+
+    def find(self, name: str, keys: Sequence[Hashable]) -> int:
+        """How many blocks of a prompt with these keys somebody else has read; the page that says so is held.
+
+        0 also if no free page would be left for the request itself.
+        """
+        for number in range(len(keys), 0, -1):
+            page = self._page(keys[number - 1])
+            if page is None:
+                continue
+            self.pool.touch([page])
+            self.found[name] = page
+            if self.pool.get_num_free_blocks():
+                return number
+            self._release([self.found.pop(name)])
+            return 0
+        return 0
+
+    def copies(self, begun: dict[str, int]) -> list[Copy]:
+        """What is to be copied before anything is computed in this turn. No page is both a source and a target.
+
+        Args: begun: numbers of the pages of requests that begin now, by name; others have to `find` again.
+        """
+        made = [Copy(page.block_id, begun[name]) for name, page in self.found.items() if name in begun]
+        held = list(self.found.values())
+        for key, source in self._due.items():
+            target = None if key in self.kept else self._target()
+            if target is not None:
+                made.append(Copy(source.block_id, target.block_id))
+                self.kept[key] = target.block_id
+                held.append(target)
+        self._release(held)
+        self.found.clear()
+        self._let_go()
+        return made
+
+    def reach(self, key: Hashable, page: Page) -> None:
+        """This turn ends with what the key stands for in this page of a request."""
+        if key not in self._reached:
+            self.pool.touch([page])
+            self._reached[key] = page
+
+    def clear(self) -> None:
+        """Between turns: forget all that is not copied yet, and let go of its pages."""
+        self.begin()
+        self._let_go()
+
+    def _page(self, key: Hashable) -> Page | None:
+        """A page that holds this, which is then the most recently used."""
+        if key in self._due:
+            return self._due[key]
+        number = self.kept.pop(key, None)
+        if number is None:
+            return None
+        self.kept[key] = number
+        return self.pool.blocks[number]  # type: ignore[no-any-return]
+
+    def _target(self) -> Page | None:
+        """A page to keep something in, held; None if all are in use."""
+        if len(self.kept) < self.most:
+            return self.pool.get_new_blocks(1)[0] if self.pool.get_num_free_blocks() else None  # type: ignore[no-any-return]
+        for key, number in self.kept.items():
+            page = self.pool.blocks[number]
+            if not page.ref_cnt:
+                del self.kept[key]
+                self.pool.touch([page])
+                return page  # type: ignore[no-any-return]
+        return None
+
+    def _release(self, pages: list[Page]) -> None:
+        """Hold these once less: kept ones stay readable until somebody else needs them."""
+        kept = set(self.kept.values())
+        self.pool.unpin_blocks([page for page in pages if page.block_id in kept], self._given_away)
+        self.pool.free_blocks([page for page in pages if page.block_id not in kept])
+
+    def _let_go(self) -> None:
+        self.pool.free_blocks(self._due.values())
+        self._due = {}
+
+    def _given_away(self, page: Page) -> None:
+        """The page is another's now, or vLLM was told to forget."""
+        self.kept = {key: number for key, number in self.kept.items() if number != page.block_id}
