@@ -1338,6 +1338,13 @@ MUTATIONS = [
         f"{PAGED}::test_a_copied_page_goes_on_as_the_first",
     ),
     bug(
+        "a request that goes on from a copy gets the page of whoever had its place before",
+        "integrations/vllm/batch.py",
+        "self.copies or seen[i] == counts[i]",
+        "seen[i] == counts[i]",
+        f"{SERVING}::test_a_sequence_may_go_on_from_a_copy",
+    ),
+    bug(
         "numbers for the device are not pinned",
         "integrations/vllm/batch.py",
         "made.pin_memory().to(device, non_blocking=True)",

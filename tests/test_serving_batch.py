@@ -18,8 +18,8 @@ from fastkv.integrations.vllm.batch import Batcher, Block
 BLOCK, EVERY = 8, 3
 
 
-def batcher(block=BLOCK, repeats=True):
-    return Batcher(Config.make("keydiff", 64, block, EVERY, "auto", "auto", None), repeats)
+def batcher(block=BLOCK, repeats=True, copies=False):
+    return Batcher(Config.make("keydiff", 64, block, EVERY, "auto", "auto", None), repeats, copies)
 
 
 def described(sequences, device="cpu", named=True, padded=0):
@@ -74,6 +74,19 @@ def test_batches_of_traffic(named):
                 del running[place]
                 free.add(place), pages.add(page)
     assert evicted > 50
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by page"])
+def test_a_sequence_may_go_on_from_a_copy(named):
+    """In the place, and behind as many tokens, of one that ended; its evictions count from its own prompt's end."""
+    made = batcher(repeats=False, copies=True)
+    made.batch(described([(4, 1, 40, 0, 16)], named=named))
+    got = made.batch(described([(4, 2, 19, 16, 3)], named=named))
+    assert got.blocks == [Block(2, 0, 3, False, resumes=16)]
+    due = [made.batch(described([(4, 2, 19, before, 1)], named=named)).due.tolist() for before in range(19, 23)]
+    assert due == [[], [], [2], []]
+    got = made.batch(described([(4, 2, 40, 16, 16)], named=named))
+    assert [(block.row, block.resumes) for block in got.blocks] == [(2, 16), (2, 0)]
 
 
 def test_a_single_token_that_is_computed_again_is_a_step():

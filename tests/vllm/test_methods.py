@@ -102,6 +102,8 @@ REFUSALS = {
     "fp8": ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' does not work"),
     "steps": ({}, {"max_num_batched_tokens": 512}, "takes max_num_batched_tokens of at least 1039, got 512"),
     "small steps": ({"prefill_block": 64}, {"max_num_batched_tokens": 64}, "of at least 79, got 64"),
+    "prefixes": ({"prefixes": 2, "prefill_block": 64}, {}, "share of pages .* 0 to 1, got 2; give one"),
+    "prefixes of whole prompts": ({"prefixes": 0.5}, {}, "prefill_block=None reads a prompt whole"),
     "vector": ({"correction": "vector"}, {}, "there is no vector.safetensors where the model was loaded from"),
     "scheduler": (
         {},

@@ -54,6 +54,11 @@ def test_sliding_windows_stay_with_vllm(gemma, block):
     compare(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": block}, {"layers": [1.0, 1.0]})
 
 
+def test_prefixes_of_sliding_windows_are_refused(gemma):
+    with pytest.raises(FastKVError, match="this model has others too, with sliding windows"):
+        start(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": 64, "prefixes": 0.5})
+
+
 def test_two_processes_that_share_the_heads(model):
     compare(model, {"policy": "fastkv", "budget": 64, "prefill_block": 64}, tensor_parallel_size=2)
 

@@ -1,9 +1,16 @@
 """Requests that go on from what others' prompts left get the tokens that they would get without."""
 
+import time
+
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 
-from .engine import Alone, Traffic, prompt, start
+from fastkv.integrations.vllm.scheduler import AsyncPrefixScheduler
+
+from ..test_serving_prefixes import traffic as traffic_of_pages
+from .engine import FITTED, Alone, Traffic, prompt, start
+from .test_methods import arguments
 
 BLOCK, NUM = 64, 40  # tokens of an answer: two evictions
 BEGINNING = prompt(5 * BLOCK + 10)
@@ -67,3 +74,144 @@ def test_second_turns_and_prompts_that_begin_alike(model, policy):
         assert traffic.answered(name, tokens) == expected.answer(tokens, NUM), name
         assert traffic.cached[name] == blocks * BLOCK, name
     assert traffic.cached["first"] == 0
+
+
+CASES = {
+    "snapkv": {"policy": "snapkv"},
+    "keydiff": {"policy": "keydiff", "correction": "mean"},
+    "int8": {"policy": "fastkv", "slots": "int8"},
+    "adaptive heads": {"policy": "snapkv", "budget": {"tokens": 48, "heads": "adaptive"}},
+    "unequal layers": {"policy": "keydiff", "budget": {"tokens": 48, "layers": [2, 1, 1, 1]}},
+    "vector": {"policy": "snapkv", "correction": "vector+moments", "vector": str(FITTED / "vector.safetensors")},
+    "reference": {"policy": "momentkv", "backend": "reference", "evict_every": 7},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_a_page_holds(model, name):
+    chosen = {**BASE, **CASES[name]}
+    traffic, expected = Counted(start(model, {**chosen, "prefixes": 0.5})), Alone(model, arguments(chosen))
+    traffic.answered("first", BEGINNING, 1)
+    for blocks in (5, 1):
+        tokens = branch(blocks, 100, blocks)
+        assert traffic.answered(f"{blocks}", tokens) == expected.answer(tokens, NUM)
+        assert traffic.cached[f"{blocks}"] == blocks * BLOCK
+
+
+def test_requests_that_begin_alike_among_others(model):
+    """They arrive while others are read and decode, are preempted and read again from what they left, or aborted; few
+    pages are kept and few are free, so that requests take kept ones and wait for others.
+    """
+    lengths = [30, 200, 64, 65, 130, 250, 1, 90, 300, 7, 150, 64, 33, 222]
+    asked = {f"{i}": branch(i % 6, length, i % 3) for i, length in enumerate(lengths)}
+    traffic, expected = Counted(start(model, settings(), kv_cache_memory_bytes=pages(model, 7))), alone(model)
+    assert traffic.scheduler.prefixes.most == 3
+    for at, (name, tokens) in enumerate(asked.items()):
+        traffic.ask(name, tokens, NUM)
+        traffic.turn(2)
+        if at in (5, 8):
+            scheduler = traffic.scheduler
+            scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+            if at == 8:
+                scheduler._preempt_request(scheduler.running.pop(0), time.monotonic())
+        if at == 6:
+            traffic.abort("4")
+        if at == 11:
+            traffic.preempt()
+    answers = traffic.finish()
+    for name, tokens in asked.items():
+        right = expected.answer(tokens, NUM)
+        assert answers.get(name, []) == right[: NUM if name != "4" else len(answers.get(name, []))], name
+    assert sum(traffic.cached.values()) > 5 * BLOCK
+    pool = traffic.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() >= pool.num_gpu_blocks - 3  # but page 0 and what the last step reached
+    assert traffic.llm.reset_prefix_cache() and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    assert not traffic.scheduler.prefixes.kept
+    assert traffic.answered("forgotten", BEGINNING) == expected.answer(BEGINNING, NUM)
+    assert not traffic.cached["forgotten"]
+
+
+def pages(model, number):
+    """Bytes of so many pages, with the one that is nobody's."""
+    llm = start(model, settings(), kv_cache_memory_bytes=2**24)
+    return 2**24 // llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * number + 1024
+
+
+def test_a_preempted_request_goes_on_from_what_it_left(model):
+    traffic = Counted(start(model, settings()))
+    traffic.ask("0", BEGINNING, NUM)
+    traffic.turn(12)
+    scheduler, request = traffic.scheduler, traffic.scheduler.running[0]
+    done = len(traffic.answers["0"])
+    scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+    traffic.turn()
+    assert request.num_computed_tokens == len(BEGINNING) and done > 3  # not all was read again
+    assert traffic.finish()["0"] == alone(model).answer(BEGINNING, NUM)
+
+
+def test_a_prefix_is_only_found_with_its_salt(model):
+    traffic, expected = Counted(start(model, settings())), alone(model).answer(BEGINNING, NUM)
+    for name, salt, cached in [
+        ("mine", "a", 0), ("yours", "b", 0), ("nobody's", None, 0),
+        ("mine again", "a", 5), ("yours again", "b", 5), ("nobody's again", None, 5), ("another's", "c", 0),
+    ]:  # fmt: skip
+        assert traffic.answered(name, BEGINNING, salt=salt) == expected
+        assert traffic.cached[name] == cached * BLOCK, name
+
+
+def test_a_request_that_wants_all_of_its_prompt_computed(model):
+    """vLLM computes a prompt whose tokens' probabilities are asked for."""
+    traffic = Counted(start(model, settings()))
+    traffic.answered("0", BEGINNING)
+    traffic.answered("1", BEGINNING, skip_reading_prefix_cache=True)
+    assert traffic.cached == {"0": 0, "1": 0}
+
+
+def test_requests_that_arrive_together_read_their_beginning_once_each(model):
+    """One that comes a step later takes what the others left by then, straight from their pages."""
+    traffic, expected = Counted(start(model, settings())), alone(model)
+    asked = {f"{i}": branch(2, 50, i) for i in range(3)}
+    traffic.ask("0", asked["0"], NUM)
+    traffic.ask("1", asked["1"], NUM)
+    traffic.turn()
+    traffic.ask("2", asked["2"], NUM)
+    answers = traffic.finish()
+    assert answers == {name: expected.answer(tokens, NUM) for name, tokens in asked.items()}
+    assert traffic.cached == {"0": 0, "1": 0, "2": BLOCK}
+
+
+def test_vllm_counts_what_is_found(model):
+    llm = start(model, settings(), disable_log_stats=False)
+    traffic = Counted(llm)
+    for name in ("0", "1"):
+        traffic.answered(name, BEGINNING)
+    found = {metric.name: metric.value for metric in llm.get_metrics() if metric.name.startswith("vllm:prefix_cache_")}
+    assert found == {"vllm:prefix_cache_queries": 2 * len(BEGINNING), "vllm:prefix_cache_hits": 5 * BLOCK}
+
+
+def test_the_scheduler_of_steps_that_are_made_ahead(model):
+    """On a CPU vLLM makes none ahead, but its scheduler can be had."""
+    traffic, expected = Counted(start(model, settings(), scheduler_cls=AsyncPrefixScheduler)), alone(model)
+    assert isinstance(traffic.scheduler, AsyncPrefixScheduler)
+    for i in range(6):
+        traffic.ask(f"{i}", branch(5 - i % 3, 40 + i, i), NUM)
+        traffic.turn(3)
+    answers = traffic.finish()
+    assert answers == {f"{i}": expected.answer(branch(5 - i % 3, 40 + i, i), NUM) for i in range(6)}
+    assert sum(traffic.cached.values()) > 10 * BLOCK
+
+
+def test_two_processes_that_share_the_heads(model):
+    """Each copies its own pages."""
+    traffic, expected = Counted(start(model, settings(), tensor_parallel_size=2)), alone(model)
+    for name, blocks in (("0", 5), ("1", 5), ("2", 2)):
+        tokens = branch(blocks, 60, 7)
+        assert traffic.answered(name, tokens) == expected.answer(tokens, NUM)
+    assert traffic.cached == {"0": 0, "1": 5 * BLOCK, "2": 2 * BLOCK}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_of_vllm_hold_what_their_keys_say(seed):
+    """As `test_serving_prefixes` says of a stand-in, of vLLM's own pool."""
+    pool = BlockPool(num_gpu_blocks=40, enable_caching=False, hash_block_size=16)
+    assert traffic_of_pages(pool, 40, 12, seed)

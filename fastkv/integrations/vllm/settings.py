@@ -70,7 +70,7 @@ def vector_file(vllm_config: Any) -> str | None:
 
 
 def prefixes(vllm_config: Any) -> float:
-    """The share of the pages that may hold beginnings of prompts for others to go on from, 0 for none."""
+    """The share of the pages that may keep beginnings of prompts for others to go on from, 0 for none."""
     return float(vllm_config.additional_config[KEY].get("prefixes", DEFAULTS["prefixes"]))
 
 
@@ -84,7 +84,9 @@ def _check_prefixes(chosen: dict[str, Any]) -> None:
     """Raise FastKVError for a share that is none, or where no step of a prompt ends before the prompt does."""
     share = chosen["prefixes"]
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise FastKVError(f"prefixes is the share of pages that may hold beginnings of prompts, 0 to 1, got {share!r}")
+        raise FastKVError(
+            f"prefixes is the share of pages that may keep beginnings of prompts, 0 to 1, got {share!r}; give one"
+        )
     if share and chosen["prefill_block"] is None:
         raise FastKVError(
             f"prefixes={share} keeps what blocks of a prompt left, but prefill_block=None reads a prompt whole; give "
