@@ -46,8 +46,12 @@ def serving(model, log):
     """A server that is killed at the end, with all its processes; its client."""
     port = free_port()
     with open(log, "w") as out:
+        kept = {**SETTINGS, "prefixes": 0.5}
         server = subprocess.Popen(
-            command(model, SETTINGS, port), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command(model, kept, port, "--enable-prompt-tokens-details"),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=START)
     try:
@@ -91,6 +95,8 @@ def test_clients_that_stream_at_once_before_and_after_a_restart(model, tmp_path)
             with pytest.raises(APIError, match="maximum context length"):
                 streamed(client, model, prompt(600))
             assert streamed(client, model, prompts[0]) == expected[0]
+            again = client.completions.create(model=model, prompt=list(prompts[-1]), max_tokens=NUM, temperature=0)
+            assert again.usage.prompt_tokens_details.cached_tokens == len(prompts[-1]) // 64 * 64
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_clients_that_stream_at_once_before_and_after_a_restart(model, tmp_path)
         (
             SETTINGS,
             ['--speculative-config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'],
-            "speculative decoding does not work with a compressed cache",
+            "speculative decoding does not work with a compressed cache: a draft that is rejected cannot be taken out",
         ),
     ],
     ids=["unknown setting", "speculative decoding"],

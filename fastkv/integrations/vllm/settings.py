@@ -108,16 +108,26 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
     """Raise FastKVError for settings of vLLM that a page for life cannot serve."""
     parallel, cache, scheduler = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.scheduler_config
     unusable = {
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "a KV connector": vllm_config.kv_transfer_config is not None,
-        f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype not in ("auto", *_own_names(vllm_config)),
-        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        "speculative decoding": (
+            vllm_config.speculative_config is not None,
+            "a draft that is rejected cannot be taken out of a page that has evicted other tokens for it",
+        ),
+        "a KV connector": (
+            vllm_config.kv_transfer_config is not None,
+            "it carries blocks of tokens, and a page is all that a sequence left",
+        ),
+        f"kv_cache_dtype={cache.cache_dtype!r}": (
+            cache.cache_dtype not in ("auto", *_own_names(vllm_config)),
+            "its numbers of 8 or 4 bits are chosen with slots",
+        ),
+        "context parallelism": (
+            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+            "all tokens of a sequence compete for one page",
+        ),
     }
-    for what, wanted in unusable.items():
+    for what, (wanted, why) in unusable.items():
         if wanted:
-            raise FastKVError(
-                f"{what} does not work with a compressed cache, whose evicted tokens are gone; leave it out"
-            )
+            raise FastKVError(f"{what} does not work with a compressed cache: {why}; leave it out")
     budget = config.budget
     alike = budget.layers == "uniform" and budget.heads == "uniform" and budget.tokens is not None
     if parallel.pipeline_parallel_size > 1 and not alike:
