@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,8 @@ class Config:
         if static is not None and not isinstance(static, bool):
             raise FastKVError(f"static must be True, False or None (on CUDA), got {static!r}")
         share = Budget.of(budget)
-        if chosen.layers is not None and share.layers == "uniform":
-            share = replace(share, layers=chosen.layers)
+        if chosen.shares.layers is not None and share.layers == "uniform":
+            share = replace(share, layers=chosen.shares.layers)
         stored = PLAIN if slots == "auto" else slot_format(slots)
         config = cls(chosen, share, prefill_block, evict_every, wanted, backend, static, stored)
         config._check_combination()
@@ -114,13 +114,13 @@ class Config:
                 f"correction={self.correction.name!r} {what}, which slots={self.slots.name!r} does not provide for; "
                 "leave slots out or use another correction"
             )
-        if self.correction.biases and not self.policy.rereads:
+        if self.correction.biases and self.policy.second_reading is None:
             raise FastKVError(
                 f"correction={self.correction.name!r} is fitted to a second reading of the prompt, and policy {name!r} "
                 "reads once; use 'attention-matching', 'kvzip' or 'fastkv-reread', or another correction"
             )
         if self.prefill_block is not None and self.deferred:
-            what = f"policy {name!r}" if self.policy.rereads else "Budget(quality=...)"
+            what = f"policy {name!r}" if self.policy.second_reading else "Budget(quality=...)"
             raise FastKVError(f"{what} needs the whole context before anything is evicted; leave prefill_block out")
 
     def coded(self, sizes: Iterable[int], latent: bool = False) -> Config:
@@ -140,22 +140,28 @@ class Config:
     @property
     def deferred(self) -> bool:
         """Whether the first prompt is compressed only after all layers have read it."""
-        return self.policy.rereads or self.budget.quality is not None
+        return self.policy.second_reading is not None or self.budget.quality is not None
 
     @property
     def samples_queries(self) -> bool:
         """Whether some queries of a second reading are kept."""
-        return self.policy.samples_queries or self.correction.biases
+        second = self.policy.second_reading
+        return second is not None and (second.samples or self.correction.biases)
 
     @property
     def undoes_rotation(self) -> bool:
         """Whether keys are needed as they were before the rotary embedding."""
-        return self.correction.key_only or self.needs("pre_rope")
+        return self.places or self.needs("rotary")
 
     @property
     def places(self) -> bool:
         """Whether the rotary embedding has to use the positions that are stored, those among real tokens."""
-        return self.correction.key_only or (self.undoes_rotation and self.policy.places)
+        return self.correction.key_only or self.needs("pre_rope")
+
+    def check_heads(self, heads: Sequence[int]) -> None:
+        """Raise FastKVError if the policy fixes heads, of a model with other numbers of KV heads in its layers."""
+        if self.policy.shares.heads is not None:
+            self.policy.shares.heads.check(heads)
 
     def needs(self, signal: str) -> bool:
         """Whether the policy reads an optional signal."""
@@ -198,7 +204,7 @@ def with_shares(config: Config, known: Any, find: Callable[[str | Path], Any]) -
     budget, heads = config.budget, config.budget.heads
     if heads in ("uniform", "adaptive"):
         return config
-    if config.policy.fixes_heads:
+    if config.policy.shares.heads is not None:
         if heads != "calibrated":
             raise FastKVError(
                 f"policy {config.policy.name!r} fixes how many tokens each head keeps, and so does heads={heads!r}; "
@@ -212,10 +218,12 @@ def with_shares(config: Config, known: Any, find: Callable[[str | Path], Any]) -
 
 
 def check_shares(config: Config, heads: list[int]) -> None:
-    """Raise FastKVError unless shares of heads are of a model with so many in its layers, or heads are alike.
+    """Raise FastKVError unless shares of heads are of a model with so many in its layers, heads are alike
+    or the policy fixes them for such a model.
 
     For whoever has no model to calibrate or to find a file for.
     """
+    config.check_heads(heads)
     shares = config.budget.heads
     if isinstance(shares, HeadShares):
         shares.check(heads)

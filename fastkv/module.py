@@ -101,14 +101,13 @@ class FastKVAttention(Module):
         config, values = self.config, self.config.values
         name = f"policy {config.policy.name!r}"
         if config.deferred:
-            what = name if config.policy.rereads else "Budget(quality=...)"
+            what = name if config.policy.second_reading else "Budget(quality=...)"
             raise FastKVError(
                 f"{NAME}: {what} reads the prompt with the whole model before it evicts, got one layer; use another "
                 "method or fastkv.patch"
             )
         config.budget.check_layers(num_layers)
         check_shares(config, [self.num_kv_heads] * num_layers)
-        config.policy.check([self.num_kv_heads] * num_layers)
         if config.undoes_rotation and rotary is None:
             what = "correction='vector'" if config.correction.key_only else name
             raise FastKVError(

@@ -24,7 +24,7 @@ from .integrations.transformers.stock import CACHE
 from .policies import Policy, get
 
 POLICY = "keydiff"  # of those that look at keys and values alone, the one that answers best
-FROM_KEYS = frozenset({"pre_rope", "query_statistics"})  # signals that a cache and a file can give
+FROM_KEYS = frozenset({"pre_rope", "rotary", "query_statistics"})  # signals that a cache and a file can give
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def compress(
 def _check_policy(policy: Policy, budget: int | str | Budget, correction: Any) -> None:
     """Raise FastKVError for a policy, a budget or a correction that looks at more than keys and values."""
     wanted = corrections.get(policy.correction if correction == "auto" else correction)
-    if policy.rereads or policy.remembers or not policy.needs <= FROM_KEYS:
+    if policy.second_reading or not policy.needs <= FROM_KEYS:
         what = f"policy {policy.name!r}"
     elif wanted.observes:
         what = f"correction={wanted.name!r}"

@@ -271,8 +271,8 @@ MUTATIONS = [
     bug(
         "a policy's recent share is rounded down",
         "cache/layout.py",
-        "math.ceil(config.policy.recent_share",
-        "math.floor(config.policy.recent_share",
+        "math.ceil(config.policy.shares.recent",
+        "math.floor(config.policy.shares.recent",
         KEEP,
     ),
     bug(
@@ -565,15 +565,15 @@ MUTATIONS = [
     bug(
         "blocks of a prompt are evicted from in rounds",
         "cache/prefill.py",
-        "rule.config.prefill_block is None and rule.config.policy.rounds > 1",
-        "rule.config.policy.rounds > 1",
+        "rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1",
+        "rule.config.policy.moments.rounds > 1",
         "rounds.py::test_blocks_are_not_read_in_rounds",
     ),
     bug(
         "attention without a causal mask is scaled although it should not be",
         "policies/compactor.py",
-        "signals.scale if self.scaled else 1.0",
-        "signals.scale",
+        "signals.layer.scale if self.scaled else 1.0",
+        "signals.layer.scale",
         "policies_geometry.py::test_score_and_kept_set_equal_brute_force",
     ),
     bug(
@@ -621,7 +621,7 @@ MUTATIONS = [
     bug(
         "expected attention forgets half of the rotation of the covariance",
         "policies/expectedattention.py",
-        "covariance = signals.rotary.ahead(half.transpose(-1, -2), newest, steps)",
+        "covariance = rotary.ahead(half.transpose(-1, -2), newest, steps)",
         "covariance = half",
         EQUATION,
     ),
@@ -691,7 +691,7 @@ MUTATIONS = [
     bug(
         "a second reading forgets its earlier chunks",
         "cache/wrappers.py",
-        "self.again.received.maximum(torch.where(self.held[3][:, None], most, 0))",
+        "self.reread.received.maximum(torch.where(self.held[3][:, None], most, 0))",
         "torch.where(self.held[3][:, None], most, 0)",
         "reread.py::test_a_row_does_not_depend_on_its_padding",
         "deferred.py::test_kvzip_keeps_what_a_second_reading_attends_to_most",
@@ -1774,15 +1774,15 @@ MUTATIONS = [
     bug(
         "fastkv compares keys as they are turned",
         "policies/fastkv.py",
-        "signals.rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)",
+        "rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)",
         "signals.keys.to(compute_dtype(signals.keys))",
         EQUATION,
     ),
     bug(
         "a second reading forgets how long values are",
         "policies/fastkv.py",
-        "(signals.received * length)",
-        "(signals.received + 0 * length)",
+        "(signals.reread.received * length)",
+        "(signals.reread.received + 0 * length)",
         f"{STATISTICS}::test_a_second_reading_says_what_was_looked_up",
     ),
     bug(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from fastkv import corrections
 from fastkv.cache.pages import PageFormat
 from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
+from fastkv.policies import LayerFacts, Signals
 from fastkv.reference import FORMATS, LayerState, Moments, Slots, Spec
 
 Workspace, num_programs, PER_SM = launch.Workspace, launch.num_programs, launch.PER_SM
@@ -39,6 +40,23 @@ def make_state(keys, values, lengths, positions=None, seen=None, moments=None, *
         moments = Moments(torch.zeros_like(lengths, dtype=torch.int64))
     slots = Slots(keys, values, lengths, positions, starts, attention, limit=limit)
     return LayerState(slots, seen, moments, **rest)
+
+
+FACTS = {one.name for one in fields(LayerFacts)}
+
+
+def make_signals(scale=1.0, layer=0, decoding=False, **rest):
+    """Signals of candidates and of the facts of a layer, whichever is given; nothing was evicted unless it is said."""
+    facts = {name: rest.pop(name) for name in FACTS & rest.keys()}
+    batch, heads, _, dim = rest["keys"].shape
+    rest.setdefault("moments", Moments.empty(batch, heads, dim, rest["values"].shape[-1], order=None))
+    return Signals(layer=LayerFacts(layer, scale, **facts), decoding=decoding, **rest)
+
+
+def changed(signals, **given):
+    """`replace`, of what is known of the layer too."""
+    facts = {name: given.pop(name) for name in FACTS & given.keys()}
+    return replace(signals, layer=replace(signals.layer, **facts), **given)
 
 
 @st.composite

@@ -10,10 +10,11 @@ import fastkv
 from fastkv import Budget, FastKVError
 from fastkv.corrections import Pairs
 from fastkv.corrections.matching import MATCHING
-from fastkv.policies import AttentionMatching, Signals
-from fastkv.reference import Moments, Spec
+from fastkv.policies import AttentionMatching, Reread
+from fastkv.reference import Spec
 
 from .models import build, generate, prompt
+from .states import make_signals
 from .test_policy_matrix import EVERY, TOKENS, small
 
 B, HKV, G, D, N, W, SCALE = 2, 2, 3, 8, 30, 50, 0.5
@@ -85,9 +86,9 @@ def told(keys="attention", softcap=None, tokens=9):
     q, asked, rows, values, valid = setting(seed=1, spread=2.0)
     positions = torch.arange(N, dtype=torch.int32).repeat(B, HKV, 1)
     zeros = torch.zeros(B, HKV, N)
-    signals = Signals(
-        rows, values, positions, valid, Moments.empty(B, HKV, D, D, order=None), SCALE, 0, False, softcap,
-        tokens=tokens, attention=zeros, received=zeros + 0.5, memory=zeros, reference_queries=q, asked=asked,
+    signals = make_signals(
+        SCALE, keys=rows, values=values, positions=positions, valid=valid, softcap=softcap, tokens=tokens,
+        attention=zeros, memory=zeros, reread=Reread(zeros + 0.5, q, asked),
     )  # fmt: skip
     policy = AttentionMatching(keys=keys)
     signals = replace(signals, memory=policy.remember(signals))
@@ -97,9 +98,10 @@ def told(keys="attention", softcap=None, tokens=9):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_scores_are_root_mean_squares_of_attention(softcap):
     signals, scores = told(softcap=softcap)
+    again = signals.reread
     for b in range(B):
         for head in range(HKV):
-            logits = rows_of(signals.reference_queries, signals.asked, signals.keys, signals.valid, b, head, softcap)
+            logits = rows_of(again.queries, again.asked, signals.keys, signals.valid, b, head, softcap)
             want = logits.softmax(-1).square().mean(0).sqrt()
             torch.testing.assert_close(scores[b, head].double(), want, atol=1e-6, rtol=1e-5)
 
@@ -121,7 +123,7 @@ def test_omp_picks_keys_as_plain_matching_pursuit_does():
     for b in range(B):
         for head in range(HKV):
             valid = signals.valid[b, head]
-            logits = rows_of(signals.reference_queries, signals.asked, signals.keys, signals.valid, b, head)
+            logits = rows_of(signals.reread.queries, signals.reread.asked, signals.keys, signals.valid, b, head)
             picked = pursue((logits - logits.amax(-1, keepdim=True)).exp(), valid, 9)
             assert scores[b, head].argsort(descending=True)[:9].tolist() == picked
             others = torch.ones(N, dtype=torch.bool).index_fill(0, torch.tensor(picked), False)
@@ -130,7 +132,8 @@ def test_omp_picks_keys_as_plain_matching_pursuit_does():
 
 def test_more_keys_than_queries_are_picked_once_each():
     signals, _ = told("omp", tokens=N)
-    few = replace(signals, reference_queries=signals.reference_queries[:, :, :2], asked=signals.asked[:, :2])
+    some = replace(signals.reread, queries=signals.reread.queries[:, :, :2], asked=signals.reread.asked[:, :2])
+    few = replace(signals, reread=some)
     scores = AttentionMatching(keys="omp").score(few)
     assert scores[few.valid].isfinite().all()
     for b in range(B):

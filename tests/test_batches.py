@@ -29,7 +29,8 @@ def small(**options):
 def go_together(name, mode):
     """Whether a policy can be in one of the modes below; test_refusals says how it says no."""
     chosen = POLICIES[name]
-    return not {"blocks": chosen.rereads, "adaptive": not chosen.adaptive, "vector": name == "duoattention"}.get(mode)
+    refused = {"blocks": chosen.second_reading, "adaptive": not chosen.adaptive, "vector": name == "duoattention"}
+    return not refused.get(mode)
 
 
 def patch(model, name, directory, mode, **options):

@@ -65,7 +65,7 @@ class Remembering(Policy):
     """Keeps the latest tokens by what it stored with them: their position, plus one."""
 
     name = "remembering"
-    remembers = True
+    needs = frozenset({"memory"})
 
     def remember(self, signals):
         return torch.where(signals.memory > 0, signals.memory, signals.positions + 1.0)

@@ -79,7 +79,7 @@ def test_64_short_turns_are_one_long_prompt(name, tmp_path):
         assert torch.equal(turns.stored(1) + turns.moments(1).count, torch.full((1, 2), seen))
         assert int(turns.stored(1).sum()) <= bound(turns, 1)
     check(turns, 192)
-    for block in (None,) if POLICIES[name].rereads else (None, 16):
+    for block in (None,) if POLICIES[name].second_reading else (None, 16):
         patch(model, name, tmp_path, prefill_block=block)
         at_once = model(ids, logits_to_keep=1).past_key_values
         check(at_once, 192)

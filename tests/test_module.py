@@ -26,7 +26,7 @@ from .test_refusals import sentence
 
 B, HQ, HKV, D = 2, 4, 2, 16
 TOKENS, EVERY = 20, 5
-NAMES = [name for name in fastkv.policies.names() if not fastkv.policies.get(name).rereads]
+NAMES = [name for name in fastkv.policies.names() if not fastkv.policies.get(name).second_reading]
 
 
 def small(**options):

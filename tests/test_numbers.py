@@ -19,7 +19,7 @@ B, HQ, HKV, D = 2, 4, 2, 16
 SCALE = D**-0.5
 TOKENS, EVERY = 12, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ALONE = [name for name in NAMES if not POLICIES[name].rereads]
+ALONE = [name for name in NAMES if not POLICIES[name].second_reading]
 
 
 def integers(*shape, largest=50):

@@ -14,12 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkv
 from fastkv import FastKVError, ops
-from fastkv.policies import H2O, TOVA, CriticalKV, DuoAttention, KVzip, MomentKV, PyramidKV, Signals, SnapKV
+from fastkv.policies import (
+    H2O,
+    TOVA,
+    CriticalKV,
+    DuoAttention,
+    KVzip,
+    MomentKV,
+    PyramidKV,
+    SecondReading,
+    Shares,
+    SnapKV,
+)
 from fastkv.reference import Moments, most_attended, output_norms
 from fastkv.reference import attention as kvzip
 from fastkv.reference import scores as output
 
 from .models import build, generate, prompt
+from .states import changed, make_signals
 
 F64 = torch.float64
 B, HEADS, GROUP, DIM, HIDDEN, SCALE = 2, 2, 3, 4, 5, 0.4
@@ -48,7 +60,7 @@ def make(num=13, seed=0, **changes):
     order = randn(B, HEADS, num, seed=seed + 2).argsort(-1)
     order[0, 0] = torch.arange(num)
     attention, memory = randn(2, B, HEADS, num, seed=seed + 3).softmax(-1)
-    made = Signals(
+    made = make_signals(
         keys=keys[:, :, :num],
         values=values[:, :, :num],
         positions=order.int(),
@@ -63,13 +75,13 @@ def make(num=13, seed=0, **changes):
         output=randn(HIDDEN, HEADS * GROUP, DIM, seed=seed + 4),
         memory=memory,
     )
-    return replace(made, **changes)
+    return changed(made, **changes)
 
 
 CANDIDATES = ("keys", "values", "positions", "valid", "attention", "memory")
 
 
-def changed(signals, change):
+def mapped(signals, change):
     """The same with `change` applied to everything that has an entry per candidate."""
     return replace(signals, **{name: change(getattr(signals, name)) for name in CANDIDATES})
 
@@ -77,12 +89,12 @@ def changed(signals, change):
 def row_of(signals, row):
     alone = slice(row, row + 1)
     moments = Moments(*(part[alone] for part in signals.moments.tensors()))
-    return replace(changed(signals, lambda part: part[alone]), moments=moments, queried=signals.queried[alone])
+    return replace(mapped(signals, lambda part: part[alone]), moments=moments, queried=signals.queried[alone])
 
 
 def score(policy, signals):
     """What the flow does: remember first."""
-    if policy.remembers:
+    if "memory" in policy.needs:
         signals = replace(signals, memory=policy.remember(signals))
     return policy.score(signals)
 
@@ -132,7 +144,7 @@ def test_rows_padding_and_order_of_slots_do_not_matter(policy, decoding, num, pa
     def shuffle(part):
         return part.gather(2, order if part.ndim == 3 else order[..., None].expand_as(part))
 
-    other = changed(changed(signals, pad), shuffle)
+    other = mapped(mapped(signals, pad), shuffle)
     moved = score(policy, other)
     torch.testing.assert_close(moved[other.valid], shuffle(pad(scores))[other.valid])
     assert kept(moved, other) == kept(scores, signals)
@@ -173,10 +185,10 @@ def test_heads_split_between_processes_score_as_on_one(policy):
 
     def run(rank):
         mine = slice(rank, rank + 1)
-        own = replace(
-            changed(signals, lambda part: part[:, mine]),
+        own = changed(
+            mapped(signals, lambda part: part[:, mine]),
             moments=Moments(*(part[:, mine] for part in signals.moments.tensors())),
-            output=signals.output[:, rank * GROUP : (rank + 1) * GROUP],
+            output=signals.layer.output[:, rank * GROUP : (rank + 1) * GROUP],
             parallel=Process(rank, parts, barrier),
         )
         return score(policy, own)
@@ -238,7 +250,7 @@ def test_h2o_in_blocks_equals_the_column_sums_of_the_whole_matrix(blocks):
 
 
 def test_h2o_asks_for_every_query_and_half_of_the_budget_for_recent_tokens():
-    assert H2O().observation is None and H2O().recent_share == 0.5 and H2O(recent=0.25).recent_share == 0.25
+    assert H2O().observation is None and H2O().shares == Shares(recent=0.5) and H2O(recent=0.25).shares.recent == 0.25
     for recent in (-0.1, 1.1, math.nan):
         with pytest.raises(FastKVError, match="recent must be a share"):
             H2O(recent=recent)
@@ -259,7 +271,7 @@ def test_pyramidkv_scores_like_snapkv_and_brings_a_pyramid(pool):
 
     agree(signals, scores, expected)
     assert torch.equal(scores, SnapKV(pool=pool).score(signals))
-    assert PyramidKV.layers == "pyramid" and PyramidKV().observation == 32 and PyramidKV.name == "pyramidkv"
+    assert PyramidKV.shares.layers == "pyramid" and PyramidKV().observation == 32 and PyramidKV.name == "pyramidkv"
 
 
 def test_snapkv_window_longer_than_the_prompt_shrinks():
@@ -292,7 +304,7 @@ def test_kvzip_remembers_the_largest_weight_and_scores_generated_tokens_by_atten
     later = replace(signals, decoding=True)
     assert torch.equal(policy.remember(later), signals.memory)
     assert policy.score(later).flatten().tolist() == [old or new for old, new in zip(before, now)]
-    assert policy.rereads and policy.remembers
+    assert policy.second_reading == SecondReading(2048) and "memory" in policy.needs
 
 
 def test_kvzip_hyper_parameters_are_checked():
@@ -365,7 +377,7 @@ def test_criticalkv_top_k_does_both_stages(first, num, tokens, seed):
     signals = make(num, seed, tokens=tokens)
     signals.valid[1, 0, : num // 3] = False
     policy, base = CriticalKV(first=first), SnapKV().score(signals)
-    scores, norms = policy.score(signals), output_norms(signals.values, signals.output)
+    scores, norms = policy.score(signals), output_norms(signals.values, signals.layer.output)
     expected = [[[] for _ in range(HEADS)] for _ in range(B)]
     for row in range(B):
         for head in range(HEADS):
@@ -395,7 +407,7 @@ def test_criticalkv_where_protection_leaves_no_room_the_base_decides():
 
 def test_criticalkv_keeps_heads_comparable():
     signals = make()
-    base, norms = SnapKV().score(signals), output_norms(signals.values, signals.output)
+    base, norms = SnapKV().score(signals), output_norms(signals.values, signals.layer.output)
     scores = CriticalKV().score(signals)
     second = (base - base.amin(-1, keepdim=True) + 1e-4) * norms
     for row in range(B):
@@ -407,14 +419,14 @@ def test_criticalkv_keeps_heads_comparable():
 
 def test_criticalkv_passes_on_what_its_base_asks_for():
     on_h2o, signals = CriticalKV(base=H2O(recent=0.25)), make()
-    assert on_h2o.needs == {"attention", "output"} and on_h2o.remembers
-    assert on_h2o.observation is None and on_h2o.recent_share == 0.25
+    assert on_h2o.needs == {"attention", "output", "memory"}
+    assert on_h2o.observation is None and on_h2o.shares.recent == 0.25
     assert torch.equal(on_h2o.remember(signals), H2O().remember(signals))
-    assert CriticalKV(base="momentkv").moment_order == 1 and CriticalKV(base="momentkv").observation == 32
-    assert CriticalKV(base="random").needs == {"output"} and CriticalKV(base=KVzip()).rereads
-    assert CriticalKV(base=PyramidKV()).layers == "pyramid" and CriticalKV().layers is None
+    assert CriticalKV(base="momentkv").moments.order == 1 and CriticalKV(base="momentkv").observation == 32
+    assert CriticalKV(base="random").needs == {"output"} and CriticalKV(base=KVzip()).second_reading
+    assert CriticalKV(base=PyramidKV()).shares.layers == "pyramid" and CriticalKV().shares.layers is None
     with pytest.raises(FastKVError, match="needs the pattern file"):
-        CriticalKV(base=DuoAttention()).check([2, 2])
+        CriticalKV(base=DuoAttention()).shares.heads.check([2, 2])
 
 
 @pytest.mark.parametrize(
@@ -517,7 +529,7 @@ def residual(signals, row, head, slot, order):
 def test_momentkv_ablations_equal_brute_force(order, decoding):
     signals = make(decoding=decoding)
     policy = MomentKV(informed=False) if order is None else MomentKV(residual_order=order)
-    assert policy.moment_order == order
+    assert policy.moments.order == order
 
     def expected(row, head):
         weights = signals.attention[row, head].tolist()
@@ -535,6 +547,6 @@ def test_momentkv_order_0_needs_no_matrix_and_hyper_parameters_are_checked():
     signals, policy = make(), MomentKV(residual_order=0)
     means = replace(signals, moments=Moments(*signals.moments.tensors()[:3]))
     assert torch.equal(policy.score(means), policy.score(signals))
-    assert MomentKV().moment_order == 1 and MomentKV(informed=False).moment_order is None
+    assert MomentKV().moments.order == 1 and MomentKV(informed=False).moments.order is None
     with pytest.raises(FastKVError, match="residual_order must be 0 or 1, got 2"):
         MomentKV(residual_order=2)

@@ -5,7 +5,6 @@ Brute force is one token at a time in float64, over the valid tokens of one head
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from fastkv import ops
 from fastkv.errors import FastKVError
 from fastkv.integrations.transformers import rotations
-from fastkv.policies import KeyDiff, Signals
+from fastkv.policies import KeyDiff
 from fastkv.policies.baselines import KNorm
 from fastkv.policies.compactor import Compactor, Leverage, NonCausal
 from fastkv.policies.manifold import Manifold, WindowedManifold
@@ -28,6 +27,7 @@ from fastkv.rotary import Rotary
 from tests.models import build
 
 from .conftest import examples
+from .states import changed, make_signals
 from .test_no_sync import Crossings
 
 F64 = torch.float64
@@ -94,7 +94,7 @@ def made(held=9, new=11, batch=2, heads=2, seed=0, decoding=False, pads=(0, 3), 
         queries[b, :, : pads[b]] = NAN
     keys, values = (torch.where(valid[..., None], x, NAN) for x in (keys, values))
     keys, values, queries = (x.to(dtype or torch.float32) for x in (keys, values, queries))
-    return Signals(
+    return make_signals(
         keys=keys,
         values=values,
         positions=positions,
@@ -112,8 +112,8 @@ def made(held=9, new=11, batch=2, heads=2, seed=0, decoding=False, pads=(0, 3), 
 
 def scored(policy, signals):
     """Scores as the flow asks for them: first what to remember, then the score."""
-    if policy.remembers:
-        signals = replace(signals, memory=policy.remember(signals))
+    if "memory" in policy.needs:
+        signals = changed(signals, memory=policy.remember(signals))
     return policy.score(signals)
 
 
@@ -200,10 +200,10 @@ def brute_noncausal(policy, signals, b, h, index):
             for g in range(groups):
                 for i in members:
                     q = signals.queries[b, h * groups + g, i - start].double()
-                    scale = signals.scale if policy.scaled else 1.0
+                    scale = signals.layer.scale if policy.scaled else 1.0
                     logits = [scale * float(q @ signals.keys[b, h, j].double()) for j in members]
-                    if signals.softcap is not None:
-                        logits = [signals.softcap * math.tanh(x / signals.softcap) for x in logits]
+                    if signals.layer.softcap is not None:
+                        logits = [signals.layer.softcap * math.tanh(x / signals.layer.softcap) for x in logits]
                     total = sum(math.exp(x) for x in logits)
                     for j, x in zip(members, logits):
                         mass[j] += math.exp(x) / total / groups
@@ -239,7 +239,7 @@ def test_score_and_kept_set_equal_brute_force(policy, decoding, seed):
 
 @pytest.mark.parametrize("policy", [NonCausal(chunk=4, pool=3), Compactor(chunk=4)], ids=lambda p: p.name)
 def test_softcap_reaches_the_attention(policy):
-    signals = replace(made(), softcap=0.5)
+    signals = changed(made(), softcap=0.5)
     expected = brute(policy, signals)
     torch.testing.assert_close(torch.where(signals.valid, scored(policy, signals), 0), expected.float())
     assert not torch.allclose(expected, brute(policy, made()))
@@ -258,7 +258,7 @@ def test_ties_go_to_the_lower_position(policy, data):
     keys = torch.zeros(1, 1, 8, DIM)
     keys[0, 0, :, :2] = torch.tensor(numbers).float().reshape(8, 2)
     positions = torch.tensor([[order]], dtype=torch.int32)
-    signals = replace(
+    signals = changed(
         made(held=0, new=8, batch=1, heads=1, pads=(0,), holes=(0,)), keys=keys, values=keys, positions=positions
     )
     scores = scored(policy, signals)
@@ -269,7 +269,7 @@ def test_ties_go_to_the_lower_position(policy, data):
 @each_policy
 def test_kernels_give_the_same_scores(policy):
     signals = made(held=20, new=25, dim=16)
-    got = scored(policy, replace(signals, backend="triton"))
+    got = scored(policy, changed(signals, backend="triton"))
     torch.testing.assert_close(got[signals.valid], scored(policy, signals)[signals.valid], atol=1e-4, rtol=1e-4)
 
 
@@ -285,9 +285,9 @@ def test_half_precision_is_scored_in_fp32(policy):
 def test_a_row_does_not_depend_on_other_rows(policy, decoding):
     signals, other = made(decoding=decoding), made(seed=50, decoding=decoding, pads=(0, 0), holes=(0, 5))
     fields = ("keys", "values", "positions", "valid", "memory") + (() if decoding else ("queries",))
-    mixed = replace(signals, **{f: torch.cat([getattr(signals, f)[:1], 3 * getattr(other, f)[1:]]) for f in fields})
-    mixed = replace(mixed, valid=mixed.valid.bool())
-    alone = replace(signals, **{f: getattr(signals, f)[:1] for f in fields})
+    mixed = changed(signals, **{f: torch.cat([getattr(signals, f)[:1], 3 * getattr(other, f)[1:]]) for f in fields})
+    mixed = changed(mixed, valid=mixed.valid.bool())
+    alone = changed(signals, **{f: getattr(signals, f)[:1] for f in fields})
     together, elsewhere, single = (scored(policy, s) for s in (signals, mixed, alone))
     real = signals.valid[:1]
     assert torch.equal(elsewhere[:1][real], together[:1][real])
@@ -308,7 +308,7 @@ def test_what_is_not_valid_does_not_matter(policy, decoding):
         if not decoding:
             asks = real[:, :1, -11:, None].expand_as(signals.queries)
             changes["queries"] = torch.where(asks, signals.queries, number)
-        return scored(policy, replace(signals, **changes))
+        return scored(policy, changed(signals, **changes))
 
     first, second = filled(3.0), filled(1e18)
     assert torch.equal(first[real], second[real])
@@ -329,9 +329,9 @@ def test_padding_does_not_matter(policy, pads, holes, held, new):
         return torch.cat([x[:, :, :held], hole, x.new_full(size, junk), x[:, :, held:]], 2)
 
     junk = {"keys": NAN, "values": NAN, "positions": 1, "valid": False, "memory": NAN}
-    wide = replace(plain, **{f: padded(getattr(plain, f), value) for f, value in junk.items()})
+    wide = changed(plain, **{f: padded(getattr(plain, f), value) for f, value in junk.items()})
     asks = torch.cat([plain.queries.new_full((1, 4, pads, DIM), NAN), plain.queries], 2)
-    wide = replace(wide, queries=asks)
+    wide = changed(wide, queries=asks)
     got, expected = scored(policy, wide), scored(policy, plain)
     torch.testing.assert_close(got[wide.valid], expected[plain.valid], atol=1e-4, rtol=1e-4)
 
@@ -349,7 +349,7 @@ def test_order_of_the_candidates_does_not_matter(policy, decoding, seed):
     moved = {f: getattr(signals, f).gather(2, order) for f in ("positions", "valid", "memory")}
     wide = order[..., None].expand(-1, -1, -1, DIM)
     moved |= {f: getattr(signals, f).gather(2, wide) for f in ("keys", "values")}
-    shuffled = replace(signals, **moved)
+    shuffled = changed(signals, **moved)
     got, expected = scored(policy, shuffled), scored(policy, signals)
     torch.testing.assert_close(got[shuffled.valid], expected.gather(2, order)[shuffled.valid])
     assert kept(got, shuffled, 7) == kept(expected, signals, 7)
@@ -361,13 +361,13 @@ def test_few_and_equal_tokens_have_finite_scores(policy, decoding):
     signals = made(decoding=decoding)
     same = {f: torch.ones_like(getattr(signals, f)) for f in ("keys", "values")}
     memory = torch.full_like(signals.memory, DIM**0.5)  # what such a token is remembered with: mass 1, this norm
-    equal = replace(signals, **same, memory=memory, rotary=PLAIN)
+    equal = changed(signals, **same, memory=memory, rotary=PLAIN)
     for scores, real in zip(scored(policy, equal).flatten(0, 1), equal.valid.flatten(0, 1)):
         torch.testing.assert_close(scores[real], scores[real][:1].expand_as(scores[real]))
     for tokens in (0, 1, 2):
         few = torch.zeros_like(signals.valid)
         few[:, :, -tokens or 20 :] = True
-        scores = scored(policy, replace(signals, valid=few & signals.valid))
+        scores = scored(policy, changed(signals, valid=few & signals.valid))
         assert scores[few & signals.valid].isfinite().all()
 
 
@@ -376,7 +376,7 @@ def only_keys(keys):
     num = len(keys)
     empty = made(held=0, new=num, batch=1, heads=1, pads=(0,), holes=(0,))
     keys = keys.float()[None, None]
-    return replace(empty, keys=keys, values=keys, rotary=PLAIN)
+    return changed(empty, keys=keys, values=keys, rotary=PLAIN)
 
 
 @settings(max_examples=examples(50))
@@ -449,7 +449,7 @@ def test_centroid_dilution_and_its_cure():
     assert kept(local, signals, len(unusual)) == [unusual]
     # Windows are cut in the order of the text, wherever the slots are.
     order = torch.randperm(len(keys))
-    mixed = replace(only_keys(keys[order]), positions=order[None, None].int())
+    mixed = changed(only_keys(keys[order]), positions=order[None, None].int())
     assert kept(WindowedManifold(window=64).score(mixed), mixed, len(unusual)) == [unusual]
 
 
@@ -472,13 +472,13 @@ def test_leverage_is_of_the_keys_before_the_rotation():
         positions = torch.arange(30)[None, None] + offset
         angle = positions[..., None] * ROTARY.frequencies.double()
         turned = torch.complex(keys[..., : DIM // 2], keys[..., DIM // 2 :]) * torch.exp(1j * angle)
-        signals = replace(only_keys(torch.cat([turned.real, turned.imag], -1)[0, 0]), rotary=ROTARY)
-        return replace(signals, positions=positions.int())
+        signals = changed(only_keys(torch.cat([turned.real, turned.imag], -1)[0, 0]), rotary=ROTARY)
+        return changed(signals, positions=positions.int())
 
     plain = policy.score(only_keys(keys[0, 0]))
     for offset in (0, 777):
         torch.testing.assert_close(policy.score(rotated(offset)), plain, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(policy.score(replace(rotated(0), rotary=PLAIN)), plain, atol=1e-2)
+    assert not torch.allclose(policy.score(changed(rotated(0), rotary=PLAIN)), plain, atol=1e-2)
 
 
 def test_sketches_are_seeded():
@@ -513,8 +513,8 @@ def test_the_ragged_tail_is_not_favoured(tail, pads):
     """Equal tokens score the same in full chunks, in the tail, at the ends and beside padding."""
     signals = made(held=0, new=16 + tail + pads, batch=1, pads=(pads,), holes=(0,))
     real = signals.valid[..., None]
-    signals = replace(signals, keys=torch.where(real, 1.0, NAN).expand_as(signals.keys), queries=signals.queries * 1)
-    signals = replace(signals, values=torch.where(real, 2.0, NAN).expand_as(signals.values))
+    signals = changed(signals, keys=torch.where(real, 1.0, NAN).expand_as(signals.keys), queries=signals.queries * 1)
+    signals = changed(signals, values=torch.where(real, 2.0, NAN).expand_as(signals.values))
     scores = scored(NonCausal(chunk=8, pool=5), signals)[signals.valid]
     torch.testing.assert_close(scores, torch.full_like(scores, 2 * math.sqrt(DIM)))
 
@@ -525,17 +525,17 @@ def test_a_block_is_remembered_and_what_was_known_stays():
     memory = policy.remember(signals)
     assert torch.equal(memory[..., :9].nan_to_num(-1), signals.memory[..., :9].nan_to_num(-1))
     assert (memory[..., 9:][signals.valid[..., 9:]] > 0).all() and (memory[..., 9:][~signals.valid[..., 9:]] == 0).all()
-    scores = policy.score(replace(signals, memory=memory))
+    scores = policy.score(changed(signals, memory=memory))
     assert scores[0, 0, 12] < 1e-30  # known to be worthless, not unknown
-    later = replace(signals, memory=memory, queries=None, decoding=True)
+    later = changed(signals, memory=memory, queries=None, decoding=True)
     assert torch.equal(policy.remember(later).nan_to_num(-1), memory.nan_to_num(-1))
 
 
 def test_unknown_tokens_count_as_the_mean_of_the_known():
     signals = made(held=4, new=2, batch=1, heads=1, decoding=True, pads=(0,), holes=(1,))
-    signals = replace(signals, memory=torch.tensor([[[0.0, 1.0, 5.0, 99.0, 0.0, 0.0]]]))
+    signals = changed(signals, memory=torch.tensor([[[0.0, 1.0, 5.0, 99.0, 0.0, 0.0]]]))
     assert scored(NonCausal(), signals)[0, 0, [0, 1, 2, 4, 5]].tolist() == [3.0, 1.0, 5.0, 3.0, 3.0]
-    assert scored(NonCausal(), replace(signals, memory=torch.zeros(1, 1, 6))).tolist() == [[[0.0] * 6]]
+    assert scored(NonCausal(), changed(signals, memory=torch.zeros(1, 1, 6))).tolist() == [[[0.0] * 6]]
 
 
 @settings(max_examples=examples(100))
@@ -588,8 +588,8 @@ def test_a_constant_vector_has_z_0_also_with_rounding_noise(value):
 
 def test_compactor_of_equal_tokens_keeps_the_first():
     signals = only_keys(torch.ones(20, DIM))
-    signals = replace(signals, positions=torch.arange(19, -1, -1, dtype=torch.int32)[None, None])
-    signals = replace(signals, queries=torch.ones(1, 2, 20, DIM), memory=torch.zeros(1, 1, 20))
+    signals = changed(signals, positions=torch.arange(19, -1, -1, dtype=torch.int32)[None, None])
+    signals = changed(signals, queries=torch.ones(1, 2, 20, DIM), memory=torch.zeros(1, 1, 20))
     scores = scored(Compactor(), signals)
     assert (scores == 0).all()
     assert kept(scores, signals, 6) == [set(range(6))]
@@ -644,8 +644,8 @@ def check_round_trip(model, apply, *layer_type):
     cos, sin = model.model.rotary_emb(keys, position, *layer_type)
     _, rotated = apply(keys, keys, cos, sin)
     assert not torch.allclose(rotated, keys, atol=0.1)
-    signals = replace(made(), keys=rotated, positions=position[:, None].expand(-1, 2, -1).int())
-    back = replace(signals, rotary=rotations(model, [1])[1]).pre_rope_keys
+    signals = changed(made(), keys=rotated, positions=position[:, None].expand(-1, 2, -1).int())
+    back = changed(signals, rotary=rotations(model, [1])[1]).pre_rope_keys
     torch.testing.assert_close(back, keys)
 
 

@@ -21,12 +21,14 @@ from fastkv.policies import (
     FastKVReread,
     LagKV,
     QueryStatistics,
+    Reread,
     TriAttention,
 )
 from fastkv.policies import rkv as rkv_file
 from fastkv.rotary import Rotary
 
 from .pairwise import named
+from .states import changed
 from .test_policies_geometry import DIM, F64, FREQUENCIES, NAN, made, randn, scored
 
 HEADS, GROUP, TOKENS = 2, 2, 12
@@ -54,7 +56,7 @@ def signals_of(decoding=False, seed=0, tokens=TOKENS, **options):
     attention = randn(*signals.valid.shape, seed=seed + 6).softmax(-1)
     mean = randn(HEADS * GROUP, DIM, seed=seed + 7)
     excess = randn(HEADS * GROUP, DIM // 2, seed=seed + 8).abs()
-    return replace(
+    return changed(
         signals,
         keys=signals.keys + alike,
         tokens=tokens,
@@ -87,7 +89,7 @@ def softmax(numbers):
 
 
 def brute_lag(policy, signals, b, h, index):
-    num, lag = signals.keys.shape[2], max(min(policy.lag, signals.tokens // 4), 2)
+    num, lag = signals.keys.shape[2], max(min(policy.lag, signals.layer.tokens // 4), 2)
     parts = [index[at : at + lag] for at in range(0, len(index) - lag + 1, lag)]
     scores = {i: 1 + place / num for place, i in enumerate(index)}
     for part, after in itertools.pairwise(parts):
@@ -147,7 +149,7 @@ def brute_expected(policy, signals, b, h, index):
             mean = before.mean(0)
             spread = sum(torch.outer(q - mean, q - mean) for q in before) / len(before)
             mean, spread = ahead @ mean, ahead @ spread @ ahead.T
-            keys = signals.scale * signals.keys[b, h, index].double()
+            keys = signals.layer.scale * signals.keys[b, h, index].double()
             for i, a in zip(index, softmax([float(k @ mean + k @ spread @ k / 2) for k in keys])):
                 received[i] += a / GROUP
         for i in index if asked else ():
@@ -176,7 +178,7 @@ def brute_fastkv(policy, signals, b, h, index):
         most = dict.fromkeys(index, 0.0)
         for i, g in itertools.product(asked, range(GROUP)):
             query = signals.queries[b, h * GROUP + g, i - start].double()
-            weights = softmax([float(signals.scale * query @ signals.keys[b, h, j].double()) for j in index])
+            weights = softmax([float(signals.layer.scale * query @ signals.keys[b, h, j].double()) for j in index])
             most = {j: max(most[j], weight) for j, weight in zip(index, weights)}
         peaks = [most[i] * float(signals.values[b, h, i].double().norm()) for i in index]
         half = policy.pool // 2
@@ -196,8 +198,8 @@ def brute_tri(policy, signals, b, h, index):
     steps = [2**power for power in range(40) if 2**power <= policy.horizon]
     best = dict.fromkeys(index, -math.inf)
     for g in range(GROUP):
-        mean = complex_pairs(signals.query_statistics.mean[h * GROUP + g])
-        excess = signals.query_statistics.excess[h * GROUP + g].double()
+        mean = complex_pairs(signals.layer.query_statistics.mean[h * GROUP + g])
+        excess = signals.layer.query_statistics.excess[h * GROUP + g].double()
         logits = {}
         for i in index:
             at = int(signals.positions[b, h, i])
@@ -267,11 +269,11 @@ def test_heads_do_not_look_at_each_other(policy):
     scores = scored(policy, signals)
     for head in range(HEADS):
         group = slice(head * GROUP, (head + 1) * GROUP)
-        own = replace(
+        own = changed(
             signals,
             **{name: getattr(signals, name)[:, head : head + 1] for name in PER_TOKEN},
             queries=signals.queries[:, group],
-            query_statistics=QueryStatistics(*(part[group] for part in signals.query_statistics)),
+            query_statistics=QueryStatistics(*(part[group] for part in signals.layer.query_statistics)),
         )
         real = signals.valid[:, head]
         torch.testing.assert_close(scored(policy, own)[:, 0][real], scores[:, head][real], **within(policy))
@@ -299,7 +301,8 @@ def test_a_second_reading_says_what_was_looked_up():
     """Of tokens that were read twice N is their largest attention times the length of their value."""
     signals = signals_of()
     received = randn(*signals.valid.shape, seed=3).sigmoid().float()
-    twice = FastKVReread().remember(replace(signals, received=received))
+    reread = Reread(received, signals.queries[:, :, :0], signals.valid[:, 0, :0])
+    twice = FastKVReread().remember(replace(signals, reread=reread))
     want = received * signals.values.float().norm(dim=-1)
     torch.testing.assert_close(twice[signals.valid], want[signals.valid])
     assert (twice[~signals.valid] == 0).all()
@@ -406,9 +409,9 @@ def test_vectors_are_turned_ahead(rotary):
 def test_it_is_the_mean_logit_of_queries_that_are_all_alike(scaling):
     """Without excess, and turned by the embedding itself: attention logits, averaged over the positions to come."""
     rotary = Rotary(FREQUENCIES[DIM], scaling=scaling)
-    signals = replace(signals_of(), rotary=rotary)
-    known = signals.query_statistics
-    signals = replace(signals, query_statistics=QueryStatistics(known.mean, torch.zeros_like(known.excess)))
+    signals = changed(signals_of(), rotary=rotary)
+    known = signals.layer.query_statistics
+    signals = changed(signals, query_statistics=QueryStatistics(known.mean, torch.zeros_like(known.excess)))
     steps = torch.tensor([1, 2, 4, 8])
     last = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
     queries = rotary.ahead(known.mean[None, :, None].expand(2, -1, 4, -1), last + steps, steps[:1] * 0).double()

@@ -16,7 +16,7 @@ from .pairwise import FOLLOWERS, covering, each
 TOKENS, EVERY = 20, 7
 NAMES = fastkv.policies.names()
 ADAPTIVE = [one.name for one in fastkv.policies.ALL if one.adaptive]
-IN_BLOCKS = [name for name in NAMES if not fastkv.policies.get(name).rereads]
+IN_BLOCKS = [name for name in NAMES if not fastkv.policies.get(name).second_reading]
 
 
 def small(**options):

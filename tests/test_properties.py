@@ -17,11 +17,11 @@ from fastkv.cache.selection import keep_best
 from fastkv.config import Config
 from fastkv.corrections import NONE
 from fastkv.parallel import Parallel
-from fastkv.policies import KeyDiff, Signals, get
+from fastkv.policies import KeyDiff, get
 from fastkv.reference import Moments, Selection, compact, select
 
 from .conftest import examples
-from .states import make_spec, make_state
+from .states import make_signals, make_spec, make_state
 
 CASES = settings(max_examples=examples(500))
 F64 = torch.float64
@@ -182,7 +182,7 @@ def test_a_layer_keeps_the_best(kind, batch, heads, seed, sinks, recent, more, s
     valid = torch.tensor(grid(batch, heads, lambda b, h: [p is not None for p in at[b][h]]))
     # In some heads nothing is worth much, so that only the floor stays.
     scores = grid(batch, heads, lambda b, h: rng.choices(rng.choice([SCORES, [1.0, 2.5], [-3.0, -5.0]]), k=places))
-    signals = Signals(
+    signals = make_signals(
         keys=torch.zeros(batch, heads, places, D),
         values=torch.zeros(batch, heads, places, DV),
         positions=positions.int(),
@@ -232,7 +232,7 @@ def test_keydiff_of_some_slots_is_that_of_their_tokens(anchor, distance):
 def test_snapkv_pools_prompts_only():
     """While decoding, tokens are scored one by one."""
     attention, positions = torch.rand(1, 2, 9), torch.arange(9, dtype=torch.int32).expand(1, 2, 9)
-    signals = Signals(
+    signals = make_signals(
         keys=torch.zeros(1, 2, 9, D),
         values=torch.zeros(1, 2, 9, DV),
         positions=positions,

@@ -74,9 +74,9 @@ def test_equal_bytes():
 
 
 def test_by_name():
-    assert FastKVReread().rereads and not FastKV().rereads
-    assert (FastKVReread().correction, FastKVReread().chunk) == ("centroids", 512)
-    assert (KVzip().chunk, KVzip(chunk=5, prompt=[1]).prompt) == (2048, (1,)) and not KVzip().samples_queries
+    assert FastKVReread().second_reading and not FastKV().second_reading
+    assert (FastKVReread().correction, FastKVReread().second_reading.chunk) == ("centroids", 512)
+    assert (KVzip().chunk, KVzip(chunk=5, prompt=[1]).prompt) == (2048, (1,)) and not KVzip().second_reading.samples
 
 
 def test_refusals():

@@ -8,10 +8,11 @@ from fastkv.cache.layout import LayerConfig, Layout, spec_of
 from fastkv.cache.selection import keep_best, keep_in_rounds
 from fastkv.config import Config
 from fastkv.corrections import get
-from fastkv.policies import MomentKV, Signals
+from fastkv.policies import MomentKV
 from fastkv.reference import Moments
 
 from .models import build, generate, prompt
+from .states import make_signals
 from .test_policy_matrix import EVERY, TOKENS, check, small
 
 HEADS, NUM, KEEP, DIM, SCALE = 2, 40, 12, 6, 0.4
@@ -23,7 +24,7 @@ def made(pads=(0, 7)):
     keys = torch.randn(2, HEADS, NUM, DIM, generator=generator)
     values = keys @ torch.randn(DIM, DIM, generator=generator) + torch.randn(2, HEADS, NUM, DIM, generator=generator)
     valid = torch.arange(NUM) >= torch.tensor(pads)[:, None, None].expand(-1, HEADS, 1)
-    signals = Signals(
+    signals = make_signals(
         keys=keys,
         values=values + 2,
         positions=(valid.cumsum(-1) - 1).int(),

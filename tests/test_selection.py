@@ -8,10 +8,11 @@ from fastkv.budget import Budget
 from fastkv.cache.layout import LayerConfig, Layout, spec_of
 from fastkv.cache.selection import keep_best
 from fastkv.config import Config
-from fastkv.policies import KeyDiff, Signals, Streaming
+from fastkv.policies import KeyDiff, Streaming
 from fastkv.reference import LayerState, Moments, Slots, Spec, compact, evict, protected, select
 
 from .conftest import examples
+from .states import make_signals
 
 
 def expected_set(scores, positions, valid, guard, tokens):
@@ -115,7 +116,7 @@ def kept_positions(policy, tokens, num=40, **budget):
     config = Config(policy, Budget(tokens=tokens, **budget))
     positions = torch.arange(num, dtype=torch.int32).expand(1, 1, num)
     keys = torch.randn(1, 1, num, 8)
-    signals = Signals(
+    signals = make_signals(
         keys=keys,
         values=keys,
         positions=positions,

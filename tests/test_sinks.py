@@ -127,8 +127,8 @@ def test_a_second_reading():
         torch.testing.assert_close(out, want)
         received.append(weights.unflatten(1, (HKV, -1))[..., :8].amax((2, 3)))
     most = torch.maximum(*received)
-    torch.testing.assert_close(held.again.received[0], most[0], check_dtype=False)
-    torch.testing.assert_close(held.again.received[1], most[1].roll(-3, -1), check_dtype=False)
+    torch.testing.assert_close(held.reread.received[0], most[0], check_dtype=False)
+    torch.testing.assert_close(held.reread.received[1], most[1].roll(-3, -1), check_dtype=False)
 
 
 def test_attention_of_chunks():

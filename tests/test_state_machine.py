@@ -69,7 +69,7 @@ def arguments(draw):
         "policy": chosen.name,
         "budget": Budget(**amount, sinks=draw(st.integers(0, 2)), recent=draw(st.integers(0, 3)), heads=heads),
         "correction": draw(st.sampled_from(CORRECTIONS[:-2] if fixed else CORRECTIONS)),
-        "prefill_block": None if chosen.rereads else draw(st.sampled_from([None, None, 1, 3, 8])),
+        "prefill_block": None if chosen.second_reading else draw(st.sampled_from([None, None, 1, 3, 8])),
         "evict_every": draw(st.integers(1, 6)),
         "static": draw(st.booleans()),
     }

@@ -14,6 +14,7 @@ from .. import ops
 from ..backend import follows_rows, resolve
 from ..config import Config
 from ..errors import FastKVError
+from ..policies import Reread
 from ..reference import LayerState, Recovery
 from . import compaction, selection, signals
 from .layout import LayerConfig, Layout, cost, layout_of
@@ -219,12 +220,12 @@ class LayerCache:
         k: Tensor,
         v: Tensor,
         valid: Tensor,
-        again: signals.SecondReading | None = None,
+        reread: Reread | None = None,
         mass: Tensor | None = None,
     ) -> None:
-        """Make tokens of a prompt part of the state; shapes as in `attend`, again and mass as in `absorb_block`."""
+        """Make tokens of a prompt part of the state; shapes as in `attend`, reread and mass as in `absorb_block`."""
         state, rule = self._held()
-        absorb_block(state, q, k, v, valid, rule, again, mass)
+        absorb_block(state, q, k, v, valid, rule, reread, mass)
         self.workspace.clock.restart()
         if state.exact.starts is not None:
             self.prepare()  # the longest head may have changed
@@ -365,7 +366,7 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
             with state.gathered() as own:
                 evict(own, rule)
             return
-        unread = () if rule.config.policy.moment_order is not None else ("moments",)
+        unread = () if rule.config.policy.moments.order is not None else ("moments",)
         copied = state.taken(but=(*unread, *(() if state.parts is None else (state.parts.kind,))))
     told, guard = signals.of_slots(state, copied, rule)
     told, scores = signals.score(told, rule)

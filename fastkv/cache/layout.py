@@ -191,7 +191,8 @@ def layout_of(
         )
     policy, correction, reserved = config.policy, config.correction, config.budget.reserved
     own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
-    pairs = policy.head_tokens(layer, heads * parallel.size, tokens, reserved)
+    fixed = policy.shares.heads
+    pairs = None if fixed is None else fixed.head_tokens(layer, heads * parallel.size, tokens, reserved)
     approx: tuple[int, ...] = ()
     if pairs is None:
         usable = [True] * heads if config.values is None else config.values.usable(layer)[own]
@@ -211,7 +212,7 @@ def layout_of(
         )
     else:
         pairs = pairs[own]
-    orders = [order for order in (correction.order, policy.moment_order) if order is not None]
+    orders = [order for order in (correction.order, policy.moments.order) if order is not None]
     return Layout(
         tokens=pairs,
         correction=correction,
@@ -223,7 +224,7 @@ def layout_of(
         order=max(orders, default=None),
         slope=slope,
         attention=config.needs("attention"),
-        memory=policy.remembers,
+        memory=config.needs("memory"),
         latent=latent,
         format=config.slots,
         backend=config.backend,
@@ -323,7 +324,7 @@ def spec_of(config: Config, layout: Layout, scale: float, softcap: float | None 
     The budget's recent tokens are protected, or the policy's larger share; sinks always fit.
     """
     budget = config.budget
-    recent = max(budget.recent, math.ceil(config.policy.recent_share * layout.total))
+    recent = max(budget.recent, math.ceil(config.policy.shares.recent * layout.total))
     return Spec(
         scale=scale,
         softcap=softcap,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..policies import Reread
 from ..reference import LayerState, Selection, attention_ahead, merge_partials
 from . import compaction, key_only, refit, selection, signals
 from .layout import LayerConfig
-from .signals import SecondReading
 
 
 def attend_block(
@@ -44,13 +44,13 @@ def absorb_block(
     v: Tensor,
     valid: Tensor,
     rule: LayerConfig,
-    again: SecondReading | None = None,
+    reread: Reread | None = None,
     mass: Tensor | None = None,
 ) -> None:
     """Make the block part of the state, evicting down to the layer's budget; what leaves is remembered.
 
     Shapes as in `attend_block`, which comes first: every query sees its whole past before anything is evicted.
-    again: what is known of the block where it was read twice. mass: of `attend_block`.
+    reread: what is known of the block where it was read twice. mass: of `attend_block`.
     """
     num = k.shape[2]
     # Padding gets the position of the token before it; it is never valid, so this is never read.
@@ -59,17 +59,17 @@ def absorb_block(
     told = signals.candidates(state, (k, v, positions, valid), rule)
     full = state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
-        told, scores = signals.score(signals.of_block(told, q, valid, state, rule, again, mass), rule)
+        told, scores = signals.score(signals.of_block(told, q, valid, state, rule, reread, mass), rule)
     kept = Selection(told.valid, told.valid.sum(-1))
     if full:
-        whole = rule.config.prefill_block is None and rule.config.policy.rounds > 1
+        whole = rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1
         keep = selection.keep_in_rounds if whole else selection.keep_best
         kept = keep(told, scores, state.seen, rule)
         if rule.config.correction.observes:
             told = refit.refit(told, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, told, kept, num, rule, full=full)
-    if full and again is not None and rule.config.correction.biases:
-        refit.match(told, again, state, rule)
+    if full and reread is not None and rule.config.correction.biases:
+        refit.match(told, reread, state, rule)
 
 
 def without_padding(rows: Tensor, valid: Tensor) -> Tensor:

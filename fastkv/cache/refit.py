@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..corrections import Pairs
-from ..policies import Signals
+from ..policies import Reread, Signals
 from ..reference import LayerState, pack, visible_keys
 from ..reference.attention import grouped_logits, masked_softmax
 from . import signals
@@ -27,7 +27,7 @@ def refit(
     full, rest = _attention(told, kept, q, valid, state, rule)
     correction, exact = rule.config.correction, state.exact
     anchors = int(correction.anchors * rule.layout.total)
-    best = ops.select(scores, told.positions, kept, torch.zeros_like(kept), anchors, backend=told.backend).kept
+    best = ops.select(scores, told.positions, kept, torch.zeros_like(kept), anchors, backend=told.layer.backend).kept
     free = kept & ~best & ~protected(told, state.seen, rule)
     told = replace(told, values=correction.refitted(told.values, full, rest, free))
     if exact.starts is None:  # where heads share slots, all of them are written anew
@@ -58,7 +58,7 @@ def _attention(
     return attention(seen), attention(seen & kept[:, :, None, None])
 
 
-def match(told: Signals, again: signals.SecondReading, state: LayerState, rule: LayerConfig) -> None:
+def match(told: Signals, reread: Reread, state: LayerState, rule: LayerConfig) -> None:
     """Biases and values of the slots such that they attend as all candidates did; see `MatchingCorrection`.
 
     Args: told: of the whole prompt; what was chosen of it is in the slots, as it is stored there.
@@ -67,7 +67,7 @@ def match(told: Signals, again: signals.SecondReading, state: LayerState, rule: 
     free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)
     candidates = Pairs(told.keys, told.values, told.valid & ~protected(told, state.seen, rule))
     kept = Pairs(exact["keys"], exact["values"], free)
-    bias, fitted = rule.config.correction.matched(again.queries, again.asked, candidates, kept, spec)
+    bias, fitted = rule.config.correction.matched(reread.queries, reread.asked, candidates, kept, spec)
     codes, scales = exact.encode("values", fitted.to(exact.dtype))
     for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
         if rows is None:

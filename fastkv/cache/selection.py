@@ -46,7 +46,7 @@ def keep_in_rounds(signals: Signals, scores: Tensor, seen: Tensor, rule: LayerCo
 
     The policy scores what is left with the moments as they will be. Arguments as there; scores: of the first round.
     """
-    policy, rounds = rule.config.policy, rule.config.policy.rounds
+    policy, rounds = rule.config.policy, rule.config.policy.moments.rounds
     left, count = signals, signals.valid.sum(-1)
     excess = torch.stack([row - number for row, number in zip(count.unbind(-1), _wanted(rule))], -1).clamp(min=0)
     for coming in range(rounds - 1, 0, -1):
@@ -72,7 +72,7 @@ def keep_slots(signals: Signals, scores: Tensor, guard: Tensor, state: LayerStat
     starts = state.exact.starts
     choice = (scores, signals.positions, signals.valid, guard)
     if starts is None:
-        return ops.select(*choice, rule.layout.least, backend=signals.backend)
+        return ops.select(*choice, rule.layout.least, backend=signals.layer.backend)
     return select_each(*choice, starts.diff(dim=-1) - rule.layout.spare)
 
 
@@ -91,7 +91,7 @@ def keep_values(signals: Signals, kept: Tensor, errors: Tensor, seen: Tensor, ru
 
 def _each(signals: Signals, scores: Tensor, guard: Tensor, tokens: list[int]) -> Selection:
     """`tokens[h]` candidates of head h; heads that keep equally many are selected together."""
-    backend = signals.backend
+    backend = signals.layer.backend
     if len(set(tokens)) == 1:
         return ops.select(scores, signals.positions, signals.valid, guard, tokens[0], backend=backend)
     rows: dict[int, Tensor] = {}
@@ -115,7 +115,7 @@ def _adaptive(
     Equal scores go to the lower position, then to the lower head. Under tensor parallelism the heads of all processes
     compete, as they would on one device.
     """
-    backend, tokens = signals.backend, rule.layout.total
+    backend, tokens = signals.layer.backend, rule.layout.total
     floor = max(math.ceil(FLOOR * tokens), rule.spec.sinks + rule.spec.recent)
     first = ops.select(scores, signals.positions, signals.valid, guard, floor, backend=backend).kept
     gather = rule.parallel.gather

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..policies import Signals
+from ..policies import LayerFacts, Reread, Signals
 from ..reference import LayerState, compute_dtype, joined
 from . import key_only
 from .layout import LayerConfig
@@ -16,21 +16,6 @@ from .layout import LayerConfig
 Block = tuple[Tensor, Tensor, Tensor, Tensor]
 Tokens = tuple[Tensor, Tensor, Tensor]
 QUERY_CHUNK = 256  # queries observed at once where a policy watches all of them
-
-
-@dataclass
-class SecondReading:
-    """What a layer knows of a prompt, T tokens, that was read twice.
-
-    Attributes:
-        received: [B, Hkv, T] fp32, the most attention that re-fed tokens gave to each token.
-        queries: [B, Hq, W, D] post-RoPE, some of the re-fed tokens', and asked: [B, W] bool, false for none; both empty
-            unless something is fitted to them.
-    """
-
-    received: Tensor
-    queries: Tensor
-    asked: Tensor
 
 
 def candidates(state: LayerState, block: Block, rule: LayerConfig) -> Signals:
@@ -80,18 +65,20 @@ def _told(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerCon
         positions=positions,
         valid=valid,
         moments=state.moments,
-        scale=spec.scale,
-        softcap=spec.softcap,
-        sink_logits=None if state.sink_logits is None else state.sink_logits.detach(),
-        layer=rule.layer,
-        tokens=rule.layout.total,
+        layer=LayerFacts(
+            rule.layer,
+            spec.scale,
+            spec.softcap,
+            None if state.sink_logits is None else state.sink_logits.detach(),
+            rule.layout.total,
+            rule.output,
+            rule.rotary,
+            rule.queries,
+            rule.parallel,
+            spec.backend,
+        ),
         decoding=decoding,
-        output=rule.output,
         memory=memory,
-        rotary=rule.rotary,
-        query_statistics=rule.queries,
-        parallel=rule.parallel,
-        backend=spec.backend,
     )
 
 
@@ -101,16 +88,15 @@ def of_block(
     valid: Tensor,
     state: LayerState,
     rule: LayerConfig,
-    again: SecondReading | None,
+    reread: Reread | None,
     mass: Tensor | None,
 ) -> Signals:
     """Add what the policy asks of a prompt block: the attention that candidates get, and the block's queries.
 
-    Args: q [B, Hq, T, D]; valid [B, T]; again: of the block, which is then all there is; mass [B, Hq, T]: log of that
+    Args: q [B, Hq, T, D]; valid [B, T]; reread: of the block, which is then all there is; mass [B, Hq, T]: log of that
         of the evicted tokens in the attention of q, None for none.
     """
-    if again is not None:
-        signals = replace(signals, received=again.received, reference_queries=again.queries, asked=again.asked)
+    signals = replace(signals, reread=reread)
     if rule.config.needs("attention"):
         signals = observe(signals, q, valid, state, rule, mass)
     return replace(signals, queries=q) if rule.config.needs("queries") else signals
@@ -119,7 +105,7 @@ def of_block(
 def score(signals: Signals, rule: LayerConfig) -> tuple[Signals, Tensor]:
     """The policy's scores [B, Hkv, N], and the signals with what it wants remembered of each candidate."""
     policy = rule.config.policy
-    if policy.remembers:
+    if rule.config.needs("memory"):
         signals = replace(signals, memory=policy.remember(signals))
     return signals, policy.score(signals)
 

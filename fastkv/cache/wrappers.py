@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 
 from .. import ops
 from ..errors import FastKVError
+from ..policies import Reread
 from ..reference import LayerState, Moments, Slots, Spec, rows_at
 from .layer import LayerCache, Stock
 from .layout import LayerConfig
 from .prefill import without_padding
-from .signals import SecondReading
 
 SAMPLED, FEWEST = 16, 64  # of a second reading one query in so many, and no fewer of a chunk, are there for a refit
 
@@ -24,7 +24,7 @@ Attends = tuple[float, float | None, Tensor | None, Tensor | None]  # what `Laye
 class HeldPrompt:
     """A layer's cache while its first prompt is read: `read`, perhaps `read_again`, then `commit`.
 
-    Attributes: again: what a second reading has found so far; None unless it has begun.
+    Attributes: reread: what a second reading has found so far; None unless it has begun.
     """
 
     differentiates = False
@@ -33,7 +33,7 @@ class HeldPrompt:
         self.cache = cache
         self.held: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.attends: Attends = (1.0, None, None, None)
-        self.again: SecondReading | None = None
+        self.reread: Reread | None = None
         self.fed: tuple[Tensor, Tensor, Tensor] | None = None  # the last tokens of a second reading
 
     def configure(
@@ -44,14 +44,14 @@ class HeldPrompt:
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
         """Hold the prompt, or attend to it where it is read again; arguments as in `LayerCache.read`."""
-        if self.again is not None:
+        if self.reread is not None:
             return self.read_again(q, k, v, valid)
         self.held = (q, without_padding(k, valid), without_padding(v, valid), valid)
         return stock()
 
     def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
         """As `LayerCache.look`; a second reading watches the queries of this layer only."""
-        if self.again is None:
+        if self.reread is None:
             return stock()
         assert self.fed is not None
         k, v, valid = self.fed
@@ -66,20 +66,20 @@ class HeldPrompt:
         order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
         q, k, v = (rows_at(rows, order[:, None].expand(rows.shape[:3])) for rows in (q, k, v))
         self.held = (q, k, v, valid.gather(1, order))
-        self.again = SecondReading(k.new_zeros(k.shape[:3], dtype=torch.float32), q[:, :, :0], valid[:, :0])
+        self.reread = Reread(k.new_zeros(k.shape[:3], dtype=torch.float32), q[:, :, :0], valid[:, :0])
 
     def read_again(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
         """Attention of re-fed tokens over the held prompt and, causally, themselves. Nothing is stored."""
-        assert self.held is not None and self.again is not None
+        assert self.held is not None and self.reread is not None
         q, k, v = (without_padding(rows, valid) for rows in (q, k, v))
         self.fed = (k, v, valid)
         scale, softcap, _, sink_logits = self.attends
         out, lse = self._attend(q, k, v, valid, self._spec(scale, softcap), sink_logits)
         everything = lse.masked_fill(~valid[:, None], float("inf"))
         most = ops.most_attended(q, self.held[1], everything, scale, softcap, backend=self.cache.config.backend)
-        self.again.received = self.again.received.maximum(torch.where(self.held[3][:, None], most, 0))
+        self.reread.received = self.reread.received.maximum(torch.where(self.held[3][:, None], most, 0))
         if self.cache.config.samples_queries:
-            self._sample(self.again, q, valid)
+            self._sample(self.reread, q, valid)
         return out
 
     def _spec(self, scale: float, softcap: float | None) -> Spec:
@@ -102,13 +102,15 @@ class HeldPrompt:
         out, lse, _ = ops.prefill_attention(q, k, v, valid, state, spec)
         return out, lse
 
-    def _sample(self, again: SecondReading, q: Tensor, valid: Tensor) -> None:
+    def _sample(self, reread: Reread, q: Tensor, valid: Tensor) -> None:
         """Keep some of the queries, evenly spaced in each row: its own, as padding is on the right."""
-        fed, num = valid.sum(-1, keepdim=True), max(self.cache.config.policy.chunk // SAMPLED, FEWEST)
+        second = self.cache.config.policy.second_reading
+        assert second is not None
+        fed, num = valid.sum(-1, keepdim=True), max(second.chunk // SAMPLED, FEWEST)
         index = torch.arange(num, device=q.device) * fed // num
         some = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        again.queries = torch.cat([again.queries, some], 2)
-        again.asked = torch.cat([again.asked, (fed > 0).expand_as(index)], 1)
+        reread.queries = torch.cat([reread.queries, some], 2)
+        reread.asked = torch.cat([reread.asked, (fed > 0).expand_as(index)], 1)
 
     def commit(self, keep: float | None) -> None:
         """Compress the held prompt, to the share `keep` of its tokens if the budget left that open."""
@@ -116,7 +118,7 @@ class HeldPrompt:
         q, k, v, valid = self.held
         self.cache.allocate(q.shape[1], k, v, k.shape[2], keep)
         self.cache.configure(*self.attends)
-        self.cache.absorb(q, k, v, valid, self.again)
+        self.cache.absorb(q, k, v, valid, self.reread)
         self.cache.started = True
 
 

@@ -65,16 +65,15 @@ class Recorder(Policy):
     """
 
     name = "recorder"
-    needs = frozenset({"queries", "pre_rope"})
-    remembers = True
+    needs = frozenset({"queries", "memory", "pre_rope"})
 
     sums: dict[int, Sums]
 
     def remember(self, signals: Signals) -> Tensor:
         """Nothing new, but the sums grow."""
-        assert signals.queries is not None and signals.rotary is not None and signals.memory is not None
+        assert signals.queries is not None and signals.layer.rotary is not None and signals.memory is not None
         positions = signals.positions[:, :1, -signals.queries.shape[2] :]
-        self.sums.setdefault(signals.layer, Sums()).add(signals.queries, positions, signals.rotary)
+        self.sums.setdefault(signals.layer.index, Sums()).add(signals.queries, positions, signals.layer.rotary)
         return signals.memory
 
     def score(self, signals: Signals) -> Tensor:

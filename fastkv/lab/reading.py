@@ -22,7 +22,6 @@ from transformers import DynamicCache
 
 from ..api import patch, patched
 from ..budget import Budget
-from ..cache.signals import SecondReading
 from ..cache.wrappers import Attends, HeldPrompt
 from ..config import Config
 from ..errors import FastKVError
@@ -31,7 +30,7 @@ from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.deferred import read_again
 from ..integrations.transformers.prompt import Prompt
 from ..integrations.transformers.stock import CACHE
-from ..policies import Policy, get
+from ..policies import Policy, Reread, get
 
 ROOM = 1 << 20  # tokens: nothing is evicted while a text is only read
 
@@ -43,10 +42,10 @@ class HeldLayer:
     tokens: tuple[Tensor, Tensor, Tensor, Tensor]
     attends: Attends
 
-    def give(self, prompt: HeldPrompt, again: SecondReading | None) -> None:
+    def give(self, prompt: HeldPrompt, again: Reread | None) -> None:
         """Let this be what a layer has read; copies, as slots of unequal heads are filled where their tokens lie."""
         q, k, v, valid = self.tokens
-        prompt.held, prompt.attends, prompt.again = (q, k.clone(), v.clone(), valid), self.attends, again
+        prompt.held, prompt.attends, prompt.reread = (q, k.clone(), v.clone(), valid), self.attends, again
 
 
 class Reading:
@@ -57,7 +56,7 @@ class Reading:
 
     def __init__(self, model: Module, ids: Tensor, logits: Tensor, layers: list[HeldLayer]) -> None:
         self.model, self.ids, self.logits, self.layers = model, ids, logits, layers
-        self.again: dict[tuple[Any, ...], list[SecondReading]] = {}
+        self.again: dict[tuple[Any, ...], list[Reread]] = {}
 
     @classmethod
     @torch.no_grad()
@@ -107,7 +106,7 @@ class Reading:
             raise FastKVError("blocks and Budget(quality=...) decide while a text is read; run the model for each")
         patch(self.model, chosen, budget, **settings)
         cache = FastKVCache(self.model)
-        again = self._second(cache) if cache.config.policy.rereads else [None] * len(self.layers)
+        again = self._second(cache) if cache.config.policy.second_reading else [None] * len(self.layers)
         attentions = modules.attentions(self.model)
         for layer, held, second in zip(cache.compressed, self.layers, again):
             _, k, v, _ = held.tokens
@@ -121,10 +120,10 @@ class Reading:
             layer.commit(None)
         return cache
 
-    def _second(self, cache: FastKVCache) -> list[SecondReading]:
+    def _second(self, cache: FastKVCache) -> list[Reread]:
         """A second reading with the chunks and the request of the policy; made once for each."""
         config: Config = cache.config
-        key = (config.policy.chunk, tuple(config.policy.prompt), config.samples_queries)
+        key = (config.policy.second_reading, config.samples_queries)
         if key not in self.again:
             base = self.model.get_decoder()  # type: ignore[operator]
             held = [layer.hold() for layer in cache.compressed]
@@ -134,7 +133,7 @@ class Reading:
                 layer.seen = self.ids.shape[1]
             with cache.reading(Prompt(None, None)):
                 read_again(base, cache, held, self.ids, torch.ones_like(self.ids))
-            found = [prompt.again for prompt in held]
+            found = [prompt.reread for prompt in held]
             self.again[key] = [one for one in found if one is not None]
             for layer in cache.compressed:
                 layer.reset()

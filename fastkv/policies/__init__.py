@@ -7,7 +7,16 @@ from typing import Any
 
 from ..errors import FastKVError
 from .attentionmatching import AttentionMatching
-from .base import Policy, QueryStatistics, Signals
+from .base import (
+    LayerFacts,
+    MomentUse,
+    Policy,
+    QueryStatistics,
+    Reread,
+    SecondReading,
+    Shares,
+    Signals,
+)
 from .baselines import KNorm, Random, Streaming
 from .compactor import Compactor, Leverage, NonCausal
 from .criticalkv import CriticalKV
@@ -31,7 +40,9 @@ ALL: tuple[type[Policy], ...] = (
     LagKV, RKV, ExpectedAttention, TriAttention, GRKV, AttentionMatching, Streaming, Random,
 )  # fmt: skip
 
-__all__ = ["ALL", "Policy", "QueryStatistics", "Signals", "get", "names", *(policy.__name__ for policy in ALL)]
+BASE = (LayerFacts, MomentUse, Policy, QueryStatistics, Reread, SecondReading, Shares, Signals)
+
+__all__ = ["ALL", "get", "names", *(made.__name__ for made in (*BASE, *ALL))]
 
 
 def names() -> list[str]:

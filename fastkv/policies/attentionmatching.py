@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
-from .base import Signals
+from .base import SecondReading, Signals
 from .kvzip import KVzip
 
 MOST = math.exp(7)  # largest weight of a key while keys are pursued
@@ -38,7 +38,6 @@ class AttentionMatching(KVzip):
 
     name = "attention-matching"
     correction = "matching"
-    samples_queries = True
 
     keys: str = "attention"
 
@@ -47,10 +46,15 @@ class AttentionMatching(KVzip):
         if self.keys not in ("attention", "omp"):
             raise FastKVError(f"attention-matching: keys must be 'attention' or 'omp', got {self.keys!r}")
 
+    @property
+    def second_reading(self) -> SecondReading:
+        """That of KVzip, of which queries are kept."""
+        return super().second_reading._replace(samples=True)
+
     def remember(self, signals: Signals) -> Tensor:
         """The score by attention, [B, Hkv, N] fp32; generated tokens get none."""
-        if signals.reference_queries is not None:
-            signals = replace(signals, received=self._root_mean_square(signals))
+        if signals.reread is not None:
+            signals = replace(signals, reread=replace(signals.reread, received=_root_mean_square(signals)))
         return super().remember(signals)
 
     def score(self, signals: Signals) -> Tensor:
@@ -58,26 +62,28 @@ class AttentionMatching(KVzip):
         picks; [B, Hkv, N] fp32.
         """
         scores = super().score(signals)
-        if self.keys == "attention" or signals.reference_queries is None:
+        if self.keys == "attention" or signals.reread is None:
             return scores
-        return scores + pursued(*_mass(signals), signals.valid, signals.tokens)
+        return scores + pursued(*_mass(signals), signals.valid, signals.layer.tokens)
 
-    def _root_mean_square(self, signals: Signals) -> Tensor:
-        assert signals.asked is not None
-        total, queries = torch.zeros_like(signals.valid, dtype=torch.float32), signals.asked.sum(-1)[:, None, None]
-        for logits, visible in _logits(signals):
-            weights, _ = masked_softmax(logits, visible)
-            total = total + weights.square().mean(2).sum(2)
-        return (total / queries.clamp(min=1)).sqrt()
+
+def _root_mean_square(signals: Signals) -> Tensor:
+    """Of the weights that reference queries give each candidate, [B, Hkv, N] fp32."""
+    assert signals.reread is not None
+    total, queries = torch.zeros_like(signals.valid, dtype=torch.float32), signals.reread.asked.sum(-1)[:, None, None]
+    for logits, visible in _logits(signals):
+        weights, _ = masked_softmax(logits, visible)
+        total = total + weights.square().mean(2).sum(2)
+    return (total / queries.clamp(min=1)).sqrt()
 
 
 def _logits(signals: Signals) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits [B, Hkv, G, w, N] of some reference queries after another, and which of them count, broadcast to it."""
-    assert signals.reference_queries is not None and signals.asked is not None
-    queries = signals.reference_queries.split(QUERY_CHUNK, 2), signals.asked.split(QUERY_CHUNK, 1)
-    for q, asked in zip(*queries):
+    reread, layer = signals.reread, signals.layer
+    assert reread is not None
+    for q, asked in zip(reread.queries.split(QUERY_CHUNK, 2), reread.asked.split(QUERY_CHUNK, 1)):
         visible = signals.valid[:, :, None, None] & asked[:, None, None, :, None]
-        yield grouped_logits(q, signals.keys, signals.scale, signals.softcap), visible
+        yield grouped_logits(q, signals.keys, layer.scale, layer.softcap), visible
 
 
 def _mass(signals: Signals) -> tuple[Tensor, Tensor]:

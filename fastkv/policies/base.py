@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,48 @@ class QueryStatistics(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LayerFacts:
+    """What does not change from one eviction of a layer to the next.
+
+    Attributes:
+        index: of the layer in the model.
+        scale: logit multiplier.  softcap: of the logits, or None.
+        sink_logits: [Hq], learned logits beside those of the keys, with the value zero; None for none.
+        tokens: how many each head will keep (their mean where heads differ).
+        output: [hidden, Hq, Dv], the output projection; None unless "output" is needed.
+        rotary: how the layer turns its keys; None unless "pre_rope" or "rotary" is needed.
+        query_statistics: from a calibration file; None unless needed.
+        parallel: the processes that share the layer's heads.  backend: to pass on to `fastkv.ops`.
+    """
+
+    index: int
+    scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    tokens: int = 0
+    output: Tensor | None = None
+    rotary: Rotary | None = None
+    query_statistics: QueryStatistics | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    backend: str = "auto"
+
+
+@dataclass
+class Reread:
+    """What a second reading found out about a prompt of T tokens.
+
+    Attributes:
+        received: [B, Hkv, T] fp32, the largest attention weight that any query of it gave each token.
+        queries: [B, Hq, W, D] post-RoPE, some of its queries, and asked: [B, W] bool, false for none; both empty unless
+            they are sampled.
+    """
+
+    received: Tensor
+    queries: Tensor
+    asked: Tensor
+
+
+@dataclass(frozen=True)
 class Signals:
     """What a policy may look at when a layer must decide which tokens to keep.
 
@@ -40,26 +82,15 @@ class Signals:
         keys: [B, Hkv, N, Dk] post-RoPE, values: [B, Hkv, N, Dv].
         positions: [B, Hkv, N] int32.  valid: [B, Hkv, N] bool, false for empty slots and padding.
         moments: of the tokens evicted so far.
-        scale: logit multiplier of the layer.  softcap: of its logits, or None.
-        sink_logits: [Hq], learned logits beside those of the keys, with the value zero; None for none.
-        layer: index of the layer in the model.
-        tokens: how many each head will keep (their mean where heads differ).
+        layer: what does not change from one eviction to the next.
         decoding: true when called between generated tokens, false while a prompt is read.
         attention: [B, Hkv, N], mean attention weight from the observation window: the last `policy.observation` queries
-            of the prompt block, or the queries since the last eviction when decoding; None unless the policy `needs` it
+            of the prompt block, or the queries since the last eviction when decoding; None unless needed.
         queried: [B, 1, 1] or [B, Hkv, N] fp32, the number of queries each mean in `attention` is over; None without it.
         queries: [B, Hq, T, Dk] post-RoPE, of the new tokens of a prompt block; None when decoding and unless needed.
-        output: [hidden, Hq, Dv], the layer's output projection; None unless needed.
-        received: [B, Hkv, N] fp32, the largest attention weight that any query of a second reading gave each candidate;
-            None without one.
-        reference_queries: [B, Hq, W, Dk] post-RoPE, some of those of a second reading, and asked: [B, W] bool, false
-            for none; None without one, empty unless they are kept (`samples_queries`).
-        memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless the
-            policy `remembers`.
-        rotary: how the layer turns its keys, None unless "pre_rope" is needed.
-        query_statistics: what the layer's queries are like, from a calibration file; None unless needed.
-        parallel: the processes that share the layer's heads.
-        backend: to pass on to `fastkv.ops`.
+        memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless
+            needed.
+        reread: of the candidates, where they were read a second time.
     """
 
     keys: Tensor
@@ -67,30 +98,66 @@ class Signals:
     positions: Tensor
     valid: Tensor
     moments: Moments
-    scale: float
-    layer: int
+    layer: LayerFacts
     decoding: bool
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
-    tokens: int = 0
     attention: Tensor | None = None
     queried: Tensor | None = None
     queries: Tensor | None = None
-    output: Tensor | None = None
-    received: Tensor | None = None
-    reference_queries: Tensor | None = None
-    asked: Tensor | None = None
     memory: Tensor | None = None
-    rotary: Rotary | None = None
-    query_statistics: QueryStatistics | None = None
-    parallel: Parallel = field(default_factory=Parallel)
-    backend: str = "auto"
+    reread: Reread | None = None
 
     @property
     def pre_rope_keys(self) -> Tensor:
         """[B, Hkv, N, Dk], the keys before the rotary embedding; computed on every call."""
-        assert self.rotary is not None
-        return self.rotary.unrotate(self.keys, self.positions)
+        assert self.layer.rotary is not None
+        return self.layer.rotary.unrotate(self.keys, self.positions)
+
+
+class SecondReading(NamedTuple):
+    """How a prompt is read a second time, before anything of it is evicted (KVzip).
+
+    Attributes: chunk: tokens that are fed again at once.  prompt: token ids that are fed before each chunk.
+        samples: whether some of the queries are kept, for `Reread.queries`.
+    """
+
+    chunk: int = 2048
+    prompt: tuple[int, ...] = ()
+    samples: bool = False
+
+
+class MomentUse(NamedTuple):
+    """What `score` reads of the moments of evicted tokens.
+
+    Attributes: order: of these moments, which are kept even if the correction is off; None for none.  rounds: in how
+        many a whole prompt is evicted from: the moments of what a round evicts are known to the next one.
+    """
+
+    order: int | None = None
+    rounds: int = 1
+
+
+class FixedHeads(Protocol):
+    """How many tokens each head keeps, where that is fixed beforehand."""
+
+    def check(self, heads: Sequence[int]) -> None:
+        """Raise FastKVError unless it is of a model with so many KV heads in each layer."""
+
+    def head_tokens(self, layer: int, heads: int, tokens: int, reserved: int) -> tuple[int, ...] | None:
+        """Tokens that each KV head keeps: at most heads * tokens in all, each at least `reserved`. None if all keep
+        the same.
+        """
+
+
+class Shares(NamedTuple):
+    """What a policy says about the budget.
+
+    Attributes: layers: shares of layers where the budget says "uniform"; None for none.  recent: share of the budget
+        that goes to the most recent tokens, whatever their score.  heads: what each head keeps, None for the budget's.
+    """
+
+    layers: str | None = None
+    recent: float = 0.0
+    heads: FixedHeads | None = None
 
 
 @dataclass(frozen=True)
@@ -103,15 +170,10 @@ class Policy:
     Class attributes:
         name: what `fastkv.patch(model, policy=name)` calls it.
         adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
-        fixes_heads: whether `head_tokens` says how many tokens each head keeps.
-        places: whether keys before the rotary embedding have to be these; else they may all be turned by one angle, as
-            they are where the model counts padding as positions.
     """
 
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
-    fixes_heads: ClassVar[bool] = False
-    places: ClassVar[bool] = True
 
     @property
     def correction(self) -> str:
@@ -120,7 +182,10 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional signals it reads: "attention", "queries", "output", "pre_rope", "query_statistics"."""
+        """Optional signals it reads: "attention", "queries", "output", "query_statistics"; "memory", a number that is
+        stored with each token (see `remember`) in 4 bytes a slot; "pre_rope", keys before the rotary embedding, or
+        "rotary", if these may all be turned by one angle, as they are where the model counts padding as positions.
+        """
         return frozenset()
 
     @property
@@ -129,68 +194,27 @@ class Policy:
         return None
 
     @property
-    def moment_order(self) -> int | None:
-        """Moments that `score` itself reads (kept even if the correction is off)."""
-        return None
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a number is stored with each token (see `remember`); costs 4 bytes a slot."""
-        return False
-
-    @property
-    def rereads(self) -> bool:
-        """Whether the context is read twice and compressed only afterwards (KVzip); excludes blocks."""
-        return False
-
-    @property
-    def chunk(self) -> int:
-        """Tokens that are fed again at once, where the context is read twice."""
-        return 2048
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Token ids that are fed before each of these chunks."""
-        return ()
-
-    @property
-    def samples_queries(self) -> bool:
-        """Whether some queries of a second reading are kept, for its scores."""
-        return False
-
-    @property
-    def layers(self) -> str | None:
-        """Shares of layers that it brings where the budget says "uniform"; None for none."""
-        return None
-
-    @property
     def observation(self) -> int | None:
         """How many last queries of a prompt block `Signals.attention` averages over; None for all of them."""
         return 0
 
     @property
-    def rounds(self) -> int:
-        """In how many rounds a whole prompt is evicted from, for scores that read the moments: those of what a round
-        evicts are known to the next one.
-        """
-        return 1
+    def moments(self) -> MomentUse:
+        """What `score` reads of the moments."""
+        return MomentUse()
 
     @property
-    def recent_share(self) -> float:
-        """Share of the budget that goes to the most recent tokens, whatever their score."""
-        return 0.0
-
-    def check(self, heads: Sequence[int]) -> None:
-        """Raise FastKVError unless the policy can serve a model with so many KV heads in each layer."""
-
-    def head_tokens(self, layer: int, heads: int, tokens: int, reserved: int) -> tuple[int, ...] | None:
-        """Tokens that each KV head keeps if that is fixed in advance: at most heads * tokens in all, each at least
-        `reserved`. None if all keep the same.
-        """
+    def second_reading(self) -> SecondReading | None:
+        """How a prompt is read twice, which excludes blocks; None if it is read once."""
         return None
 
+    @property
+    def shares(self) -> Shares:
+        """What it says about the budget."""
+        return Shares()
+
     def remember(self, signals: Signals) -> Tensor:
-        """What to store with each candidate, [B, Hkv, N] fp32, called before `score` if the policy `remembers`.
+        """What to store with each candidate, [B, Hkv, N] fp32, called before `score` if the policy needs "memory".
 
         `signals.memory` holds what was stored before; the result replaces it, also in the signals that `score` gets.
         """

@@ -42,7 +42,7 @@ class Random(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """Hash of seed, layer, head and position."""
-        return ops.random_scores(signals.positions, self.seed, signals.layer)
+        return ops.random_scores(signals.positions, self.seed, signals.layer.index)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ class NonCausal(Policy):
     """
 
     name = "noncausal"
-    needs = frozenset({"queries"})
-    remembers = True
+    needs = frozenset({"queries", "memory"})
 
     chunk: int = 256
     pool: int = 3
@@ -59,12 +58,12 @@ class NonCausal(Policy):
         mass = ops.noncausal_attention_mass(
             signals.queries,
             keys,
-            signals.scale if self.scaled else 1.0,
+            signals.layer.scale if self.scaled else 1.0,
             self.chunk,
-            softcap=signals.softcap,
+            softcap=signals.layer.softcap,
             mask=valid,
-            sink_logits=signals.sink_logits,
-            backend=signals.backend,
+            sink_logits=signals.layer.sink_logits,
+            backend=signals.layer.backend,
         )
         length = torch.linalg.vector_norm(signals.values[:, :, start:].float(), dim=-1)
         first, last = (length, 1.0) if self.values_first else (1.0, length)
@@ -121,7 +120,7 @@ class Leverage(Policy):
             self.seed,
             mask=signals.valid,
             centre=self.centred,
-            backend=signals.backend,
+            backend=signals.layer.backend,
         )
 
 
@@ -145,7 +144,7 @@ class Compactor(NonCausal):
     """
 
     name = "compactor"
-    needs = frozenset({"queries", "pre_rope"})
+    needs = frozenset({"queries", "memory", "pre_rope"})
 
     blend: float = 0.3
     sketch: int | None = 64

@@ -16,15 +16,11 @@ from .base import Policy, Signals
 
 def _of_base(name: str) -> Any:
     """A property or a method that is the base's."""
-    return property(lambda self: getattr(self.scorer, name), doc="The base's.")
-
-
-class _OnTop(Policy):
-    scorer: Policy  # the base, no hyper-parameter; made once, because a compiled step cannot make policies
+    return property(lambda self: getattr(self.base, name), doc="The base's.")
 
 
 @dataclass(frozen=True)
-class CriticalKV(_OnTop):
+class CriticalKV(Policy):
     """Stage one keeps the best by the base score a_j; stage two fills up by (a_j + epsilon) |W_o v_j|_1.
 
     Source: CriticalKV, Feng et al. 2025, arXiv:2502.03805, Alg. 1. The base score is made positive by subtracting its
@@ -32,16 +28,14 @@ class CriticalKV(_OnTop):
     like any other; where they leave no room for all of its winners, those with the best base score stay.
 
     Args:
-        base: name of the policy, or the policy, that scores stage one; all that it asks for is passed on.
+        base: the policy that scores stage one, or its name; all that it asks for is passed on.
         epsilon: added to the base score in stage two.
         first: share of the budget that stage one fills, in [0, 1].
     """
 
     name = "criticalkv"
-    moment_order, remembers, rereads, layers = map(_of_base, ("moment_order", "remembers", "rereads", "layers"))
-    observation, recent_share = map(_of_base, ("observation", "recent_share"))
-    check, head_tokens, remember = map(_of_base, ("check", "head_tokens", "remember"))
-    chunk, prompt, samples_queries, calibration = map(_of_base, ("chunk", "prompt", "samples_queries", "calibration"))
+    observation, moments, remember = map(_of_base, ("observation", "moments", "remember"))
+    second_reading, shares, calibration = map(_of_base, ("second_reading", "shares", "calibration"))
 
     base: str | Policy = "snapkv"
     epsilon: float = 1e-4
@@ -57,12 +51,13 @@ class CriticalKV(_OnTop):
             raise FastKVError("criticalkv: base must be another policy, got criticalkv; the paper uses snapkv")
         from . import get  # the package imports this file first
 
-        object.__setattr__(self, "scorer", get(self.base))
+        object.__setattr__(self, "base", get(self.base))  # once: a compiled step cannot make policies
 
     @property
     def needs(self) -> frozenset[str]:
         """What the base reads, and the output projection."""
-        return self.scorer.needs | {"output"}
+        assert isinstance(self.base, Policy)
+        return self.base.needs | {"output"}
 
     def score(self, signals: Signals) -> Tensor:
         """One number per token, [B, Hkv, N] float, by which a top-k does both stages.
@@ -70,13 +65,14 @@ class CriticalKV(_OnTop):
         At least 2 for the winners of stage one, in the order of the base; at most 1 for the others, in the order of
         stage two. All heads of a layer share both divisors, so that they stay comparable.
         """
-        assert signals.output is not None
-        base, positions, valid = self.scorer.score(signals), signals.positions, signals.valid
-        tokens = ceil(self.first * signals.tokens)
-        won = ops.select(base, positions, valid, torch.zeros_like(valid), tokens, backend=signals.backend).kept
+        layer = signals.layer
+        assert layer.output is not None and isinstance(self.base, Policy)
+        base, positions, valid = self.base.score(signals), signals.positions, signals.valid
+        tokens = ceil(self.first * layer.tokens)
+        won = ops.select(base, positions, valid, torch.zeros_like(valid), tokens, backend=layer.backend).kept
         base = base - base.masked_fill(~valid, torch.inf).amin(-1, keepdim=True) + self.epsilon
-        rest = torch.where(valid, base * ops.output_norms(signals.values, signals.output), 0)
-        gather, tiny = signals.parallel.gather, torch.finfo(rest.dtype).tiny
+        rest = torch.where(valid, base * ops.output_norms(signals.values, layer.output), 0)
+        gather, tiny = layer.parallel.gather, torch.finfo(rest.dtype).tiny
         smallest = gather(base.masked_fill(~won, torch.inf).amin(2, keepdim=True)).amin(1, keepdim=True)
         largest = gather(rest.amax(2, keepdim=True)).amax(1, keepdim=True).clamp(min=tiny)
         return torch.where(won, 2 * base / smallest, rest / largest)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import FastKVError
-from .base import Policy, Signals
+from .base import Policy, Shares, Signals
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,14 @@ class DuoAttention(Policy):
 
     name = "duoattention"
     adaptive = False
-    fixes_heads = True
 
     pattern: str | Path = ""
     threshold: float = 0.5
+
+    @property
+    def shares(self) -> Shares:
+        """The split."""
+        return Shares(heads=self)
 
     def check(self, heads: Sequence[int]) -> None:
         """Raise FastKVError without a pattern, for one that cannot be read, or for one of another model."""

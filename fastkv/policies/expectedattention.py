@@ -31,8 +31,7 @@ class ExpectedAttention(Policy):
     """
 
     name = "expected-attention"
-    needs = frozenset({"queries", "pre_rope"})
-    remembers = True
+    needs = frozenset({"queries", "memory", "pre_rope"})
 
     horizon: int = 512
     sinks: int = 4
@@ -56,15 +55,15 @@ class ExpectedAttention(Policy):
     def expected(self, signals: Signals) -> Tensor:
         """What queries to come are expected to give each candidate, [B, Hkv, N] fp32, positive; 0 in rows of no query.
 
-        It needs `signals.queries` and `signals.rotary`.
+        It needs `signals.queries` and the rotary embedding.
         """
         mean, covariance, count = self._queries_ahead(signals)
         keys = torch.where(signals.valid[..., None], signals.keys.to(mean.dtype), 0)
         groups = mean.shape[1] // keys.shape[1]
         attention = torch.zeros_like(keys[..., 0])
         for member in range(groups):
-            centre, spread = mean[:, member::groups], covariance[:, member::groups] * signals.scale / 2
-            logits = signals.scale * (keys * (keys @ spread + centre)).sum(-1)
+            centre, spread = mean[:, member::groups], covariance[:, member::groups] * signals.layer.scale / 2
+            logits = signals.layer.scale * (keys * (keys @ spread + centre)).sum(-1)
             attention += masked_softmax(logits, signals.valid)[0] / groups
         length = torch.linalg.vector_norm(signals.values.to(mean.dtype), dim=-1)
         known = ((attention + self.epsilon) * length).float().clamp(min=torch.finfo(torch.float32).tiny)
@@ -76,11 +75,12 @@ class ExpectedAttention(Policy):
 
     def _queries_ahead(self, signals: Signals) -> tuple[Tensor, Tensor, Tensor]:
         """Mean [B, Hq, 1, D] and covariance [B, Hq, D, D] of queries to come, and from how many, [B, 1, 1]."""
-        assert signals.queries is not None and signals.rotary is not None
+        rotary = signals.layer.rotary
+        assert signals.queries is not None and rotary is not None
         places = signals.positions[:, :1, -signals.queries.shape[2] :]
         valid = signals.valid[:, :1, -signals.queries.shape[2] :] & (places >= self.sinks)
         count = valid.sum(-1, keepdim=True)
-        queries = signals.rotary.unrotate(signals.queries.to(compute_dtype(signals.queries)), places)
+        queries = rotary.unrotate(signals.queries.to(compute_dtype(signals.queries)), places)
         queries, number = torch.where(valid[..., None], queries, 0), count[..., None].clamp(min=1)
         mean = queries.sum(2, keepdim=True) / number
         offset = torch.where(valid[..., None], queries - mean, 0)
@@ -88,6 +88,6 @@ class ExpectedAttention(Policy):
 
         newest = torch.where(signals.valid, signals.positions, -1).amax((1, 2), keepdim=True)
         steps = torch.arange(1, self.horizon + 1, device=newest.device)
-        half = signals.rotary.ahead(covariance, newest, steps)  # C is symmetric, so R C R^T = (R (R C)^T)^T
-        covariance = signals.rotary.ahead(half.transpose(-1, -2), newest, steps)
-        return signals.rotary.ahead(mean, newest, steps), covariance, count
+        half = rotary.ahead(covariance, newest, steps)  # C is symmetric, so R C R^T = (R (R C)^T)^T
+        covariance = rotary.ahead(half.transpose(-1, -2), newest, steps)
+        return rotary.ahead(mean, newest, steps), covariance, count

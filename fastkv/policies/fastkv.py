@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..reference import check_pool, compute_dtype, neighbour_mean, rows_at, z_scores
-from .base import Policy, Signals, check_at_least, known_or_mean
+from .base import Policy, SecondReading, Signals, check_at_least, known_or_mean
 from .expectedattention import ExpectedAttention
 
 TINY = torch.finfo(torch.float32).tiny
@@ -40,9 +40,7 @@ class FastKV(Policy):
 
     name = "fastkv"
     correction = "centroids"
-    needs = frozenset({"queries", "pre_rope"})
-    remembers = True
-    places = False  # all scores are the same if keys and queries are turned by one angle more
+    needs = frozenset({"queries", "memory", "rotary"})
 
     every: int = 8
     pool: int = 3
@@ -59,9 +57,10 @@ class FastKV(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The sum of the z-scores, [B, Hkv, N] fp32."""
-        assert signals.rotary is not None
-        keys = signals.rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)
-        unlike = ops.keydiff_scores(keys, "normalized_mean", mask=signals.valid, backend=signals.backend)
+        rotary = signals.layer.rotary
+        assert rotary is not None
+        keys = rotary.unrotate(signals.keys.to(compute_dtype(signals.keys)), signals.positions)
+        unlike = ops.keydiff_scores(keys, "normalized_mean", mask=signals.valid, backend=signals.layer.backend)
         score = z_scores(unlike, signals.valid) + z_scores(known_or_mean(signals), signals.valid)
         if signals.queries is None:
             return score
@@ -76,12 +75,12 @@ class FastKV(Policy):
         most = ops.peak_attention(
             rows_at(signals.queries, asked[:, None].expand(-1, signals.queries.shape[1], -1)),
             signals.keys,
-            signals.scale,
-            signals.softcap,
+            signals.layer.scale,
+            signals.layer.softcap,
             valid=signals.valid,
             asked=real.gather(1, asked),
-            sink_logits=signals.sink_logits,
-            backend=signals.backend,
+            sink_logits=signals.layer.sink_logits,
+            backend=signals.layer.backend,
         )
         length = torch.linalg.vector_norm(signals.values.to(most.dtype), dim=-1)
         pooled = neighbour_mean(most * length, self.pool, signals.positions, signals.valid).float()
@@ -103,13 +102,12 @@ class FastKVReread(FastKV):
     """
 
     name = "fastkv-reread"
-    chunk = 512
-    rereads = True
+    second_reading = SecondReading(chunk=512)
 
     def remember(self, signals: Signals) -> Tensor:
         """What a token received on the second reading; of tokens that were read once what `FastKV` remembers."""
-        if signals.received is None:
+        if signals.reread is None:
             return super().remember(signals)
         length = torch.linalg.vector_norm(signals.values.float(), dim=-1)
-        known = (signals.received * length).clamp(min=TINY)
+        known = (signals.reread.received * length).clamp(min=TINY)
         return torch.where(signals.valid, known, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import FastKVError
-from .base import Policy, Signals
+from .base import Policy, Shares, Signals
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class H2O(Policy):
     """
 
     name = "h2o"
-    needs = frozenset({"attention"})
-    remembers = True
+    needs = frozenset({"attention", "memory"})
     observation = None  # every query of the block
 
     recent: float = 0.5
@@ -33,9 +32,9 @@ class H2O(Policy):
             raise FastKVError(f"h2o: recent must be a share in [0, 1], got {self.recent!r}; the paper uses 0.5")
 
     @property
-    def recent_share(self) -> float:
+    def shares(self) -> Shares:
         """The recent window."""
-        return self.recent
+        return Shares(recent=self.recent)
 
     def remember(self, signals: Signals) -> Tensor:
         """The stored sum plus the attention since then, [B, Hkv, N] fp32: a mean times its number of queries."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import FastKVError
 from ..reference import check_keydiff
-from .base import Policy, Signals
+from .base import Policy, Shares, Signals
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class KeyDiff(Policy):
         check_keydiff(self.anchor, self.distance)
 
     @property
-    def recent_share(self) -> float:
+    def shares(self) -> Shares:
         """The sliding window."""
-        return self.sliding_window
+        return Shares(recent=self.sliding_window)
 
     def score(self, signals: Signals) -> Tensor:
         """Negative similarity to the anchor of the cached keys."""
-        anchor, distance = self.anchor, self.distance
-        return ops.keydiff_scores(signals.keys, anchor, distance=distance, mask=signals.valid, backend=signals.backend)
+        keys, valid, backend = signals.keys, signals.valid, signals.layer.backend
+        return ops.keydiff_scores(keys, self.anchor, distance=self.distance, mask=valid, backend=backend)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FastKVError
-from .base import Policy, Signals, check_at_least
+from .base import Policy, SecondReading, Signals, check_at_least
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class KVzip(Policy):
     """
 
     name = "kvzip"
-    needs = frozenset({"attention"})
-    remembers = True
-    rereads = True
+    needs = frozenset({"attention", "memory"})
     observation = 1  # query; what counts while a prompt is read is the second reading
 
     chunk: int = 2048
@@ -43,10 +41,15 @@ class KVzip(Policy):
                 f"kvzip: prompt must hold token ids of at least 0, got {self.prompt!r}; pass tokenizer(...).input_ids"
             )
 
+    @property
+    def second_reading(self) -> SecondReading:
+        """The chunks and what is asked before each."""
+        return SecondReading(self.chunk, self.prompt)
+
     def remember(self, signals: Signals) -> Tensor:
         """The largest weight so far, [B, Hkv, N] fp32; generated tokens get none."""
         assert signals.memory is not None and signals.attention is not None
-        known = signals.attention if signals.received is None else signals.received
+        known = signals.attention if signals.reread is None else signals.reread.received
         return signals.memory if signals.decoding else torch.maximum(signals.memory, known)
 
     def score(self, signals: Signals) -> Tensor:

@@ -37,7 +37,7 @@ class LagKV(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The rank as a share, [B, Hkv, N] fp32; at least 1 for tokens without a successor."""
-        lag = max(min(self.lag, signals.tokens // 4), 2)
+        lag = max(min(self.lag, signals.layer.tokens // 4), 2)
         order, inverse = position_order(signals.positions, signals.valid)
         num = order.shape[-1]
         place = torch.arange(num, device=order.device)

@@ -34,7 +34,7 @@ class Manifold(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """Distance of each key to the mean of the cached keys of its window."""
-        keys, valid, backend = signals.keys, signals.valid, signals.backend
+        keys, valid, backend = signals.keys, signals.valid, signals.layer.backend
         if self.window is None or self.window >= keys.shape[2]:
             return ops.manifold_scores(keys, None, self.metric, mask=valid, backend=backend)
         order, inverse = position_order(signals.positions, valid)  # windows are cut in the order of the text

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import FastKVError
 from ..reference import Moments
-from .base import Policy, Signals, check_at_least
+from .base import MomentUse, Policy, Signals, check_at_least
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class MomentKV(Policy):
             )
 
     @property
-    def moment_order(self) -> int | None:
+    def moments(self) -> MomentUse:
         """What the residual reads: an ablation does not pay for moments that it leaves alone."""
-        return self.residual_order if self.informed else None
+        return MomentUse(self.residual_order if self.informed else None, self.rounds)
 
     @property
     def observation(self) -> int:
@@ -79,5 +79,5 @@ class MomentKV(Policy):
         moments = signals.moments
         if self.residual_order == 0:
             moments = Moments(moments.count, moments.key_mean, moments.value_mean)
-        state = signals.keys, signals.values, moments, signals.scale
-        return ops.moment_scores(signals.attention, *state, backend=signals.backend)
+        state = signals.keys, signals.values, moments, signals.layer.scale
+        return ops.moment_scores(signals.attention, *state, backend=signals.layer.backend)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..reference import check_pool, in_order
-from .base import Policy, Signals, check_at_least
+from .base import Policy, Shares, Signals, check_at_least
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PyramidKV(SnapKV):
     """
 
     name = "pyramidkv"
-    layers = "pyramid"
+    shares = Shares(layers="pyramid")
 
 
 @dataclass(frozen=True)
@@ -82,5 +82,5 @@ class TOVA(Policy):
         # A token may sit in another slot in another head: put the heads in order of position before averaging.
         order = in_order(signals.positions, signals.valid)
         weights = signals.attention.gather(-1, order)
-        mean = signals.parallel.mean_heads(weights).expand_as(weights)
+        mean = signals.layer.parallel.mean_heads(weights).expand_as(weights)
         return torch.empty_like(weights).scatter_(-1, order, mean)

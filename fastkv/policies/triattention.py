@@ -38,7 +38,7 @@ class TriAttention(Policy):
 
     def score(self, signals: Signals) -> Tensor:
         """The largest z-score of the group, [B, Hkv, N]."""
-        rotary, known = signals.rotary, signals.query_statistics
+        rotary, known = signals.layer.rotary, signals.layer.query_statistics
         assert rotary is not None and known is not None
         valid = signals.valid
         keys = torch.where(valid[..., None], signals.keys.to(compute_dtype(signals.keys)), 0)

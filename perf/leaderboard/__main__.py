@@ -35,7 +35,7 @@ SOME = tuple(
     "momentkv keydiff manifold compactor fastkv fastkv-reread kvzip expected-attention noncausal leverage snapkv tova "
     "streaming".split()
 )
-TWICE = tuple(name for name in ALL if policies.get(name).rereads)
+TWICE = tuple(name for name in ALL if policies.get(name).second_reading)
 
 
 @dataclass(frozen=True)

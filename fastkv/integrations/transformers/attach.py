@@ -114,7 +114,7 @@ def check(model: Module, config: Config, runs: bool = True) -> list[Module]:
         )
     is_static(model, config.static)
     config.budget.check_layers(len(full))
-    config.policy.check([1 if layer in latents else heads for layer, (heads, _) in enumerate(kv_shapes(text))])
+    config.check_heads([1 if layer in latents else heads for layer, (heads, _) in enumerate(kv_shapes(text))])
     if config.budget.quality is not None and modules.get_head(model) is None:
         raise FastKVError(
             f"Budget(quality=...) reads how predictable a prompt is from its logits, but {type(model).__name__} has no "

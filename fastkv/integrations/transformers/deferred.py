@@ -14,6 +14,7 @@ from ...cache.wrappers import HeldPrompt
 from ...calibration.quality import context_nll
 from ...config import Config
 from ...errors import FastKVError
+from ...policies import SecondReading
 from . import stock
 from .cache import FastKVCache
 from .layer import FastKVLayer
@@ -38,7 +39,7 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Any], prompt: P
         )
     held = [layer.hold() for layer in layers]
     out = base._fastkv_base_forward(**given)
-    if config.policy.rereads:
+    if config.policy.second_reading is not None:
         # Of images there are no ids, but embeddings, which the decoder got.
         tokens = ids if prompt.embeds is None else prompt.embeds
         read_again(base, cache, held, tokens, torch.ones_like(ids) if mask is None else mask)
@@ -65,14 +66,14 @@ def read_again(
     """
     first = cache.prompt
     assert first is not None
-    policy = cache.config.policy
+    second = cache.config.policy.second_reading or SecondReading()
     batch, num = mask.shape
     follows = None if first.positions is None else next_position(first.positions, mask)
     # Chunks count real tokens, so that a row does not depend on how far it is padded.
     order = (mask == 0).to(torch.uint8).argsort(dim=-1, stable=True)
     row = torch.arange(batch, device=order.device)[:, None]
     packed, packed_mask = tokens[row, order], mask[row, order]
-    asked = torch.tensor(policy.prompt, dtype=torch.long, device=tokens.device).expand(batch, -1)
+    asked = torch.tensor(second.prompt, dtype=torch.long, device=tokens.device).expand(batch, -1)
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     request = base.get_input_embeddings()(asked).to(tokens.dtype) if name == "inputs_embeds" else asked.to(tokens.dtype)
     unpadded = mask.new_ones(asked.shape)
@@ -81,7 +82,7 @@ def read_again(
     kept = {layer: {name: one.clone() for name, one in found.items()} for layer, found in beside.items()}
     for prompt in held:
         prompt.expect_again()
-    chunk = chunk or policy.chunk
+    chunk = chunk or second.chunk
     for start in range(0, num, chunk):
         part = slice(start, start + chunk)
         fed = torch.cat([request, packed[:, part]], 1)

@@ -224,7 +224,7 @@ class FastKVLayer(CacheLayerMixin):
     @property
     def rereading(self) -> bool:
         """Whether a held prompt is being read again."""
-        return isinstance(self.reader, HeldPrompt) and self.reader.again is not None
+        return isinstance(self.reader, HeldPrompt) and self.reader.reread is not None
 
     def commit(self, keep: float | None) -> None:
         """Compress the held prompt, see `HeldPrompt.commit`."""

@@ -108,7 +108,6 @@ class Compression:
         heads = [layer.num_kv_heads * self.shared.parallel.size for layer in layers.values()]
         config.budget.check_layers(len(layers))
         check_shares(config, heads)
-        config.policy.check(heads)
         made = {}
         for place, (name, layer) in enumerate(layers.items()):
             keys, values = (

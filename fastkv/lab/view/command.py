@@ -103,7 +103,7 @@ def checked(options: argparse.Namespace) -> None:
     block = options.prefill_block
     if block != "whole" and not (block.isdecimal() and int(block) > 1):
         raise FastKVError(f"prefill-block must be whole or a number of at least 2 tokens, got {block!r}")
-    twice = next((policy.name for policy in chosen if policy.rereads), None)
+    twice = next((policy.name for policy in chosen if policy.second_reading), None)
     if twice and block != "whole":
         raise FastKVError(f"policy {twice!r} reads twice, got blocks of {block} tokens; add --prefill-block whole")
     if options.steps is not None and options.steps < 1:
