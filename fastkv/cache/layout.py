@@ -14,6 +14,7 @@ from ..budget import LayerCost
 from ..config import Config
 from ..corrections import Correction, Shape
 from ..errors import FastKVError
+from ..ops.codec import BackendCodec
 from ..parallel import Parallel
 from ..policies import QueryStatistics
 from ..reference import PLAIN, LayerState, Moments, SlotFormat, Slots, Spec
@@ -122,7 +123,7 @@ class Layout:
             value_scales=value_scales,
             format=self.format,
             decodes_to=None if self.format.plain else like_keys.dtype,
-            backend=self.backend,
+            codec=BackendCodec(self.backend),
         )
         made.deal(capacities)
         return made

@@ -12,7 +12,7 @@ from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from ..reference import SlotFormat, Slots, Stored
+from ..reference import RowFormat, Slots, Stored
 from ..reference.state import SCALES
 from . import compiled
 
@@ -67,7 +67,7 @@ class Attention(Structure):
     )
 
 
-def serves(form: SlotFormat, dim: int) -> bool:
+def serves(form: RowFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
     return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
 
@@ -98,7 +98,7 @@ def in_four(part: Tensor, place: int) -> Tensor:
     return part if place == 3 else part.reshape(1, 1, -1, *part.shape[place:])
 
 
-def encode(form: SlotFormat, rows: Tensor) -> Stored:
+def encode(form: RowFormat, rows: Tensor) -> Stored:
     """`form.encode(rows)` of rows [..., D], D as `serves` says; the same bits."""
     rows, place = rows.float().contiguous(), rows.ndim - 1
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
@@ -115,7 +115,7 @@ def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
         compiled.call("codes", f"encode_{getattr(slots.format, name).name}", rows_of(rows, coded))
 
 
-def decode(form: SlotFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def decode(form: RowFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`form.decode(codes, scales)` [..., D] in that dtype; the same bits except for the order of sums that turn rows
     back.
     """

@@ -20,7 +20,7 @@ from ..reference import (
     Evicted,
     LayerState,
     Moments,
-    SlotFormat,
+    RowFormat,
     Slots,
     Spec,
     Stored,
@@ -213,15 +213,15 @@ def decode_step_of_rows(
     return results
 
 
-def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
-    """`reference.encode_rows`."""
+def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
+    """`Codec.encode`."""
     if not slot_codes.serves(form, rows.shape[-1]):
         return form.encode(rows)
     return slot_codes.encode(form, rows)
 
 
-def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`reference.decode_rows`."""
+def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`Codec.decode`."""
     if scales is None or not slot_codes.serves(form, form.dim(codes.shape[-1])):
         return form.decode(codes, scales).to(dtype)
     return slot_codes.decode(form, codes, scales, dtype)

@@ -111,7 +111,7 @@ def token_bytes(layer: FastKVLayer) -> int:
     """Bytes that a token takes in a layer of the stock cache."""
     state = layer.state
     assert state is not None
-    numbers = state.exact.format.dim(state.exact.keys.shape[-1])
+    numbers = state.exact.format.keys.dim(state.exact.keys.shape[-1])
     numbers += 0 if state.exact.values is None else state.exact.value_dim
     return state.heads * numbers * state.exact.dtype.itemsize
 

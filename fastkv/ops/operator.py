@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .. import corrections
 from ..backend import follows_rows, implementation
 from ..reference import FORMATS, Evicted, LayerState, Moments, Recovery, Selection, Slots, Spec
+from .codec import BackendCodec
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -69,7 +70,7 @@ def flat_state(state: LayerState) -> tuple[list[Tensor], str, list[int]]:
         names.append("rows")
     if not state.exact.format.plain:
         exact = state.exact
-        names.append(f"{FORMAT}{exact.format.name} {str(exact.dtype).removeprefix('torch.')} {exact.backend}")
+        names.append(f"{FORMAT}{exact.format.name} {str(exact.dtype).removeprefix('torch.')} {exact.codec.backend}")
     numbers = [number for tier in state.tiers.values() for number in (tier.filled, tier.limit, tier.value_dim)]
     return tensors + state.scratch, " ".join(names), numbers
 
@@ -85,7 +86,11 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     filled, limit, value_dim = numbers[:3]
     if form:
         named, dtype, backend = form.split()
-        found["exact"] |= {"format": FORMATS[named], "decodes_to": getattr(torch, dtype), "backend": backend}
+        found["exact"] |= {
+            "format": FORMATS[named],
+            "decodes_to": getattr(torch, dtype),
+            "codec": BackendCodec(backend),
+        }
     exact = Slots(**{"values": None, **found["exact"]}, filled=filled, limit=limit, value_dim=value_dim)
     state = LayerState(exact, found[""]["seen"], Moments(**found["moments"]), scratch=list(tensors[len(called) :]))
     if "approx" in found:

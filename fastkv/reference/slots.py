@@ -32,29 +32,40 @@ TINY = torch.finfo(torch.float32).tiny  # scales below are 0: devices differ in 
 Stored = tuple[Tensor, Tensor | None]
 
 
-@dataclass(frozen=True)
 class SlotFormat:
-    """Rows as they are, in the model's dtype; base of all formats.
+    """How the keys and how the values of slots are stored.
 
-    Attributes: name: what `fastkv.patch(..., slots=name)` calls it.
+    Attributes: name: what `fastkv.patch(..., slots=name)` calls it.  keys, values: the format of each.
     """
 
-    name: str = "model"
-    bits: ClassVar[int] = 0  # of the code of a number
+    name: str
+    keys: RowFormat
+    values: RowFormat
 
     @property
     def plain(self) -> bool:
         """Whether rows are stored as they are."""
-        return self.bits == 0
+        return self.keys.bits == 0
+
+
+@dataclass(frozen=True)
+class RowFormat(SlotFormat):
+    """Rows as they are, in the model's dtype; base of all formats that keys and values can have.
+
+    Class attributes: bits: of the code of a number.
+    """
+
+    name: str = "model"
+    bits: ClassVar[int] = 0
 
     @property
-    def keys(self) -> SlotFormat:
-        """How keys are stored."""
+    def keys(self) -> RowFormat:  # type: ignore[override]
+        """Itself."""
         return self
 
     @property
-    def values(self) -> SlotFormat:
-        """How values are stored."""
+    def values(self) -> RowFormat:  # type: ignore[override]
+        """Itself."""
         return self
 
     def width(self, dim: int) -> int:
@@ -89,7 +100,7 @@ class SlotFormat:
 
 
 @dataclass(frozen=True)
-class Scaled(SlotFormat):
+class Scaled(RowFormat):
     """A code of 8 bits for each number and a scale for each row: codes [..., D], scales fp32 [...].
 
     Attributes: codes: dtype that numbers are rounded to.  stored: dtype of the tensor, which holds the bits of `codes`:
@@ -134,7 +145,7 @@ class Scaled(SlotFormat):
 
 
 @dataclass(frozen=True)
-class Grouped(SlotFormat):
+class Grouped(RowFormat):
     """A code of 4 bits for each number of the rotated row, a step and a zero point for each 32 of them.
 
     Codes uint8 [..., D / 2]: number j in the low, number j + D / 2 in the high four bits of byte j. Scales int8
@@ -195,11 +206,29 @@ class Grouped(SlotFormat):
 
 @dataclass(frozen=True)
 class Mixed(SlotFormat):
-    """Keys in one format, values in another; rows are encoded and decoded by `keys` and `values`, not by this."""
+    """Keys in one format, values in another."""
 
-    bits: ClassVar[int] = 6  # of a number, on average
-    keys: SlotFormat = SlotFormat()
-    values: SlotFormat = SlotFormat()
+    name: str
+    keys: RowFormat
+    values: RowFormat
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What slots are encoded and decoded with: here as their format says, and so as any other codec does, bit for bit.
+
+    Attributes: backend: whose it is.
+    """
+
+    backend: str = "reference"
+
+    def encode(self, form: RowFormat, rows: Tensor) -> Stored:
+        """`form.encode`."""
+        return form.encode(rows)
+
+    def decode(self, form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`form.decode`, in that dtype."""
+        return form.decode(codes, scales).to(dtype)
 
 
 def step_of(exponents: Tensor) -> Tensor:
@@ -233,22 +262,14 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (1 - 2 * (parity & 1)).to(dtype)
 
 
-PLAIN = SlotFormat()
+PLAIN = RowFormat()
 INT8 = Scaled("int8")
 FP8 = Scaled("fp8", torch.float8_e4m3fn, torch.uint8, 448.0)
 INT4 = Grouped("int4")
 K8V4 = Mixed("k8v4", INT8, INT4)
 FORMATS: dict[str, SlotFormat] = {one.name: one for one in (PLAIN, INT8, FP8, INT4, K8V4)}
 
-
-def encode_rows(form: SlotFormat, rows: Tensor) -> Stored:
-    """`form.encode`."""
-    return form.encode(rows)
-
-
-def decode_rows(form: SlotFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`form.decode`, in that dtype."""
-    return form.decode(codes, scales).to(dtype)
+SPECIFIED = Codec()
 
 
 def slot_format(name: str) -> SlotFormat:

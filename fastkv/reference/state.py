@@ -11,20 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backend import implementation, resolve
 from .gather import rows_at, unpack
 from .moments import Evicted, Moments
-from .slots import PLAIN, SlotFormat, Stored, decode_rows, encode_rows
-
-if TYPE_CHECKING:
-    from ..corrections import Correction
-
+from .slots import PLAIN, SPECIFIED, Codec, SlotFormat, Stored
 
 SCALES = {"keys": "key_scales", "values": "value_scales"}  # what belongs to codes
 
@@ -52,7 +47,7 @@ class Slots:
         key_scales, value_scales: of the codes, with the shapes of the format; None if it has none.
         format: how keys and values are stored.
         decodes_to: dtype of the model's keys and values, where those stored are codes; None where they have it.
-        backend: of `encode` and `decode`, may be "auto".
+        codec: converts between rows and codes.
     """
 
     keys: Tensor
@@ -70,7 +65,7 @@ class Slots:
     value_scales: Tensor | None = None
     format: SlotFormat = PLAIN
     decodes_to: torch.dtype | None = None
-    backend: str = "reference"
+    codec: Codec = SPECIFIED
     # Tensors with a row for every token, which moves with it.
     MOVING: ClassVar = ("keys", "values", "key_scales", "value_scales", "positions", "bias")
     PAIRS: ClassVar = MOVING[:4]  # what they are of
@@ -89,24 +84,13 @@ class Slots:
         """The tensors that have a row for every token, by name."""
         return {name: rows for name in self.MOVING if (rows := getattr(self, name)) is not None}
 
-    def own(self, function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
-        """The backend's function of that name. On a GPU kernels convert most rows, and torch compiles a step whole."""
-        compiled = resolve(self.backend, rows.device) == "cpu" and not torch.compiler.is_compiling()
-        return implementation(function.__name__, "cpu", "cpu") if compiled else function
-
     def encode(self, name: str, rows: Tensor) -> Stored:
-        """`SlotFormat.encode` of rows for the tensor of that name, as the backend does it."""
-        stored: Stored = self.own(encode_rows, rows)(getattr(self.format, name), rows)
-        return stored
+        """`RowFormat.encode` of rows for the tensor of that name."""
+        return self.codec.encode(getattr(self.format, name), rows)
 
     def decode(self, name: str, codes: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`SlotFormat.decode` for the tensor of that name, as the backend does it; codes in `dtype`, plain rows as they
-        are.
-        """
-        if self.format.plain:
-            return codes
-        rows: Tensor = self.own(decode_rows, codes)(getattr(self.format, name), codes, scales, dtype)
-        return rows
+        """`RowFormat.decode` for the tensor of that name, in `dtype`; plain rows as they are."""
+        return codes if self.format.plain else self.codec.decode(getattr(self.format, name), codes, scales, dtype)
 
     def encoded(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Rows for `moving` of new tokens: keys, values [B, Hkv, N, D] and positions [B, Hkv, N], as stored."""
@@ -371,6 +355,17 @@ class LayerState:
                 self.replace(name, new)
 
 
+class Mixes(Protocol):
+    """What says how the evicted tokens of a layer take part in attention: a correction."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    def evicted(self, state: LayerState) -> Evicted | None:
+        """What is mixed in for them; None for nothing."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """How a layer attends and evicts: plain values, so that operators can pass it on as text.
@@ -385,7 +380,7 @@ class Spec:
 
     scale: float
     softcap: float | None = None
-    correction: Correction | None = None
+    correction: Mixes | None = None
     backend: str = "auto"
     tokens: int = 0
     spare: int = 0

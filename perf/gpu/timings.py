@@ -39,8 +39,9 @@ def decode(correction: str, attention: bool = False, slots: str = "model") -> Ca
 
     def build(case: Case, place: Place) -> Work:
         heads, batch = case.heads, case.batch
-        made = FORMATS[slots].empty((1,), heads.head_dim, torch.float16, torch.device("cpu"))
-        row = sum(tensor.nbytes for tensor in made if tensor is not None)
+        form, like = FORMATS[slots], (torch.float16, torch.device("cpu"))
+        pair = *form.keys.empty((1,), heads.head_dim, *like), *form.values.empty((1,), heads.head_dim, *like)
+        row = sum(tensor.nbytes for tensor in pair if tensor is not None) // 2  # of keys and values, on average
         needed = decode_bytes(heads, batch, case.length, corrections.get(correction).order, row)
         sets = num_sets(place, needed)
         shape = sets, batch, heads.num_kv_heads
