@@ -76,15 +76,12 @@ def patch(
     rest = budget, block, evict_every, correction, backend, static, slots
     config = Config.make(policy or settings.POLICY, *rest)
     modules = engine.check(model, config)
-    if policy is None and not engine.can_undo_rotation(model, modules):
-        config = Config.make(settings.WITHOUT_ROTARY, *rest)
+    otherwise = Config.make(settings.WITHOUT_ROTARY, *rest) if policy is None else None
+    config = engine.with_rotations(config, model, modules, otherwise).coded(*engine.sizes(modules))
     if prefill_block == "auto":
         weight = next(model.parameters())
         config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
     config = settings.with_fits(config, model.config, vector)
-    config = engine.with_rotations(config, model, modules)
-    if slots == "auto":
-        config = config.coded(*engine.sizes(modules))
     config = settings.with_shares(config, model.config, lambda wanted: shares_for(model, wanted))
     engine.detach(model)
     engine.attach(model, modules, config)

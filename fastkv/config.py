@@ -41,7 +41,7 @@ class Config:
         evict_every: decode steps between evictions; a layer holds at most budget + evict_every tokens.
         correction: what is remembered of evicted tokens and mixed into attention.
         backend: "auto", "reference", "cpu" or "triton".
-        slots: how keys and values are stored.
+        slots: how keys and values are stored.  chooses_slots: whether `coded` says so once sizes are known ("auto").
         static: whether decode steps may be compiled into graphs; None: on CUDA.
         values: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses.
         queries: what each layer's queries are like, for policies that read it.
@@ -57,6 +57,7 @@ class Config:
     backend: str = "auto"
     static: bool | None = None
     slots: SlotFormat = PLAIN
+    chooses_slots: bool = False
     values: VectorMap | None = None
     curve: QualityCurve | None = None
     queries: QueryCalibration | None = None
@@ -74,7 +75,7 @@ class Config:
         static: bool | None,
         slots: str = "auto",
     ) -> Config:
-        """Check the arguments of `fastkv.patch`; slots "auto" are decided by `coded`, and until then plain.
+        """Check the arguments of `fastkv.patch`; slots "auto" are plain until `coded` decides.
 
         Raises: FastKVError for each that cannot be used.
         """
@@ -92,8 +93,9 @@ class Config:
         share = Budget.of(budget)
         if chosen.shares.layers is not None and share.layers == "uniform":
             share = replace(share, layers=chosen.shares.layers)
-        stored = PLAIN if slots == "auto" else slot_format(slots)
-        config = cls(chosen, share, prefill_block, evict_every, wanted, backend, static, stored)
+        auto = slots == "auto"
+        stored = PLAIN if auto else slot_format(slots)
+        config = cls(chosen, share, prefill_block, evict_every, wanted, backend, static, stored, auto)
         config._check_combination()
         return config
 
@@ -124,7 +126,8 @@ class Config:
             raise FastKVError(f"{what} needs the whole context before anything is evicted; leave prefill_block out")
 
     def coded(self, sizes: Iterable[int], latent: bool = False) -> Config:
-        """With the slots that "auto" means: codes where the budget says how many bytes are spent, and not on what.
+        """With the slots that "auto" means, if it was asked for: codes where the budget says how many bytes are spent,
+        and not on what.
 
         The same bytes hold twice as many tokens of 8 bits, and what rounding costs is less than what those are worth.
         Plain where codes cannot be: values that change or are missing, latents.
@@ -132,7 +135,7 @@ class Config:
         Args: sizes: numbers of a key and of a value in each layer.
         """
         correction, budget = self.correction, self.budget
-        if not budget.in_bytes or latent or correction.key_only or correction.observes:
+        if not self.chooses_slots or not budget.in_bytes or latent or correction.key_only or correction.observes:
             return self
         four = (budget.compress or 0) >= FOUR_BITS and not any(size % INT4_GROUP for size in sizes)
         return replace(self, slots=INT4 if four else INT8)

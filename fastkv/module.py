@@ -83,8 +83,7 @@ class FastKVAttention(Module):
         self.scale, self.softcap = head_dim**-0.5 if scale is None else float(scale), softcap
         policy = policy or (WITHOUT_ROTARY if rotary is None else POLICY)
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None, slots)
-        if slots == "auto":
-            config = config.coded((head_dim,))
+        config = config.coded((head_dim,))
         turning = {} if rotary is None else {layer: rotary}
         self.config = replace(config, values=vector, queries=queries, rotations=turning)
         self._check_alone(layer, num_layers, rotary, output)

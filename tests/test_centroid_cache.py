@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError, corrections
 from fastkv.cache import signals
-from fastkv.cache.layout import cost, layout_of
+from fastkv.cache.layout import LayerPlan, cost
 from fastkv.cache.wrappers import Rollback
 from fastkv.config import Config
-from fastkv.parallel import Parallel
 from fastkv.policies import get
 from fastkv.reference.centroids import BLOCK
 
@@ -302,7 +301,7 @@ def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, sharing,
     like = torch.empty(1, heads, 0, dim, dtype=dtype, device="meta")
 
     def layout(tokens):
-        return layout_of(config, 0, heads, tokens, None, False, Parallel())
+        return LayerPlan(config).layout(heads, torch.device("cpu"), tokens)
 
     def spent(tokens):
         return layout(tokens).allocate(like, like).nbytes()

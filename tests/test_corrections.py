@@ -5,10 +5,9 @@ import torch
 
 from fastkv import Budget, FastKVError, corrections
 from fastkv.budget import LayerCost
-from fastkv.cache.layout import cost, layout_of
+from fastkv.cache.layout import LayerPlan, cost
 from fastkv.config import Config
 from fastkv.corrections import Shape
-from fastkv.parallel import Parallel
 from fastkv.policies import get
 from fastkv.reference import Centroids, Moments
 
@@ -41,8 +40,9 @@ def state_of(name, order=1):
 
 
 def layout(name, tokens, heads=HKV, slope=False):
-    config = Config(get("keydiff"), Budget(tokens=tokens, sinks=1, recent=2), correction=corrections.get(name))
-    return layout_of(config, 0, heads, tokens, None, slope, Parallel())
+    budget, backend = Budget(tokens=tokens, sinks=1, recent=2), "triton" if slope else "auto"
+    config = Config(get("keydiff"), budget, correction=corrections.get(name), backend=backend)
+    return LayerPlan(config).layout(heads, torch.device("cpu"), tokens)
 
 
 def test_all_are_known_by_name():

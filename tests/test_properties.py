@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVError, ops
-from fastkv.cache.layout import LayerConfig, Layout, cost, layout_of, spec_of
+from fastkv.cache.layout import LayerConfig, LayerPlan, Layout, cost, spec_of
 from fastkv.cache.selection import keep_best
 from fastkv.config import Config
 from fastkv.corrections import NONE
-from fastkv.parallel import Parallel
 from fastkv.policies import KeyDiff, get
 from fastkv.reference import Moments, Selection, compact, select
 
@@ -520,11 +519,11 @@ def test_layers_share_the_budget_exactly(average, num_layers, sinks, recent, kin
 def test_bytes_are_never_exceeded(total, num_layers, heads, dim, dtype, name, sharing, layers, every, slope):
     """Of states as they are allocated, with all that a policy makes them hold; one token more would not fit."""
     budget = Budget(bytes=total, sinks=1, recent=2, heads=sharing, layers=layers)
-    config = Config(get(name), budget, evict_every=every)
+    config = Config(get(name), budget, evict_every=every, backend="triton" if slope else "reference")
     like = torch.empty(1, heads, 0, dim, dtype=dtype, device="meta")
 
     def layout(tokens):
-        return layout_of(config, 0, heads, tokens, None, slope, Parallel())
+        return LayerPlan(config).layout(heads, torch.device("cpu"), tokens)
 
     def spent(tokens):
         return layout(tokens).allocate(like, like).nbytes()

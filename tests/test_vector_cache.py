@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import fastkv
-from fastkv.cache.layout import layout_of
+from fastkv.cache.layout import LayerPlan
 from fastkv.calibration.files import fingerprint
 from fastkv.calibration.head_shares import KEEPS, HeadShares
 from fastkv.calibration.vector_map import VectorMap
@@ -282,7 +282,7 @@ def test_refusals(tmp_path):
     joint = mapping(model, joint_weights(), joint=True)
     config = replace(Config.make("keydiff", small(), None, 1, "vector", "reference", None), values=joint)
     with pytest.raises(FastKVError, match="needs them in one process, got 2; fit one map a head"):
-        layout_of(config, 0, 1, TOKENS, None, False, Parallel(rank=1, size=2))
+        LayerPlan(config, parallel=Parallel(rank=1, size=2)).layout(1, torch.device("cpu"), TOKENS)
     for share in (-0.1, 1.1, "half", True):
         with pytest.raises(FastKVError, match=r"vector: share must be in \[0, 1\]"):
             fastkv.corrections.get("vector", share=share)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..backend import follows_rows, resolve
+from ..backend import follows_rows
 from ..config import Config
 from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Recovery
 from . import compaction, selection, signals
-from .layout import LayerConfig, Layout, cost, layout_of
+from .layout import LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
@@ -69,7 +69,8 @@ class LayerCache:
         latent: bool = False,
     ) -> None:
         """Args: layer: index in the model.  place: among the `num_layers` that share the budget.  workspace: theirs."""
-        self.config, self.layer, self.place, self.num_layers = config, layer, place, num_layers
+        self.config, self.layer = config, layer
+        self.plan = LayerPlan(config, layer, place, num_layers, workspace.parallel, latent)
         self.workspace, self.static, self.latent, self.started = workspace, static, latent, False
         self.num_heads, self.leads = 0, place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
@@ -82,19 +83,6 @@ class LayerCache:
 
     # Allocation.
 
-    def layout(
-        self,
-        heads: int,
-        tokens: int,
-        keep: float | None,
-        device: torch.device,
-        shares: tuple[int, ...] | None = None,
-    ) -> Layout:
-        """The layout for so many KV heads and tokens per head, see `layout_of`."""
-        slope = resolve(self.config.backend, device) == "triton"
-        parallel = self.workspace.parallel
-        return layout_of(self.config, self.layer, heads, tokens, keep, slope, parallel, self.latent, shares)
-
     def allocate(self, num_heads: int, keys: Tensor, values: Tensor, context: int, keep: float | None = None) -> None:
         """Make the slots for `num_heads` query heads and the shapes, dtype and device of keys, values [B, Hkv, T, D].
 
@@ -102,22 +90,9 @@ class LayerCache:
             open.
         Raises: FastKVError if the budget is too small.
         """
-        budget = self.config.budget.resolved(keep)
-
-        def layout(tokens: int, shares: tuple[int, ...] | None = None) -> Layout:
-            return self.layout(keys.shape[1], tokens, budget.keep, keys.device, shares)
-
-        costs = cost(keys, values, layout, ragged=budget.shared is not None)
-        shares = None
-        if budget.shared is not None:
-            self.average, self.context = budget.average(self.num_layers, context, costs), context
-            shares = self._dealt(context)
-        made = layout(budget.layer_tokens(self.place, self.num_layers, context, costs), shares)
-        self.adopt(made.allocate(keys, values), made, num_heads)
-
-    def _dealt(self, context: int) -> tuple[int, ...] | None:
-        """Tokens that each KV head of all processes keeps of a text of so many."""
-        return self.config.budget.heads_of(self.place, self.num_layers, self.average, context)
+        layout, self.average = self.plan.of(keys, values, context, keep)
+        self.context = context
+        self.adopt(layout.allocate(keys, values), layout, num_heads)
 
     def deal(self, context: int) -> None:
         """Let heads keep what they need of a text of so many tokens: the longer it is, the more they differ.
@@ -130,15 +105,13 @@ class LayerCache:
         if fixed or self.rule is None or not self.rule.layout.shared or context <= max(self.context, self.average):
             return
         self.context = context
-        shares = self._dealt(context)
-        assert shares is not None
-        heads, parallel = len(self.rule.layout.tokens), self.workspace.parallel
+        shares = self.plan.dealt(self.average, context)
+        heads, parallel = len(self.rule.layout.tokens), self.plan.parallel
         self.rule = self.rule.keeping(shares[parallel.rank * heads : (parallel.rank + 1) * heads])
 
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
-        device, shared = state.seen.device, self.workspace
-        self.rule = LayerConfig.of(self.config, self.layer, layout, shared.parallel, device, self.readers)
+        self.rule = LayerConfig.of(self.plan, layout, state.seen.device, self.readers)
         self.state, self.num_heads = state, num_heads
         self.prepare()
 

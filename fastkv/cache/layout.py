@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..backend import resolve
 from ..budget import LayerCost
 from ..config import Config
 from ..corrections import Correction, Shape
@@ -157,79 +158,116 @@ def _bytes(layout: Layout, heads: int, key_dim: int, value_dim: int, dtype: torc
     return layout.allocate(keys, values).nbytes()
 
 
-def layout_of(
-    config: Config,
-    layer: int,
-    heads: int,
-    tokens: int,
-    keep: float | None,
-    slope: bool,
-    parallel: Parallel,
-    latent: bool = False,
-    shares: tuple[int, ...] | None = None,
-) -> Layout:
-    """The layout of a layer's state.
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer of a model is laid out, whoever the engine is.
 
-    Args:
-        layer: index in the model.  heads: KV heads of this process.  tokens: kept per KV head, mean.
-        keep: share of the prompt that stays, where the budget says so.
-        slope: whether kernels want a half-precision copy of the cross moment.
+    Attributes:
+        layer: index in the model.  place: among the `num_layers` that share the budget.
         parallel: processes that share the layer's heads.
         latent: whether values are the first numbers of keys.
-        shares: tokens of each KV head of all processes, if they were calibrated.
-    Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change or to be
-        encoded that are parts of keys.
     """
-    if latent and not config.slots.plain:
-        raise FastKVError(
-            f"slots={config.slots.name!r} stores keys and values apart, layer {layer} keeps latents, which are both "
-            "(MLA); leave slots out"
+
+    config: Config
+    layer: int = 0
+    place: int = 0
+    num_layers: int = 1
+    parallel: Parallel = field(default_factory=Parallel)
+    latent: bool = False
+
+    def of(self, keys: Tensor, values: Tensor, context: int = 0, keep: float | None = None) -> tuple[Layout, int]:
+        """The layout for the shapes, dtype and device of keys and values [B, Hkv, T, D].
+
+        Args: context: length of the prompt to be read, tokens.  keep: share of it that stays, where the budget left
+            that open.
+        Returns: with it, where heads were calibrated, the tokens per head of all layers; else 0.
+        Raises: FastKVError if the budget is too small, or as `layout`.
+        """
+        budget = self.config.budget.resolved(keep)
+        layout = functools.partial(self.layout, keys.shape[1], keys.device, keep=budget.keep)
+        costs = cost(keys, values, layout, ragged=budget.shared is not None)
+        tokens = budget.layer_tokens(self.place, self.num_layers, context, costs)
+        if budget.shared is None:
+            return layout(tokens), 0
+        average = budget.average(self.num_layers, context, costs)
+        return layout(tokens, shares=self.dealt(average, context)), average
+
+    def dealt(self, average: int, context: int) -> tuple[int, ...]:
+        """Tokens that each KV head of all processes was calibrated to keep of a text of `context` tokens, where heads
+        of all layers keep so many on average."""
+        return self.config.budget.heads_of(self.place, self.num_layers, average, context)
+
+    def layout(
+        self,
+        heads: int,
+        device: torch.device,
+        tokens: int,
+        keep: float | None = None,
+        shares: tuple[int, ...] | None = None,
+    ) -> Layout:
+        """The layout for so many KV heads of this process that keep so many tokens, on average.
+
+        Args: keep: share of the prompt that stays, where the budget says so.  shares: tokens of each KV head of all
+            processes, if they were calibrated.
+        Raises: FastKVError if VECTOR meets a policy that fixes what each head keeps, or values are to change or to be
+            encoded that are parts of keys.
+        """
+        config, policy, correction = self.config, self.config.policy, self.config.correction
+        self._check_latent()
+        parallel, reserved, fixed = self.parallel, config.budget.reserved, policy.shares.heads
+        own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
+        pairs = None if fixed is None else fixed.head_tokens(self.layer, heads * parallel.size, tokens, reserved)
+        approx: tuple[int, ...] = ()
+        if pairs is None:
+            usable = [True] * heads if config.values is None else config.values.usable(self.layer)[own]
+            own_shares = (tokens,) * heads if shares is None else shares[own]
+            if config.values is not None and config.values.joint:
+                if parallel.size > 1:
+                    raise FastKVError(
+                        f"a map from the keys of all heads of a layer needs them in one process, got {parallel.size}; "
+                        "fit one map a head with fastkv calibrate vector"
+                    )
+                if any(usable):  # all heads keep the same tokens
+                    own_shares = (sum(own_shares) // heads,) * heads
+            pairs, approx = _split(correction, own_shares, tokens, reserved, keep, usable)
+        elif correction.key_only:
+            raise FastKVError(
+                f"correction='vector' and policy {policy.name!r} both fix how many tokens each head keeps; use one of "
+                "them"
+            )
+        else:
+            pairs = pairs[own]
+        orders = [order for order in (correction.order, policy.moments.order) if order is not None]
+        return Layout(
+            tokens=pairs,
+            correction=correction,
+            mean=tokens,
+            spare=config.evict_every,
+            adaptive=config.budget.heads == "adaptive" and heads * parallel.size > 1,
+            shared=shares is not None,
+            approx=approx,
+            order=max(orders, default=None),
+            slope=resolve(config.backend, device) == "triton",
+            attention=config.needs("attention"),
+            memory=config.needs("memory"),
+            latent=self.latent,
+            format=config.slots,
+            backend=config.backend,
         )
-    if latent and (config.correction.observes or config.correction.biases):
-        raise FastKVError(
-            f"correction={config.correction.name!r} changes values, which layer {layer} keeps inside its keys "
-            "(latents); use another correction"
-        )
-    policy, correction, reserved = config.policy, config.correction, config.budget.reserved
-    own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
-    fixed = policy.shares.heads
-    pairs = None if fixed is None else fixed.head_tokens(layer, heads * parallel.size, tokens, reserved)
-    approx: tuple[int, ...] = ()
-    if pairs is None:
-        usable = [True] * heads if config.values is None else config.values.usable(layer)[own]
-        own_shares = (tokens,) * heads if shares is None else shares[own]
-        if config.values is not None and config.values.joint:
-            if parallel.size > 1:
-                raise FastKVError(
-                    f"a map from the keys of all heads of a layer needs them in one process, got {parallel.size}; fit "
-                    "one map a head with fastkv calibrate vector"
-                )
-            if any(usable):  # all heads keep the same tokens
-                own_shares = (sum(own_shares) // heads,) * heads
-        pairs, approx = _split(correction, own_shares, tokens, reserved, keep, usable)
-    elif correction.key_only:
-        raise FastKVError(
-            f"correction='vector' and policy {policy.name!r} both fix how many tokens each head keeps; use one of them"
-        )
-    else:
-        pairs = pairs[own]
-    orders = [order for order in (correction.order, policy.moments.order) if order is not None]
-    return Layout(
-        tokens=pairs,
-        correction=correction,
-        mean=tokens,
-        spare=config.evict_every,
-        adaptive=config.budget.heads == "adaptive" and heads * parallel.size > 1,
-        shared=shares is not None,
-        approx=approx,
-        order=max(orders, default=None),
-        slope=slope,
-        attention=config.needs("attention"),
-        memory=config.needs("memory"),
-        latent=latent,
-        format=config.slots,
-        backend=config.backend,
-    )
+
+    def _check_latent(self) -> None:
+        """Raise FastKVError if values are to change or to be encoded that are parts of keys."""
+        config, correction = self.config, self.config.correction
+        if self.latent and not config.slots.plain:
+            raise FastKVError(
+                f"slots={config.slots.name!r} stores keys and values apart, layer {self.layer} keeps latents, which "
+                "are both (MLA); leave slots out"
+            )
+        if self.latent and (correction.observes or correction.biases):
+            raise FastKVError(
+                f"correction={correction.name!r} changes values, which layer {self.layer} keeps inside its keys "
+                "(latents); use another correction"
+            )
 
 
 def _split(
@@ -279,10 +317,9 @@ class LayerConfig:
     readers: int = 0
 
     @classmethod
-    def of(
-        cls, config: Config, layer: int, layout: Layout, parallel: Parallel, device: torch.device, readers: int = 0
-    ) -> LayerConfig:
-        """Of a layer with that index and layout: its part of what was fitted to the model. It attends with scale 1."""
+    def of(cls, plan: LayerPlan, layout: Layout, device: torch.device, readers: int = 0) -> LayerConfig:
+        """Of a layer of that layout: its part of what was fitted to the model. It attends with scale 1."""
+        config, layer, parallel = plan.config, plan.layer, plan.parallel
         rotary = config.rotations.get(layer)
         weight = queries = None
         if config.values is not None:

@@ -14,7 +14,7 @@ from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery
 from .layer import evict
-from .layout import LayerConfig, Layout, cost, layout_of
+from .layout import LayerConfig, LayerPlan, Layout
 from .pages import PageFormat
 from .prefill import absorb_block, attend_block
 from .workspace import CacheWorkspace
@@ -51,7 +51,7 @@ class PagedRule:
         Args: layer: index in the model.  place: among the `num_layers` that share the budget.
         Raises: FastKVError if the budget is too small, or follows the prompt: pages are of one size.
         """
-        budget, heads, parallel = config.budget, keys.shape[1], shared.parallel
+        budget, parallel = config.budget, shared.parallel
         if budget.follows_prompt:
             raise FastKVError(
                 "a page holds the same number of tokens whatever the prompt, got a budget that follows the prompt "
@@ -62,19 +62,12 @@ class PagedRule:
                 "a page holds the same number of tokens of each head for life, got heads that follow the length of the "
                 "text; give Budget(context=...), the length that they are for"
             )
-        slope = resolve(config.backend, keys.device) == "triton"
-
-        def layout(tokens: int, shares: tuple[int, ...] | None = None, rank: int = parallel.rank) -> Layout:
-            return layout_of(config, layer, heads, tokens, None, slope, replace(parallel, rank=rank), shares=shares)
-
-        costs, shares = cost(keys, values, layout, ragged=budget.shared is not None), None
-        if budget.shared is not None:
-            shares = budget.heads_of(place, num_layers, budget.average(num_layers, 0, costs), 0)
-        tokens = budget.layer_tokens(place, num_layers, 0, costs)
-        layouts = [layout(tokens, shares, rank) for rank in range(parallel.size)]
+        ranks = (replace(parallel, rank=rank) for rank in range(parallel.size))
+        plans = [LayerPlan(config, layer, place, num_layers, rank) for rank in ranks]
+        layouts = [plan.of(keys, values)[0] for plan in plans]
         forms = [_form(made, keys, values) for made in layouts]
         form = replace(forms[parallel.rank], nbytes=max(one.nbytes for one in forms))
-        return cls(LayerConfig.of(config, layer, layouts[parallel.rank], parallel, keys.device), form)
+        return cls(LayerConfig.of(plans[parallel.rank], layouts[parallel.rank], keys.device), form)
 
     def scratch_bytes(self, num_heads: int, sequences: int, device: torch.device) -> int:
         """Bytes of the kernels' scratch for so many query heads and batches of up to so many sequences there, which

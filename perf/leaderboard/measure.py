@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fastkv import Budget, FastKVCache, patch, patched, policies, unpatch
-from fastkv.cache.layer import LayerCache
-from fastkv.cache.layout import Layout, cost
+from fastkv.cache.layout import cost
 from fastkv.lab import facts
 from fastkv.lab.reading import Reading
 
@@ -143,14 +142,9 @@ def tokens_of(
     with patched(model, policy, bounded, **rest):
         cache = FastKVCache(model).compressed[0].cache
         known = cache.config.budget
-        spent = cost(rows, rows, partial(layout_of, cache, hkv), ragged=known.shared is not None)
+        spent = cost(rows, rows, partial(cache.plan.layout, hkv, torch.device("cpu")), ragged=known.shared is not None)
         told = rest | {"slots": cache.config.slots.name}
         return replace(bounded, compress=None, tokens=known.average(layers, num, spent)), told
-
-
-def layout_of(cache: LayerCache, heads: int, tokens: int) -> Layout:
-    """The layout of a layer of so many tokens a head."""
-    return cache.layout(heads, tokens, None, torch.device("cpu"))
 
 
 def caches(model: Any, text: Text, policy: Any, budget: Budget, settings: dict[str, Any]) -> FastKVCache:

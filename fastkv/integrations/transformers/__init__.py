@@ -3,7 +3,7 @@
 from .attach import attach, check, detach
 from .families import REFUSED, TESTED
 from .modules import sizes
-from .selfcheck import can_undo_rotation, rotations, with_rotations
+from .selfcheck import rotations, with_rotations
 from .survey import Survey, survey
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "TESTED",
     "Survey",
     "attach",
-    "can_undo_rotation",
     "check",
     "detach",
     "rotations",

@@ -41,7 +41,7 @@ from .attach import attach, check, detach
 from .cache import FastKVCache
 from .deferred import read_again
 from .prompt import Prompt
-from .selfcheck import can_undo_rotation, with_rotations
+from .selfcheck import with_rotations
 from .stock import CACHE
 
 TEXTS, ROWS, LENGTH = 2, 4, 256  # own texts, of so many pieces, of so many tokens each
@@ -149,9 +149,7 @@ def held_whole(model: Any, num: int) -> Iterator[None]:
     """The model with the policy that is default for it, heads alike, and room for `num` tokens; then stock again."""
     config = Config.make(POLICY, Budget(tokens=num, heads="uniform"), None, 1, "none", "auto", False)
     found = check(model, config)
-    if not can_undo_rotation(model, found):
-        config = replace(config, policy=get(WITHOUT_ROTARY))
-    attach(model, found, with_rotations(config, model, found))
+    attach(model, found, with_rotations(config, model, found, replace(config, policy=get(WITHOUT_ROTARY))))
     try:
         yield
     finally:

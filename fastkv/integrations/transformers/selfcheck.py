@@ -148,25 +148,22 @@ def rotations(model: Module, layers: Iterable[int], halves: bool = False) -> dic
     return found
 
 
-def with_rotations(config: Config, model: Module, found: Iterable[Any]) -> Config:
+def with_rotations(config: Config, model: Module, found: Iterable[Any], otherwise: Config | None = None) -> Config:
     """The config with how the attention modules turn their keys, if it needs them as they were before.
 
+    Args: otherwise: the config to take where that cannot be undone, if there is one.
     Raises: FastKVError as `rotations`. The model is as it was in any case.
     """
     if not config.undoes_rotation:
         return config
     readers = modules.sources(model)  # of the keys of other layers
     layers = [module.layer_idx for module in found if module.layer_idx not in readers]
-    return replace(config, rotations=rotations(model, layers, halves=config.correction.key_only))
-
-
-def can_undo_rotation(model: Module, found: Iterable[Any]) -> bool:
-    """Whether keys of these attention modules can be had as they were before the rotary embedding."""
     try:
-        rotations(model, [module.layer_idx for module in found if module.layer_idx not in modules.sources(model)])
+        return replace(config, rotations=rotations(model, layers, halves=config.correction.key_only))
     except FastKVError:
-        return False
-    return True
+        if otherwise is None:
+            raise
+        return with_rotations(otherwise, model, found)
 
 
 def _fix_inputs(decoder: Module) -> None:

@@ -207,7 +207,7 @@ def _fill(
         layout = _layout(file, layer, tuple(tokens), tuple(approx), device)
     else:
         layer.cache.average, layer.cache.context, mean = file.counts(entry, "average", "context", "mean")
-        layout = layer.cache.layout(heads, mean, None, device, tuple(tokens))
+        layout = layer.cache.plan.layout(heads, device, mean, shares=tuple(tokens))
         layout = replace(layout, tokens=tuple(tokens), approx=tuple(approx))
     dims = [getattr(layout.format, name.split(".")[1]).dim(saved[name].shape[-1]) for name in pairs]
     if layer.cache.latent:
@@ -240,7 +240,7 @@ def _layout(
 ) -> Layout:
     """The layout that the config gives a layer with so many tokens; FastKVError if it deals them out differently."""
     cache, heads = layer.cache, len(tokens)
-    made = cache.layout(heads, sum(tokens) // heads, None, device)
+    made = cache.plan.layout(heads, device, sum(tokens) // heads)
     if not cache.config.correction.key_only and (made.tokens, made.approx) != (tokens, approx):
         raise FastKVError(
             f"{file.path} was saved with heads of {list(tokens)} tokens in layer {cache.layer}, but policy "

@@ -55,9 +55,7 @@ def config_of(vllm_config: Any) -> Config:
         chosen["budget"] = Budget(**budget)
     _check_prefixes(chosen)
     del chosen["vector"], chosen["prefixes"]  # of the model, see `method.fitted`, and of the scheduler
-    config = Config.make(**chosen, static=None)
-    if chosen["slots"] == "auto":
-        config = config.coded(())
+    config = Config.make(**chosen, static=None).coded(())
     _check_method(config)
     _check_engine(vllm_config, config)
     return config
