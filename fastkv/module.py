@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .backend import check_backend
 from .budget import Budget
 from .cache.layer import LayerCache
+from .cache.layout import Attends
 from .cache.workspace import CacheWorkspace
 from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
@@ -225,7 +226,7 @@ class FastKVAttention(Module):
             output = output.detach().to(device).unflatten(1, (self.num_heads, self.head_dim))
         if sink_logits is not None:
             sink_logits = sink_logits.detach().to(device)
-        self.cache.configure(self.scale, self.softcap, output, sink_logits)
+        self.cache.configure(Attends(self.scale, self.softcap, output, sink_logits))
 
     # The state.
 

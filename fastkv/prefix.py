@@ -15,6 +15,7 @@ from . import config as settings
 from . import corrections
 from .api import patch
 from .budget import Budget
+from .cache.layout import Attends
 from .config import Config
 from .errors import FastKVError
 from .integrations.transformers import check, latent, modules
@@ -72,7 +73,7 @@ def compress(
         own = valid.to(k.device)
         k, v = (torch.where(own[:, None, :, None], part, 0) for part in (k, v))
         held.held = nobody, k, v, own
-        held.attends = float(getattr(module, "scaling", None) or k.shape[3] ** -0.5), None, None, None
+        held.attends = Attends(float(getattr(module, "scaling", None) or k.shape[3] ** -0.5))
         layer.commit(None)
     return made
 

@@ -176,8 +176,8 @@ MUTATIONS = [
     bug(
         "the second reading of a prompt has no sinks",
         "cache/wrappers.py",
-        "self._attend(q, k, v, valid, self._spec(scale, softcap), sink_logits)",
-        "self._attend(q, k, v, valid, self._spec(scale, softcap))",
+        "out, lse = self._attend(q, k, v, valid, how)",
+        "out, lse = self._attend(q, k, v, valid, how._replace(sink_logits=None))",
         "sinks.py::test_a_second_reading",
     ),
     bug(

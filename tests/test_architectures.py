@@ -10,6 +10,7 @@ from transformers import DynamicCache
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
 from fastkv.cache.layer import LayerCache
+from fastkv.cache.layout import Attends
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.transformers import families, modules, stock
@@ -466,13 +467,16 @@ def test_padding_of_a_model_whose_mask_hides_nothing(block, monkeypatch):
 # Layers that share keys.
 
 
+HOW = Attends(0.3)
+
+
 def shared_layers(readers, evict_every=3):
     """A cache with so many readers, which has read a prompt and been looked at by each."""
     config = Config.make("momentkv", SMALL, None, evict_every, "auto", "reference", None)
     layer = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=evict_every), readers=readers)
     q, k, v, valid = block(30)
     layer.allocate(4, k, v, 30)
-    layer.configure(0.3, None)
+    layer.configure(HOW)
     layer.read(q, k, v, valid)
     return layer, q
 
@@ -488,13 +492,13 @@ def test_a_layer_evicts_after_its_last_reader():
     before = alone.state
     assert int(before.stored.max()) == 20 and int(layer.state.stored.max()) == 0  # its block is not absorbed yet
     for _ in range(2):
-        layer.look(q, 0.3, None, lambda: q)
+        layer.attend_shared(q, HOW, lambda: q)
     assert torch.equal(layer.state.stored, before.stored)
     for step in range(7):
         q, k, v, _ = block(1, step + 1)
         assert torch.equal(alone.step(q, k, v), layer.step(q, k, v))
         held = int(layer.state.stored.max())
-        assert torch.equal(layer.look_back(q, 0.3, None), layer.look_back(q, 0.3, None))
+        assert torch.equal(layer.step_shared(q, HOW), layer.step_shared(q, HOW))
         assert int(layer.state.stored.max()) == (20 if step % 3 == 2 else held)
         assert torch.equal(alone.state.stored, layer.state.stored)
         for (name, mine), (_, other) in zip(alone.state.named_tensors(), layer.state.named_tensors()):
@@ -507,9 +511,9 @@ def test_readers_attend_once():
     one = block(1, 5)
     with pytest.raises(FastKVError, match="1 of 1 layers that share the keys of layer 0 did not attend"):
         layer.step(*one[:3])
-    layer.look(q, 0.3, None, lambda: q)
+    layer.attend_shared(q, HOW, lambda: q)
     with pytest.raises(FastKVError, match="attend more often than once"):
-        layer.look(q, 0.3, None, lambda: q)
+        layer.attend_shared(q, HOW, lambda: q)
     layer.reset()
     assert layer.left == 0
 
@@ -517,9 +521,9 @@ def test_readers_attend_once():
 def test_readers_see_the_past_and_the_block():
     """Over blocks, the queries of a reader see what those of the layer itself see, also if only the last are asked."""
     layer, q = shared_layers(1)
-    layer.look(q, 0.3, None, lambda: q)
+    layer.attend_shared(q, HOW, lambda: q)
     q, k, v, valid = block(6, 9)
     out = layer.read(q, k, v, valid)
-    twin_out = layer.look(q[:, :, -2:], 0.3, None, lambda: q)
+    twin_out = layer.attend_shared(q[:, :, -2:], HOW, lambda: q)
     torch.testing.assert_close(twin_out, out[:, :, -2:])
     assert int(layer.state.seen[0]) == 36

@@ -93,12 +93,12 @@ def spy_on_attention(monkeypatch):
         remembered(self, k, v)
         return attend(self, q, k, v, *rest)
 
-    def step(self, q, k, v, scale, softcap, *rest):
+    def step(self, q, k, v, how):
         keys, values = remembered(self, k, v)
         stored = positions_of(self.state)
-        out = decode(self, q, k, v, scale, softcap, *rest)
+        out = decode(self, q, k, v, how)
         tensors = [one.double() for one in (q[:, :, 0], keys, values)]
-        steps.append(Step(self.cache.layer, *tensors, stored, scale, softcap, out[:, :, 0].double()))
+        steps.append(Step(self.cache.layer, *tensors, stored, how.scale, how.softcap, out[:, :, 0].double()))
         return out
 
     monkeypatch.setattr(FastKVLayer, "attend", read)

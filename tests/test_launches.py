@@ -7,6 +7,7 @@ import torch
 
 from fastkv import Budget, ops
 from fastkv.cache.layer import LayerCache
+from fastkv.cache.layout import Attends
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.ops import operator
@@ -36,7 +37,7 @@ def read(cache, length, block):
         valid = torch.ones(1, q.shape[2], dtype=torch.bool)
         if cache.state is None:
             cache.allocate(HQ, k, v, length)
-            cache.configure(0.25, None)
+            cache.configure(Attends(0.25))
         cache.read(q, k, v, valid, None if block else lambda q=q: q)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from fastkv import Budget, FastKVError, HeadShares, ops
 from fastkv.cache.layer import LayerCache
+from fastkv.cache.layout import Attends
 from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.calibration.head_shares import KEEPS
@@ -47,7 +48,7 @@ def alone(config, prompt, steps):
     cache = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=EVERY))
     q, k, v = prompt
     cache.allocate(HQ, k, v, k.shape[2])
-    cache.configure(SCALE, None)
+    cache.configure(Attends(SCALE))
     valid = torch.ones(1, k.shape[2], dtype=torch.bool)
     blocks = [slice(at, at + BLOCK) for at in range(0, k.shape[2], BLOCK)]
     out = [cache.read(q[:, :, own], k[:, :, own], v[:, :, own], valid[:, own]) for own in blocks]

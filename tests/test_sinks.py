@@ -9,6 +9,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 import fastkv
 from fastkv import Budget, FastKVError, ops, reference
 from fastkv.cache.layer import LayerCache
+from fastkv.cache.layout import Attends
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.cache.wrappers import HeldPrompt
 from fastkv.config import Config
@@ -113,7 +114,7 @@ def test_a_second_reading():
     held = HeldPrompt(
         LayerCache(Config.make("kvzip", SMALL, None, 5, "auto", "auto", None), 0, 0, 1, CacheWorkspace(5))
     )
-    held.configure(0.3, None, None, SINKS)
+    held.configure(Attends(0.3, sink_logits=SINKS))
     held.read(q, keys, values, valid, stock=lambda: q)
     held.expect_again()
     received = []
@@ -152,7 +153,7 @@ def watched(chosen, correction, sinks):
     cache = layer("reference", chosen=chosen, correction=correction)
     q, k, v = randn(B, HQ, 40, D), randn(B, HKV, 40, D, seed=1), randn(B, HKV, 40, D, seed=2)
     cache.allocate(HQ, k, v, 40)
-    rule, real = cache.configure(0.3, None, None, sinks), torch.ones(B, 40, dtype=torch.bool)
+    rule, real = cache.configure(Attends(0.3, sink_logits=sinks)), torch.ones(B, 40, dtype=torch.bool)
     cache.read(q, k, v, real)
     state, block = cache.state, (k[:, :, :6], v[:, :, :6], torch.arange(40, 46).int().expand(B, HKV, 6), real[:, :6])
     told = signals.candidates(state, block, rule)
@@ -185,7 +186,7 @@ def test_sinks_belong_to_the_model_and_not_to_the_state():
     k = randn(B, HKV, 30, D).float()
     cache.allocate(HQ, k, k, 30)
     before, sinks = cache.nbytes(), torch.nn.Parameter(SINKS.float())
-    cache.configure(0.3, None, None, sinks)
+    cache.configure(Attends(0.3, sink_logits=sinks))
     state = cache.state
     assert state.sink_logits is sinks and cache.nbytes() == before
     assert not any("sink" in name for name, _ in state.named_tensors())
@@ -194,7 +195,7 @@ def test_sinks_belong_to_the_model_and_not_to_the_state():
     cache.map_batch(lambda rows: rows[:1])
     cache.reset()
     assert torch.equal(sinks, kept) and cache.state.sink_logits is sinks
-    cache.configure(0.3, None)
+    cache.configure(Attends(0.3))
     assert cache.state.sink_logits is None
 
 

@@ -17,7 +17,7 @@ from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Recovery
 from . import compaction, selection, signals
-from .layout import LayerConfig, LayerPlan, Layout
+from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
@@ -50,7 +50,7 @@ class LayerCache:
         leads: whether its steps advance the clock of the workspace: one layer's do.
         started: whether there is a past.
         readers: how many other layers attend to this one's keys and values, each once after it and before the next
-            tokens (`look`, `look_back`).  left: how many of them still have to.
+            tokens (`attend_shared`, `step_shared`).  left: how many of them still have to.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
         latent: whether values are the first numbers of keys, so that keys are stored alone.
     """
@@ -140,19 +140,13 @@ class LayerCache:
             raise FastKVError(f"layer {self.layer} is empty; run the model with this cache first")
         return self.state, self.rule
 
-    def configure(
-        self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
-    ) -> LayerConfig:
-        """How the layer attends from now on.
-
-        Args: scale: logit multiplier.  softcap: bends logits, or None.  output: [hidden, Hq, Dv], the layer's output
-            projection, for policies that need it.  sink_logits: [Hq], learned attention sinks, of this process's heads.
-        """
+    def configure(self, how: Attends) -> LayerConfig:
+        """How the layer attends from now on."""
         state, rule = self._held()
-        state.sink_logits = sink_logits
+        state.sink_logits = how.sink_logits
         spec = rule.spec
-        if spec.scale != scale or spec.softcap != softcap or rule.output is not output:
-            self.rule = rule = rule.attending(scale, softcap, output)
+        if spec.scale != how.scale or spec.softcap != how.softcap or rule.output is not how.output:
+            self.rule = rule = rule.attending(how)
         return rule
 
     # Tokens.
@@ -256,16 +250,15 @@ class LayerCache:
         self.left -= 1
         return not self.left
 
-    def look_back(self, q: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def step_shared(self, q: Tensor, how: Attends) -> Tensor:
         """Attention of another layer's query [B, Hq, 1, D] over everything so far, after `step`: [B, Hq, 1, Dv]."""
         state, rule = self._held()
-        spec = rule.attending(scale, softcap, rule.output).spec
-        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), None, None, state, spec)
+        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), None, None, state, rule.attending(how).spec)
         if self._looked() and self.workspace.clock.now.evicts:
             evict(state, rule)
         return out[:, :, None]
 
-    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
+    def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
         """Attention of another layer's last queries [B, Hq, <= T, D] over the block of `read` and what came before.
 
         Args: stock: attention over the block alone.
@@ -278,8 +271,8 @@ class LayerCache:
         else:
             num = q.shape[2]  # transformers leaves out queries whose results nobody reads
             whole = pad(q, (0, 0, block.k.shape[2] - num, 0))
-            rule = rule.attending(scale, softcap, rule.output)
-            out, _ = attend_block(state, whole, block.k, block.v, block.valid, rule, self.workspace.ahead)
+            other, ahead = rule.attending(how), self.workspace.ahead
+            out, _ = attend_block(state, whole, block.k, block.v, block.valid, other, ahead)
             out = out[:, :, -num:]
         if last:
             self.block = None

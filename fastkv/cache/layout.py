@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -291,6 +292,19 @@ def _split(
     return tuple(pairs), tuple(approx) if any(approx) else ()
 
 
+class Attends(NamedTuple):
+    """How a layer attends, as its engine says with every call.
+
+    Attributes: scale: logit multiplier.  softcap: bends logits, or None.  output: [hidden, Hq, Dv], the layer's output
+        projection, for policies that need it.  sink_logits: [Hq], learned attention sinks, of this process's heads.
+    """
+
+    scale: float
+    softcap: float | None = None
+    output: Tensor | None = None
+    sink_logits: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class LayerConfig:
     """A config with what only the layer knows.
@@ -350,10 +364,9 @@ class LayerConfig:
         spec = spec_of(self.config, layout, self.spec.scale, self.spec.softcap)
         return replace(self, layout=layout, spec=spec)
 
-    def attending(self, scale: float, softcap: float | None, output: Tensor | None) -> LayerConfig:
+    def attending(self, how: Attends) -> LayerConfig:
         """The same for a layer that attends so."""
-        spec = replace(self.spec, scale=scale, softcap=softcap)
-        return replace(self, spec=spec, output=output)
+        return replace(self, spec=replace(self.spec, scale=how.scale, softcap=how.softcap), output=how.output)
 
 
 def spec_of(config: Config, layout: Layout, scale: float, softcap: float | None = None) -> Spec:

@@ -14,7 +14,7 @@ from ..config import Config
 from ..errors import FastKVError
 from ..reference import LayerState, Recovery
 from .layer import evict
-from .layout import LayerConfig, LayerPlan, Layout
+from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .pages import PageFormat
 from .prefill import absorb_block, attend_block
 from .workspace import CacheWorkspace
@@ -128,7 +128,7 @@ class PagedLayer:
         sink_logits: Tensor | None = None,
     ) -> None:
         """Args: pages: [P, bytes] uint8, of which page 0 is nobody's; num_heads, scale, softcap: how it attends."""
-        self.rule, self.num_heads, self.shared = paged.layer.attending(scale, softcap, None), num_heads, shared
+        self.rule, self.num_heads, self.shared = paged.layer.attending(Attends(scale, softcap)), num_heads, shared
         self.state = paged.form.view(pages)
         self.state.sink_logits = sink_logits
         if self.rule.weight is not None:

@@ -13,12 +13,10 @@ from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Moments, Slots, Spec, rows_at
 from .layer import LayerCache, Stock
-from .layout import LayerConfig
+from .layout import Attends, LayerConfig
 from .prefill import without_padding
 
 SAMPLED, FEWEST = 16, 64  # of a second reading one query in so many, and no fewer of a chunk, are there for a refit
-
-Attends = tuple[float, float | None, Tensor | None, Tensor | None]  # what `LayerCache.configure` takes
 
 
 class HeldPrompt:
@@ -32,15 +30,13 @@ class HeldPrompt:
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
         self.held: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        self.attends: Attends = (1.0, None, None, None)
+        self.attends = Attends(scale=1.0)
         self.reread: Reread | None = None
         self.fed: tuple[Tensor, Tensor, Tensor] | None = None  # the last tokens of a second reading
 
-    def configure(
-        self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
-    ) -> None:
+    def configure(self, how: Attends) -> None:
         """As `LayerCache.configure`."""
-        self.attends = scale, softcap, output, sink_logits
+        self.attends = how
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
         """Hold the prompt, or attend to it where it is read again; arguments as in `LayerCache.read`."""
@@ -49,15 +45,15 @@ class HeldPrompt:
         self.held = (q, without_padding(k, valid), without_padding(v, valid), valid)
         return stock()
 
-    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
-        """As `LayerCache.look`; a second reading watches the queries of this layer only."""
+    def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
+        """As `LayerCache.attend_shared`; a second reading watches the queries of this layer only."""
         if self.reread is None:
             return stock()
         assert self.fed is not None
         k, v, valid = self.fed
         num = q.shape[2]
         whole = pad(q, (0, 0, k.shape[2] - num, 0))
-        return self._attend(whole, k, v, valid, self._spec(scale, softcap))[0][:, :, -num:]
+        return self._attend(whole, k, v, valid, how)[0][:, :, -num:]
 
     def expect_again(self) -> None:
         """From now on the prompt is read a second time. Padding goes behind its tokens, which are then slots in use."""
@@ -73,21 +69,16 @@ class HeldPrompt:
         assert self.held is not None and self.reread is not None
         q, k, v = (without_padding(rows, valid) for rows in (q, k, v))
         self.fed = (k, v, valid)
-        scale, softcap, _, sink_logits = self.attends
-        out, lse = self._attend(q, k, v, valid, self._spec(scale, softcap), sink_logits)
+        how = self.attends
+        out, lse = self._attend(q, k, v, valid, how)
         everything = lse.masked_fill(~valid[:, None], float("inf"))
-        most = ops.most_attended(q, self.held[1], everything, scale, softcap, backend=self.cache.config.backend)
+        most = ops.most_attended(q, self.held[1], everything, how.scale, how.softcap, backend=self.cache.config.backend)
         self.reread.received = self.reread.received.maximum(torch.where(self.held[3][:, None], most, 0))
         if self.cache.config.samples_queries:
             self._sample(self.reread, q, valid)
         return out
 
-    def _spec(self, scale: float, softcap: float | None) -> Spec:
-        return Spec(scale, softcap, backend=self.cache.config.backend)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, spec: Spec, sink_logits: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, how: Attends) -> tuple[Tensor, Tensor]:
         """Attention [B, Hq, T, Dv] of re-fed tokens and the log of its mass [B, Hq, T]; see `ops.prefill_attention`."""
         assert self.held is not None
         _, keys, values, real = self.held
@@ -97,8 +88,9 @@ class HeldPrompt:
             Slots(keys, values, seen[:, None].repeat(1, heads).to(torch.int32)),
             seen,
             Moments.empty(batch, heads, dim, values.shape[-1], keys.device, order=None),
-            sink_logits=sink_logits,
+            sink_logits=how.sink_logits,
         )
+        spec = Spec(how.scale, how.softcap, backend=self.cache.config.backend)
         out, lse, _ = ops.prefill_attention(q, k, v, valid, state, spec)
         return out, lse
 
@@ -117,7 +109,7 @@ class HeldPrompt:
         assert self.held is not None
         q, k, v, valid = self.held
         self.cache.allocate(q.shape[1], k, v, k.shape[2], keep)
-        self.cache.configure(*self.attends)
+        self.cache.configure(self.attends)
         self.cache.absorb(q, k, v, valid, self.reread)
         self.cache.started = True
 
@@ -134,11 +126,9 @@ class Rollback:
         self.cache = cache
         self.pending: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None
 
-    def configure(
-        self, scale: float, softcap: float | None, output: Tensor | None = None, sink_logits: Tensor | None = None
-    ) -> LayerConfig:
+    def configure(self, how: Attends) -> LayerConfig:
         """As `LayerCache.configure`."""
-        return self.cache.configure(scale, softcap, output, sink_logits)
+        return self.cache.configure(how)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
         """Attention as in `LayerCache.read`; another forward without a roll-back accepts everything pending."""
@@ -148,9 +138,9 @@ class Rollback:
         self.pending = (q, k, v, valid, mass)
         return out
 
-    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
-        """As `LayerCache.look`; nothing is absorbed."""
-        return self.cache.look(q, scale, softcap, stock)
+    def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
+        """As `LayerCache.attend_shared`; nothing is absorbed."""
+        return self.cache.attend_shared(q, how, stock)
 
     def settle(self, drop: int) -> None:
         """Absorb what the last forward left pending, without its last `drop` tokens.

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from .. import corrections, policies
 from ..api import patched
 from ..budget import Budget
+from ..cache.layout import Attends
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
 from ..integrations.transformers.cache import FastKVCache, FastKVLayer
@@ -201,18 +202,20 @@ class Witness:
         self.remember(k, v)
         return self.stock[0](q, k, v, *rest)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, *rest: Any) -> Tensor:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, how: Attends) -> Tensor:
         """As `FastKVLayer.step`."""
         self.remember(k, v)
         if not self.comparing:
-            return self.stock[1](q, k, v, scale, softcap, *rest)
+            return self.stock[1](q, k, v, how)
         state = self.layer.state
         assert state is not None
         # Attention comes before eviction, so the evicted set of this query is that of the state before the step.
-        stored, estimate = stored_tokens(state, self.keys.shape[2]), self.estimate(q, state, scale, softcap)
-        out = self.stock[1](q, k, v, scale, softcap, *rest)
+        stored, estimate = stored_tokens(state, self.keys.shape[2]), self.estimate(q, state, how.scale, how.softcap)
+        out = self.stock[1](q, k, v, how)
         pairs = self.keys, self.values, stored
-        self.compared.append(compare(q[:, :, 0], *pairs, scale, softcap, out[:, :, 0], estimate, state.sink_logits))
+        self.compared.append(
+            compare(q[:, :, 0], *pairs, how.scale, how.softcap, out[:, :, 0], estimate, state.sink_logits)
+        )
         return out
 
     def remember(self, k: Tensor, v: Tensor) -> None:

@@ -22,7 +22,8 @@ from transformers import DynamicCache
 
 from ..api import patch, patched
 from ..budget import Budget
-from ..cache.wrappers import Attends, HeldPrompt
+from ..cache.layout import Attends
+from ..cache.wrappers import HeldPrompt
 from ..config import Config
 from ..errors import FastKVError
 from ..integrations.transformers import latent, modules
@@ -113,9 +114,8 @@ class Reading:
             layer.lazy_initialization(k, v)
             layer.seen = k.shape[2]
             if cache.config.needs("output"):
-                scale, softcap, _, sinks = held.attends
                 output = modules.output_projection(attentions[layer.cache.layer], v.shape[-1])
-                held = replace(held, attends=(scale, softcap, output, sinks))
+                held = replace(held, attends=held.attends._replace(output=output))
             held.give(layer.hold(), second)
             layer.commit(None)
         return cache

@@ -24,6 +24,7 @@ from triton.errors import TritonError
 import fastkv
 from fastkv import ops
 from fastkv.cache.layer import LayerCache
+from fastkv.cache.layout import Attends
 from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
 from fastkv.cache.pages import PageFormat
 from fastkv.cache.workspace import CacheWorkspace
@@ -359,7 +360,7 @@ def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
         alone = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=EVERY))
         prompt = tokens(length)
         alone.allocate(heads.num_heads, *prompt[1:], length)
-        alone.configure(SCALE, None)
+        alone.configure(Attends(SCALE))
         layer.clear(row)
         for parts in zip(*(part.split(block, 2) for part in prompt)):
             real = torch.ones(1, parts[0].shape[2], dtype=torch.bool, device=place.device)

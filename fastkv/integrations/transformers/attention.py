@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...cache.layout import Attends
 from ...errors import FastKVError
 from . import latent
 from .cache import FastKVCache
@@ -169,17 +170,18 @@ def fastkv_attention(
 
     if module.layer_idx != fastkv_layer.cache.layer:  # the keys are another layer's, and nothing is added to them
         check_call(module, query, key, {**kwargs, "s_aux": s_aux}, softcap)
-        return fastkv_layer.look(query, scale, softcap, alone).transpose(1, 2).contiguous(), None
+        return fastkv_layer.attend_shared(query, Attends(scale, softcap), alone).transpose(1, 2).contiguous(), None
     check_call(module, query, key, kwargs, softcap)
     q = latent.absorbed(module, query) if has_latents else query
     over_latents = has_latents and not fastkv_layer.begins
     output = output_projection(module, value.shape[-1]) if fastkv_layer.cache.config.needs("output") else None
+    how = Attends(scale, softcap, output, s_aux)
     if fastkv_layer.decodes(query.shape[2]):
-        out = fastkv_layer.step(q, key, value, scale, softcap, output, s_aux)
+        out = fastkv_layer.step(q, key, value, how)
     else:
         real = fastkv_layer.cache.workspace.real
         valid = valid_tokens(attention_mask, real, key.shape[0], key.shape[2], key.device)
-        out = fastkv_layer.attend(q, key, value, valid, scale, softcap, alone, output, s_aux)
+        out = fastkv_layer.attend(q, key, value, valid, how, alone)
     if over_latents:
         out = latent.lifted(module, out)
     return out.transpose(1, 2).contiguous(), None

@@ -69,7 +69,7 @@ class Watched(HeldPrompt):
         assert self.held is not None
         q, k, v, valid = self.held
         self.cache.allocate(q.shape[1], k, v, k.shape[2])
-        rule, state = self.cache.configure(*self.attends), self.cache.state
+        rule, state = self.cache.configure(self.attends), self.cache.state
         assert state is not None
         positions = (valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
         state.seen += valid.sum(-1)

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ...backend import check_backend
 from ...cache.layer import LayerCache, Stock
+from ...cache.layout import Attends
 from ...cache.workspace import CacheWorkspace
 from ...cache.wrappers import HeldPrompt, Rollback
 from ...errors import FastKVError
@@ -114,20 +115,11 @@ class FastKVLayer(CacheLayerMixin):
         """Whether the next `attend` returns what stock attention does, as the tokens have no past."""
         return not self.cache.started and not self.rereading
 
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        softcap: float | None,
-        output: Tensor | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, how: Attends) -> Tensor:
         """Attention output for one new token that is no padding, [B, Hq, 1, Dv]; arguments as in `attend`."""
         self._arrive()
         cache = self.cache
-        cache.configure(scale, softcap, output, sink_logits)
+        cache.configure(how)
         q, k, v = q.detach(), k.detach(), v.detach()
         if not cache.static:
             return cache.step(q, k, v, self.seen)
@@ -136,25 +128,12 @@ class FastKVLayer(CacheLayerMixin):
             torch._assert_async(self.seen <= room, "the sequence is longer than the model's positions")
         return cache.step(q, k, v)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        valid: Tensor,
-        scale: float,
-        softcap: float | None,
-        stock: Stock,
-        output: Tensor | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, how: Attends, stock: Stock) -> Tensor:
         """Attention output for the tokens of a prompt, [B, Hq, T, Dv]; the cache afterwards includes them.
 
         Args:
             q [B, Hq, T, D], k, v [B, Hkv, T, D], post-RoPE; valid [B, T] bool, false for padding.
             stock: runs the model's own attention over the new tokens.
-            output: [hidden, Hq, Dv], the layer's output projection, for policies that need it.
-            sink_logits: [Hq], the layer's learned attention sinks, None for none.
         """
         self._arrive()
         if not self.reader.differentiates:
@@ -165,7 +144,7 @@ class FastKVLayer(CacheLayerMixin):
             self._fix()
         elif not self.cache.static:
             self.cache.deal(max(self.seen, self.expected))
-        self.reader.configure(scale, softcap, output, sink_logits)
+        self.reader.configure(how)
         return self.reader.read(q, k, v, valid, stock)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -174,14 +153,14 @@ class FastKVLayer(CacheLayerMixin):
         sizes = k.shape[-1], groups, config.evict_every, v.shape[-1], latent
         check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)
 
-    def look(self, q: Tensor, scale: float, softcap: float | None, stock: Stock) -> Tensor:
+    def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
         """Attention of another layer, after this one's, to the same keys and values: [B, Hq, <= T, Dv].
 
         Args: q [B, Hq, <= T, D]: of all or the last tokens.  stock: that layer's attention over the new tokens.
         """
         if self.decodes(q.shape[2]):
-            return self.cache.look_back(q.detach(), scale, softcap)
-        return self.reader.look(q.detach(), scale, softcap, stock)
+            return self.cache.step_shared(q.detach(), how)
+        return self.reader.attend_shared(q.detach(), how, stock)
 
     def _fits(self, k: Tensor) -> bool:
         """Whether there are slots for as many sequences as k [B, ...] has."""
