@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastkv
-from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.paged import PagedBlocks, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 
@@ -109,9 +109,11 @@ def test_nor_do_pages(name, heads, monkeypatch):
 
     monkeypatch.setattr(torch, "tensor", None)  # numbers of the host that it sends, where the mode sees nothing
     with Crossings() as crossings:
-        layer.clear(1)
+        two = torch.empty(2, dtype=torch.int64, device="meta")
+        layer.clear([1, 2], two)
+        blocks = PagedBlocks.of([1, 2], [8, 7], two, two)
         for _ in range(3 if heads == "uniform" else 1):  # heads that trade slots wait when they do
-            layer.read(1, *tokens(1, 8))
+            layer.read(blocks, *tokens(2, 8))
         q, k, v = tokens(3, 1)
         rows = torch.empty(3, dtype=torch.int64, device="meta")
         layer.step(rows, q[:, :, 0], k, v, rows[:2])

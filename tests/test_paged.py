@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from fastkv import Budget, FastKVError, HeadShares, ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends
-from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
+from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.calibration.head_shares import KEEPS
 from fastkv.config import Config
@@ -58,11 +59,39 @@ def alone(config, prompt, steps):
     )
 
 
+def blocks_of(rows, lengths):
+    return PagedBlocks.of(rows, lengths, torch.tensor(rows), torch.tensor(lengths))
+
+
 def read(layer, row, prompt):
     """In blocks, whose heads lie beside each other in every token, as an engine has them."""
-    layer.clear(row)
+    layer.clear([row], torch.tensor([row]))
     parts = [part.transpose(1, 2).contiguous().split(BLOCK, 1) for part in prompt]
-    return torch.cat([layer.read(row, *(part.transpose(1, 2) for part in block)) for block in zip(*parts)], 2)
+    return torch.cat([read_block(layer, row, *(part.transpose(1, 2) for part in block)) for block in zip(*parts)], 2)
+
+
+def read_block(layer, row, q, k, v):
+    return layer.read(blocks_of([row], [q.shape[2]]), q, k, v)
+
+
+def padded(part, length):
+    """[1, H, T, D], with NaN behind its tokens."""
+    return pad(part, (0, 0, 0, length - part.shape[2]), value=float("nan"))
+
+
+def read_together(layer, rows, prompts):
+    """Blocks of all of them at once, as long as they have any, padded with NaN: the output of each."""
+    layer.clear(rows, torch.tensor(rows))
+    found = [[] for _ in rows]
+    for at in range(0, max(prompt[0].shape[2] for prompt in prompts), BLOCK):
+        there = [i for i, prompt in enumerate(prompts) if prompt[0].shape[2] > at]
+        cut = [[part[:, :, at : at + BLOCK] for part in prompts[i]] for i in there]
+        lengths = [parts[0].shape[2] for parts in cut]
+        whole = [[padded(part, max(lengths)) for part in parts] for parts in zip(*cut)]
+        out = layer.read(blocks_of([rows[i] for i in there], lengths), *map(torch.cat, whole))
+        for i, own, length in zip(there, out, lengths):
+            found[i].append(own[None, :, :length])
+    return [torch.cat(parts, 2) for parts in found]
 
 
 def step(layer, rows, steps, at, due=()):
@@ -130,6 +159,34 @@ def test_sequences_do_not_depend_on_each_other(case):
     assert done == [8, 7, 5]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_prompts_that_are_read_together_do_not_depend_on_each_other(case):
+    """Whatever they had read before, and steps go on from what each left."""
+    config, plain = config_of(*CASES[case]), config_of(*CASES[PLAIN.get(case, case)])
+    prompts, steps = [tokens(num, num) for num in (29, 5, 16)], [tokens(4, 100 + num) for num in range(3)]
+    expected = [alone(plain, prompt, following) for prompt, following in zip(prompts, steps)]
+    layer, rows = paged(config), [3, 1, 4]
+    for out, (wanted, _) in zip(read_together(layer, rows, prompts), expected):
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    for at in range(4):
+        out = step(layer, rows, steps, [at] * 3, rows if (at + 1) % EVERY == 0 else ())
+        wanted = torch.cat([after[:, :, at] for _, after in expected])
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_launches_do_not_depend_on_how_many_prompts_are_read():
+    """Of kernels and of operators, where something leaves; one alone is read where it lies."""
+    found = []
+    for number in (2, 3):
+        layer, rows = paged(config_of("snapkv", "centroids", 12, "triton")), [3, 1, 4][:number]
+        read_together(layer, rows, [tokens(2 * BLOCK, seed) for seed in range(number)])
+        given, blocks = [part.repeat(number, 1, 1, 1) for part in tokens(BLOCK, 9)], blocks_of(rows, [BLOCK] * number)
+        with recorded() as launches, Operators() as operators:
+            layer.read(blocks, *given)
+        found.append((len(launches), operators.found))
+    assert found[0] == found[1] and found[0][0] > 3
+
+
 def test_a_page_has_the_bytes_that_its_heads_need():
     """All together those of heads that are alike, but for where each begins."""
     alike, unlike = (paged(config_of("keydiff", budget=budget)) for budget in (12, calibrated(1.5, 0.5)))
@@ -182,7 +239,7 @@ def test_a_copied_page_goes_on_as_the_first(case, blocks):
         if row == 3:
             layer.resume(3, blocks * BLOCK)
         parts = zip(*(part.split(BLOCK, 2) for part in rest))
-        outputs[row] = [layer.read(row, *(part.contiguous() for part in block)) for block in parts]
+        outputs[row] = [read_block(layer, row, *(part.contiguous() for part in block)) for block in parts]
     for at in range(6):
         for row in (2, 3):
             outputs[row].append(step(layer, [row], [steps], [at], [row] * ((at + 1) % EVERY == 0)))

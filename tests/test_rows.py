@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fastkv
 from fastkv import ops
 from fastkv.cache.layer import evict
-from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.paged import PagedBlocks, PagedLayer, PagedRule
 from fastkv.cache.pages import ALIGNMENT, PageFormat
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
@@ -232,10 +232,11 @@ def paged(policy, correction="auto"):
     keys, shared = torch.zeros(1, 2, 0, 16), CacheWorkspace(evict_every=4)
     rule = PagedRule.of(config, 0, 0, 1, keys, keys, shared)
     made = PagedLayer(rule, torch.zeros(5, rule.form.nbytes, dtype=torch.uint8), 4, 0.3, None, shared)
-    for row in (3, 1):
-        made.clear(row)
-        for _ in range(3):
-            made.read(row, normal(1, 4, 8, 16), *normal(2, 1, 2, 8, 16))
+    rows = torch.tensor([3, 1])
+    made.clear([3, 1], rows)
+    for _ in range(3):
+        blocks = PagedBlocks.of([3, 1], [8, 8], rows, torch.tensor([8, 8]))
+        made.read(blocks, normal(2, 4, 8, 16), *normal(2, 2, 2, 8, 16))
     for _ in range(3):
         made.step(torch.tensor([3, 1]), normal(2, 4, 16), *normal(2, 2, 2, 1, 16), torch.empty(0, dtype=torch.int64))
     return made

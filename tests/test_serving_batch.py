@@ -39,6 +39,37 @@ def described(sequences, device="cpu", named=True, padded=0):
     )
 
 
+def read_in(batch):
+    """The blocks in the rounds of a batch, in order of their tokens; of a sequence no block comes before the last."""
+    found, ends = [], {}
+    for turn in batch.rounds:
+        blocks, resumes = turn.blocks, dict(turn.resumes)
+        assert len(set(blocks.rows)) == len(blocks.rows) and blocks.index.tolist() == list(blocks.rows)
+        assert turn.fresh.tolist() == turn.begins and blocks.valid.sum(-1).tolist() == list(blocks.lengths)
+        tokens, own = turn.tokens.view(blocks.valid.shape), turn.own.tolist()
+        assert tokens[blocks.valid].tolist() == own == turn.tokens[turn.places].tolist()
+        for row, length, places in zip(blocks.rows, blocks.lengths, tokens):
+            start = int(places[0])
+            assert places[:length].tolist() == list(range(start, start + length)) and ends.get(row, start) == start
+            ends[row] = start + length
+            found.append(Block(row, start, start + length, row in turn.begins, resumes.get(row, 0)))
+    return sorted(found, key=lambda block: (block.start, block.row))
+
+
+def test_rounds_do_not_grow_with_the_number_of_prompts():
+    """Whole blocks together, ends of about one length together, up to a bound on the pages that are copied."""
+    for number in (1, 3, batches.READ_AT_ONCE):
+        prompts = [(i, i + 1, 2 * BLOCK + 3, 0, 2 * BLOCK + 3) for i in range(number)]
+        got = batcher(repeats=False).batch(described(prompts))
+        assert [(len(turn.blocks.rows), max(turn.blocks.lengths)) for turn in got.rounds] == [
+            (number, BLOCK),
+            (number, BLOCK),
+            (number, 3),
+        ]
+    got = batcher(repeats=False).batch(described([(i, i + 1, 9, 0, 9) for i in range(batches.READ_AT_ONCE + 1)]))
+    assert [len(turn.blocks.rows) for turn in got.rounds] == [batches.READ_AT_ONCE, 1] * 2
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by page"])
 def test_batches_of_traffic(named):
     """Sequences come, are read in blocks, decode, end and leave their places and pages to others; they change order."""
@@ -65,7 +96,7 @@ def test_batches_of_traffic(named):
             if before < whole
             for at in range(0, now, BLOCK)
         ]
-        assert got.blocks == blocks
+        assert read_in(got) == sorted(blocks, key=lambda block: (block.start, block.row))
         assert {part.dtype for part in (got.rows, got.places, got.due)} == {torch.int64}
         evicted += len(due)
         for place, page, _, _, now in step:
@@ -82,11 +113,11 @@ def test_a_sequence_may_go_on_from_a_copy(named):
     made = batcher(repeats=False, copies=True)
     made.batch(described([(4, 1, 40, 0, 16)], named=named))
     got = made.batch(described([(4, 2, 19, 16, 3)], named=named))
-    assert got.blocks == [Block(2, 0, 3, False, resumes=16)]
+    assert read_in(got) == [Block(2, 0, 3, False, resumes=16)]
     due = [made.batch(described([(4, 2, 19, before, 1)], named=named)).due.tolist() for before in range(19, 23)]
     assert due == [[], [], [2], []]
     got = made.batch(described([(4, 2, 40, 16, 16)], named=named))
-    assert [(block.row, block.resumes) for block in got.blocks] == [(2, 16), (2, 0)]
+    assert [(block.row, block.resumes) for block in read_in(got)] == [(2, 16), (2, 0)]
 
 
 def test_a_single_token_that_is_computed_again_is_a_step():
@@ -94,8 +125,8 @@ def test_a_single_token_that_is_computed_again_is_a_step():
     again = [(0, 3, 10, 0, 8), (0, 3, 10, 8, 1)]
     for repeats in (True, False):
         made = batcher(repeats=repeats)
-        assert len(made.batch(described(again[:1])).blocks) == 1
-        assert len(made.batch(described(again[1:])).blocks) == (0 if repeats else 1)
+        assert len(made.batch(described(again[:1])).rounds) == 1
+        assert len(made.batch(described(again[1:])).rounds) == (0 if repeats else 1)
 
 
 class Crossings(TorchDispatchMode):
@@ -171,15 +202,16 @@ def on_device(mode, made, sequences, **options):
 def test_the_host_waits_once_for_each_prompt_and_never_while_decoding(crossings):
     made = batcher()
     ends, goes_on = (4, 1, 8, 0, 8), [(7, 2, 20, 8 * i, 8 if i < 2 else 4) for i in range(3)]
-    assert on_device(crossings, made, [goes_on[0]])[:2] == (["to device", "to host"], 1)
-    assert on_device(crossings, made, [ends, goes_on[1]])[:2] == (["to device", "to host"], 1)
+    begins = ["to device", "to host", "to device"], 1  # whose page; then the tokens of each round
+    assert on_device(crossings, made, [goes_on[0]])[:2] == begins
+    assert on_device(crossings, made, [ends, goes_on[1]])[:2] == begins
     for after in (8, 9, 10):  # the others decode; a prompt that goes on lies before, between or behind them
         decoding = (4, 1, 8, after, 1)
         due = after - 8 == EVERY - 1
         copies, waits, got = on_device(crossings, made, [decoding, goes_on[2]])
-        assert waits == 0 and copies == ["to device"] * due and len(got.due) == due
+        assert waits == 0 and copies == ["to device"] * (due + 1) and len(got.due) == due
         copies, waits, got = on_device(crossings, made, [goes_on[2], decoding])
-        assert waits == 0 and copies == ["to device"] and len(got.rows) == 1
+        assert waits == 0 and copies == ["to device"] * 2 and len(got.rows) == 1
     copies, waits, got = on_device(crossings, made, [(4, 1, 8, 11, 1)], padded=3)
     assert (copies, waits, len(got.rows)) == ([], 0, 1)
 
@@ -187,7 +219,8 @@ def test_the_host_waits_once_for_each_prompt_and_never_while_decoding(crossings)
 def test_the_older_runner_makes_the_host_wait_once_a_step(crossings):
     """It tells sequences apart by nothing but their pages, which are on the device."""
     made = batcher(repeats=False)
-    assert on_device(crossings, made, [(0, 3, 8, 0, 8), (1, 5, 8, 0, 8)], named=False)[:2] == (["to host"], 1)
+    reading = on_device(crossings, made, [(0, 3, 8, 0, 8), (1, 5, 8, 0, 8)], named=False)
+    assert reading[:2] == (["to host", "to device"], 1)
     assert on_device(crossings, made, [(0, 3, 8, 8, 1), (1, 5, 8, 8, 1)], named=False)[:2] == (["to host"], 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastkv import Budget
-from fastkv.cache.paged import PagedLayer, PagedRule
+from fastkv.cache.paged import PagedBlocks, PagedLayer, PagedRule
 from fastkv.cache.warmup import Traffic, warm_up
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
@@ -49,12 +49,19 @@ def tokens(number):
 
 
 def serve(layer, block, seed):
-    """A prompt of some length, read into a page, and steps of some batches of which some evict."""
+    """Prompts of some lengths, read into pages together, and steps of some batches of which some evict."""
     draw = random.Random(seed)
-    length = draw.choice([draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11))])
-    layer.clear(1)
-    for at in range(0, length, block or length):
-        layer.read(1, *(part.transpose(0, 1)[None] for part in tokens(min(block or length, length - at))))
+    lengths = [
+        draw.choice([draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11))]) for _ in range(draw.choice([1, 3]))
+    ]
+    rows = list(range(1, 1 + len(lengths)))
+    layer.clear(rows, torch.tensor(rows))
+    for at in range(0, max(lengths), block or max(lengths)):
+        read = [(row, min(block or length, length - at)) for row, length in zip(rows, lengths) if length > at]
+        now, numbers = zip(*read)
+        blocks = PagedBlocks.of(now, numbers, torch.tensor(now), torch.tensor(numbers))
+        parts = (part.unflatten(0, (len(now), -1)).transpose(1, 2) for part in tokens(len(now) * max(numbers)))
+        layer.read(blocks, *parts)
     batch = draw.randint(1, SEQUENCES)
     q, k, v = (part.contiguous() for part in tokens(batch))
     rows = torch.arange(1, batch + 1)

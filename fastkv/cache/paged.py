@@ -16,7 +16,7 @@ from ..reference import LayerState, Recovery
 from .layer import evict
 from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .pages import PageFormat
-from .prefill import absorb_block, attend_block
+from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
 EVICTED_AT_ONCE = 32  # sequences: what an eviction takes of memory, copies of their slots, does not grow with the batch
@@ -106,12 +106,38 @@ class PagedClock:
         return [i for i in known if (seen[i] - self.prompted[names[i]]) % self.period == 0]
 
 
+@dataclass(frozen=True)
+class PagedBlocks:
+    """The next blocks of some prompts, one of each, as a padded batch.
+
+    Attributes: rows, lengths: of the R sequences, and how many tokens of each, what the host knows.
+        index: [R] int64, the rows.  valid: [R, T] bool, false for padding, which comes last.
+    """
+
+    rows: Sequence[int]
+    lengths: Sequence[int]
+    index: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[int], lengths: Sequence[int], index: Tensor, counts: Tensor) -> PagedBlocks:
+        """Args: index, counts: [R] int64, the same numbers on the device."""
+        places = torch.arange(max(lengths), device=index.device)
+        return cls(rows, lengths, index, places < counts[:, None])
+
+    @property
+    def padded(self) -> bool:
+        """Whether there is padding."""
+        return min(self.lengths) < max(self.lengths)
+
+
 class PagedLayer:
     """What `LayerCache` is for a batch in lock-step: every sequence has a clock of its own, which starts at the end of
     its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
 
     Attributes:
         state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
+        fresh: [1, bytes] uint8, a page without tokens.  empty: what the host knows of its slots.
         rooms: what the host knows of the slots of each row whose prompt is being read, without asking the device.
         read_by: tokens that each of those rows has read.
         reached: the rooms of a row that has read so many tokens, in whole blocks: the same for all prompts.
@@ -131,6 +157,11 @@ class PagedLayer:
         self.rule, self.num_heads, self.shared = paged.layer.attending(Attends(scale, softcap)), num_heads, shared
         self.state = paged.form.view(pages)
         self.state.sink_logits = sink_logits
+        self.pages = pages[:, : paged.form.nbytes]
+        self.fresh = torch.zeros(1, paged.form.nbytes, dtype=torch.uint8, device=pages.device)
+        empty = paged.form.view(self.fresh)
+        self.rule.layout.clear(empty)
+        self.empty: Room = [(slots.filled, slots.limit) for slots in empty.tiers.values()]
         if self.rule.weight is not None:
             assert self.rule.rotary is not None
             table = shared.table(self.rule.rotary, self.state.seen.device, shared.positions)
@@ -139,11 +170,11 @@ class PagedLayer:
         self.read_by: dict[int, int] = {}
         self.reached: dict[int, Room] = {}
 
-    def clear(self, row: int) -> None:
-        """A new sequence begins in this row."""
-        own = self.state.stretch(row, row + 1)
-        self.rule.layout.clear(own)
-        self._left(row, own, 0)
+    def clear(self, rows: Sequence[int], index: Tensor) -> None:
+        """New sequences begin in these rows; index [R] int64: the same numbers on the device."""
+        self.pages.index_copy_(0, index, self.fresh.expand(len(rows), -1))
+        for row in rows:
+            self._left(row, self.empty, 0)
 
     def resume(self, row: int, seen: int) -> None:
         """A sequence goes on in this row, whose page holds what the first `seen` tokens of a prompt left: a copy of
@@ -157,18 +188,29 @@ class PagedLayer:
             room = [(most - layout.spare if filled == limit - layout.spare else filled, most)]
         self.rooms[row], self.read_by[row] = room, seen
 
-    def read(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention output for the next block of a sequence's prompt, [1, Hq, T, Dv]; the state then includes it.
+    def read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention output for the next blocks of prompts, [R, Hq, T, Dv]; the state then includes them.
 
-        Args: q [1, Hq, T, D]; k, v [1, Hkv, T, D].
+        The number of launches does not depend on how many there are. Several are read in a copy of their pages.
+
+        Args: q [R, Hq, T, D]; k, v [R, Hkv, T, D].
         """
-        own = self.state.stretch(row, row + 1)
-        for slots, (filled, limit) in zip(own.tiers.values(), self.rooms[row]):
-            slots.filled, slots.limit = filled, limit
-        valid = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
+        valid, rows = blocks.valid, blocks.rows
+        if blocks.padded:
+            k, v = without_padding(k, valid), without_padding(v, valid)
+        chosen = self.state.at(blocks.index)
+        own = chosen.taken() if len(rows) > 1 else self.state.stretch(rows[0], rows[0] + 1)
+        rooms = [self.rooms[row] for row in rows]
+        for slots, known in zip(own.tiers.values(), zip(*rooms)):
+            slots.filled, slots.limit = (max(numbers) for numbers in zip(*known))
         out, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
-        self._left(row, own, self.read_by[row] + q.shape[2])
+        if len(rows) > 1:
+            chosen.put(own)
+        for row, room, length in zip(rows, rooms, blocks.lengths):
+            left = zip(room, own.tiers.values())
+            now = [(min(filled + length, slots.filled), slots.limit) for (filled, _), slots in left]
+            self._left(row, now, self.read_by[row] + length)
         return out
 
     def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor) -> Tensor:
@@ -195,9 +237,8 @@ class PagedLayer:
         state.scratch = self.shared.scratch_of(self.num_heads, state, self.rule.spec)
         return state
 
-    def _left(self, row: int, own: LayerState, seen: int) -> None:
-        self.rooms[row] = [(slots.filled, slots.limit) for slots in own.tiers.values()]
-        self.read_by[row] = seen
+    def _left(self, row: int, room: Room, seen: int) -> None:
+        self.rooms[row], self.read_by[row] = room, seen
         block = self.rule.config.prefill_block
         if block is not None and seen % block == 0:
-            self.reached[seen] = self.rooms[row]
+            self.reached[seen] = room

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .paged import EVICTED_AT_ONCE, PagedLayer, PagedRule
+from .paged import EVICTED_AT_ONCE, PagedBlocks, PagedLayer, PagedRule
 
 FEW = 33  # blocks of up to so many tokens are all read: kernels take a window's queries in powers of two
 FURTHER = (-1, 0, 1, 8, 16)  # beside a power of two: multiples of 16 and others are compiled apart, as is what has both
@@ -49,7 +49,7 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
 
     Args: opened: makes the layer of its pages, [P, bytes] uint8.  device: of the pages.
     """
-    layer = opened(torch.zeros(2, paged.form.nbytes, dtype=torch.uint8, device=device))
+    layer = opened(torch.zeros(3, paged.form.nbytes, dtype=torch.uint8, device=device))
     exact, heads = layer.state.exact, layer.state.heads
     dim = exact.format.keys.dim(exact.keys.shape[-1])
 
@@ -58,15 +58,20 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
         sizes = (layer.num_heads, dim), (heads, dim), (heads, exact.value_dim)
         return [torch.zeros(number, *size, dtype=exact.dtype, device=device) for size in sizes]
 
-    def read(number: int) -> None:
-        layer.read(1, *(part.transpose(0, 1)[None] for part in tokens(number)))
+    def read(*lengths: int) -> None:
+        numbers = torch.tensor([rows[: len(lengths)], lengths], device=device)
+        blocks, size = PagedBlocks.of(rows[: len(lengths)], lengths, *numbers), max(lengths)
+        parts = tokens(len(lengths) * size)
+        layer.read(blocks, *(part.unflatten(0, (-1, size)).transpose(1, 2) for part in parts))
 
-    for blocks in _full_blocks(paged.layer.layout.least, traffic):
-        for length in traffic.lengths():
-            layer.clear(1)
-            for _ in range(blocks):
-                read(traffic.largest)
-            read(length)
+    rows = [1, 2]
+    for others in (0, 1):  # prompts that are read with it
+        for blocks in _full_blocks(paged.layer.layout.least, traffic):
+            for length in traffic.lengths():
+                layer.clear(rows, torch.tensor(rows, device=device))
+                for _ in range(blocks):
+                    read(*(traffic.largest,) * (1 + others))
+                read(length, *(max(length - 1, 1),) * others)
     nobody = torch.zeros(traffic.sequences, dtype=torch.int64, device=device)
     for batch in range(1, traffic.sequences + 1):
         q, k, v = tokens(batch)

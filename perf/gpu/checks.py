@@ -25,7 +25,7 @@ import fastkv
 from fastkv import ops
 from fastkv.cache.layer import LayerCache
 from fastkv.cache.layout import Attends
-from fastkv.cache.paged import PagedClock, PagedLayer, PagedRule
+from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
 from fastkv.cache.pages import PageFormat
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
@@ -361,10 +361,13 @@ def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
         prompt = tokens(length)
         alone.allocate(heads.num_heads, *prompt[1:], length)
         alone.configure(Attends(SCALE))
-        layer.clear(row)
+        index = torch.tensor([row], device=place.device)
+        layer.clear([row], index)
         for parts in zip(*(part.split(block, 2) for part in prompt)):
             real = torch.ones(1, parts[0].shape[2], dtype=torch.bool, device=place.device)
-            got, want = layer.read(row, *parts), alone.read(*parts, real)
+            number = parts[0].shape[2]
+            blocks = PagedBlocks.of([row], [number], index, torch.full_like(index, number))
+            got, want = layer.read(blocks, *parts), alone.read(*parts, real)
             findings.append(near(f"prompt of row {row}", got, want))
         clock.read(row, length)
         expected.append([alone.step(*(part[:, :, at : at + 1] for part in further)) for at in range(steps)])

@@ -37,7 +37,7 @@ from ...config import check_shares
 from ...errors import FastKVError
 from ...parallel import Parallel
 from . import method, settings
-from .batch import Batch, Batcher
+from .batch import Batch, Batcher, Round
 from .spec import FastKVSpec
 
 logger = init_logger(__name__)
@@ -254,15 +254,24 @@ class FastKVImpl(AttentionImpl[Batch]):
         if len(batch.rows):
             q, k, v = (part[batch.places] for part in (query, key, value))
             output[batch.places] = self.paged.step(batch.rows, q, k[:, :, None], v[:, :, None], batch.due)
-        for block in batch.blocks:
-            if block.begins:
-                self.paged.clear(block.row)
-            elif block.resumes:
-                self.paged.resume(block.row, block.resumes)
-            own = slice(block.start, block.end)
-            q, k, v = (part[own].transpose(0, 1)[None] for part in (query, key, value))
-            output[own] = self.paged.read(block.row, q, k, v)[0].transpose(0, 1)
+        for turn in batch.rounds:
+            self._read(turn, query, key, value, output)
         return output
+
+    def _read(self, turn: Round, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Blocks of prompts; arguments as in `forward`."""
+        paged, blocks = self.paged, turn.blocks
+        assert paged is not None
+        if turn.begins:
+            paged.clear(turn.begins, turn.fresh)
+        for row, seen in turn.resumes:
+            paged.resume(row, seen)
+        q, k, v = (
+            part.index_select(0, turn.tokens).unflatten(0, blocks.valid.shape).transpose(1, 2)
+            for part in (query, key, value)
+        )
+        out = paged.read(blocks, q, k, v).transpose(1, 2).flatten(0, 1)
+        output.index_copy_(0, turn.own, out.index_select(0, turn.places))
 
 
 class FastKVBackend(AttentionBackend):

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.paged import PagedClock
+from ...cache.paged import PagedBlocks, PagedClock
 from ...config import Config
 from ...errors import FastKVError
+
+READ_AT_ONCE = 32  # sequences: what a round takes of memory, copies of their pages, does not grow with the batch
 
 
 @dataclass
@@ -36,17 +38,75 @@ class Block:
 
 
 @dataclass
+class Round:
+    """Blocks of several prompts that are read together, one of each.
+
+    Attributes:
+        blocks: a padded batch of R sequences and T tokens.
+        begins: rows whose sequences begin, and fresh: [F] int64, the same on the device.
+        resumes: (row, tokens) of those that may go on from a copy of another's page.
+        tokens: [R * T] int64, which token of the batch is where; any where there is padding.
+        own: [N] int64, the tokens of the batch that are read, and places: [N] int64, where.
+    """
+
+    blocks: PagedBlocks
+    begins: list[int]
+    fresh: Tensor
+    resumes: list[tuple[int, int]]
+    tokens: Tensor
+    own: Tensor
+    places: Tensor
+
+
+@dataclass
 class Batch:
     """What the layers are told of a step.
 
     Attributes: rows: [B] int64, of the sequences that decode.  places: [B] int64, of their tokens in the batch.
-        due: [E] int64, those of the rows that evict now.  blocks: of prompts.
+        due: [E] int64, those of the rows that evict now.  rounds: of prompts, one after another.
     """
 
     rows: Tensor
     places: Tensor
     due: Tensor
-    blocks: list[Block] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+
+
+def rounds_of(prompts: Sequence[Sequence[Block]], size: int | None, device: torch.device) -> list[Round]:
+    """The blocks of each prompt, in order, as few rounds: blocks of one sequence follow each other, and those of others
+    that are about as long are read with them. How many rounds there are does not depend on how many prompts there are,
+    up to `READ_AT_ONCE`.
+
+    Args: size: tokens of a whole block, None for prompts of any length.
+    """
+    made = []
+    for turn in range(max(map(len, prompts), default=0)):
+        groups: dict[int, list[Block]] = {}
+        for blocks in prompts:
+            if turn < len(blocks):
+                number = blocks[turn].end - blocks[turn].start
+                groups.setdefault(number if number == size else (number - 1).bit_length(), []).append(blocks[turn])
+        for group in groups.values():
+            some = range(0, len(group), READ_AT_ONCE)
+            made += [_round(group[first : first + READ_AT_ONCE], device) for first in some]
+    return made
+
+
+def _round(blocks: Sequence[Block], device: torch.device) -> Round:
+    rows, lengths = [block.row for block in blocks], [block.end - block.start for block in blocks]
+    begins, longest = [block.row for block in blocks if block.begins], max(lengths)
+    tokens: list[int] = []
+    places: list[int] = []
+    for place, (block, length) in enumerate(zip(blocks, lengths)):
+        tokens += [*range(block.start, block.end), *[block.start] * (longest - length)]
+        places += range(place * longest, place * longest + length)
+    own = [token for block in blocks for token in range(block.start, block.end)]
+    parts = (rows, lengths, begins, tokens, own, places)
+    sent = to_device([number for part in parts for number in part], device).split([len(part) for part in parts])
+    index, counts, fresh, tokens_there, own_there, places_there = sent
+    resumes = [(block.row, block.resumes) for block in blocks if block.resumes and not block.begins]
+    batch = PagedBlocks.of(rows, lengths, index, counts)
+    return Round(batch, begins, fresh, resumes, tokens_there, own_there, places_there)
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -97,8 +157,8 @@ class Batcher:
             self.clock.read(names[i], seen[i])
         due = [steps[j] for j in self.clock.due([names[i] for i in steps], [seen[i] for i in steps])]
         batch = self._steps(steps, due, pages, m.query_start_loc)
-        for i in reading:
-            batch.blocks += self._blocks(self.pages[names[i]], seen[i] - counts[i], starts[i], starts[i + 1])
+        prompts = [self._blocks(self.pages[names[i]], seen[i] - counts[i], starts[i], starts[i + 1]) for i in reading]
+        batch.rounds = rounds_of(prompts, self.size, pages.device)
         return batch
 
     def _reading(self, prefilling: Sequence[bool], counts: Sequence[int], seen: Sequence[int]) -> dict[int, None]:
