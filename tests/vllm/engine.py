@@ -90,3 +90,31 @@ class Traffic:
 
     def abort(self, name):
         self.engine.abort_request([name])
+
+
+class Counted(Traffic):
+    """Attributes: cached: tokens of every request that vLLM says it did not compute."""
+
+    def __init__(self, llm):
+        super().__init__(llm)
+        self.cached = {}
+
+    def turn(self, times=1):
+        for _ in range(times):
+            for output in self.engine.step():
+                self.answers[output.request_id] = list(output.outputs[0].token_ids)
+                self.cached[output.request_id] = output.num_cached_tokens
+
+    def ask(self, name, tokens, num, salt=None, **params):
+        chosen = SamplingParams(temperature=0, max_tokens=num, detokenize=False, ignore_eos=True, **params)
+        asked = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
+        self.engine.add_request(name, asked, chosen)
+
+    @property
+    def scheduler(self):
+        return self.engine.engine_core.engine_core.scheduler
+
+    def answered(self, name, tokens, num, **params):
+        """The answer to one request, asked alone."""
+        self.ask(name, tokens, num, **params)
+        return self.finish()[name]

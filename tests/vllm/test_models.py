@@ -7,14 +7,13 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Gemma3ForCausa
 import fastkv
 from fastkv import FastKVError
 
-from .engine import Alone, Traffic, loaded, prompt, start
+from .engine import Alone, Counted, Traffic, loaded, prompt, start
 
 LENGTHS, NUM = [300, 41, 129, 65], 20
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
-    """A tiny Gemma 3 with random weights, calibrated: every second layer has a sliding window."""
+def tiny_gemma(directory, layer_types):
+    """A tiny Gemma 3 with random weights, calibrated."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=720,
@@ -27,12 +26,17 @@ def gemma(tmp_path_factory):
         query_pre_attn_scalar=64,
         max_position_embeddings=1024,
         sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=layer_types,
     )
-    directory = str(tmp_path_factory.mktemp("gemma"))
     Gemma3ForCausalLM(config).save_pretrained(directory)
     fastkv.patch(loaded(directory))
     return directory
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """Every second layer has a sliding window."""
+    return tiny_gemma(str(tmp_path_factory.mktemp("gemma")), ["sliding_attention", "full_attention"] * 2)
 
 
 def compare(model, settings, budget=None, **arguments):
@@ -54,9 +58,44 @@ def test_sliding_windows_stay_with_vllm(gemma, block):
     compare(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": block}, {"layers": [1.0, 1.0]})
 
 
-def test_prefixes_of_sliding_windows_are_refused(gemma):
-    with pytest.raises(FastKVError, match="this model has others too, with sliding windows"):
-        start(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": 64, "prefixes": 0.5})
+def test_prefixes_of_a_model_with_sliding_windows(gemma):
+    """vLLM's own cache of the other layers has to know the same beginning: the end of a prompt, or where two have begun
+    alike. What it forgets is not gone on from.
+    """
+    settings = {"policy": "keydiff", "budget": 64, "prefill_block": 128}
+    traffic, alone = Counted(start(gemma, {**settings, "prefixes": 0.5})), Alone(gemma, settings, layers=[1.0, 1.0])
+    first = prompt(600)
+    asked = {"first": first, "again": first, "turn": first + prompt(100, 1)}
+    asked |= {f"branch {i}": first[:300] + prompt(60, 2 + i) for i in range(2)}
+    answers = {name: traffic.answered(name, tokens, NUM) for name, tokens in asked.items()}
+    assert traffic.cached == {"first": 0, "again": 512, "turn": 512, "branch 0": 0, "branch 1": 256}
+    manager = traffic.scheduler.kv_cache_manager
+    manager.evict_blocks({block.block_id for block in manager.block_pool.blocks})
+    asked["forgotten"] = first
+    answers["forgotten"] = traffic.answered("forgotten", first, NUM)
+    assert traffic.cached["forgotten"] == 0
+    assert answers == {name: alone.answer(tokens, NUM) for name, tokens in asked.items()}
+
+
+def test_prefixes_of_a_model_with_several_block_tables(tmp_path):
+    """vLLM makes groups of as many layers as have sliding windows, so that a request has three pages."""
+    gemma = tiny_gemma(str(tmp_path), ["full_attention", "full_attention", "sliding_attention", "full_attention"])
+    settings = {"policy": "momentkv", "budget": 64, "prefill_block": 128}
+    traffic, alone = Counted(start(gemma, {**settings, "prefixes": 0.5})), Alone(gemma, settings, layers=[1.0] * 3)
+    assert len(traffic.scheduler.own) == 3
+    asked = {f"{i}": prompt(600)[: 150 * (i % 4)] + prompt(30 + i, i) for i in range(10)}
+    for i, (name, tokens) in enumerate(asked.items()):
+        traffic.ask(name, tokens, NUM)
+        traffic.turn(3)
+        if i == 6:
+            traffic.preempt()
+    assert traffic.finish() == {name: alone.answer(tokens, NUM) for name, tokens in asked.items()}
+    assert sum(traffic.cached.values()) >= 5 * 128
+
+
+def test_blocks_that_are_none_of_the_sliding_windows_are_refused(gemma):
+    with pytest.raises(FastKVError, match="must be blocks of vLLM's own layers, of 128 tokens, got"):
+        start(gemma, {"policy": "keydiff", "budget": 64, "prefill_block": 50, "prefixes": 0.5})
 
 
 def test_two_processes_that_share_the_heads(model):

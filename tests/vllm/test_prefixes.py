@@ -3,13 +3,12 @@
 import time
 
 import pytest
-from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 
 from fastkv.integrations.vllm.scheduler import AsyncPrefixScheduler
 
 from ..test_serving_prefixes import traffic as traffic_of_pages
-from .engine import FITTED, Alone, Traffic, prompt, start
+from .engine import FITTED, Alone, Counted, prompt, start
 from .test_methods import arguments
 
 BLOCK, NUM = 64, 40  # tokens of an answer: two evictions
@@ -30,38 +29,10 @@ def branch(blocks, more, seed):
     return BEGINNING[: blocks * BLOCK] + prompt(more, seed)
 
 
-class Counted(Traffic):
-    """Attributes: cached: tokens of every request that vLLM says it did not compute."""
-
-    def __init__(self, llm):
-        super().__init__(llm)
-        self.cached = {}
-
-    def turn(self, times=1):
-        for _ in range(times):
-            for output in self.engine.step():
-                self.answers[output.request_id] = list(output.outputs[0].token_ids)
-                self.cached[output.request_id] = output.num_cached_tokens
-
-    def ask(self, name, tokens, num, salt=None, **params):
-        chosen = SamplingParams(temperature=0, max_tokens=num, detokenize=False, ignore_eos=True, **params)
-        asked = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        self.engine.add_request(name, asked, chosen)
-
-    @property
-    def scheduler(self):
-        return self.engine.engine_core.engine_core.scheduler
-
-    def answered(self, name, tokens, num=NUM, **params):
-        """The answer to one request, asked alone."""
-        self.ask(name, tokens, num, **params)
-        return self.finish()[name]
-
-
 @pytest.mark.parametrize("policy", ["fastkv", "momentkv", "h2o"])
 def test_second_turns_and_prompts_that_begin_alike(model, policy):
     traffic, expected = Counted(start(model, settings(policy))), alone(model, policy)
-    first = traffic.answered("first", BEGINNING)
+    first = traffic.answered("first", BEGINNING, NUM)
     turn = BEGINNING + tuple(first) + prompt(100, 1)
     asked = {
         "turn": (turn, 5),
@@ -71,7 +42,7 @@ def test_second_turns_and_prompts_that_begin_alike(model, policy):
         "short": (branch(0, 20, 4), 0),
     }
     for name, (tokens, blocks) in asked.items():
-        assert traffic.answered(name, tokens) == expected.answer(tokens, NUM), name
+        assert traffic.answered(name, tokens, NUM) == expected.answer(tokens, NUM), name
         assert traffic.cached[name] == blocks * BLOCK, name
     assert traffic.cached["first"] == 0
 
@@ -94,7 +65,7 @@ def test_whatever_a_page_holds(model, name):
     traffic.answered("first", BEGINNING, 1)
     for blocks in (5, 1):
         tokens = branch(blocks, 100, blocks)
-        assert traffic.answered(f"{blocks}", tokens) == expected.answer(tokens, NUM)
+        assert traffic.answered(f"{blocks}", tokens, NUM) == expected.answer(tokens, NUM)
         assert traffic.cached[f"{blocks}"] == blocks * BLOCK
 
 
@@ -127,7 +98,7 @@ def test_requests_that_begin_alike_among_others(model):
     assert pool.get_num_free_blocks() >= pool.num_gpu_blocks - 3  # but page 0 and what the last step reached
     assert traffic.llm.reset_prefix_cache() and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert not traffic.scheduler.prefixes.kept
-    assert traffic.answered("forgotten", BEGINNING) == expected.answer(BEGINNING, NUM)
+    assert traffic.answered("forgotten", BEGINNING, NUM) == expected.answer(BEGINNING, NUM)
     assert not traffic.cached["forgotten"]
 
 
@@ -155,15 +126,15 @@ def test_a_prefix_is_only_found_with_its_salt(model):
         ("mine", "a", 0), ("yours", "b", 0), ("nobody's", None, 0),
         ("mine again", "a", 5), ("yours again", "b", 5), ("nobody's again", None, 5), ("another's", "c", 0),
     ]:  # fmt: skip
-        assert traffic.answered(name, BEGINNING, salt=salt) == expected
+        assert traffic.answered(name, BEGINNING, NUM, salt=salt) == expected
         assert traffic.cached[name] == cached * BLOCK, name
 
 
 def test_a_request_that_wants_all_of_its_prompt_computed(model):
     """vLLM computes a prompt whose tokens' probabilities are asked for."""
     traffic = Counted(start(model, settings()))
-    traffic.answered("0", BEGINNING)
-    traffic.answered("1", BEGINNING, skip_reading_prefix_cache=True)
+    traffic.answered("0", BEGINNING, NUM)
+    traffic.answered("1", BEGINNING, NUM, skip_reading_prefix_cache=True)
     assert traffic.cached == {"0": 0, "1": 0}
 
 
@@ -184,7 +155,7 @@ def test_vllm_counts_what_is_found(model):
     llm = start(model, settings(), disable_log_stats=False)
     traffic = Counted(llm)
     for name in ("0", "1"):
-        traffic.answered(name, BEGINNING)
+        traffic.answered(name, BEGINNING, NUM)
     found = {metric.name: metric.value for metric in llm.get_metrics() if metric.name.startswith("vllm:prefix_cache_")}
     assert found == {"vllm:prefix_cache_queries": 2 * len(BEGINNING), "vllm:prefix_cache_hits": 5 * BLOCK}
 
@@ -206,7 +177,7 @@ def test_two_processes_that_share_the_heads(model):
     traffic, expected = Counted(start(model, settings(), tensor_parallel_size=2)), alone(model)
     for name, blocks in (("0", 5), ("1", 5), ("2", 2)):
         tokens = branch(blocks, 60, 7)
-        assert traffic.answered(name, tokens) == expected.answer(tokens, NUM)
+        assert traffic.answered(name, tokens, NUM) == expected.answer(tokens, NUM)
     assert traffic.cached == {"0": 0, "1": 5 * BLOCK, "2": 2 * BLOCK}
 
 
@@ -215,3 +186,15 @@ def test_pages_of_vllm_hold_what_their_keys_say(seed):
     """As `test_serving_prefixes` says of a stand-in, of vLLM's own pool."""
     pool = BlockPool(num_gpu_blocks=40, enable_caching=False, hash_block_size=16)
     assert traffic_of_pages(pool, 40, 12, seed)
+
+
+def test_a_request_does_not_wait_for_pages_that_it_holds(model, monkeypatch):
+    """Where it cannot begin with what it found, because that leaves too little memory, it begins without."""
+    traffic, expected = Counted(start(model, settings())), alone(model).answer(BEGINNING, NUM)
+    traffic.answered("0", BEGINNING, NUM)
+    prefixes, manager = traffic.scheduler.prefixes, traffic.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+    monkeypatch.setattr(manager, "allocate_slots", lambda *a, **k: None if prefixes.found else allocate(*a, **k))
+    traffic.ask("1", BEGINNING, NUM)
+    traffic.turn(NUM + 10)
+    assert traffic.answers["1"] == expected and traffic.cached["1"] == 0

@@ -66,7 +66,7 @@ def next_stop(prompt: int, computed: int, size: int) -> int:
 
 
 class Prefixes:
-    """Which pages hold the beginning of which prompts.
+    """Which pages hold the beginning of which prompts: one page, or one of each group of layers with a block table.
 
     Keys are hashes of all tokens up to the end of a block, and of whatever else must be equal. A turn is a step of the
     engine: `begin`, then `find` for requests that are to begin, `copies`, and `reach` where blocks of prompts end.
@@ -77,95 +77,100 @@ class Prefixes:
     """
 
     def __init__(self, pool: Pool, most: int) -> None:
-        """Args: most: pages to keep at once."""
+        """Args: most: keys to keep at once."""
         self.pool, self.most = pool, most
-        self.kept: dict[Hashable, int] = {}
-        self.found: dict[str, Page] = {}
-        self._reached: dict[Hashable, Page] = {}  # in this turn: pages of requests, held
-        self._due: dict[Hashable, Page] = {}  # in the last one, so that they are now what their keys say
+        self.kept: dict[Hashable, tuple[int, ...]] = {}
+        self.found: dict[str, list[Page]] = {}
+        self._reached: dict[Hashable, list[Page]] = {}  # in this turn: pages of requests, held
+        self._due: dict[Hashable, list[Page]] = {}  # in the last one, so that they are now what their keys say
 
     def begin(self) -> None:
         """A turn begins: what was reached in the last one has been computed."""
         self._due, self._reached = self._reached, {}
 
-    def find(self, name: str, keys: Sequence[Hashable]) -> int:
-        """How many blocks of a prompt with these keys somebody else has read; the page that says so is held.
+    def find(self, name: str, keys: Sequence[Hashable], accept: Callable[[int], bool] = lambda blocks: True) -> int:
+        """How many blocks of a prompt with these keys somebody else has read; the pages that say so are held.
 
         0 also if no free page would be left for the request itself.
+
+        Args: accept: says whether that many blocks will do.
         """
         for number in range(len(keys), 0, -1):
-            page = self._page(keys[number - 1])
-            if page is None:
+            if not self._knows(keys[number - 1]) or not accept(number):
                 continue
-            self.pool.touch([page])
-            self.found[name] = page
+            pages = self._pages(keys[number - 1])
+            self.pool.touch(pages)
+            self.found[name] = pages
             if self.pool.get_num_free_blocks():
                 return number
-            self._release([self.found.pop(name)])
+            self._release(self.found.pop(name))
             return 0
         return 0
 
-    def copies(self, begun: dict[str, int]) -> list[Copy]:
+    def copies(self, begun: dict[str, Sequence[int]]) -> list[Copy]:
         """What is to be copied before anything is computed in this turn. No page is both a source and a target.
 
         Args: begun: numbers of the pages of requests that begin now, by name; others have to `find` again.
         """
-        made = [Copy(page.block_id, begun[name]) for name, page in self.found.items() if name in begun]
-        held = list(self.found.values())
-        for key, source in self._due.items():
-            target = None if key in self.kept else self._target()
-            if target is not None:
-                made.append(Copy(source.block_id, target.block_id))
-                self.kept[key] = target.block_id
-                held.append(target)
+        made, held = list[Copy](), list[Page]()
+        for name, pages in self.found.items():
+            made += [Copy(page.block_id, number) for page, number in zip(pages, begun.get(name, ()))]
+            held += pages
+        for key, pages in self._due.items():
+            targets = [] if key in self.kept else self._targets(len(pages))
+            if targets:
+                made += [Copy(page.block_id, target.block_id) for page, target in zip(pages, targets)]
+                self.kept[key] = tuple(target.block_id for target in targets)
+                held += targets
         self._release(held)
         self.found.clear()
         self._let_go()
         return made
 
-    def reach(self, key: Hashable, page: Page) -> None:
-        """This turn ends with what the key stands for in this page of a request."""
+    def reach(self, key: Hashable, pages: list[Page]) -> None:
+        """This turn ends with what the key stands for in these pages of a request."""
         if key not in self._reached:
-            self.pool.touch([page])
-            self._reached[key] = page
+            self.pool.touch(pages)
+            self._reached[key] = pages
 
     def clear(self) -> None:
         """Between turns: forget all that is not copied yet, and let go of its pages."""
         self.begin()
         self._let_go()
 
-    def _page(self, key: Hashable) -> Page | None:
-        """A page that holds this, which is then the most recently used."""
+    def _knows(self, key: Hashable) -> bool:
+        return key in self._due or key in self.kept
+
+    def _pages(self, key: Hashable) -> list[Page]:
+        """The pages that hold this, which are then the most recently used."""
         if key in self._due:
             return self._due[key]
-        number = self.kept.pop(key, None)
-        if number is None:
-            return None
-        self.kept[key] = number
-        return self.pool.blocks[number]  # type: ignore[no-any-return]
+        self.kept[key] = numbers = self.kept.pop(key)
+        return [self.pool.blocks[number] for number in numbers]
 
-    def _target(self) -> Page | None:
-        """A page to keep something in, held; None if all are in use."""
+    def _targets(self, number: int) -> list[Page]:
+        """So many pages to keep something in, held; none if too many are in use."""
         if len(self.kept) < self.most:
-            return self.pool.get_new_blocks(1)[0] if self.pool.get_num_free_blocks() else None  # type: ignore[no-any-return]
-        for key, number in self.kept.items():
-            page = self.pool.blocks[number]
-            if not page.ref_cnt:
+            return self.pool.get_new_blocks(number) if self.pool.get_num_free_blocks() >= number else []
+        for key, numbers in self.kept.items():
+            pages = [self.pool.blocks[number] for number in numbers]
+            if not any(page.ref_cnt for page in pages):
                 del self.kept[key]
-                self.pool.touch([page])
-                return page  # type: ignore[no-any-return]
-        return None
+                self.pool.touch(pages)
+                return pages
+        return []
 
     def _release(self, pages: list[Page]) -> None:
         """Hold these once less: kept ones stay readable until somebody else needs them."""
-        kept = set(self.kept.values())
+        kept = {number for numbers in self.kept.values() for number in numbers}
         self.pool.unpin_blocks([page for page in pages if page.block_id in kept], self._given_away)
         self.pool.free_blocks([page for page in pages if page.block_id not in kept])
 
     def _let_go(self) -> None:
-        self.pool.free_blocks(self._due.values())
+        for pages in self._due.values():
+            self.pool.free_blocks(pages)
         self._due = {}
 
     def _given_away(self, page: Page) -> None:
         """The page is another's now, or vLLM was told to forget."""
-        self.kept = {key: number for key, number in self.kept.items() if number != page.block_id}
+        self.kept = {key: numbers for key, numbers in self.kept.items() if page.block_id not in numbers}

@@ -10,6 +10,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from ...errors import FastKVError
 from . import settings
@@ -49,30 +50,44 @@ class InBlocks:
 class FromPrefixes(InBlocks):
     """Part of a scheduler whose requests begin where `Prefixes` knows somebody else who began the same way.
 
-    vLLM's own prefix caching is off, but what it has for copies of blocks between steps, for tokens that were found and
-    for hashes of what a block depends on (tokens, cache salt, adapter, pictures) is used here.
+    vLLM's own prefix caching is on only for layers that stay with vLLM, which must know the same beginning. Used of it
+    are copies of blocks between steps, the count of tokens found, and hashes of what a block depends on: tokens, cache
+    salt, adapter, pictures.
 
-    Attributes: size: of a block of a prompt.  looked: tokens found for the requests that were to begin in this step, by
-        name.
+    Attributes:
+        size: of a block of a prompt.  own: groups of layers whose requests have a page for life.
+        mixed: whether there are others.  stride: how many of vLLM's blocks make one of a prompt.
+        looked: tokens found for the requests that were to begin in this step, by name.
+        passed_over: names of those that found some and did not begin: perhaps for lack of the pages that were held.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        if len(kv_cache_config.kv_cache_groups) > 1:
+        groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        if any(isinstance(spec, MambaSpec) for spec in groups):
             raise FastKVError(
-                "prefixes keeps pages of compressed layers, but this model has others too, with sliding windows or "
-                "states of vLLM's own; leave prefixes out"
+                "prefixes keeps no states of vLLM's own layers (Mamba), got a model with some; leave it out"
             )
+        self.own = [place for place, spec in enumerate(groups) if not spec.prefix_cacheable]
+        self.mixed = len(self.own) < len(groups)
+        vllm_config.cache_config.enable_prefix_caching = self.mixed
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         assert self.block is not None  # as the settings were checked
-        self.size = self.block
+        self.size, unit = self.block, self.hash_block_size  # type: ignore[attr-defined]
+        if self.mixed and self.size % unit:
+            raise FastKVError(
+                f"with prefixes, blocks of a prompt must be blocks of vLLM's own layers, of {unit} tokens, got "
+                f"prefill_block={self.size}; give a multiple"
+            )
+        self.stride = self.size // unit if self.mixed else 1
         function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(function)
         self.hashes = get_request_block_hasher(self.size, function)
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         pages = pool.num_gpu_blocks - 1  # page 0 is nobody's
-        self.prefixes = Prefixes(pool, max(1, int(settings.prefixes(vllm_config) * pages)))
+        self.prefixes = Prefixes(pool, max(1, int(settings.prefixes(vllm_config) * pages / len(self.own))))
         self.looked: dict[str, int] = {}
-        logger.info("fastkv: up to %d of %d pages keep beginnings of prompts", self.prefixes.most, pages)
+        self.passed_over: set[str] = set()
+        logger.info("fastkv: up to %d beginnings of prompts are kept in %d pages", self.prefixes.most, pages)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step, with the copies of pages that come before it."""
@@ -80,9 +95,11 @@ class FromPrefixes(InBlocks):
         self.looked.clear()
         step = super().schedule(*args, **kwargs)  # type: ignore[misc]
         begun = {name: found for name, found in self.looked.items() if name in step.num_scheduled_tokens}
-        copies = self.prefixes.copies({name: self._page(name).block_id for name in begun})
+        self.passed_over = {name for name, found in self.looked.items() if found and name not in begun}
+        copies = self.prefixes.copies({name: [page.block_id for page in self._pages(name)] for name in begun})
         if copies:
-            step.kv_cache_block_copies = [KVCacheBlockCopy(*copy) for copy in copies]
+            others = step.kv_cache_block_copies or ()
+            step.kv_cache_block_copies = [*others, *(KVCacheBlockCopy(*copy) for copy in copies)]
         self._count(begun)
         return step
 
@@ -92,14 +109,33 @@ class FromPrefixes(InBlocks):
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
-        """For a request that may begin: no blocks of vLLM's, how many tokens it need not compute, and no more."""
-        none, found, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
-        if not request.skip_reading_prefix_cache and not request.resumable:
-            # Two tokens at least are read: vLLM may take a single one behind others for a step of decoding.
-            keys = self._keys(request)[: (request.num_prompt_tokens - 2) // self.size]
-            found = self.prefixes.find(request.request_id, keys) * self.size
-            self.looked[request.request_id] = found
-        return none, found, *rest
+        """For a request that may begin: blocks of vLLM's own layers; how many tokens it need not compute; how many of
+        its tokens are known, if vLLM's layers know fewer, which will keep those.
+        """
+        blocks, name = self.kv_cache_manager.empty_kv_cache_blocks, request.request_id  # type: ignore[attr-defined]
+        if request.skip_reading_prefix_cache or request.resumable or name in self.passed_over:
+            return blocks, 0, 0, False
+        shared = 0
+
+        def accept(number: int) -> bool:
+            nonlocal shared
+            shared = max(shared, number * self.size)
+            return self._others(request, number * self.size) is not None
+
+        # Two tokens at least are read: vLLM may take a single one behind others for a step of decoding.
+        keys = self._keys(request)[: (request.num_prompt_tokens - 2) // self.size]
+        self.looked[name] = found = self.prefixes.find(name, keys, accept) * self.size
+        if found:
+            blocks = self._others(request, found)
+        return blocks, found, shared if shared > found else 0, False
+
+    def _others(self, request: Any, tokens: int) -> Any:
+        """What vLLM's own layers know of exactly so many tokens of a request: their blocks, None if not that many."""
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        if not self.mixed:
+            return manager.empty_kv_cache_blocks
+        blocks, hit, _ = manager.coordinator.find_longest_cache_hit(request.block_hashes, tokens)
+        return manager.create_kv_cache_blocks(blocks) if hit == tokens else None
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """A step also ends where what it leaves is to be kept."""
@@ -115,22 +151,25 @@ class FromPrefixes(InBlocks):
             request = self.requests[name]  # type: ignore[attr-defined]
             block, rest = divmod(request.num_computed_tokens, self.size)
             if not rest and not request.resumable and is_kept(block, request.num_prompt_tokens // self.size):
-                self.prefixes.reach(self._keys(request)[block - 1], self._page(name))
+                self.prefixes.reach(self._keys(request)[block - 1], self._pages(name))
 
     def _keys(self, request: Any) -> list[Hashable]:
         """What each whole block of its tokens, and all before it, is known by."""
-        if not request.block_hashes:  # vLLM makes none without its own prefix caching
+        if not self.mixed and not request.block_hashes:  # vLLM makes none without its own prefix caching
             request.block_hashes.extend(self.hashes(request))
-        return list(request.block_hashes)
+        return list(request.block_hashes[self.stride - 1 :: self.stride])
 
-    def _page(self, name: str) -> Any:
-        ((page,),) = self.kv_cache_manager.get_blocks(name).blocks  # type: ignore[attr-defined]
-        return page
+    def _pages(self, name: str) -> list[Any]:
+        """Of a request, one of each group."""
+        blocks = self.kv_cache_manager.get_blocks(name).blocks  # type: ignore[attr-defined]
+        return [blocks[group][0] for group in self.own]
 
     def _count(self, begun: dict[str, int]) -> None:
-        """Tell vLLM's statistics of tokens found."""
+        """Tell vLLM's statistics of tokens found, where it does not look itself."""
         told = self.kv_cache_manager.prefix_cache_stats  # type: ignore[attr-defined]
-        for name, found in begun.items() if told is not None else ():
+        if self.mixed or told is None:
+            return
+        for name, found in begun.items():
             request = self.requests[name]  # type: ignore[attr-defined]
             told.record(num_tokens=request.num_tokens, num_hits=found, preempted=request.num_preemptions > 0)
 
