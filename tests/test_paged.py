@@ -221,7 +221,17 @@ def test_a_page_that_was_used_is_forgotten():
     torch.testing.assert_close(out, expected[1], atol=1e-5, rtol=1e-5)
 
 
-COPIED = ["keydiff", "centroids", "remembers", "remembers, adaptive", "adaptive", "int8", "int4 and adaptive", "h2o"]
+COPIED = [
+    "keydiff",
+    "centroids",
+    "triton",
+    "remembers",
+    "remembers, adaptive",
+    "adaptive",
+    "int8",
+    "int4 and adaptive",
+    "h2o",
+]
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
