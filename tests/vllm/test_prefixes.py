@@ -198,3 +198,17 @@ def test_a_request_does_not_wait_for_pages_that_it_holds(model, monkeypatch):
     traffic.ask("1", BEGINNING, NUM)
     traffic.turn(NUM + 10)
     assert traffic.answers["1"] == expected and traffic.cached["1"] == 0
+
+
+def test_an_answer_is_no_prompt(model):
+    """A request of one token that is preempted answers again, though somebody has asked what it answered."""
+    traffic, expected = Counted(start(model, settings())), alone(model).answer((1,), 3 * BLOCK)
+    asked = (1, *traffic.answered("0", (1,), 3 * BLOCK))
+    traffic.answered("1", asked, 1)
+    traffic.ask("2", (1,), 3 * BLOCK)
+    traffic.turn(2 * BLOCK + 10)
+    scheduler, (request,) = traffic.scheduler, traffic.scheduler.running
+    scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+    traffic.turn()
+    assert request.num_computed_tokens == 1
+    assert traffic.finish()["2"] == traffic.answers["0"] == expected
