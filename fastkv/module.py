@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .backend import check_backend
 from .budget import Budget
 from .cache.layer import LayerCache
-from .cache.layout import Attends
+from .cache.layout import Attends, LayerPlan
 from .cache.workspace import CacheWorkspace
 from .calibration.query_calibration import QueryCalibration
 from .calibration.vector_map import VectorMap
@@ -91,9 +91,9 @@ class FastKVAttention(Module):
         if sink_logits is not None:
             check_shape(NAME, "sink_logits", sink_logits, (num_heads,))
         self.borrowed = [output, sink_logits]  # in a list, because they are parameters of the model, not of this module
-        workspace = CacheWorkspace(evict_every=evict_every)
-        self.cache = LayerCache(self.config, layer, layer if num_layers > 1 else 0, num_layers, workspace)
-        self.cache.static = self.cache.leads = True
+        plan = LayerPlan(self.config, layer, layer if num_layers > 1 else 0, num_layers)
+        self.cache = LayerCache(plan, CacheWorkspace(evict_every=evict_every), static=True)
+        self.cache.leads = True
         self.prompt = self.length = 0
 
     def _check_alone(self, layer: int, num_layers: int, rotary: Rotary | None, output: Tensor | None) -> None:

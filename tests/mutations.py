@@ -663,7 +663,7 @@ MUTATIONS = [
     bug(
         "anchors and protected tokens are refitted",
         "cache/refit.py",
-        "free = kept & ~best & ~protected(told, state.seen, rule)",
+        "free = kept & ~best & ~protected(candidates, state.seen, rule)",
         "free = kept",
         "ridge.py::test_values_are_those_of_ridge_regression",
     ),

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import fastkv
 from fastkv import Budget, FastKVCache, FastKVError
 from fastkv.cache.layer import LayerCache
-from fastkv.cache.layout import Attends
+from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.integrations.transformers import families, modules, stock
@@ -473,7 +473,7 @@ HOW = Attends(0.3)
 def shared_layers(readers, evict_every=3):
     """A cache with so many readers, which has read a prompt and been looked at by each."""
     config = Config.make("momentkv", SMALL, None, evict_every, "auto", "reference", None)
-    layer = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=evict_every), readers=readers)
+    layer = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=evict_every), readers=readers)
     q, k, v, valid = block(30)
     layer.allocate(4, k, v, 30)
     layer.configure(HOW)

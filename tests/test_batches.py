@@ -242,7 +242,7 @@ def test_drafts_that_are_rejected_leave_no_trace(name, mode, tmp_path):
     assert torch.equal(out.sequences, again)
     cache = out.past_key_values
     for layer in range(4):
-        cache.layers[layer].settle()
+        cache.layers[layer].accept()
         total = cache.stored(layer) + cache.moments(layer).count
         assert torch.equal(total, torch.full_like(total, cache.get_seq_length()))
         assert all(len(set().union(*tiers)) == sum(map(len, tiers)) for tiers in held(cache, layer, 0))

@@ -160,7 +160,7 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapp
     reader = module.cache if wrapper is None else wrapper(module.cache)
     reader.read(*(rows[:, :, 50:] for rows in (q, k, v)), torch.ones(B, 10, dtype=torch.bool), None)
     if wrapper is not None:
-        reader.settle(3)
+        reader.accept(3)
         want = want[:, :, :7]
     torch.testing.assert_close(*told, want)
 

@@ -7,7 +7,7 @@ import torch
 
 from fastkv import Budget, ops
 from fastkv.cache.layer import LayerCache
-from fastkv.cache.layout import Attends
+from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.config import Config
 from fastkv.ops import operator
@@ -23,7 +23,7 @@ LENGTHS = [int(2 ** random.Random(seed).uniform(3, 14)) for seed in range(200)]
 
 def layer(policy, budget, block=None, slots="auto", correction="auto"):
     config = Config.make(policy, budget, block, 16, correction, "triton", None, slots=slots)
-    return LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=16))
+    return LayerCache(LayerPlan(config), CacheWorkspace(evict_every=16))
 
 
 def tokens(num):

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from fastkv import Budget, FastKVError, HeadShares, ops
 from fastkv.cache.layer import LayerCache
-from fastkv.cache.layout import Attends
+from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.calibration.head_shares import KEEPS
@@ -46,7 +46,7 @@ def paged(config):
 
 def alone(config, prompt, steps):
     """Outputs of a LayerCache for one sequence: of its blocks, and of its steps."""
-    cache = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=EVERY))
+    cache = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=EVERY))
     q, k, v = prompt
     cache.allocate(HQ, k, v, k.shape[2])
     cache.configure(Attends(SCALE))

@@ -276,7 +276,7 @@ USES = {
     "crop to a length": ({}, with_cropped_cache(30), "cannot be cropped because evicted pairs are gone"),
     "4-D mask over the past": ({}, with_mask_over_the_past, "4-D attention mask over 54 keys"),
     "4-D mask and blocks": ({"prefill_block": 16}, with_prepared_mask, "needs a 2-D padding mask"),
-    "4-D mask and kvzip": ({"policy": "kvzip"}, with_prepared_mask, "need a 2-D padding mask"),
+    "4-D mask and kvzip": ({"policy": "kvzip"}, with_prepared_mask, "needs a 2-D padding mask"),
     "another batch": ({}, with_another_batch, "holds 1 sequences, got 2"),
     "continuous batching": ({}, with_continuous_batching, "continuous batching brings its own paged cache"),
     "embeddings for kvzip": ({"policy": "kvzip"}, with_embeddings, "pass input_ids, not inputs_embeds"),

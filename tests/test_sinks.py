@@ -9,7 +9,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 import fastkv
 from fastkv import Budget, FastKVError, ops, reference
 from fastkv.cache.layer import LayerCache
-from fastkv.cache.layout import Attends
+from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.workspace import CacheWorkspace
 from fastkv.cache.wrappers import HeldPrompt
 from fastkv.config import Config
@@ -112,7 +112,7 @@ def test_a_second_reading():
     q, keys, values = randn(B, HQ, 8, D), randn(B, HKV, 8, D, seed=1), randn(B, HKV, 8, D, seed=2)
     valid = torch.tensor([[True] * 8, [False] * 3 + [True] * 5])
     held = HeldPrompt(
-        LayerCache(Config.make("kvzip", SMALL, None, 5, "auto", "auto", None), 0, 0, 1, CacheWorkspace(5))
+        LayerCache(LayerPlan(Config.make("kvzip", SMALL, None, 5, "auto", "auto", None)), CacheWorkspace(5))
     )
     held.configure(Attends(0.3, sink_logits=SINKS))
     held.read(q, keys, values, valid, stock=lambda: q)
@@ -143,7 +143,7 @@ def test_attention_of_chunks():
 
 def layer(backend="auto", budget=SMALL, chosen="snapkv", correction="auto", block=None):
     config = Config.make(chosen, budget, block, 5, correction, backend, None)
-    return LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=5))
+    return LayerCache(LayerPlan(config), CacheWorkspace(evict_every=5))
 
 
 def watched(chosen, correction, sinks):

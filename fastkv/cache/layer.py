@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from .. import ops
 from ..backend import follows_rows
-from ..config import Config
 from ..errors import FastKVError
 from ..policies import Reread
 from ..reference import LayerState, Recovery
@@ -46,33 +45,22 @@ class LayerCache:
     clock for each and says itself whether a step evicts.
 
     Attributes:
+        plan: how the layer is laid out.
         state: None until `allocate` or the first tokens.  rule: what the layer needs of the config, None until then.
         leads: whether its steps advance the clock of the workspace: one layer's do.
         started: whether there is a past.
         readers: how many other layers attend to this one's keys and values, each once after it and before the next
             tokens (`attend_shared`, `step_shared`).  left: how many of them still have to.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
-        latent: whether values are the first numbers of keys, so that keys are stored alone.
     """
 
     differentiates = False  # whether it takes tokens that autograd follows
 
-    def __init__(
-        self,
-        config: Config,
-        layer: int,
-        place: int,
-        num_layers: int,
-        workspace: CacheWorkspace,
-        static: bool = False,
-        readers: int = 0,
-        latent: bool = False,
-    ) -> None:
-        """Args: layer: index in the model.  place: among the `num_layers` that share the budget.  workspace: theirs."""
-        self.config, self.layer = config, layer
-        self.plan = LayerPlan(config, layer, place, num_layers, workspace.parallel, latent)
-        self.workspace, self.static, self.latent, self.started = workspace, static, latent, False
-        self.num_heads, self.leads = 0, place == 0
+    def __init__(self, plan: LayerPlan, workspace: CacheWorkspace, static: bool = False, readers: int = 0) -> None:
+        """Args: workspace: of all layers that share the budget."""
+        self.plan, self.config, self.layer = plan, plan.config, plan.layer
+        self.workspace, self.static, self.started = workspace, static, False
+        self.num_heads, self.leads = 0, plan.place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
         self.readers, self.left = readers, 0
         self.block: SharedBlock | None = None
@@ -334,22 +322,22 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
             return
         unread = () if rule.config.policy.moments.order is not None else ("moments",)
         copied = state.taken(but=(*unread, *(() if state.parts is None else (state.parts.kind,))))
-    told, guard = signals.of_slots(state, copied, rule)
-    told, scores = signals.score(told, rule)
+    candidates, guard = signals.of_slots(state, copied, rule)
+    candidates, scores = signals.score(candidates, rule)
     if anew or state.approx is not None:
-        kept = selection.keep_best(told, scores, state.seen, rule)
-        compaction.store(state, told, kept, 0, rule, full=True)
+        kept = selection.keep_best(candidates, scores, state.seen, rule)
+        compaction.store(state, candidates, kept, 0, rule, full=True)
         return
     if exact.memory is not None and state.rows is None:
-        told = replace(told, positions=told.positions.clone())  # eviction moves them
+        candidates = replace(candidates, positions=candidates.positions.clone())  # eviction moves them
     chosen = None
     if state.parts is not None:  # what leaves has to be known before anything moves
-        chosen = selection.keep_slots(told, scores, guard, copied, rule).kept
-        compaction.remember(state, told, chosen, spare, rule)
+        chosen = selection.keep_slots(candidates, scores, guard, copied, rule).kept
+        compaction.remember(state, candidates, chosen, spare, rule)
     ops.evict(scores, chosen, state, rule.spec)
     if state.rows is None:  # else other rows have more
         exact.filled = exact.limit - spare
-    compaction.memorise(state, told)
+    compaction.memorise(state, candidates)
 
 
 def _evicts_in_place(state: LayerState, rule: LayerConfig) -> bool:

@@ -56,20 +56,20 @@ def absorb_block(
     # Padding gets the position of the token before it; it is never valid, so this is never read.
     positions = (state.seen[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
     state.seen += valid.sum(-1)
-    told = signals.candidates(state, (k, v, positions, valid), rule)
+    candidates = signals.candidates(state, (k, v, positions, valid), rule)
     full = state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
-        told, scores = signals.score(signals.of_block(told, q, valid, state, rule, reread, mass), rule)
-    kept = Selection(told.valid, told.valid.sum(-1))
+        candidates, scores = signals.score(signals.of_block(candidates, q, valid, state, rule, reread, mass), rule)
+    kept = Selection(candidates.valid, candidates.valid.sum(-1))
     if full:
         whole = rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1
         keep = selection.keep_in_rounds if whole else selection.keep_best
-        kept = keep(told, scores, state.seen, rule)
+        kept = keep(candidates, scores, state.seen, rule)
         if rule.config.correction.observes:
-            told = refit.refit(told, scores, kept.kept, q, valid, state, rule)
-    compaction.store(state, told, kept, num, rule, full=full)
+            candidates = refit.refit(candidates, scores, kept.kept, q, valid, state, rule)
+    compaction.store(state, candidates, kept, num, rule, full=full)
     if full and reread is not None and rule.config.correction.biases:
-        refit.match(told, reread, state, rule)
+        refit.match(candidates, reread, state, rule)
 
 
 def without_padding(rows: Tensor, valid: Tensor) -> Tensor:

@@ -18,35 +18,37 @@ from .selection import protected
 
 
 def refit(
-    told: Signals, scores: Tensor, kept: Tensor, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig
+    candidates: Signals, scores: Tensor, kept: Tensor, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig
 ) -> Signals:
     """The candidates with other values, in the slots as well; nothing has moved yet.
 
     Args: scores [B, Hkv, N]; kept [B, Hkv, N] bool, those that stay; q [B, Hq, T, D] and valid [B, T]: of the block.
     """
-    full, rest = _attention(told, kept, q, valid, state, rule)
+    full, rest = _attention(candidates, kept, q, valid, state, rule)
     correction, exact = rule.config.correction, state.exact
     anchors = int(correction.anchors * rule.layout.total)
-    best = ops.select(scores, told.positions, kept, torch.zeros_like(kept), anchors, backend=told.layer.backend).kept
-    free = kept & ~best & ~protected(told, state.seen, rule)
-    told = replace(told, values=correction.refitted(told.values, full, rest, free))
+    best = ops.select(
+        scores, candidates.positions, kept, torch.zeros_like(kept), anchors, backend=candidates.layer.backend
+    ).kept
+    free = kept & ~best & ~protected(candidates, state.seen, rule)
+    candidates = replace(candidates, values=correction.refitted(candidates.values, full, rest, free))
     if exact.starts is None:  # where heads share slots, all of them are written anew
         assert exact.values is not None
-        exact.values[:, :, : exact.filled] = told.values[:, :, : exact.filled]
-    return told
+        exact.values[:, :, : exact.filled] = candidates.values[:, :, : exact.filled]
+    return candidates
 
 
 def _attention(
-    told: Signals, kept: Tensor, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig
+    candidates: Signals, kept: Tensor, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig
 ) -> tuple[Tensor, Tensor]:
     """What the block's last queries give to all candidates and to those that stay, [B, Hkv, G * W, N] each."""
     last = signals.last_tokens(valid, rule.config.correction.observes)
     q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
     valid = valid.gather(1, last)
-    seen = visible_keys(told.positions, signals.positions_before(state.seen[:, None], valid), told.valid)
+    seen = visible_keys(candidates.positions, signals.positions_before(state.seen[:, None], valid), candidates.valid)
     assert seen is not None
     seen = (seen & valid[:, None, :, None])[:, :, None]
-    logits = grouped_logits(q, told.keys, rule.spec.scale, rule.spec.softcap)
+    logits = grouped_logits(q, candidates.keys, rule.spec.scale, rule.spec.softcap)
     beside = signals.mass_beside(q, None, state)
 
     def attention(seen: Tensor) -> Tensor:
@@ -58,16 +60,16 @@ def _attention(
     return attention(seen), attention(seen & kept[:, :, None, None])
 
 
-def match(told: Signals, reread: Reread, state: LayerState, rule: LayerConfig) -> None:
+def match(candidates: Signals, reread: Reread, state: LayerState, rule: LayerConfig) -> None:
     """Biases and values of the slots such that they attend as all candidates did; see `MatchingCorrection`.
 
-    Args: told: of the whole prompt; what was chosen of it is in the slots, as it is stored there.
+    Args: candidates: of the whole prompt; what was chosen of it is in the slots, as it is stored there.
     """
     exact, spec = state.exact, rule.spec
     free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)
-    candidates = Pairs(told.keys, told.values, told.valid & ~protected(told, state.seen, rule))
+    every = Pairs(candidates.keys, candidates.values, candidates.valid & ~protected(candidates, state.seen, rule))
     kept = Pairs(exact["keys"], exact["values"], free)
-    bias, fitted = rule.config.correction.matched(reread.queries, reread.asked, candidates, kept, spec)
+    bias, fitted = rule.config.correction.matched(reread.queries, reread.asked, every, kept, spec)
     codes, scales = exact.encode("values", fitted.to(exact.dtype))
     for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
         if rows is None:

@@ -22,7 +22,7 @@ def candidates(state: LayerState, block: Block, rule: LayerConfig) -> Signals:
     """The tokens in the slots, then those of a block: k, v [B, Hkv, T, D], positions [B, Hkv, T] and valid [B, T]."""
     k, v, positions, valid = block
     real = joined(*(slots.valid for slots in state.tiers.values()), valid[:, None].repeat(1, k.shape[1], 1))
-    return _told(state, [*_stored(state, rule), (k, v, positions)], real, rule, decoding=False)
+    return _signals(state, [*_stored(state, rule), (k, v, positions)], real, rule, decoding=False)
 
 
 def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[Signals, Tensor]:
@@ -34,13 +34,13 @@ def of_slots(state: LayerState, copied: LayerState, rule: LayerConfig) -> tuple[
     stored = _stored(copied, rule)
     positions = joined(*(part[2] for part in stored))
     valid, guard, attention, queried = ops.slot_signals(positions, state, rule.spec)
-    told = _told(copied, stored, valid, rule, decoding=True)
+    signals = _signals(copied, stored, valid, rule, decoding=True)
     if rule.layout.attention and rule.readers:
         looks = 1 + rule.readers  # at every token: each layer that shares the keys has queries of its own
         attention, queried = attention / looks, queried * looks
     if rule.layout.attention:
-        told = replace(told, attention=attention, queried=queried)
-    return told, guard
+        signals = replace(signals, attention=attention, queried=queried)
+    return signals, guard
 
 
 def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
@@ -50,7 +50,7 @@ def _stored(state: LayerState, rule: LayerConfig) -> list[Tokens]:
     return stored if state.approx is None else [*stored, key_only.recovered(state.approx, exact, rule)]
 
 
-def _told(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerConfig, decoding: bool) -> Signals:
+def _signals(state: LayerState, tokens: list[Tokens], valid: Tensor, rule: LayerConfig, decoding: bool) -> Signals:
     """What every policy is told of tokens: those of the tiers, then perhaps a block."""
     spec = rule.spec
     keys, values, positions = (joined(*same) for same in zip(*tokens))

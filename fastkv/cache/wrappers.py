@@ -115,7 +115,7 @@ class HeldPrompt:
 
 
 class Rollback:
-    """A layer's cache whose last forward can be taken back: it is absorbed by `settle`, or by the forward after it.
+    """A layer's cache whose last forward can be taken back: it is absorbed by `accept`, or by the forward after it.
 
     Attributes: pending: q, k, v, valid and mass of the last forward, None if everything is absorbed.
     """
@@ -132,7 +132,7 @@ class Rollback:
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, stock: Stock) -> Tensor:
         """Attention as in `LayerCache.read`; another forward without a roll-back accepts everything pending."""
-        self.settle(0)
+        self.accept(0)
         k, v = without_padding(k, valid), without_padding(v, valid)
         out, mass = self.cache.attend(q, k, v, valid, stock)
         self.pending = (q, k, v, valid, mass)
@@ -142,7 +142,7 @@ class Rollback:
         """As `LayerCache.attend_shared`; nothing is absorbed."""
         return self.cache.attend_shared(q, how, stock)
 
-    def settle(self, drop: int) -> None:
+    def accept(self, drop: int) -> None:
         """Absorb what the last forward left pending, without its last `drop` tokens.
 
         Raises: FastKVError if the last forward had fewer.

@@ -266,22 +266,6 @@ def z_scores(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(flat, 0, offset / torch.where(flat, 1, std))
 
 
-def skewness(z: Tensor, mask: Tensor) -> Tensor:
-    """Mean of z^3 over the real tokens, [B, Hkv, 1]: 0 for a symmetric distribution, 2 for an exponential one; 0 if all
-    tokens are equal. Args: z-scores [B, Hkv, N], 0 where not real; mask [B, Hkv, N] bool."""
-    return z.pow(3).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-def spread(attention: Tensor, mask: Tensor) -> Tensor:
-    """The share of its n tokens that a head's attention is spread over: s = exp(-sum_j p_j log p_j) / n, p = a / sum a.
-
-    Args: attention a [B, Hkv, N], not negative, 0 where not real; mask [B, Hkv, N] bool, true for real tokens.
-    Returns: [B, Hkv, 1] in (0, 1]; 1 / n for a head without any attention.
-    """
-    p = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
-    return torch.special.entr(p).sum(-1, keepdim=True).exp() / mask.sum(-1, keepdim=True).clamp(min=1)
-
-
 SCRATCH = 1 << 24  # numbers per intermediate result: 64 MiB in float32
 
 

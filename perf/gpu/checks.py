@@ -24,7 +24,7 @@ from triton.errors import TritonError
 import fastkv
 from fastkv import ops
 from fastkv.cache.layer import LayerCache
-from fastkv.cache.layout import Attends
+from fastkv.cache.layout import Attends, LayerPlan
 from fastkv.cache.paged import PagedBlocks, PagedClock, PagedLayer, PagedRule
 from fastkv.cache.pages import PageFormat
 from fastkv.cache.workspace import CacheWorkspace
@@ -357,7 +357,7 @@ def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
     findings, clock, seen, following = [], PagedClock(EVERY), list(lengths), [tokens(steps) for _ in rows]
     expected = []
     for row, length, further in zip(rows, lengths, following):
-        alone = LayerCache(config, 0, 0, 1, CacheWorkspace(evict_every=EVERY))
+        alone = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=EVERY))
         prompt = tokens(length)
         alone.allocate(heads.num_heads, *prompt[1:], length)
         alone.configure(Attends(SCALE))

@@ -236,7 +236,7 @@ def attach(model: Module, found: list[Module], config: Config) -> None:
             _override(model, "_prepare_position_ids_for_generation", generate.positions_for_generate)
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         if hasattr(model, name):
-            _override(model, name, generate.refuse_continuous_batching)
+            _override(model, name, attention.refuse_continuous_batching)
 
 
 def _attend_with(name: str, module: Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -126,6 +126,14 @@ def _named(module: Module) -> str:
     return f"layer {module.layer_idx} ({type(module).__name__})"
 
 
+def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """In the place of what starts continuous batching."""
+    raise FastKVError(
+        "continuous batching brings its own paged cache, which would bypass the compressed one; call "
+        "fastkv.unpatch(model) first"
+    )
+
+
 def fastkv_attention(
     module: Module,
     query: Tensor,
@@ -147,10 +155,7 @@ def fastkv_attention(
     Returns: output [B, T, Hq, Dv] and None (compressed attention yields no weights).
     """
     if kwargs.get("cache") is not None:
-        raise FastKVError(
-            "continuous batching brings its own paged cache, which would bypass the compressed one; call "
-            "fastkv.unpatch(model) first"
-        )
+        refuse_continuous_batching(module)
     has_latents = latent.is_latent(module)  # key and value are then what `latent.unexpanded` makes
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     # sdpa of newer transformers refuses even softcap=None

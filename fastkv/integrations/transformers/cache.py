@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 
 from ...budget import UNITS
 from ...cache.layer import LayerCache
+from ...cache.layout import LayerPlan
 from ...cache.workspace import FIRST_TABLE, CacheWorkspace
 from ...config import Config
 from ...errors import FastKVError
@@ -172,7 +173,7 @@ class FastKVCache(Cache):
     def next_positions(self, num: int, padding: Tensor | None) -> Tensor:
         """Positions [B, T] of the next `num` tokens, which are text; padding [B, tokens so far] is 0 for padding."""
         first = self.compressed[0]
-        first.settle()
+        first.accept()
         state = first.state
         assert state is not None
         new = torch.arange(num, device=state.seen.device).expand(len(state.seen), -1)
@@ -189,7 +190,7 @@ class FastKVCache(Cache):
         if positions is None or positions.ndim != 3:
             return None
         first = self.compressed[0]
-        first.settle()
+        first.accept()
         state = first.state
         before = 0 if state is None or not self.started else state.seen[:, None]
         new = num if padding is None else padding[:, -num:].long().sum(-1, keepdim=True)
@@ -392,8 +393,9 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     shared = list(modules.sources(model).values())
     latents = {index for index, module in modules.attentions(model).items() if latent.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
-        own = static, shared.count(index), index in latents
-        layers[index] = kind.beside(layers[index], LayerCache(config, index, place, len(kinds), workspace, *own))
+        plan = LayerPlan(config, index, place, len(kinds), workspace.parallel, index in latents)
+        cache = LayerCache(plan, workspace, static, shared.count(index))
+        layers[index] = kind.beside(layers[index], cache)
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...budget import Budget
-from ...cache import signals as told
+from ...cache import signals
 from ...cache.selection import protected
 from ...cache.wrappers import HeldPrompt
 from ...calibration.files import describe, fingerprint, user_cache
@@ -73,9 +73,9 @@ class Watched(HeldPrompt):
         assert state is not None
         positions = (valid.cumsum(-1) - 1)[:, None].expand(-1, k.shape[1], -1).to(torch.int32)
         state.seen += valid.sum(-1)
-        known = told.candidates(state, (k, v, positions, valid), rule)
+        known = signals.candidates(state, (k, v, positions, valid), rule)
         first = state.exact.filled  # slots, all of them empty
-        known, scores = told.score(told.of_block(known, q, valid, state, rule, None, None), rule)
+        known, scores = signals.score(signals.of_block(known, q, valid, state, rule, None, None), rule)
         guard = protected(known, state.seen, rule)
         scores = scores.float().masked_fill(guard, float("inf"))[0, :, first:]
         self.order = scores.sort(stable=True, dim=-1, descending=True).indices
@@ -165,7 +165,9 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None]) 
     generator = torch.Generator().manual_seed(seed)
     with held_whole(model, num):
         cache = FastKVCache(model, static=False)
-        held = [layer.hold_in(Watched(layer.cache)) for layer in cache.compressed]
+        held = [Watched(layer.cache) for layer in cache.compressed]
+        for layer, watched in zip(cache.compressed, held):
+            layer.reader = watched
         base: Any = modules.base(model)
         head: Any = modules.get_head(model)
         softcap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)

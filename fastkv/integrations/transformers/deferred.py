@@ -18,7 +18,7 @@ from ...policies import SecondReading
 from . import stock
 from .cache import FastKVCache
 from .layer import FastKVLayer
-from .prompt import Prompt
+from .prompt import Prompt, check_mask
 from .stock import CACHE
 
 
@@ -33,10 +33,7 @@ def read_in_full(base: Any, cache: FastKVCache, given: dict[str, Any], prompt: P
         raise FastKVError(
             "second readings and Budget(quality=...) need the prompt's tokens; pass input_ids, not inputs_embeds"
         )
-    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        raise FastKVError(
-            "second readings and Budget(quality=...) need a 2-D padding mask, got a prepared one; pass the 2-D one"
-        )
+    check_mask(mask, "what reads a prompt twice or follows Budget(quality=...)")
     held = [layer.hold() for layer in layers]
     out = base._fastkv_base_forward(**given)
     if config.policy.second_reading is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
@@ -107,11 +107,3 @@ def is_step(cache: FastKVCache, total: int, mask: Any) -> bool:
 def ends_in_padding(mask: Tensor) -> bool:
     """Whether the last token of any row is padding, by a mask [B, N]. One host sync."""
     return not bool((mask[:, -1] != 0).all())
-
-
-def refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Continuous batching pages its own cache and would bypass the compressed one."""
-    raise FastKVError(
-        "continuous batching brings its own paged cache, which would bypass the compressed one; call "
-        "fastkv.unpatch(model) first"
-    )

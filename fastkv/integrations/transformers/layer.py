@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from ...cache.wrappers import HeldPrompt, Rollback
 from ...errors import FastKVError
 from ...reference import LayerState
 from . import stock
-
-Held = TypeVar("Held", bound=HeldPrompt)
 
 
 class FastKVLayer(CacheLayerMixin):
@@ -149,7 +147,7 @@ class FastKVLayer(CacheLayerMixin):
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise FastKVError unless these tensors are of a kind that the backend can serve, whatever the module said."""
-        config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.latent
+        config, groups, latent = self.cache.config, q.shape[1] // k.shape[1], self.cache.plan.latent
         sizes = k.shape[-1], groups, config.evict_every, v.shape[-1], latent
         check_backend(config.backend, k.device, k.dtype, *sizes, config.slots.name)
 
@@ -193,11 +191,7 @@ class FastKVLayer(CacheLayerMixin):
 
     def hold(self) -> HeldPrompt:
         """Hold the next forward, a first prompt, until `commit`."""
-        return self.hold_in(HeldPrompt(self.cache))
-
-    def hold_in(self, held: Held) -> Held:
-        """`hold` in a wrapper of the caller's, of this layer's cache."""
-        self.reader = held
+        self.reader = held = HeldPrompt(self.cache)
         return held
 
     @property
@@ -219,10 +213,7 @@ class FastKVLayer(CacheLayerMixin):
         """Whether the last forward can be taken back."""
         return isinstance(self.reader, Rollback)
 
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """The same, as transformers asks for it."""
-        return self.recording
+    is_croppable = recording  # type: ignore[assignment]  # as transformers asks for it
 
     @property
     def pending(self) -> bool:
@@ -236,14 +227,14 @@ class FastKVLayer(CacheLayerMixin):
 
     def commit_block(self) -> None:
         """Accept what may be rolled back, and the next block too: only the last one of a prompt can be taken back."""
-        if isinstance(self.reader, Rollback):
-            self.reader.settle(0)
+        self.accept()
+        if self.recording:
             self.reader = self.cache
 
-    def settle(self) -> None:
+    def accept(self) -> None:
         """Accept what may be rolled back."""
         if isinstance(self.reader, Rollback):
-            self.reader.settle(0)
+            self.reader.accept(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last -tokens_to_remove tokens; a positive number is the length to keep (until 5.12)."""
@@ -255,7 +246,7 @@ class FastKVLayer(CacheLayerMixin):
                 "a compressed cache cannot be cropped because evicted pairs are gone; start from a new cache, or use "
                 "assisted decoding with transformers >= 5.14, which announces roll-backs"
             )
-        self.reader.settle(drop)
+        self.reader.accept(drop)
         self.seen -= drop
         self.cache.started = self.seen > 0
 
@@ -264,7 +255,7 @@ class FastKVLayer(CacheLayerMixin):
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch axis to every tensor; what may be rolled back is accepted."""
         if self.state is not None:
-            self.settle()
+            self.accept()
             self.cache.map_batch(change)
             self.batch_size = len(self.state.seen)
 

@@ -89,10 +89,10 @@ def padding_of(given: dict[str, Any]) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
-def check_mask(mask: Any) -> None:
-    """Raise FastKVError unless a mask can be cut into blocks."""
+def check_mask(mask: Any, what: str = "reading a prompt in blocks") -> None:
+    """Raise FastKVError unless a mask can be cut, as `what` needs it."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        raise FastKVError("reading a prompt in blocks needs a 2-D padding mask; got a prepared mask, pass the 2-D one")
+        raise FastKVError(f"{what} needs a 2-D padding mask, got a prepared one; pass the 2-D one")
 
 
 def taken_from(given: dict[str, Any], start: int, end: int, total: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _numbers(layer: FastKVLayer, state: LayerState) -> dict[str, int]:
         entry |= {"average": cache.average, "context": cache.context, "mean": cache.rule.layout.mean}
     for name, slots in state.tiers.items():
         entry |= {f"{name}.filled": slots.filled, f"{name}.limit": slots.limit}
-    if cache.latent:
+    if cache.plan.latent:
         entry["exact.value_dim"] = state.exact.value_dim
     return entry
 
@@ -197,7 +197,7 @@ def _fill(
     dtype: torch.dtype,
 ) -> None:
     """Put the saved tensors and numbers of a compressed layer into it."""
-    pairs = ("exact.keys",) if layer.cache.latent else ("exact.keys", "exact.values")
+    pairs = ("exact.keys",) if layer.cache.plan.latent else ("exact.keys", "exact.values")
     file.need(all(name in saved and saved[name].ndim > 1 for name in (*pairs, "exact.lengths")))
     batch, heads = saved["exact.lengths"].shape[:2]
     file.need(batch > 0 and heads > 0)
@@ -210,7 +210,7 @@ def _fill(
         layout = layer.cache.plan.layout(heads, device, mean, shares=tuple(tokens))
         layout = replace(layout, tokens=tuple(tokens), approx=tuple(approx))
     dims = [getattr(layout.format, name.split(".")[1]).dim(saved[name].shape[-1]) for name in pairs]
-    if layer.cache.latent:
+    if layer.cache.plan.latent:
         dims += file.counts(entry, "exact.value_dim")
         file.need(dims[1] <= dims[0])
     dtype = saved["exact.keys"].dtype if layout.format.plain else dtype
