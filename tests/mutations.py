@@ -962,6 +962,27 @@ MUTATIONS = [
         "slots.py::test_budgets_in_bytes_are_spent_on_codes",
     ),
     bug(
+        "slots that were asked for are those of auto",
+        "config.py",
+        "not self.chooses_slots or not budget.in_bytes",
+        "not budget.in_bytes",
+        "slots.py::test_budgets_in_bytes_are_spent_on_codes",
+    ),
+    bug(
+        "criticalkv does not say what its base fixes of the budget",
+        "policies/criticalkv.py",
+        'second_reading, shares, calibration = map(_of_base, ("second_reading", "shares", "calibration"))',
+        'second_reading, calibration = map(_of_base, ("second_reading", "calibration"))',
+        "policies_attention.py::test_criticalkv_passes_on_what_its_base_asks_for",
+    ),
+    bug(
+        "a model whose rotation cannot be undone gets the default policy all the same",
+        "integrations/transformers/selfcheck.py",
+        "return with_rotations(otherwise, model, found)",
+        "return config",
+        f"{HEADS}::test_models_whose_rotation_follows_the_length_get_another_default",
+    ),
+    bug(
         "heads that have no whole group get slots of 4 bits",
         "config.py",
         " and not any(size % INT4_GROUP for size in sizes)",

@@ -8,8 +8,8 @@ import transformers
 
 import fastkv
 from fastkv.config import Config
-from fastkv.integrations.transformers import survey
 from fastkv.lab.cli import main
+from fastkv.lab.survey import survey
 
 from .models import COMMON, GEMMA, build, compressed_layers
 

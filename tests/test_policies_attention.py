@@ -425,6 +425,7 @@ def test_criticalkv_passes_on_what_its_base_asks_for():
     assert CriticalKV(base="momentkv").moments.order == 1 and CriticalKV(base="momentkv").observation == 32
     assert CriticalKV(base="random").needs == {"output"} and CriticalKV(base=KVzip()).second_reading
     assert CriticalKV(base=PyramidKV()).shares.layers == "pyramid" and CriticalKV().shares.layers is None
+    assert CriticalKV(base="fastkv-reread").needs == {"queries", "memory", "rotary", "output"}
     with pytest.raises(FastKVError, match="needs the pattern file"):
         CriticalKV(base=DuoAttention()).shares.heads.check([2, 2])
 

@@ -18,8 +18,9 @@ from ..calibration.head_shares import HEADS_FILE
 from ..config import BUDGET, POLICY, Config
 from ..cpu import compiled
 from ..errors import FastKVError, not_installed
-from ..integrations.transformers import TESTED, Survey, survey
+from ..integrations.transformers import TESTED
 from .pretrained import place
+from .survey import Survey, survey
 
 Lines = dict[str, str]
 UNTESTED = "not tested: compared with the stock model when it is patched"

@@ -4,17 +4,14 @@ from .attach import attach, check, detach
 from .families import REFUSED, TESTED
 from .modules import sizes
 from .selfcheck import rotations, with_rotations
-from .survey import Survey, survey
 
 __all__ = [
     "REFUSED",
     "TESTED",
-    "Survey",
     "attach",
     "check",
     "detach",
     "rotations",
     "sizes",
-    "survey",
     "with_rotations",
 ]

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ...cache.workspace import CacheWorkspace
-from ...calibration.files import kv_shapes
-from ...config import Config
-from . import modules, stock
-from .attach import check
-from .cache import build_layers
-from .layer import FastKVLayer
+from ..cache.workspace import CacheWorkspace
+from ..calibration.files import kv_shapes
+from ..config import Config
+from ..integrations.transformers import check, modules, stock
+from ..integrations.transformers.cache import build_layers
+from ..integrations.transformers.layer import FastKVLayer
 
 
 @dataclass(frozen=True)
