@@ -170,15 +170,12 @@ class Policy:
     Class attributes:
         name: what `fastkv.patch(model, policy=name)` calls it.
         adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
+        correction: what `correction="auto"` gives it; "none" for a plain eviction baseline.
     """
 
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
-
-    @property
-    def correction(self) -> str:
-        """What `correction="auto"` gives it; "none" for a plain eviction baseline."""
-        return "none"
+    correction: ClassVar[str] = "none"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -137,10 +137,8 @@ class Slots:
 
     def redeal(self, capacities: Sequence[int]) -> None:
         """Give each head so many slots, all of them empty, in slabs that are just large enough."""
-        for name in (*self.MOVING, "attention", "memory"):
-            slab = getattr(self, name)
-            if slab is not None and slab.shape[1] != sum(capacities):
-                setattr(self, name, slab.new_zeros(len(slab), sum(capacities), *slab.shape[2:]))
+        if self.keys.shape[1] != sum(capacities):
+            self._map_slabs(lambda slab: slab.new_zeros(len(slab), sum(capacities), *slab.shape[2:]))
         self.deal(capacities)
 
     def trade(self, capacities: Tensor, everywhere: Tensor) -> None:
@@ -154,10 +152,14 @@ class Slots:
         self.limit, room = torch.stack([everywhere.max(), capacities.sum(-1).max()]).tolist()
         missing = room - self.keys.shape[1]
         if missing > 0:
-            for name in (*self.MOVING, "attention", "memory"):
-                slab = getattr(self, name)
-                if slab is not None:
-                    setattr(self, name, torch.cat([slab, slab.new_zeros(len(slab), missing, *slab.shape[2:])], 1))
+            self._map_slabs(lambda slab: torch.cat([slab, slab.new_zeros(len(slab), missing, *slab.shape[2:])], 1))
+
+    def _map_slabs(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Put another slab in the place of each."""
+        for name in (*self.MOVING, "attention", "memory"):
+            slab = getattr(self, name)
+            if slab is not None:
+                setattr(self, name, change(slab))
 
     def __getitem__(self, name: str) -> Tensor:
         """The first `filled` slots of every head of the named tensor, [B, Hkv, filled, ...], as read by attention:
