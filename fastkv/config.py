@@ -43,7 +43,7 @@ class Config:
         backend: "auto", "reference", "cpu" or "triton".
         slots: how keys and values are stored.  chooses_slots: whether `coded` says so once sizes are known ("auto").
         static: whether decode steps may be compiled into graphs; None: on CUDA.
-        values: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses.
+        vector: map from keys to values, for tokens without value.  curve: that `Budget(quality=...)` uses.
         queries: what each layer's queries are like, for policies that read it.
         rotations: how each layer turns its keys; empty unless something undoes it. These four are found when the model
             is known.
@@ -58,7 +58,7 @@ class Config:
     static: bool | None = None
     slots: SlotFormat = PLAIN
     chooses_slots: bool = False
-    values: VectorMap | None = None
+    vector: VectorMap | None = None
     curve: QualityCurve | None = None
     queries: QueryCalibration | None = None
     rotations: Mapping[int, Rotary] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def with_fits(config: Config, known: Any, vector: str | Path | VectorMap | None)
             file = vector or _beside(known, "vector.safetensors", "correction='vector'", "vector=file")
             vector = VectorMap.load(file, known)
         vector.check(known)
-        config = replace(config, values=vector)
+        config = replace(config, vector=vector)
     elif vector is not None:
         raise FastKVError("vector=... is for correction='vector', got another correction; add it or leave vector out")
     if config.needs("query_statistics"):

@@ -86,7 +86,7 @@ class FastKVAttention(Module):
         config = Config.make(policy, budget, prefill_block, evict_every, correction, backend, None, slots)
         config = config.coded((head_dim,))
         turning = {} if rotary is None else {layer: rotary}
-        self.config = replace(config, values=vector, queries=queries, rotations=turning)
+        self.config = replace(config, vector=vector, queries=queries, rotations=turning)
         self._check_alone(layer, num_layers, rotary, output)
         if sink_logits is not None:
             check_shape(NAME, "sink_logits", sink_logits, (num_heads,))
@@ -98,7 +98,7 @@ class FastKVAttention(Module):
 
     def _check_alone(self, layer: int, num_layers: int, rotary: Rotary | None, output: Tensor | None) -> None:
         """Raise FastKVError if the config asks for something that a layer on its own does not have or was not given."""
-        config, values = self.config, self.config.values
+        config, vector = self.config, self.config.vector
         name = f"policy {config.policy.name!r}"
         if config.deferred:
             what = name if config.policy.second_reading else "Budget(quality=...)"
@@ -137,15 +137,15 @@ class FastKVAttention(Module):
                     "queries=QueryCalibration(...)"
                 )
             check_shape(NAME, "queries", config.queries.of_layer(layer).mean, (self.num_heads, self.head_dim))
-        if config.correction.key_only != (values is not None):
+        if config.correction.key_only != (vector is not None):
             given = "the first" if config.correction.key_only else "the second"
             raise FastKVError(
                 f"{NAME}: correction='vector' and vector=VectorMap(...) need each other, got {given} only; pass both"
             )
-        if values is not None:
-            values.usable(layer)
-            width = self.head_dim * (self.num_kv_heads if values.joint else 1)
-            check_shape(NAME, "vector", values.weights[layer], (self.num_kv_heads, width, self.head_dim))
+        if vector is not None:
+            vector.usable(layer)
+            width = self.head_dim * (self.num_kv_heads if vector.joint else 1)
+            check_shape(NAME, "vector", vector.weights[layer], (self.num_kv_heads, width, self.head_dim))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of the new tokens to all tokens so far and, causally, to each other, [B, Hq, T, D].

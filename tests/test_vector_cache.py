@@ -280,7 +280,7 @@ def test_keep_follows_the_paper():
 def test_refusals(tmp_path):
     model = build()
     joint = mapping(model, joint_weights(), joint=True)
-    config = replace(Config.make("keydiff", small(), None, 1, "vector", "reference", None), values=joint)
+    config = replace(Config.make("keydiff", small(), None, 1, "vector", "reference", None), vector=joint)
     with pytest.raises(FastKVError, match="needs them in one process, got 2; fit one map a head"):
         LayerPlan(config, parallel=Parallel(rank=1, size=2)).layout(1, torch.device("cpu"), TOKENS)
     for share in (-0.1, 1.1, "half", True):

@@ -220,9 +220,9 @@ class LayerPlan:
         pairs = None if fixed is None else fixed.head_tokens(self.layer, heads * parallel.size, tokens, reserved)
         approx: tuple[int, ...] = ()
         if pairs is None:
-            usable = [True] * heads if config.values is None else config.values.usable(self.layer)[own]
+            usable = [True] * heads if config.vector is None else config.vector.usable(self.layer)[own]
             own_shares = (tokens,) * heads if shares is None else shares[own]
-            if config.values is not None and config.values.joint:
+            if config.vector is not None and config.vector.joint:
                 if parallel.size > 1:
                     raise FastKVError(
                         f"a map from the keys of all heads of a layer needs them in one process, got {parallel.size}; "
@@ -336,8 +336,8 @@ class LayerConfig:
         config, layer, parallel = plan.config, plan.layer, plan.parallel
         rotary = config.rotations.get(layer)
         weight = queries = None
-        if config.values is not None:
-            weight = parallel.own(config.values.weights[layer][None])[0].to(device)
+        if config.vector is not None:
+            weight = parallel.own(config.vector.weights[layer][None])[0].to(device)
         if config.queries is not None:
             known = config.queries.of_layer(layer)
             queries = QueryStatistics(*(parallel.own(part[None])[0].to(device) for part in known))
@@ -356,7 +356,7 @@ class LayerConfig:
     @property
     def joint(self) -> bool:
         """Whether all heads keep the same tokens, because a value is recovered from the keys of all heads."""
-        return bool(self.layout.approx) and self.config.values is not None and self.config.values.joint
+        return bool(self.layout.approx) and self.config.vector is not None and self.config.vector.joint
 
     def keeping(self, tokens: tuple[int, ...]) -> LayerConfig:
         """The same where heads keep so many tokens."""

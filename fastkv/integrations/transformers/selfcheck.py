@@ -253,7 +253,7 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         policy=policies.get("streaming"),
         correction=corrections.NONE,
         budget=Budget(tokens=ROOM),
-        values=None,
+        vector=None,
         slots=PLAIN,  # rounded numbers would not agree
     )
 

@@ -115,8 +115,8 @@ def described(config: Config) -> dict[str, Any]:
     flat |= _settings("policy", config.policy) | _settings("budget", config.budget)
     flat |= {f"correction.{name}": getattr(config.correction, name) for name in config.correction.options}
     flat["budget.heads"] = str(config.budget.heads)  # no path any more
-    if config.values is not None:
-        flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in config.values.weights.items()})
+    if config.vector is not None:
+        flat["vector"] = _digest("", {str(layer): weight.cpu() for layer, weight in config.vector.weights.items()})
     return json.loads(json.dumps(flat, default=str))
 
 

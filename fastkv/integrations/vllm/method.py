@@ -45,7 +45,7 @@ def fitted(config: Config, vllm_config: Any) -> Config:
         vllm_config.model_config.get_total_num_kv_heads(),
         vllm_config.parallel_config.tensor_parallel_size,
     )
-    if (config.values is not None or config.queries is not None) and heads % processes:
+    if (config.vector is not None or config.queries is not None) and heads % processes:
         raise FastKVError(
             f"what was fitted to {heads} KV heads cannot be dealt to {processes} processes, which repeat heads; use a "
             "tensor_parallel_size that divides them"
