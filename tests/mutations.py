@@ -1613,15 +1613,15 @@ MUTATIONS = [
     bug(
         "a layer evicts before others have attended to its keys",
         "cache/layer.py",
-        "if clock.now.evicts and not self.readers:",
+        "if clock.now.evicts and not self.kv_sharers:",
         "if clock.now.evicts:",
         "architectures.py::test_a_layer_evicts_after_its_last_reader",
     ),
     bug(
         "a block is evicted from before others have attended to it",
         "cache/layer.py",
-        "if self.readers:\n            self.queries = q",
-        "if self.readers > 9:\n            self.queries = q",
+        "if self.kv_sharers:\n            self.queries = q",
+        "if self.kv_sharers > 9:\n            self.queries = q",
         "architectures.py::test_a_layer_evicts_after_its_last_reader",
     ),
     bug(

@@ -278,7 +278,7 @@ def test_layers_of_each_kind():
     model = fastkv.patch(tiny("gemma4"), budget=ROOM)
     cache = FastKVCache(model)
     assert [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)] == [1]
-    assert cache.sources == {2: 0, 3: 1, 4: 0, 5: 1} and cache.compressed[0].cache.readers == 2
+    assert cache.sources == {2: 0, 3: 1, 4: 0, 5: 1} and cache.compressed[0].cache.kv_sharers == 2
     model = fastkv.patch(tiny("mllama"), budget=ROOM)
     assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [True, False, True, True]
 
@@ -473,7 +473,7 @@ HOW = Attends(0.3)
 def shared_layers(readers, evict_every=3):
     """A cache with so many readers, which has read a prompt and been looked at by each."""
     config = Config.make("momentkv", SMALL, None, evict_every, "auto", "reference", None)
-    layer = LayerCache(LayerPlan(config), CacheWorkspace(evict_every=evict_every), readers=readers)
+    layer = LayerCache(LayerPlan(config, kv_sharers=readers), CacheWorkspace(evict_every=evict_every))
     q, k, v, valid = block(30)
     layer.allocate(4, k, v, 30)
     layer.configure(HOW)

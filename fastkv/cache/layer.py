@@ -49,22 +49,22 @@ class LayerCache:
         state: None until `allocate` or the first tokens.  rule: what the layer needs of the config, None until then.
         leads: whether its steps advance the clock of the workspace: one layer's do.
         started: whether there is a past.
-        readers: how many other layers attend to this one's keys and values, each once after it and before the next
-            tokens (`attend_shared`, `step_shared`).  left: how many of them still have to.
+        kv_sharers: how many other layers attend to this one's keys and values, each once after it and before the
+            next tokens (`attend_shared`, `step_shared`).  left: how many of them still have to.
         static: whether a step may be compiled into one graph: it then changes tensors only, at fixed addresses.
     """
 
     differentiates = False  # whether it takes tokens that autograd follows
 
-    def __init__(self, plan: LayerPlan, workspace: CacheWorkspace, static: bool = False, readers: int = 0) -> None:
+    def __init__(self, plan: LayerPlan, workspace: CacheWorkspace, static: bool = False) -> None:
         """Args: workspace: of all layers that share the budget."""
         self.plan, self.config, self.layer = plan, plan.config, plan.layer
         self.workspace, self.static, self.started = workspace, static, False
         self.num_heads, self.leads = 0, plan.place == 0
         self.average = self.context = 0  # tokens per head of all layers, and the text that heads were dealt them for
-        self.readers, self.left = readers, 0
+        self.kv_sharers, self.left = plan.kv_sharers, 0
         self.block: SharedBlock | None = None
-        # Queries and mass of the block, if it is to be absorbed when all readers have attended.
+        # Queries and mass of the block, if it is to be absorbed when all other layers have attended.
         self.queries: tuple[Tensor, Tensor | None] | None = None
         self.state: LayerState | None = None
         self.rule: LayerConfig | None = None
@@ -99,7 +99,7 @@ class LayerCache:
 
     def adopt(self, state: LayerState, layout: Layout, num_heads: int) -> None:
         """Go on from a state that was laid out for this layer: a new one or a saved one."""
-        self.rule = LayerConfig.of(self.plan, layout, state.seen.device, self.readers)
+        self.rule = LayerConfig.of(self.plan, layout, state.seen.device)
         self.state, self.num_heads = state, num_heads
         self.prepare()
 
@@ -148,7 +148,7 @@ class LayerCache:
         """
         k, v = without_padding(k, valid), without_padding(v, valid)
         out, mass = self.attend(q, k, v, valid, stock)
-        if self.readers:
+        if self.kv_sharers:
             self.queries = q, mass
         else:
             self.absorb(q, k, v, valid, mass=mass)
@@ -163,8 +163,8 @@ class LayerCache:
         """
         state, rule = self._held()
         first, self.started = not self.started, True
-        self._expect_readers()
-        self.block = SharedBlock(k, v, valid, first) if self.readers else None
+        self._expect_sharers()
+        self.block = SharedBlock(k, v, valid, first) if self.kv_sharers else None
         if first and stock is not None:
             return stock(), None
         return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
@@ -198,13 +198,13 @@ class LayerCache:
         clock = self.workspace.clock
         if self.leads:
             clock.advance()
-        self._expect_readers()
+        self._expect_sharers()
         if state.approx is not None:
             self._recover(length)
         state.fill()
         # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
         out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
-        if clock.now.evicts and not self.readers:
+        if clock.now.evicts and not self.kv_sharers:
             follows = rule.layout.shared and not self.static and self.config.budget.context is None
             if follows and length > GROWTH * max(self.context, self.average):
                 self._evict_anew(length)
@@ -220,16 +220,16 @@ class LayerCache:
 
     # Other layers that attend to the same keys and values.
 
-    def _expect_readers(self) -> None:
+    def _expect_sharers(self) -> None:
         if self.left:
             raise FastKVError(
-                f"{self.left} of {self.readers} layers that share the keys of layer {self.layer} did not attend to its "
-                "last tokens; call reset() on this cache and use the model as it was patched"
+                f"{self.left} of {self.kv_sharers} layers that share the keys of layer {self.layer} did not attend to "
+                "its last tokens; call reset() on this cache and use the model as it was patched"
             )
-        self.left = self.readers
+        self.left = self.kv_sharers
 
     def _looked(self) -> bool:
-        """One more reader has attended; whether it was the last one."""
+        """One more of them has attended; whether it was the last one."""
         if not self.left:
             raise FastKVError(
                 f"layers that share the keys of layer {self.layer} attend more often than once; call "

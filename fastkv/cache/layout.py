@@ -167,6 +167,7 @@ class LayerPlan:
         layer: index in the model.  place: among the `num_layers` that share the budget.
         parallel: processes that share the layer's heads.
         latent: whether values are the first numbers of keys.
+        kv_sharers: how many other layers attend to this one's keys and values.
     """
 
     config: Config
@@ -175,6 +176,7 @@ class LayerPlan:
     num_layers: int = 1
     parallel: Parallel = field(default_factory=Parallel)
     latent: bool = False
+    kv_sharers: int = 0
 
     def of(self, keys: Tensor, values: Tensor, context: int = 0, keep: float | None = None) -> tuple[Layout, int]:
         """The layout for the shapes, dtype and device of keys and values [B, Hkv, T, D].
@@ -316,7 +318,7 @@ class LayerConfig:
         queries: what the layer's queries are like, if the policy reads it.
         weight: [Hkv, Dk, Dv] fp32, the layer's map from keys to values, if some tokens keep no value; joint:
             [Hkv, Hkv * Dk, Dv].
-        readers: how many other layers attend to the same keys.
+        kv_sharers: how many other layers attend to the same keys and values.
     """
 
     config: Config
@@ -328,10 +330,10 @@ class LayerConfig:
     output: Tensor | None = None
     queries: QueryStatistics | None = None
     weight: Tensor | None = None
-    readers: int = 0
+    kv_sharers: int = 0
 
     @classmethod
-    def of(cls, plan: LayerPlan, layout: Layout, device: torch.device, readers: int = 0) -> LayerConfig:
+    def of(cls, plan: LayerPlan, layout: Layout, device: torch.device) -> LayerConfig:
         """Of a layer of that layout: its part of what was fitted to the model. It attends with scale 1."""
         config, layer, parallel = plan.config, plan.layer, plan.parallel
         rotary = config.rotations.get(layer)
@@ -350,7 +352,7 @@ class LayerConfig:
             None if rotary is None else rotary.to(device),
             queries=queries,
             weight=weight,
-            readers=readers,
+            kv_sharers=plan.kv_sharers,
         )
 
     @property

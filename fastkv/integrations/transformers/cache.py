@@ -393,9 +393,8 @@ def build_layers(model: Module, config: Config, workspace: CacheWorkspace, stati
     shared = list(modules.sources(model).values())
     latents = {index for index, module in modules.attentions(model).items() if latent.is_latent(module)}
     for place, (index, kind) in enumerate(kinds.items()):
-        plan = LayerPlan(config, index, place, len(kinds), workspace.parallel, index in latents)
-        cache = LayerCache(plan, workspace, static, shared.count(index))
-        layers[index] = kind.beside(layers[index], cache)
+        plan = LayerPlan(config, index, place, len(kinds), workspace.parallel, index in latents, shared.count(index))
+        layers[index] = kind.beside(layers[index], LayerCache(plan, workspace, static))
     return [
         WindowLayer(rings[one.sliding_window]) if rings and type(one) is DynamicSlidingWindowLayer else one
         for one in layers
