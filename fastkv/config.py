@@ -110,13 +110,13 @@ class Config:
             raise FastKVError(
                 "correction='vector' fixes how many tokens each head keeps, heads='adaptive' does not; use one of them"
             )
-        if not self.slots.plain and (self.correction.key_only or self.correction.observes):
+        if not self.slots.plain and (self.correction.key_only or self.correction.refit is not None):
             what = "stores keys without their values" if self.correction.key_only else "changes values that are stored"
             raise FastKVError(
                 f"correction={self.correction.name!r} {what}, which slots={self.slots.name!r} does not provide for; "
                 "leave slots out or use another correction"
             )
-        if self.correction.biases and self.policy.second_reading is None:
+        if self.correction.match is not None and self.policy.second_reading is None:
             raise FastKVError(
                 f"correction={self.correction.name!r} is fitted to a second reading of the prompt, and policy {name!r} "
                 "reads once; use 'attention-matching', 'kvzip' or 'fastkv-reread', or another correction"
@@ -135,7 +135,8 @@ class Config:
         Args: sizes: numbers of a key and of a value in each layer.
         """
         correction, budget = self.correction, self.budget
-        if not self.chooses_slots or not budget.in_bytes or latent or correction.key_only or correction.observes:
+        fixed = latent or correction.key_only or correction.refit is not None
+        if not self.chooses_slots or not budget.in_bytes or fixed:
             return self
         four = (budget.compress or 0) >= FOUR_BITS and not any(size % INT4_GROUP for size in sizes)
         return replace(self, slots=INT4 if four else INT8)
@@ -149,7 +150,7 @@ class Config:
     def samples_queries(self) -> bool:
         """Whether some queries of a second reading are kept."""
         second = self.policy.second_reading
-        return second is not None and (second.samples or self.correction.biases)
+        return second is not None and (second.samples or self.correction.match is not None)
 
     @property
     def undoes_rotation(self) -> bool:

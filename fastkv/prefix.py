@@ -83,7 +83,7 @@ def _check_policy(policy: Policy, budget: int | str | Budget, correction: Any) -
     wanted = corrections.get(policy.correction if correction == "auto" else correction)
     if policy.second_reading or not policy.needs <= FROM_KEYS:
         what = f"policy {policy.name!r}"
-    elif wanted.observes:
+    elif wanted.refit is not None:
         what = f"correction={wanted.name!r}"
     elif Budget.of(budget).quality is not None:
         what = "Budget(quality=...)"

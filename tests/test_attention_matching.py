@@ -9,7 +9,7 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVError
 from fastkv.corrections import Pairs
-from fastkv.corrections.matching import MATCHING
+from fastkv.corrections.matching import Matching
 from fastkv.policies import AttentionMatching, Reread
 from fastkv.reference import Spec
 
@@ -52,7 +52,7 @@ def test_biases_and_values_are_those_of_two_least_squares_problems(softcap, pena
     q, asked, keys, values, valid = setting()
     stay = valid & (torch.arange(N) % 3 == 0)
     free = stay & (torch.arange(N) > 4)  # the others are no part of either side
-    correction = replace(MATCHING, penalty=penalty, bounds=(-3.0, high))
+    correction = Matching(penalty=penalty, bounds=(-3.0, high))
     match = valid & (torch.arange(N) > 4)
     bias, after = correction.matched(
         q, asked, Pairs(keys, values, match), Pairs(keys, values, free), Spec(SCALE, softcap)
@@ -78,7 +78,7 @@ def test_biases_and_values_are_those_of_two_least_squares_problems(softcap, pena
 def test_nothing_to_match_changes_nothing():
     q, asked, keys, values, valid = setting()
     none = torch.zeros_like(valid)
-    bias, after = MATCHING.matched(q, asked, Pairs(keys, values, none), Pairs(keys, values, none), Spec(SCALE))
+    bias, after = Matching().matched(q, asked, Pairs(keys, values, none), Pairs(keys, values, none), Spec(SCALE))
     assert not bias.any() and torch.equal(after, values)
 
 

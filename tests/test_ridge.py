@@ -9,13 +9,13 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVError
 from fastkv.corrections import get
-from fastkv.corrections.ridge import RIDGE
+from fastkv.corrections.ridge import Ridge
 from fastkv.policies import GRKV, SnapKV
 
 from .models import build, prompt
 from .test_module import HKV, HQ, B, D, fresh, tokens
 
-GROUP = HQ // HKV
+GROUP, RIDGE = HQ // HKV, Ridge()
 
 
 def filled(policy, rows, sink_logits=None, softcap=None, block=None, mask=None, heads="uniform", **options):
@@ -141,4 +141,4 @@ def test_any_policy_merges_and_latents_do_not():
 
 def test_defaults():
     assert (GRKV().window, GRKV().pool, GRKV().correction) == (32, 7, "ridge")
-    assert (RIDGE.observes, RIDGE.penalty, RIDGE.anchors) == (32, 0.01, 0.1)
+    assert (RIDGE.queries, RIDGE.penalty, RIDGE.anchors) == (32, 0.01, 0.1)

@@ -119,7 +119,7 @@ class Layout:
             starts=zeros(batch, heads + 1, dtype=torch.int32) if ragged else None,
             attention=zeros(*place) if self.attention else None,
             memory=zeros(*place) if self.memory else None,
-            bias=zeros(*place) if self.correction.biases else None,
+            bias=zeros(*place) if self.correction.match is not None else None,
             value_dim=value_dim,
             key_scales=key_scales,
             value_scales=value_scales,
@@ -266,7 +266,7 @@ class LayerPlan:
                 f"slots={config.slots.name!r} stores keys and values apart, layer {self.layer} keeps latents, which "
                 "are both (MLA); leave slots out"
             )
-        if self.latent and (correction.observes or correction.biases):
+        if self.latent and (correction.refit is not None or correction.match is not None):
             raise FastKVError(
                 f"correction={correction.name!r} changes values, which layer {self.layer} keeps inside its keys "
                 "(latents); use another correction"

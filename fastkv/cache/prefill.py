@@ -65,10 +65,10 @@ def absorb_block(
         whole = rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1
         keep = selection.keep_in_rounds if whole else selection.keep_best
         kept = keep(candidates, scores, state.seen, rule)
-        if rule.config.correction.observes:
+        if rule.config.correction.refit is not None:
             candidates = refit.refit(candidates, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, candidates, kept, num, rule, full=full)
-    if full and reread is not None and rule.config.correction.biases:
+    if full and reread is not None and rule.config.correction.match is not None:
         refit.match(candidates, reread, state, rule)
 
 

@@ -25,13 +25,14 @@ def refit(
     Args: scores [B, Hkv, N]; kept [B, Hkv, N] bool, those that stay; q [B, Hq, T, D] and valid [B, T]: of the block.
     """
     full, rest = _attention(candidates, kept, q, valid, state, rule)
-    correction, exact = rule.config.correction, state.exact
-    anchors = int(correction.anchors * rule.layout.total)
+    strategy, exact = rule.config.correction.refit, state.exact
+    assert strategy is not None
+    anchors = int(strategy.anchors * rule.layout.total)
     best = ops.select(
         scores, candidates.positions, kept, torch.zeros_like(kept), anchors, backend=candidates.layer.backend
     ).kept
     free = kept & ~best & ~protected(candidates, state.seen, rule)
-    candidates = replace(candidates, values=correction.refitted(candidates.values, full, rest, free))
+    candidates = replace(candidates, values=strategy.refitted(candidates.values, full, rest, free))
     if exact.starts is None:  # where heads share slots, all of them are written anew
         assert exact.values is not None
         exact.values[:, :, : exact.filled] = candidates.values[:, :, : exact.filled]
@@ -42,7 +43,8 @@ def _attention(
     candidates: Signals, kept: Tensor, q: Tensor, valid: Tensor, state: LayerState, rule: LayerConfig
 ) -> tuple[Tensor, Tensor]:
     """What the block's last queries give to all candidates and to those that stay, [B, Hkv, G * W, N] each."""
-    last = signals.last_tokens(valid, rule.config.correction.observes)
+    assert rule.config.correction.refit is not None
+    last = signals.last_tokens(valid, rule.config.correction.refit.queries)
     q = q.gather(2, last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
     valid = valid.gather(1, last)
     seen = visible_keys(candidates.positions, signals.positions_before(state.seen[:, None], valid), candidates.valid)
@@ -61,7 +63,7 @@ def _attention(
 
 
 def match(candidates: Signals, reread: Reread, state: LayerState, rule: LayerConfig) -> None:
-    """Biases and values of the slots such that they attend as all candidates did; see `MatchingCorrection`.
+    """Biases and values of the slots such that they attend as all candidates did; see `Matching`.
 
     Args: candidates: of the whole prompt; what was chosen of it is in the slots, as it is stored there.
     """
@@ -69,7 +71,8 @@ def match(candidates: Signals, reread: Reread, state: LayerState, rule: LayerCon
     free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)
     every = Pairs(candidates.keys, candidates.values, candidates.valid & ~protected(candidates, state.seen, rule))
     kept = Pairs(exact["keys"], exact["values"], free)
-    bias, fitted = rule.config.correction.matched(reread.queries, reread.asked, every, kept, spec)
+    assert rule.config.correction.match is not None
+    bias, fitted = rule.config.correction.match.matched(reread.queries, reread.asked, every, kept, spec)
     codes, scales = exact.encode("values", fitted.to(exact.dtype))
     for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
         if rows is None:

@@ -7,16 +7,18 @@ from typing import Any
 
 from ..errors import FastKVError
 from ..reference import LayerState
-from .base import COSH, MEAN, MOMENTS, Correction, Pairs, Shape
+from .base import COSH, MEAN, MOMENTS, Correction, Shape
 from .centroids import CENTROIDS
-from .matching import MATCHING
-from .ridge import RIDGE
+from .matching import Matching, Pairs
+from .ridge import Ridge
 from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 
 NONE = Correction()
+RIDGE = Correction("ridge", refit=Ridge())
+MATCHING = Correction("matching", match=Matching())
 ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
 
-__all__ = ["ALL", "NONE", "Correction", "Pairs", "Shape", "get", "names", "reading"]
+__all__ = ["ALL", "NONE", "Correction", "Matching", "Pairs", "Ridge", "Shape", "get", "names", "reading"]
 
 
 def names() -> list[str]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from ..budget import LayerCost
-from ..reference import PLAIN, Evicted, LayerState, SlotFormat, Spec
+from ..reference import PLAIN, Evicted, LayerState, SlotFormat
+from .matching import Matching
+from .ridge import Ridge
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Tokens to be matched.
-
-    Attributes: keys [B, Hkv, N, D]; values [B, Hkv, N, Dv]; matched [B, Hkv, N] bool: which of them take part.
-    """
-
-    keys: Tensor
-    values: Tensor
-    matched: Tensor
-
-
-@dataclass(frozen=True)
 class Correction:
     """Nothing is remembered but how many tokens were evicted, and nothing is added; base of all corrections.
 
@@ -59,6 +48,8 @@ class Correction:
         order: of the moments that it reads: 1, 0 (means only) or None.
         spread: whether these moments know how far keys are from their mean.
         kind: of what `empty` makes, as `Evicted.kinds` calls it; None for nothing.
+        refit: changes the values of what stays of a prompt block; None leaves them as they are.
+        match: fits values and biases of what stays to a second reading of the prompt; None without.
         options: fields that `corrections.get` may be given; what attention mixes in depends on none of them.
     """
 
@@ -66,6 +57,8 @@ class Correction:
     order: int | None = None
     spread: bool = False
     kind: str | None = None
+    refit: Ridge | None = None
+    match: Matching | None = None
     options: ClassVar[tuple[str, ...]] = ()
 
     def evicted(self, state: LayerState) -> Evicted | None:
@@ -82,41 +75,6 @@ class Correction:
     def cost(self, shape: Shape, pairs: LayerCost) -> LayerCost:
         """Bytes of a layer's state, from those without what `empty` makes."""
         return pairs
-
-    # Corrections that change the values of what stays.
-
-    @property
-    def observes(self) -> int:
-        """By how many last queries of a prompt block values are refitted; 0 if they stay as they are."""
-        return 0
-
-    @property
-    def anchors(self) -> float:
-        """Share of the tokens, those with the best scores, whose values stay as they are."""
-        return 0.0
-
-    def refitted(self, values: Tensor, full: Tensor, rest: Tensor, free: Tensor) -> Tensor:
-        """The values [B, Hkv, N, Dv] of candidates after an eviction from them.
-
-        Args: full, rest [B, Hkv, Q, N]: attention of Q queries over all candidates, and over those that stay.  free
-            [B, Hkv, N] bool: whose values may change.
-        """
-        raise NotImplementedError
-
-    @property
-    def biases(self) -> bool:
-        """Whether slots have a bias, an addend of their logits: after a second reading `matched` says which."""
-        return False
-
-    def matched(self, q: Tensor, asked: Tensor, candidates: Pairs, kept: Pairs, spec: Spec) -> tuple[Tensor, Tensor]:
-        """Biases [B, Hkv, L] and values [B, Hkv, L, Dv] of what is kept of a prompt that was read twice.
-
-        Args: q [B, Hq, W, D] and asked [B, W] bool, some of the queries of the second reading; candidates: the N tokens
-            of the prompt, and kept: L of them, which change where they are matched; spec: how the layer attends.
-        """
-        raise NotImplementedError
-
-    # Corrections that let some tokens keep their key only (VECTOR).
 
     @property
     def key_only(self) -> bool:

@@ -11,13 +11,24 @@ from torch import Tensor
 from ..reference import Spec
 from ..reference.attention import QUERY_CHUNK, grouped_logits, masked_softmax
 from ..reference.moments import compute_dtype
-from .base import Correction, Pairs
 
 STEPS = 100  # of the descent for the weights, from the solution without bounds
 
 
 @dataclass(frozen=True)
-class MatchingCorrection(Correction):
+class Pairs:
+    """Tokens to be matched.
+
+    Attributes: keys [B, Hkv, N, D]; values [B, Hkv, N, Dv]; matched [B, Hkv, N] bool: which of them take part.
+    """
+
+    keys: Tensor
+    values: Tensor
+    matched: Tensor
+
+
+@dataclass(frozen=True)
+class Matching:
     """Mass, then attention of reference queries i over the candidates j of a prompt, matched by the kept ones c.
 
         w = argmin over e^-3 <= w <= e^3 of sum_i (sum_c M_ic w_c - z_i)^2 + penalty sum_c (M^T M)_cc (w_c - 1)^2,
@@ -35,17 +46,17 @@ class MatchingCorrection(Correction):
     Attributes: bounds: of a bias.  penalty: of changes.
     """
 
-    name: str = "matching"
     bounds: tuple[float, float] = (-3.0, 3.0)
     penalty: float = 0.01
 
-    @property
-    def biases(self) -> bool:
-        """They do."""
-        return True
-
     def matched(self, q: Tensor, asked: Tensor, candidates: Pairs, kept: Pairs, spec: Spec) -> tuple[Tensor, Tensor]:
-        """By two least squares problems; results in fp32, for fp64 inputs in fp64."""
+        """Biases [B, Hkv, L] and values [B, Hkv, L, Dv] of what is kept of a prompt that was read twice.
+
+        By two least squares problems; results in fp32, for fp64 inputs in fp64.
+
+        Args: q [B, Hq, W, D] and asked [B, W] bool, some of the queries of the second reading; candidates: the N tokens
+            of the prompt, and kept: L of them, which change where they are matched; spec: how the layer attends.
+        """
         free, values = kept.matched, kept.values.to(compute_dtype(q))
         match = candidates.matched[:, :, None, None]
 
@@ -101,6 +112,3 @@ def _normal_equations(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, T
         turned = rows.double().transpose(-1, -2)
         gram, right = gram + turned @ rows.double(), right + turned @ wanted.double()
     return gram, right
-
-
-MATCHING = MatchingCorrection()

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..reference import compute_dtype
-from .base import Correction
 
 
 @dataclass(frozen=True)
-class RidgeCorrection(Correction):
+class Ridge:
     """V <- V + A^T (A A^T + penalty I)^-1 (O - A' V): ridge regression of full attention on what stays.
 
     O is the attention of the last queries of a prompt block, of all heads of a group, over all candidates; A' are their
@@ -23,16 +22,20 @@ class RidgeCorrection(Correction):
     Source: GRKV, Peng et al. 2026, arXiv:2605.31105, the step for values. The paper also moves keys, by a linearised
     step: here they stay, because their positions do.
 
-    Attributes: observes: queries.  anchors: share of the tokens that stay.  penalty: of the change.
+    Attributes: queries: the last so many of a block are looked at.  anchors: share of the tokens that stay.  penalty:
+        of the change.
     """
 
-    name: str = "ridge"
-    observes: int = 32
+    queries: int = 32
     anchors: float = 0.1
     penalty: float = 0.01
 
     def refitted(self, values: Tensor, full: Tensor, rest: Tensor, free: Tensor) -> Tensor:
-        """One step of the regression."""
+        """The values [B, Hkv, N, Dv] of candidates after an eviction from them, by one step of the regression.
+
+        Args: full, rest [B, Hkv, Q, N]: attention of Q queries over all candidates, and over those that stay.  free
+            [B, Hkv, N] bool: whose values may change.
+        """
         exact = values.to(compute_dtype(values))
         missing = (full - rest) @ exact
         weights = torch.where(free[:, :, None], rest, 0)
@@ -40,6 +43,3 @@ class RidgeCorrection(Correction):
         gram.diagonal(dim1=-2, dim2=-1).add_(self.penalty)
         shares = torch.linalg.solve_ex(gram, missing.double()).result.to(exact.dtype)  # waits for no device
         return (exact + weights.transpose(-1, -2) @ shares).to(values.dtype)
-
-
-RIDGE = RidgeCorrection()

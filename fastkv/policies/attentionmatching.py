@@ -23,7 +23,7 @@ class AttentionMatching(KVzip):
 
     Source: Attention Matching, Zweiger et al. 2026, arXiv:2602.16284. Keys stay as they are. They are chosen by
     attention, or by orthogonal matching pursuit of the mass: the next key is the one whose column of M has the largest
-    product with what is missing, z - M w, and w >= 0 is then fitted to z anew (M and z as in `MatchingCorrection`). Its
+    product with what is missing, z - M w, and w >= 0 is then fitted to z anew (M and z as in `Matching`). Its
     correction, "matching", fits a bias and a value to each kept token. Reference queries are some of those of a second
     reading of the prompt ("repeat-prefill"); the paper adds queries of answers that the model makes up.
 

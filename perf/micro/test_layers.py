@@ -23,7 +23,7 @@ NEEDS_MORE = (
 )  # fmt: skip
 POLICIES = [name for name in policies.names() if name not in NEEDS_MORE]
 # The others need a map from keys to values, or a second reading.
-CORRECTIONS = [one.name for one in corrections.ALL if not (one.key_only or one.biases)]
+CORRECTIONS = [one.name for one in corrections.ALL if not (one.key_only or one.match)]
 
 
 @pytest.fixture
