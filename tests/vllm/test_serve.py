@@ -11,9 +11,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from urllib.request import urlopen
 
 import pytest
-from openai import APIError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 
 from .engine import Alone, prompt
 
@@ -72,7 +73,7 @@ def answers(client):
         return False
 
 
-def streamed(client, model, tokens):
+def streamed(client, model, tokens, **more):
     """The tokens of an answer as they arrive."""
     stream = client.completions.create(
         model=model,
@@ -80,9 +81,17 @@ def streamed(client, model, tokens):
         max_tokens=NUM,
         temperature=0,
         stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True, **more},
     )
     return [token for part in stream for token in part.choices[0].token_ids or ()]
+
+
+def metric(client, name):
+    """A counter of fastkv's among those of the server."""
+    with urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    (number,) = (line.split()[-1] for line in lines if line.startswith(f"fastkv:{name}_total{{"))
+    return float(number)
 
 
 def test_clients_that_stream_at_once_before_and_after_a_restart(model, tmp_path):
@@ -94,7 +103,12 @@ def test_clients_that_stream_at_once_before_and_after_a_restart(model, tmp_path)
             assert list(clients.map(lambda tokens: streamed(client, model, tokens), prompts)) == expected
             with pytest.raises(APIError, match="maximum context length"):
                 streamed(client, model, prompt(600))
+            with pytest.raises(BadRequestError, match="all requests have the server's settings for fastkv"):
+                streamed(client, model, prompts[0], vllm_xargs={"fastkv_budget": 48})
             assert streamed(client, model, prompts[0]) == expected[0]
+            asked = [*prompts, prompts[0]]
+            assert metric(client, "tokens_seen") == sum(len(tokens) + NUM - 1 for tokens in asked)
+            assert metric(client, "evictions") == len(asked) * ((NUM - 1) // 16)
             again = client.completions.create(model=model, prompt=list(prompts[-1]), max_tokens=NUM, temperature=0)
             assert again.usage.prompt_tokens_details.cached_tokens == len(prompts[-1]) // 64 * 64
 

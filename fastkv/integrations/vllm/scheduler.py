@@ -34,12 +34,23 @@ def tokens_now(prompt: int, computed: int, offered: int, block: int | None) -> i
     return 0 if block is None else (computed + offered) // block * block - computed
 
 
+def what_fits(vllm_config: Any, kv_cache_config: Any) -> str:
+    """How many requests fit into the cache that vLLM allocated, and what each takes of it at most."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    pages = sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
+    number = kv_cache_config.num_blocks
+    each = pages * kv_cache_config.kv_cache_tensors[0].size / number
+    longest = vllm_config.model_config.max_model_len
+    return f"{(number - 1) // pages} requests of up to {longest:,} tokens fit, {each / 1e6:.2f} MB each"
+
+
 class InBlocks:
     """Part of a scheduler that cuts steps by `tokens_now`."""
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
         self.block = settings.config_of(vllm_config).prefill_block
+        logger.info("fastkv: %s", what_fits(vllm_config, kv_cache_config))
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """vLLM's last word on the number of tokens."""

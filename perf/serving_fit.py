@@ -1,0 +1,105 @@
+"""How many sequences fit into vLLM's memory for caches, with its own cache and with compressed ones: vLLM's own numbers.
+
+    python -m perf.serving_fit                          # SmolLM2 at 16,384 tokens: a quarter, and 1,024 tokens, in int8
+    python -m perf.serving_fit --model DIR --budgets 2048 --output /tmp/fit
+
+Engines are started and asked nothing, each in a process of its own. Needs vLLM's environment (.venv-vllm/bin/python),
+and SmolLM2, which any other command unpacks, or --model DIR. Writes fit.json and fit.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastkv.lab import pretrained
+
+from .environment import environment
+from .serving import RESULTS
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="perf.serving_fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("--model", default=pretrained.SMOLLM2, help="smollm2 or a directory (default: %(default)s)")
+    option("--length", type=int, default=16384, help="tokens of a sequence (default: %(default)s)")
+    option("--budgets", type=int, nargs="+", default=[4096, 1024], help="tokens per KV head, mean")
+    option("--slots", default="int8", help="how they are stored (default: %(default)s)")
+    option("--cache-mib", type=int, default=8192, help="memory of either cache (default: %(default)s)")
+    option("--output", type=Path, default=RESULTS, help="directory for the results")
+    option("--engine", type=int, help=argparse.SUPPRESS)  # budget of the engine of this process, 0 for vLLM's own
+    return parser.parse_args(arguments)
+
+
+def fit(options: argparse.Namespace) -> int:
+    """Sequences that fit into one engine, in this process. Block 0 is nobody's."""
+    from vllm import LLM
+
+    model, _ = pretrained.place(options.model)
+    settings = {"budget": options.engine, "slots": options.slots, "prefill_block": 512}
+    llm = LLM(
+        model,
+        dtype="bfloat16",
+        hf_overrides={"max_position_embeddings": options.length},
+        max_model_len=options.length,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=options.cache_mib * 2**20,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        additional_config={"fastkv": settings} if options.engine else {},
+    )
+    config = llm.llm_engine.vllm_config
+    blocks = 1 if options.engine else -(-options.length // config.cache_config.block_size)
+    return int((config.cache_config.num_gpu_blocks - 1) // blocks)
+
+
+def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    """Markdown, one line for each engine."""
+    stock = rows[0]["fit"]
+    said = (
+        f"sequences of {options.length} tokens in {options.cache_mib} MiB, model in bfloat16, slots in {options.slots}"
+    )
+    lines = [
+        f"Written by `python -m perf.serving_fit`: {said}.",
+        "",
+        "| cache | sequences | times vLLM's |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        who = f"{row['budget']} tokens per KV head" if row["budget"] else "vLLM"
+        lines.append(f"| {who} | {row['fit']} | {row['fit'] / stock:.1f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Start all engines, one after the other."""
+    options = parse(arguments)
+    if options.engine is not None:
+        print(json.dumps(fit(options)))
+        return 0
+    given, rows = sys.argv[1:] if arguments is None else arguments, []
+    child = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for budget in (0, *options.budgets):
+        command = [sys.executable, "-m", "perf.serving_fit", *given, "--engine", str(budget)]
+        done = subprocess.run(command, env=child, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append({"budget": budget, "fit": json.loads(done.stdout.splitlines()[-1])})
+    options.output.mkdir(parents=True, exist_ok=True)
+    settings = {name: value for name, value in vars(options).items() if name not in ("output", "engine")}
+    record = {"environment": environment(), "settings": settings, "rows": rows}
+    (options.output / "fit.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.output / "fit.md").write_text(table(rows, options) + "\n")
+    print(table(rows, options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
