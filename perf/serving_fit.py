@@ -1,6 +1,6 @@
-"""How many sequences fit into vLLM's memory for caches, with its own cache and with compressed ones: vLLM's own numbers.
+"""How many sequences fit into the same memory, with vLLM's own cache and with compressed ones: vLLM's own numbers.
 
-    python -m perf.serving_fit                          # SmolLM2 at 16,384 tokens: a quarter, and 1,024 tokens, in int8
+    python -m perf.serving_fit                          # SmolLM2 at 16,384 tokens: 4,096 and 1,024 kept, in int8
     python -m perf.serving_fit --model DIR --budgets 2048 --output /tmp/fit
 
 Engines are started and asked nothing, each in a process of its own. Needs vLLM's environment (.venv-vllm/bin/python),
@@ -65,11 +65,9 @@ def fit(options: argparse.Namespace) -> int:
 def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """Markdown, one line for each engine."""
     stock = rows[0]["fit"]
-    said = (
-        f"sequences of {options.length} tokens in {options.cache_mib} MiB, model in bfloat16, slots in {options.slots}"
-    )
+    said = f"sequences of {options.length} tokens in {options.cache_mib} MiB, model in bfloat16"
     lines = [
-        f"Written by `python -m perf.serving_fit`: {said}.",
+        f"Written by `python -m perf.serving_fit`: {said}, slots in {options.slots}.",
         "",
         "| cache | sequences | times vLLM's |",
         "|---|---|---|",

@@ -103,8 +103,12 @@ def test_clients_that_stream_at_once_before_and_after_a_restart(model, tmp_path)
             assert list(clients.map(lambda tokens: streamed(client, model, tokens), prompts)) == expected
             with pytest.raises(APIError, match="maximum context length"):
                 streamed(client, model, prompt(600))
-            with pytest.raises(BadRequestError, match="all requests have the server's settings for fastkv"):
-                streamed(client, model, prompts[0], vllm_xargs={"fastkv_budget": 48})
+            refused = "all requests have the server's settings for fastkv"
+            own = {"vllm_xargs": {"fastkv_budget": 48}}
+            with pytest.raises(BadRequestError, match=refused):
+                client.completions.create(model=model, prompt=list(prompts[0]), extra_body=own)
+            with pytest.raises(APIError, match=refused):
+                streamed(client, model, prompts[0], **own)
             assert streamed(client, model, prompts[0]) == expected[0]
             asked = [*prompts, prompts[0]]
             assert metric(client, "tokens_seen") == sum(len(tokens) + NUM - 1 for tokens in asked)
