@@ -1296,6 +1296,27 @@ MUTATIONS = [
         "no_sync.py::test_nor_do_pages",
     ),
     bug(
+        "prompts that are read together count on the slots of the one that has read least",
+        "cache/paged.py",
+        "slots.filled, slots.limit = (max(numbers) for numbers in zip(*known))",
+        "slots.filled, slots.limit = (min(numbers) for numbers in zip(*known))",
+        "paged.py::test_prompts_that_are_read_together_do_not_depend_on_each_other",
+    ),
+    bug(
+        "what padding holds reaches the sequences of a round",
+        "cache/paged.py",
+        "        if blocks.padded:\n",
+        "        if False:\n",
+        "paged.py::test_prompts_that_are_read_together_do_not_depend_on_each_other",
+    ),
+    bug(
+        "the last prompt of a round is written where the one before it lies",
+        "integrations/vllm/batch.py",
+        "range(place * longest, place * longest + length)",
+        "range(max(place - 1, 0) * longest, max(place - 1, 0) * longest + length)",
+        "serving_batch.py::test_batches_of_traffic",
+    ),
+    bug(
         "sequences that are not due are copied with those that are",
         "cache/paged.py",
         "in due.split(EVICTED_AT_ONCE) if len(due) else ()",

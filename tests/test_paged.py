@@ -80,12 +80,15 @@ def padded(part, length):
 
 
 def read_together(layer, rows, prompts):
-    """Blocks of all of them at once, as long as they have any, padded with NaN: the output of each."""
+    """Blocks of all that are there at once, padded with NaN, where prompt i arrives in turn i: the output of each."""
     layer.clear(rows, torch.tensor(rows))
     found = [[] for _ in rows]
-    for at in range(0, max(prompt[0].shape[2] for prompt in prompts), BLOCK):
-        there = [i for i, prompt in enumerate(prompts) if prompt[0].shape[2] > at]
-        cut = [[part[:, :, at : at + BLOCK] for part in prompts[i]] for i in there]
+    for turn in range(sum(-(-prompt[0].shape[2] // BLOCK) for prompt in prompts)):
+        at = [(turn - i) * BLOCK for i in range(len(rows))]
+        there = [i for i, prompt in enumerate(prompts) if 0 <= at[i] < prompt[0].shape[2]]
+        if not there:
+            break
+        cut = [[part[:, :, at[i] : at[i] + BLOCK] for part in prompts[i]] for i in there]
         lengths = [parts[0].shape[2] for parts in cut]
         whole = [[padded(part, max(lengths)) for part in parts] for parts in zip(*cut)]
         out = layer.read(blocks_of([rows[i] for i in there], lengths), *map(torch.cat, whole))

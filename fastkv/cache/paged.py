@@ -197,7 +197,7 @@ class PagedLayer:
         """
         valid, rows = blocks.valid, blocks.rows
         if blocks.padded:
-            k, v = without_padding(k, valid), without_padding(v, valid)
+            q, k, v = (without_padding(part, valid) for part in (q, k, v))
         chosen = self.state.at(blocks.index)
         own = chosen.taken() if len(rows) > 1 else self.state.stretch(rows[0], rows[0] + 1)
         rooms = [self.rooms[row] for row in rows]
