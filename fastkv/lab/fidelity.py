@@ -44,6 +44,7 @@ from . import asking, common, facts
 from .equal_bytes import equal_bytes, stored_bytes
 from .recording import cache_bytes, kept_tokens, record_attention
 
+TOKENS = ("agreement", "kl", "excess")  # what is known of every fed token
 FITTED = frozenset({"duoattention", "triattention"})  # need a file about the model
 SHARES: dict[str, Any] = {"sinks": 4, "recent": 16}  # tokens that are never evicted, as in `fastkv demo`
 
@@ -157,8 +158,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full, ques
     compared = [witness.compared for witness in witnesses.values()]
 
     def of(name: str) -> Tensor:
-        layers = [torch.stack([getattr(step, name) for step in steps], 1) for steps in compared]
-        return torch.stack([layer.cpu() for layer in layers])
+        return torch.stack([torch.stack([getattr(step, name) for step in steps], 1).cpu() for steps in compared])
 
     heads = Heads(**{one.name: of(one.name) for one in fields(Heads)})
     layers, num_heads = list(witnesses), heads.mass.shape[-1]
@@ -168,19 +168,6 @@ def measure(model: PreTrainedModel, tokens: Tensor, steps: int, full: Full, ques
     kl = (full.log_probs.exp() * (full.log_probs - log_probs)).sum(-1)
     excess = negative_log_likelihood(log_probs, tokens) - full.nll
     return Fidelity(layers, heads, distance(*outputs), agreement, kl, excess, cache)
-
-
-def averaged(measured: Sequence[Fidelity]) -> Fidelity:
-    """The same cache on several texts, with as many fed tokens of each as there are of the shortest."""
-    steps = min(one.kl.shape[1] for one in measured)
-
-    def cut(name: str, parts: Sequence[Any], batch: int = 0, less: int = 0) -> Tensor:
-        return torch.cat([getattr(part, name).narrow(batch + 1, 0, steps - less) for part in parts], batch)
-
-    heads = Heads(**{one.name: cut(one.name, [text.heads for text in measured], 1) for one in fields(Heads)})
-    agreement, kl = (cut(name, measured) for name in ("agreement", "kl"))
-    excess = cut("excess", measured, less=1)
-    return Fidelity(measured[0].layers, heads, cut("error", measured, 1), agreement, kl, excess, measured[-1].cache)
 
 
 class Witness:
@@ -353,29 +340,28 @@ class Row:
     by_text: dict[str, list[float]]
 
 
-def summarise(name: tuple[str, int, int], measured: Fidelity, full: Full) -> Row:
-    """One row; name: policy, context and budget; full: of one of the texts."""
+def summarise(name: tuple[str, int, int], measured: Sequence[Fidelity], full: Full) -> Row:
+    """One row; name: policy, context and budget; measured: the same cache on several texts, which count alike."""
     names = ("own_error", "cosine", "retained_cosine", "mass", "estimated_mass", "gap")
-    numbers = {"error": measured.error, **{one: getattr(measured.heads, one) for one in names}}
-    agreement, errors, kept = measured.agreement.double(), measured.error.mean((0, 2, 3)), kept_tokens(measured.cache)
+    cache, kept = measured[-1].cache, kept_tokens(measured[-1].cache)
     assert kept is not None
-    texts = {"error": errors, "own_error": measured.heads.own_error.mean((0, 2, 3)), "kl": measured.kl.mean(-1)}
-    texts["agreement"] = agreement.mean(-1)
+    numbers = {one: torch.cat([getattr(text.heads, one).nanmean(2) for text in measured], 1) for one in names}
+    numbers["error"] = torch.cat([text.error.mean(2) for text in measured], 1)  # as the others [layers, texts, Hq]
+    texts = {one: torch.cat([getattr(text, one).double().mean(-1) for text in measured]) for one in TOKENS}
+    texts |= {one: numbers[one].mean((0, 2)) for one in ("error", "own_error")}
+    errors = texts["error"]
     return Row(
         *name,
         kept=kept,
-        nbytes=stored_bytes(measured.cache),
+        nbytes=stored_bytes(cache),
         full_nbytes=full.nbytes,
         **{one: known(number.nanmean()) for one, number in numbers.items()},  # type: ignore[arg-type]
         standard_error=(errors.std() / math.sqrt(len(errors))).item() if len(errors) > 1 else None,
-        agreement=agreement.mean().item(),
-        kl=measured.kl.mean().item(),
-        perplexity_ratio=measured.excess.mean().exp().item(),
-        layers=measured.layers,
-        by_head={
-            one: [[known(head) for head in layer] for layer in number.nanmean((1, 2))]
-            for one, number in numbers.items()
-        },
+        agreement=texts["agreement"].mean().item(),
+        kl=texts["kl"].mean().item(),
+        perplexity_ratio=texts.pop("excess").mean().exp().item(),
+        layers=measured[0].layers,
+        by_head={one: [[*map(known, layer)] for layer in number.nanmean(1)] for one, number in numbers.items()},
         by_text={one: number.tolist() for one, number in texts.items()},
     )
 
@@ -447,21 +433,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     rows = list(compared(model, texts, options, console))
     console.print(table_of(rows))
     console.print(explain(rows, options.steps))
-    chosen = (
-        "model",
-        "text",
-        "question",
-        "context",
-        "steps",
-        "policies",
-        "budgets",
-        "equal",
-        "correction",
-        "slots",
-        "vector",
-        "seeds",
-        "figure",
-    )
+    chosen = "model text question context steps policies budgets equal correction slots vector seeds figure".split()
     record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
     common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
     picture = options.out / ("fidelity.png" if options.figure is None else f"figure{options.figure}.png")
@@ -552,7 +524,7 @@ def compared(model: Any, texts: list[list[Text]], options: argparse.Namespace, c
                 progress.update(bar, description=f"{context} tokens, {policy}, {tokens}")
                 with patched(model, policy, budgets[tokens], **settings):
                     each = [measure(model, *part[:2], whole, part.question) for part, whole in zip(parts, full)]
-                yield summarise((policy, context, tokens), averaged(each), full[0])
+                yield summarise((policy, context, tokens), each, full[0])
                 progress.advance(bar)
         progress.update(bar, description="done")
 

@@ -120,18 +120,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     check_harness()
     tasks = list(common.listed()(options.tasks))
     common.check_some("tasks", tasks)
-    shared = (
-        "model",
-        "tasks",
-        "mode",
-        "question",
-        "limit",
-        "num_fewshot",
-        "metadata",
-        "batch_size",
-        "seed",
-        "model_args",
-    )
+    shared = "model tasks mode question limit num_fewshot metadata batch_size seed model_args".split()
     plan = common.planned(options, {name: getattr(options, name) for name in shared})
     where, gguf = pretrained.place(options.model)
     metadata = {"pretrained": where, "seed": options.seed, "tokenizer": options.model, **metadata_of(options.metadata)}

@@ -17,14 +17,8 @@ from ...errors import FastKVError
 
 LONGEST = 262_144  # positions
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+).split()
 
 
 @dataclass(frozen=True)
