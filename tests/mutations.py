@@ -404,6 +404,13 @@ MUTATIONS = [
         f"{SLOTS}::test_what_leaves_the_prompt_is_remembered_before_it_is_rounded",
     ),
     bug(
+        "on a CPU results of rows that lie apart come back in another order",
+        "cpu/operations.py",
+        "whole.index_copy_(0, index, part.to(whole.dtype))",
+        "whole.index_copy_(0, index.flip(0), part.to(whole.dtype))",
+        "rows.py::test_a_cpu_s_steps_copy_no_rows",
+    ),
+    bug(
         "heads of a CPU step take the biases of their mirror images",
         "cpu/operations.py",
         "bias.view(batch, heads, 1, 1, slots)",

@@ -120,13 +120,14 @@ def test_rows_of_pages(name, backend):
     assert_same(placed.at(others).taken(), before.at(others).taken())
 
 
+@pytest.mark.parametrize("rows", [[3, 4], [4, 3], [5, 2]], ids=str)
 @pytest.mark.parametrize("name", [name for name in CASES_OF_STATES if name.startswith("decode_step")])
-def test_rows_side_by_side_are_not_copied(name, monkeypatch):
-    """A CPU's steps work where they lie, in any order, and touch no others."""
+def test_a_cpu_s_steps_copy_no_rows(name, rows, monkeypatch):
+    """They work where rows lie, side by side or apart, in any order, and touch no others."""
     torch.manual_seed(0)
     arguments = batch_of(name, "cpu")
     state = state_of(arguments)
-    placed = in_pages(state, [4, 3], PAGES)
+    placed = in_pages(state, rows, PAGES)
     before = copy.deepcopy(placed)
     with monkeypatch.context() as patch:
         patch.setattr(LayerState, "taken", None)
@@ -137,7 +138,7 @@ def test_rows_side_by_side_are_not_copied(name, monkeypatch):
     theirs = dict(state.named_tensors())
     for key, mine in placed.taken().named_tensors():
         torch.testing.assert_close(mine, theirs[key], **CLOSE, msg=f"{key} differs")
-    others = torch.tensor([1, 2, 5, 6])
+    others = torch.tensor([row for row in range(1, PAGES) if row not in rows])
     assert_same(placed.at(others).taken(), before.at(others).taken())
 
 

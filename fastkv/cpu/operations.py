@@ -182,35 +182,36 @@ def decode_step(
 def decode_step_of_rows(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode_step` where the batch lives in chosen rows: in place where they lie side by side, in any order; else they
-    are copied, but what did not change is not put back.
+    """`decode_step` where the batch lives in chosen rows, in place: rows that lie side by side are one batch. Of row 0
+    results are zero and -inf.
     """
-    rows = state.rows
-    assert rows is not None
-    order = rows.argsort()
-    first, last = int(rows[order[0]]), int(rows[order[-1]])
-    if first > 0 and last - first == len(rows) - 1:  # no two are equal
-        k, v = (None if part is None else part.index_select(0, order) for part in (k, v))
-        results = decode_step(q.index_select(0, order), k, v, state.stretch(first, last + 1), spec)
-        out, retained, evicted = (part.index_select(0, order.argsort()) for part in results)
-        return out, retained, evicted
-    own = state.taken()
-    results = decode_step(q, k, v, own, spec)
-    if state.approx is not None or state.exact.starts is not None:
-        state.put(own)
-        return results
-    changed = {"seen": own.seen, "exact.lengths": own.exact.lengths, "exact.attention": own.exact.attention}
-    for name, tensor in state.named_tensors():
-        new = changed.get(name)
-        if new is not None:
-            tensor.index_copy_(0, rows, new)
-    if k is not None:
-        place = (own.exact.lengths - 1).long()[..., None]
-        head = torch.arange(state.heads, device="cpu")
-        for name, tensor in state.exact.moving().items():
-            token = reference.rows_at(getattr(own.exact, name), place)[:, :, 0]
-            tensor[rows[:, None], head, place[..., 0]] = token
+    assert state.rows is not None
+    rows = state.rows.tolist()
+    first, stop = rows[0], rows[0] + len(rows)
+    if first > 0 and rows == list(range(first, stop)):
+        return decode_step(q, k, v, state.stretch(first, stop), spec)
+    out = q.new_zeros(*q.shape[:2], state.exact.value_dim)
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=reference.compute_dtype(q))
+    results = out, lse, lse.clone()
+    for run in runs_of(rows):
+        index = torch.tensor(run, device="cpu")
+        new_q, new_k, new_v = (None if part is None else part.index_select(0, index) for part in (q, k, v))
+        assert new_q is not None
+        side = state.stretch(rows[run[0]], rows[run[-1]] + 1)
+        for whole, part in zip(results, decode_step(new_q, new_k, new_v, side, spec)):
+            whole.index_copy_(0, index, part.to(whole.dtype))
     return results
+
+
+def runs_of(rows: list[int]) -> list[list[int]]:
+    """Places of the rows that are somebody's, in ascending order of the rows, those that lie side by side together."""
+    runs: list[list[int]] = []
+    for place in sorted((place for place, row in enumerate(rows) if row > 0), key=rows.__getitem__):
+        if runs and rows[place] == rows[runs[-1][-1]] + 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
 
 
 def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
