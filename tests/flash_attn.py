@@ -16,7 +16,14 @@ CALLS: list[tuple[str, int, int]] = []  # name, tokens and window (-1 for none) 
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     groups = q.shape[2] // k.shape[2]
@@ -27,27 +34,32 @@ def _attend(
     hidden = (behind < 0) & causal | ((behind > window) & (window >= 0))
     logits = logits.masked_fill(hidden.to(q.device), float("-inf"))
     out = torch.einsum("bhtn,bnhd->bthd", logits.softmax(-1), values)
-    return out.to(q.dtype), logits.logsumexp(-1)
+    lse = logits.logsumexp(-1)
+    if sinks is not None:  # one more logit, of value zero
+        total = torch.logaddexp(lse, sinks[:, None].float())
+        out, lse = out * torch.exp(lse - total).transpose(1, 2)[..., None], total
+    return out.to(q.dtype), lse
 
 
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, return_attn_probs: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, s_aux: Tensor | None = None,
+    return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Dense batches: q [B, T, Hq, D], k, v [B, N, Hkv, D]."""
     CALLS.append(("flash_attn_func", q.shape[1], window_size[0]))
-    out, lse = _attend(q, k, v, softmax_scale, causal, window_size[0], softcap)
+    out, lse = _attend(q, k, v, softmax_scale, causal, window_size[0], softcap, s_aux)
     return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0.0, s_aux: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Sequences of unequal lengths behind one another: q [tokens, Hq, D]."""
     CALLS.append(("flash_attn_varlen_func", q.shape[0], window_size[0]))
-    how = softmax_scale, causal, window_size[0], softcap
+    how = softmax_scale, causal, window_size[0], softcap, s_aux
     starts = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], cu_seqlens_k.tolist(), cu_seqlens_k.tolist()[1:])
     return torch.cat([_attend(q[None, a:b], k[None, c:d], v[None, c:d], *how)[0][0] for a, b, c, d in starts])
 
