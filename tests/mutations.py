@@ -1793,6 +1793,13 @@ MUTATIONS = [
         f"{PROMPTS}::test_orders_and_softcap",
     ),
     bug(
+        "a flash-attn that ignores the sinks of a model is accepted",
+        "integrations/transformers/attach.py",
+        "elif families.is_flash(base) and not vouched:",
+        "elif families.is_flash(base) and vouched:",
+        "flash_base.py::test_sinks_need_an_implementation_that_the_model_vouches_for",
+    ),
+    bug(
         "what a policy observes knows nothing of the evicted mass",
         "cache/layer.py",
         "self.absorb(q, k, v, valid, mass=mass)",
