@@ -27,7 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,36 @@ WIDE = {"cuda": ("LDGSTS.E.BYPASS.128", "LDGSTS.E.128", "LDG.E.128"), "hip": ("l
 NARROW = {"cuda": ("LDG.E.U16", "LDG.E.S16"), "hip": ("load_ushort", "load_u16", "load_short")}
 
 
+def members(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """What is in tuples of tuples, each with its place."""
+    if isinstance(value, tuple):
+        for index, one in enumerate(value):
+            yield from members(one, (*path, index))
+    else:
+        yield path, value
+
+
+def signature_of(kind: Any) -> Any:
+    """The type of an argument as Triton wants it, from `Variant.types`."""
+    if isinstance(kind, tuple):
+        parts = [signature_of(one) for one in kind]
+        return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
+    return "constexpr" if kind is None else kind.removesuffix(":16")
+
+
 def source_of(variant: Variant, chip: Chip) -> tuple[ASTSource, dict[str, int]]:
-    """What is compiled, and with which launch options. Every pointer, and the integers in `div16`, are known to be
-    multiples of 16.
+    """What is compiled, and with which launch options. Every pointer, and the integers that the variant says, are known
+    to be multiples of 16.
     """
     names = variant.kernel.arg_names
-    constants = {name: variant.constants.get(name) for name in names if name not in variant.types}
-    target = {"INTERP": False, "HIP": chip.target.backend == "hip"}
-    constants |= {name: value for name, value in target.items() if name in constants}
-    signature = {name: variant.types.get(name, "constexpr") for name in names}
-    hinted = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in variant.div16]
-    hints = {(i,): [["tt.divisibility", 16]] for i in hinted}
+    kinds = list(members(tuple(variant.types.get(name) for name in names)))
+    constants: dict[Any, Any] = {path: None for path, kind in kinds if kind is None}
+    chosen = {"INTERP": False, "HIP": chip.target.backend == "hip"} | dict(variant.constants)
+    chosen["HIP"] = chip.target.backend == "hip"
+    constants |= {(names.index(name),): value for name, value in chosen.items() if name in names}
+    signature = {name: signature_of(variant.types.get(name)) for name in names}
+    hinted = [path for path, kind in kinds if kind is not None and (kind.startswith("*") or kind.endswith(":16"))]
+    hints = {path: [["tt.divisibility", 16]] for path in hinted}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=hints)
     depth = stages(variant.num_stages, hip=chip.target.backend == "hip")
     further = variant.further.get(str(chip.target.arch), {})
@@ -242,7 +261,7 @@ def check(variant: Variant, arch: str, of: str) -> str:
         ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // variant.num_warps)
     taken, races = tickets(compiled.asm["amdgcn" if backend == "hip" else "ptx"], backend)
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
-    lost = "tickets_ptr" in variant.types and not taken
+    lost = variant.has("tickets_ptr") and not taken
     repeats = repeated(compiled.asm["ttgir"], variant.once) if variant.once else 0
     bare = bare_barriers(compiled.asm["ttgir"]) if backend == "hip" else 0
     numbers = None if lost else races, shared, repeats

@@ -6,6 +6,7 @@ Block sizes, warps and stages are asked of the kernel's own module, so that what
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,17 +57,17 @@ FOUR = ("int4", "k8v4")  # whose values are packed
 DIM_80 = {form: 96 if form in FOUR else 80 for form in CODES}  # a head that is no power of two
 BIAS = ("bias_ptr",)  # where slots have one
 ROWS = ("rows_ptr", "page")  # where the batch lives in chosen rows of pages
+CHOSEN = ("INTERP", "HIP")  # constants that follow from the chip
 USUAL = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names} | {"scale": "fp32", "softcap": "fp32"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way a kernel is compiled. An argument in neither `types` nor `constants` is None (an absent tensor), INTERP
-    is False.
+    """One way a kernel is compiled.
 
     Attributes:
-        types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32").  constants: constexpr values.
-        div16: integer arguments that are multiples of 16 (pointers always are).
+        types: argument name -> Triton type ("*bf16", "*fp32", "i32", "fp32"; "i32:16" for multiples of 16, which
+            pointers always are), None where it is absent, or a tuple of those.  constants: constexpr values.
         wide: 16-byte loads are expected.  narrow: some of 2 bytes are fine, of tiles with no more numbers than threads,
             or twice as many codes.
         once: no product of so many columns or more is computed by several warps; 0 if some may be. With a few
@@ -78,9 +79,8 @@ class Variant:
 
     name: str
     kernel: Any
-    types: Mapping[str, str]
+    types: Mapping[str, Any]
     constants: Mapping[str, Any] = field(default_factory=dict)
-    div16: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
     wide: bool = True
@@ -90,12 +90,19 @@ class Variant:
     slot_bytes: int = 0
     further: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that name is there, as an argument or in a tuple."""
+        tuples = (one._asdict() for one in self.types.values() if isinstance(one, tuple))  # type: ignore[attr-defined]
+        return any(one.get(name) is not None for one in (self.types, *tuples))
+
 
 def variant(
     name: str, kernel: Any, constants: Mapping[str, Any], dtype: str = "bf16", types: Mapping[str, str] | None = None,
     *, given: Mapping[str, Any] | None = None, even: tuple[str, ...] = ("stride_",), **options: Any,
 ) -> Variant:  # fmt: skip
     """A variant from tables for all kernels: what this one does not take is left out.
+
+    A member of a tuple is looked up as `tuple_member`, then as `member`.
 
     Args:
         dtype: of the model.  types: of arguments, where they are not the usual ones.
@@ -104,15 +111,26 @@ def variant(
     """
     usual = USUAL | {f"{one}_ptr": f"*{dtype}" for one in MODEL_TYPED} | dict(types or {})
     given = dict.fromkeys(ROWS + SCALES + BIAS, False) | dict(given or {})
-    absent = {"INTERP", *constants, *(n for n, there in given.items() if not there)}
-    names = [n for n in kernel.arg_names if n not in absent]
-    found = {n: usual.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names}
-    used = {n: value for n, value in constants.items() if n in kernel.arg_names}
     options_of = getattr(kernel, "kwargs", vars(kernel))  # the interpreter's kernel keeps them for later
     unknown = options_of.get("do_not_specialize") or ()  # numbers of which launches say nothing
-    return Variant(
-        name, kernel, found, used, tuple(n for n in names if n.startswith(even) and n not in unknown), **options
-    )
+
+    def kind(*names: str) -> str | None:
+        if not next((given[name] for name in names if name in given), True):
+            return None
+        usually = "*fp32" if names[-1].endswith("ptr") else "i32"
+        found = next((usual[name] for name in names if name in usual), usually)
+        aligned = found == "i32" and names[-1].startswith(even) and names[0] not in unknown
+        return f"{found}:16" if aligned else found
+
+    hints, found = typing.get_type_hints(kernel.fn), {}
+    for one in kernel.arg_names:
+        members = getattr(hints.get(one), "_fields", None)
+        if members:
+            found[one] = hints[one](*(kind(f"{one}_{member}", member) for member in members))
+        elif one not in constants and one not in CHOSEN:
+            found[one] = kind(one)
+    used = {n: value for n, value in constants.items() if n in kernel.arg_names}
+    return Variant(name, kernel, found, used, **options)
 
 
 def coded(
@@ -170,7 +188,7 @@ def of_decode(
     bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
-    constants, num_warps, num_stages = decode_attention._constants(
+    tile, num_warps, num_stages = decode_attention._constants(
         DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP,
         slots != "model", slots in FOUR,
     )  # fmt: skip
@@ -178,25 +196,26 @@ def of_decode(
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict(
-        matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value, attention_ptr=attention,
-        logits_ptr=attention, starts_ptr=ragged, sink_ptr=sinks, bias_ptr=bias,
+        matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS, attention_ptr=attention,
+        logits_ptr=attention, starts_ptr=ragged, sink_ptr=sinks, bias_ptr=bias, softcap=capped,
+        centroids=order == CENTROIDS,
     )  # fmt: skip
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} "
-        + ("centroids" if order == CENTROIDS.value else f"order {order}") + " spread 1" * spread
+        + ("centroids" if order == CENTROIDS else f"order {order}") + " spread 1" * spread
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged + " sinks" * sinks
         + " rows" * rows + " bias" * bias
     )  # fmt: skip
     types = dict(matrix_ptr=f"*{matrix}")
-    if order == CENTROIDS.value:
+    if order == CENTROIDS:
         types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
     name, types, given = coded(name, types, given, slots)
     return variant(
-        name, decode_attention._decode_attention_kernel, constants, dtype, types, given=given,
+        name, decode_attention._decode_attention_kernel, {"TILE": tile}, dtype, types, given=given,
         even=() if ragged else ("slots", "pool"), num_warps=num_warps, num_stages=num_stages, arches=arches,
         narrow=slots in FOUR, slot_bytes=slot_bytes(head_dim, slots, dtype),
-        further={chip: decode_attention.most_registers(constants, slots != "model", chip) for chip in CUDA},
+        further={chip: decode_attention.most_registers(order, tile, slots != "model", chip) for chip in CUDA},
     )  # fmt: skip
 
 
@@ -316,24 +335,24 @@ def of_prefill(
         SLICE=min(tile.slice or pow2(dim), pow2(dim)),
         ORDER=-1 if order is None else order, HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
     )  # fmt: skip
-    remembered = "centroids" if order == CENTROIDS.value else f"order{order}"
+    remembered = "centroids" if order == CENTROIDS else f"order{order}"
     name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope) + " spread1" * spread
     name += " sinks" * sinks + " bias" * bias + " rows" * rows
     given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict(
-        count_ptr=order in (0, 1), slope_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS.value,
+        count_ptr=order in (0, 1), slope_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS,
         sink_ptr=sinks, bias_ptr=bias,
     )  # fmt: skip
     types = {} if slope else dict(slope_ptr="*fp32")
     means = flags["BLOCK_C"] * flags["SEED"]  # of a tile
-    if order == CENTROIDS.value:
+    if order == CENTROIDS:
         types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
     name, types, given = coded(name, types, given, slots)
     return variant(
         name, prefill_attention._prefill_kernel, flags, dtype, types, given=given, even=("slots", "stride_"),
         num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
         slot_bytes=slot_bytes(dim, slots, dtype),
-        narrow=slots in FOUR or (order == CENTROIDS.value and means <= tile.warps * (64 if chip in HIP else 32)),
+        narrow=slots in FOUR or (order == CENTROIDS and means <= tile.warps * (64 if chip in HIP else 32)),
     )  # fmt: skip
 
 
@@ -451,16 +470,16 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         of(128, 32, 1, groups=16, attention=True),
         *(of(128, 8, 1, groups=3), of(128, 4, 1, groups=1)),
         *(of(128, 4, 1, append=False), of(128, 4, 1, "fp16", "fp16")),
-        *(of(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS.value, True))),
+        *(of(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS, True))),
         *(of(d, s, 1, attention=True, ragged=True) for d, s in SPLIT),
         *(of(d, s, 1, spread=True) for d, s in SPLIT),
         *(of(128, 16, 0, spread=True), of(128, 16, 1, spread=True, capped=True)),
-        *(of(d, s, CENTROIDS.value, spread=True, attention=d == 128) for d, s in SPLIT),
-        *(of(d, 16, CENTROIDS.value, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
+        *(of(d, s, CENTROIDS, spread=True, attention=d == 128) for d, s in SPLIT),
+        *(of(d, 16, CENTROIDS, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
         *(of(d, s, 1, attention=True, sinks=True) for d, s in SPLIT if d < 256),
-        *(of(64, s, CENTROIDS.value, spread=True, groups=8, sinks=True) for s in (1, 16)),
+        *(of(64, s, CENTROIDS, spread=True, groups=8, sinks=True) for s in (1, 16)),
         *(of(d, s, 1, rows=True) for d in (64, 128, 256) for s in (1, 16)),
-        *(of(128, s, CENTROIDS.value, spread=True, attention=True, rows=True) for s in (1, 16)),
+        *(of(128, s, CENTROIDS, spread=True, attention=True, rows=True) for s in (1, 16)),
         of(128, 16, 1, attention=True, ragged=True, rows=True),
         *(of(d, s, None, attention=True, bias=True) for d, s in SPLIT if d < 256),
         *(of(128, 16, None, attention=True, bias=True, **how) for how in ({"slots": "int8"}, {"ragged": True})),
@@ -470,7 +489,7 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
             for form in FOUR
             for d, s in ((96, 16), *((d, max(s, 2 if d > 128 else 1)) for d, s in SPLIT))
         ),
-        *(of(d, 16, CENTROIDS.value, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
+        *(of(d, 16, CENTROIDS, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
         *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
         *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
     ]
@@ -485,16 +504,16 @@ def of_prefills(chip: str) -> list[Variant]:
         *(of(dim, spread=True) for dim in (64, 128, 256)),
         *(of(128, slope=False, spread=True), of(128, order=0, spread=True)),
         *(of(dim, sinks=True) for dim in (64, 128)),
-        *(of(dim, order=CENTROIDS.value, spread=True) for dim in (64, 80, 128, 256)),
-        of(128, "fp16", order=CENTROIDS.value, spread=True, groups=7),
-        *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS.value)),
+        *(of(dim, order=CENTROIDS, spread=True) for dim in (64, 80, 128, 256)),
+        of(128, "fp16", order=CENTROIDS, spread=True, groups=7),
+        *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS)),
         *(of(dim, order=None, bias=True) for dim in (64, 128)),
         *(of(dim, rows=True) for dim in (64, 128, 256)),
         *(of(128, slots=form, rows=True) for form in CODES),
         *(of(dim, order=CENTROIDS.value, spread=True, rows=True) for dim in (64, 128, 256)),
         *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128)),
         *(of(256, slots=form) for form in CODES),
-        *(of(128, order=CENTROIDS.value, spread=True, slots=form) for form in CODES),
+        *(of(128, order=CENTROIDS, spread=True, slots=form) for form in CODES),
         *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
     ]
     return [one for one in variants if one is not None]
@@ -529,7 +548,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(one for vendor in VENDORS for one in of_decodes(vendor)),
         *(of_decode(512, s, o, arches=CUDA) for s in (1, 16) for o in (None, 1)),
         *(of_decode(512, s, 1, matrix="fp32", arches=CUDA) for s in (1, 4)),
-        *(of_decode(512, 16, o, spread=True, arches=CUDA) for o in (1, CENTROIDS.value)),
+        *(of_decode(512, 16, o, spread=True, arches=CUDA) for o in (1, CENTROIDS)),
         of_decode(512, 16, 1, attention=True, capped=True, ragged=True, arches=CUDA),
     ],
     "evict": [
@@ -596,7 +615,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "prefill_attention": [
         *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),
         *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": None}, {"spread": True})),
-        *(of_prefill(chip, 512, order=CENTROIDS.value, spread=True) for chip in CUDA),
+        *(of_prefill(chip, 512, order=CENTROIDS, spread=True) for chip in CUDA),
         *(of_prefill(chip, 512, groups=7) for chip in CUDA),
     ],
     "remember": [one for vendor in VENDORS for one in of_remembers(vendor)],

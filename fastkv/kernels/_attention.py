@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._arguments import PartPointers, ResultPointers
 from ._codes import (
     _exact,
     _factors,
@@ -23,13 +24,15 @@ from ._codes import (
     _store_encoded,
     _turned,
 )
+from ._launch import INTERPRET
 
+INTERP = tl.constexpr(INTERPRET)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _dot32(a, b, INTERP: tl.constexpr):
+def _dot32(a, b):
     """a @ b for fp32 operands at fp32 accuracy: never TF32."""
     if INTERP:
         return tl.dot(a, b, input_precision="ieee")
@@ -38,12 +41,12 @@ def _dot32(a, b, INTERP: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, INTERP: tl.constexpr):
+def _dot(a, b):
     """a @ b with fp32 accumulation, for operands of one dtype: fp16 and bf16 on tensor cores, fp32 at full accuracy."""
     if INTERP:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     elif a.dtype == tl.float32:
-        return _dot32(a, b, INTERP)
+        return _dot32(a, b)
     else:
         return tl.dot(a, b)
 
@@ -69,12 +72,20 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits2(products, scale, softcap, HAS_CAP: tl.constexpr):
-    """Base-2 logits log2(e) * softcapped(scale * products)."""
-    if HAS_CAP:
-        return softcap * LOG2E * _tanh(products * (scale / softcap))
+def _logits2(products, scaling):
+    """Base-2 logits: log2(e) times what `Scaling` makes of products."""
+    if scaling.softcap is not None:
+        return scaling.softcap * LOG2E * _tanh(products * (scaling.scale / scaling.softcap))
     else:
-        return products * (scale * LOG2E)
+        return products * (scaling.scale * LOG2E)
+
+
+@triton.jit
+def _empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The partial of no tokens: top, total [ROWS] and acc [ROWS, COLUMNS]."""
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    return top, total, tl.zeros([ROWS, COLUMNS], tl.float32)
 
 
 @triton.jit
@@ -107,10 +118,10 @@ def _rows_mask(inside, cols, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _load_query(q_ptr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    mask = _rows_mask(rows < G, cols, D, BLOCK_D)
-    return tl.load(q_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
+def _load_query(q_ptr, GROUP: tl.constexpr):
+    rows, cols = tl.arange(0, GROUP.M), tl.arange(0, GROUP.BLOCK_D)
+    mask = _rows_mask(rows < GROUP.G, cols, GROUP.D, GROUP.BLOCK_D)
+    return tl.load(q_ptr + rows[:, None] * GROUP.D + cols[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -126,7 +137,7 @@ def _turned_query(q, scales_ptr, D: tl.constexpr):
 def _turned_rest(q, scales_ptr, D: tl.constexpr):
     """What the dtype of q leaves of the turned queries; None for nothing."""
     if not _packed(scales_ptr):
-        return  # as in `_page`
+        return  # None by its name would be a number to triton 3.6
     elif q.dtype == tl.float32:
         return
     else:
@@ -142,45 +153,44 @@ def _bias2(bias_ptr, slot, inside):
 
 @triton.jit
 def _attend_slots(
-    top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, logits_ptr, start, stop,
-    pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    """Add slots [start, stop) to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there.
+    top, total, acc, q, rest, state, logits_ptr, start, stop, pool, scaling, GROUP: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Add slots [start, stop) of a pair to a partial; if logits_ptr [G, pool] is given, write the base-2 logits there.
 
     With scales, slots hold codes; with a bias, it is added to their logits. q, rest: `_turned_query`, `_turned_rest`.
     """
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    D: tl.constexpr = GROUP.D
+    rows, cols = tl.arange(0, GROUP.M), tl.arange(0, GROUP.BLOCK_D)
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         inside = slot < stop
-        mask = _rows_mask(inside, cols, D, BLOCK_D)
-        k = _slot_rows(keys_ptr, key_scales_ptr, slot, inside, mask, cols, q.dtype, D)
-        products = _dot(q, tl.trans(k), INTERP)
+        mask = _rows_mask(inside, cols, D, GROUP.BLOCK_D)
+        k = _slot_rows(state.keys_ptr, state.key_scales_ptr, slot, inside, mask, cols, q.dtype, D)
+        products = _dot(q, tl.trans(k))
         if rest is not None:
-            products += _dot(rest, tl.trans(k), INTERP)
-        if key_scales_ptr is not None and not _packed(key_scales_ptr):
-            products *= _factors(key_scales_ptr, slot, inside)[None, :]
-        logits = _logits2(products, scale, softcap, HAS_CAP)
-        if bias_ptr is not None:
-            logits += _bias2(bias_ptr, slot, inside)[None, :]
+            products += _dot(rest, tl.trans(k))
+        if state.key_scales_ptr is not None and not _packed(state.key_scales_ptr):
+            products *= _factors(state.key_scales_ptr, slot, inside)[None, :]
+        logits = _logits2(products, scaling)
+        if state.bias_ptr is not None:
+            logits += _bias2(state.bias_ptr, slot, inside)[None, :]
         if logits_ptr is not None:
             place = rows.to(tl.int64)[:, None] * pool + slot[None, :]
-            tl.store(logits_ptr + place, logits, mask=(rows < G)[:, None] & inside[None, :])
+            tl.store(logits_ptr + place, logits, mask=(rows < GROUP.G)[:, None] & inside[None, :])
         logits = tl.where(inside[None, :], logits, -float("inf"))
-        v = _slot_rows(values_ptr, value_scales_ptr, slot, inside, mask, cols, q.dtype, D)
+        v = _slot_rows(state.values_ptr, state.value_scales_ptr, slot, inside, mask, cols, q.dtype, D)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        if value_scales_ptr is not None and not _packed(value_scales_ptr):
-            weights *= _factors(value_scales_ptr, slot, inside)[None, :]
-        acc += _dot(weights.to(v.dtype), v, INTERP)
+        if state.value_scales_ptr is not None and not _packed(state.value_scales_ptr):
+            weights *= _factors(state.value_scales_ptr, slot, inside)[None, :]
+        acc += _dot(weights.to(v.dtype), v)
     return top, total, acc
 
 
 @triton.jit
-def _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP: tl.constexpr):
+def _attend_token(top, total, acc, q, k, v, scaling):
     """Add one token, k and v [M, BLOCK_D] with equal rows, to a partial. Returns the partial and its logits [M]."""
     products = _sum_products(q.to(tl.float32), k.to(tl.float32))
-    logit = _logits2(products, scale, softcap, HAS_CAP)
+    logit = _logits2(products, scaling)
     new_top = tl.maximum(top, logit)
     decay, weight = tl.exp2(top - new_top), tl.exp2(logit - new_top)
     acc = acc * decay[:, None] + weight[:, None] * v.to(tl.float32)
@@ -188,10 +198,11 @@ def _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP: tl.constexp
 
 
 @triton.jit
-def _load_token(pointer, wanted, dtype: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_token(pointer, wanted, dtype: tl.constexpr, GROUP: tl.constexpr):
     """A token [D] in every row of [M, BLOCK_D]: loads are 16 bytes wide and the layout is that of q."""
-    token = tl.arange(0, BLOCK_D)[None, :] + tl.zeros([M, 1], tl.int32)
-    return tl.load(pointer + token, mask=(token < D) & wanted, other=0.0).to(dtype)
+    M: tl.constexpr = GROUP.M
+    token = tl.arange(0, GROUP.BLOCK_D)[None, :] + tl.zeros([M, 1], tl.int32)
+    return tl.load(pointer + token, mask=(token < GROUP.D) & wanted, other=0.0).to(dtype)
 
 
 @triton.jit
@@ -205,79 +216,81 @@ def _store_token(codes_ptr, scales_ptr, token, slot, free, D: tl.constexpr):
 
 @triton.jit
 def _append_token(
-    top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, positions_ptr,
-    logits_ptr, length, position, capacity, pool, scale, softcap, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr,
-):  # fmt: skip
-    """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length`, if there is one.
+    top, total, acc, q, rest, k, v, state, logits_ptr, length, position, capacity, pool, scaling, GROUP: tl.constexpr
+):
+    """Add the new token, k and v of `_load_token`, to a partial and store it in slot `length` of a pair, if there is
+    one.
 
     With scales it is stored as codes, and attended to as they will be read; with keys of 4 bits q and rest are rotated,
     with values of 4 bits acc. Its bias is 0.
     """
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    M: tl.constexpr = GROUP.M
+    D: tl.constexpr = GROUP.D
+    rows, cols = tl.arange(0, M), tl.arange(0, GROUP.BLOCK_D)
     free = length < capacity
-    if key_scales_ptr is None:
+    if state.key_scales_ptr is None:
         place = length * D + cols[None, :] + tl.zeros([M, 1], tl.int32)
         once = (cols < D)[None, :] & (rows == 0)[:, None] & free
-        tl.store(keys_ptr + place, k, mask=once)
-        tl.store(values_ptr + place, v, mask=once)
+        tl.store(state.keys_ptr + place, k, mask=once)
+        tl.store(state.values_ptr + place, v, mask=once)
     else:
         k, v = tl.where((cols < D)[None, :], k, 0.0), tl.where((cols < D)[None, :], v, 0.0)
-        k = _store_token(keys_ptr, key_scales_ptr, k, length, free, D)
-        v = _store_token(values_ptr, value_scales_ptr, v, length, free, D)
-    tl.store(positions_ptr + length, position.to(tl.int32), mask=free)
-    if bias_ptr is not None:
-        tl.store(bias_ptr + length, 0.0, mask=free)
+        k = _store_token(state.keys_ptr, state.key_scales_ptr, k, length, free, D)
+        v = _store_token(state.values_ptr, state.value_scales_ptr, v, length, free, D)
+    tl.store(state.positions_ptr + length, position.to(tl.int32), mask=free)
+    if state.bias_ptr is not None:
+        tl.store(state.bias_ptr + length, 0.0, mask=free)
     if rest is not None:
         q = q.to(tl.float32) + rest.to(tl.float32)
-    top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scale, softcap, HAS_CAP)
+    top, total, acc, logit = _attend_token(top, total, acc, q, k, v, scaling)
     if logits_ptr is not None:
-        tl.store(logits_ptr + rows.to(tl.int64) * pool + length, logit, mask=(rows < G) & free)
+        tl.store(logits_ptr + rows.to(tl.int64) * pool + length, logit, mask=(rows < GROUP.G) & free)
     return top, total, acc
 
 
 @triton.jit
-def _store_sums(tops_ptr, totals_ptr, part, top, total, PARTS: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
-    """Write top and total of partial number `part` to tops and totals [G, PARTS]."""
-    rows = tl.arange(0, M)
-    tl.store(tops_ptr + rows * PARTS + part, top, mask=rows < G)
-    tl.store(totals_ptr + rows * PARTS + part, total, mask=rows < G)
+def _own_parts(parts, pair, PARTS: tl.constexpr, GROUP: tl.constexpr):
+    """Where a pair keeps its partials: accs [PARTS, G, D], tops and totals [G, PARTS], and its ticket."""
+    first = pair * PARTS * GROUP.G
+    accs_ptr, tops_ptr, totals_ptr = parts.accs_ptr + first * GROUP.D, parts.tops_ptr + first, parts.totals_ptr + first
+    return PartPointers(accs_ptr, tops_ptr, totals_ptr, parts.tickets_ptr + pair)
 
 
 @triton.jit
-def _store_partial(
-    accs_ptr, tops_ptr, totals_ptr, part, top, total, acc,
-    PARTS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write partial number `part` to accs [PARTS, G, D], tops and totals [G, PARTS]."""
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    place = (part * G + rows)[:, None] * D + cols[None, :]
-    tl.store(accs_ptr + place, acc, mask=(rows < G)[:, None] & (cols < D)[None, :])
-    _store_sums(tops_ptr, totals_ptr, part, top, total, PARTS, G, M)
+def _store_sums(parts, part, top, total, PARTS: tl.constexpr, GROUP: tl.constexpr):
+    """Write top and total of partial number `part` of a pair."""
+    rows = tl.arange(0, GROUP.M)
+    tl.store(parts.tops_ptr + rows * PARTS + part, top, mask=rows < GROUP.G)
+    tl.store(parts.totals_ptr + rows * PARTS + part, total, mask=rows < GROUP.G)
+
+
+@triton.jit
+def _store_partial(parts, part, top, total, acc, PARTS: tl.constexpr, GROUP: tl.constexpr):
+    """Write partial number `part` of a pair."""
+    rows, cols = tl.arange(0, GROUP.M), tl.arange(0, GROUP.BLOCK_D)
+    place = (part * GROUP.G + rows)[:, None] * GROUP.D + cols[None, :]
+    tl.store(parts.accs_ptr + place, acc, mask=(rows < GROUP.G)[:, None] & (cols < GROUP.D)[None, :])
+    _store_sums(parts, part, top, total, PARTS, GROUP)
 
 
 @triton.jit
 def _load_sums(
-    tops_ptr, totals_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    G: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Tops and totals [M, BLOCK] of partials [FIRST, FIRST + COUNT); beyond them those of nothing."""
-    rows, parts = tl.arange(0, M)[:, None], tl.arange(0, BLOCK)[None, :]
-    place, mask = rows * PARTS + FIRST + parts, (rows < G) & (parts < COUNT)
-    tops = tl.load(tops_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
-    return tops, tl.load(totals_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    parts, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Tops and totals [M, BLOCK] of partials [FIRST, FIRST + COUNT) of a pair; beyond them those of nothing."""
+    rows, numbers = tl.arange(0, GROUP.M)[:, None], tl.arange(0, BLOCK)[None, :]
+    place, mask = rows * PARTS + FIRST + numbers, (rows < GROUP.G) & (numbers < COUNT)
+    tops = tl.load(parts.tops_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
+    return tops, tl.load(parts.totals_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _load_accs(
-    accs_ptr, cols, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-    D: tl.constexpr,
-):  # fmt: skip
-    """Columns `cols` of the accs of partials [FIRST, FIRST + COUNT): [BLOCK, M, cols]."""
-    parts, rows = tl.arange(0, BLOCK)[:, None, None], tl.arange(0, M)[None, :, None]
-    place = ((FIRST + parts) * G + rows) * D + cols[None, None, :]
-    mask = (parts < COUNT) & (rows < G) & (cols < D)[None, None, :]
-    return tl.load(accs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+def _load_accs(parts, cols, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Columns `cols` of the accs of partials [FIRST, FIRST + COUNT) of a pair: [BLOCK, M, cols]."""
+    numbers, rows = tl.arange(0, BLOCK)[:, None, None], tl.arange(0, GROUP.M)[None, :, None]
+    place = ((FIRST + numbers) * GROUP.G + rows) * GROUP.D + cols[None, None, :]
+    mask = (numbers < COUNT) & (rows < GROUP.G) & (cols < GROUP.D)[None, None, :]
+    return tl.load(parts.accs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -316,33 +329,34 @@ def _add_sink(top, total, sink):
 
 
 @triton.jit
-def _sink(sink_ptr, lse2, G: tl.constexpr, M: tl.constexpr):
+def _sink(sink_ptr, lse2, GROUP: tl.constexpr):
     """The learned sinks [G] beside everything else: log2-sum-exp [M] with them, and the share that they leave."""
-    rows = tl.arange(0, M)
-    sink = tl.load(sink_ptr + rows, mask=rows < G, other=-float("inf"))
+    rows = tl.arange(0, GROUP.M)
+    sink = tl.load(sink_ptr + rows, mask=rows < GROUP.G, other=-float("inf"))
     top, total, rest = _add_sink(lse2, 1.0, sink)  # lse2 is finite, also of nothing
     return top + tl.log2(total), rest / total
 
 
 @triton.jit
-def _store_lse(lse_ptr, top, total, G: tl.constexpr, M: tl.constexpr):
+def _store_lse(lse_ptr, top, total, GROUP: tl.constexpr):
     """Natural log-sum-exp of a partial; -inf for an empty one."""
-    rows = tl.arange(0, M)
-    tl.store(lse_ptr + rows, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2, mask=rows < G)
+    rows = tl.arange(0, GROUP.M)
+    tl.store(lse_ptr + rows, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2, mask=rows < GROUP.G)
 
 
 @triton.jit
 def _add_attention(
-    attention_ptr, logits_ptr, lse2, length, capacity, pool,
-    G: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
+    attention_ptr, logits_ptr, lse2, length, capacity, pool, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """attention[slot] += mean over the group of 2^(logit - lse2) for slots [0, length) of `capacity`.
 
     lse2: [M], of which ROWS >= G are worked on.
     """
+    G: tl.constexpr = GROUP.G
     rows = tl.arange(0, ROWS)
-    if ROWS < M:
-        lse2 = tl.sum(tl.where(rows[:, None] == tl.arange(0, M)[None, :], lse2[None, :], 0.0), 1)
+    if ROWS < GROUP.M:
+        lse2 = tl.sum(tl.where(rows[:, None] == tl.arange(0, GROUP.M)[None, :], lse2[None, :], 0.0), 1)
     for first in range(0, length, BLOCK_S):
         slot = first + tl.arange(0, BLOCK_S)
         owned = slot < capacity  # a mask by length would make loads narrow
@@ -395,29 +409,35 @@ def _home(rows_ptr, page, pair, HEADS: tl.constexpr):
 
 @triton.jit
 def _page(pointer, row, page):
-    """A tensor's part in the page of a row; the tensor itself where it is no view of pages or absent.
+    """A tensor's part in the page of a row; the tensor itself where it is no view of pages.
 
     page: units of 16 bytes from one page to the next, None without pages; so the compiler sees that parts are aligned.
     """
-    if pointer is None:
-        return  # an absent tensor may not be returned by its name: triton 3.6 would make a number of it
-    elif page is None:
+    if page is None:
         return pointer
     else:
         return pointer + row * page * (128 // pointer.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
-def _store_nothing(
-    out_ptr, lse_retained_ptr, lse_evicted_ptr, pair, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def _own_results(results, pair, GROUP: tl.constexpr):
+    """Where the results of a pair belong."""
+    first = pair * GROUP.G
+    return ResultPointers(
+        results.out_ptr + first * GROUP.D, results.lse_retained_ptr + first, results.lse_evicted_ptr + first
+    )
+
+
+@triton.jit
+def _store_nothing(results, GROUP: tl.constexpr):
     """Attention over nothing, of a pair that is nobody's."""
+    M: tl.constexpr = GROUP.M
+    BLOCK_D: tl.constexpr = GROUP.BLOCK_D
     rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    place, mask = (pair * G + rows)[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D)[None, :]
-    tl.store(out_ptr + place, tl.zeros([M, BLOCK_D], out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_retained_ptr + pair * G + rows, -float("inf"), mask=rows < G)
-    tl.store(lse_evicted_ptr + pair * G + rows, -float("inf"), mask=rows < G)
+    place, mask = rows[:, None] * GROUP.D + cols[None, :], (rows < GROUP.G)[:, None] & (cols < GROUP.D)[None, :]
+    tl.store(results.out_ptr + place, tl.zeros([M, BLOCK_D], results.out_ptr.dtype.element_ty), mask=mask)
+    tl.store(results.lse_retained_ptr + rows, -float("inf"), mask=rows < GROUP.G)
+    tl.store(results.lse_evicted_ptr + rows, -float("inf"), mask=rows < GROUP.G)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from ..backend import MAX_COMMON_HEAD_DIM, MAX_HEAD_DIM
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import Centroids, LayerState, Slots
 from ..reference.slots import GROUP
+from ._arguments import PartPointers, ResultPointers
 
 INTERPRET = bool(triton.knobs.runtime.interpret)  # fixed at import, as it is for every @triton.jit
 MIN_ROWS = 16  # tl.dot pads fewer rows to this anyway
@@ -65,18 +66,21 @@ def check_contiguous(op: str, **tensors: Tensor | None) -> None:
             )
 
 
-def check_rows(op: str, state: LayerState, **tensors: Tensor | None) -> int | None:
+def check_rows(op: str, state: LayerState, *pointers: tuple, **more: Tensor | None) -> int | None:
     """How far it is from one row of these tensors of a state to the next, in units of 16 bytes, if they are views of
-    pages; None if each lies by itself.
+    pages; None if each lies by itself. pointers: tuples of `_arguments`.
 
     Raises: FastKVError for the first tensor that is not contiguous or, in pages, whose rows are not or are elsewhere.
     """
     keys = state.exact.keys
+    fields = [field for one in pointers for field in one._asdict().items()]  # type: ignore[attr-defined]
+    named = [(name.removesuffix("_ptr"), tensor) for name, tensor in (*fields, *more.items())]
     if state.rows is None or keys.stride(0) == prod(keys.shape[1:]):
-        check_contiguous(op, rows=state.rows, **tensors)
+        for name, tensor in (("rows", state.rows), *named):
+            check_contiguous(op, **{name: tensor})
         return None
     page = keys.stride(0) * keys.itemsize
-    for name, tensor in tensors.items():
+    for name, tensor in named:
         if tensor is not None and (tensor.stride(0) * tensor.itemsize != page or page % 16 or not dense_rows(tensor)):
             raise FastKVError(
                 f"{op}: {name} must be contiguous in every page, and pages a multiple of 16 bytes apart as those of "
@@ -178,10 +182,10 @@ def check_scales(op: str, slots: Slots) -> None:
         check_shape(op, f"{name}_scales", scales, shape)
 
 
-def decode_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def decode_outputs(q: Tensor) -> ResultPointers:
     """Room for the results of a decode kernel: out like q, and two log-sum-exps [B, Hq] fp32."""
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return torch.empty_like(q), lse, torch.empty_like(lse)
+    return ResultPointers(torch.empty_like(q), lse, torch.empty_like(lse))
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,11 @@ class Workspace:
     tickets: Tensor
     logits: Tensor | None = None
     joining: Tensor | None = None
+
+    @property
+    def parts(self) -> PartPointers:
+        """What the partials of a split kernel need."""
+        return PartPointers(self.accs, self.tops, self.totals, self.tickets)
 
     @classmethod
     def of(cls, scratch: list[Tensor]) -> Workspace | None:
@@ -317,7 +326,6 @@ def pool_of(batch: int, slots: Slots) -> int:
     return batch * prod(slots.keys.shape[1:-1])
 
 
-@functools.cache
 @functools.cache
 def chip_of(device: torch.device) -> str:
     """What block sizes are chosen by: "hip" for AMD, else the compute capability ("90"), "" in the interpreter."""

@@ -17,18 +17,22 @@ float64, windows, padding. In float32 with head_dim 256 it spills registers (250
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..reference import LayerState, Spec
+from ._arguments import PAIRS, EvictedPointers, Group, PartPointers, ResultPointers, Scaling, StatePointers
 from ._attention import (
     _add_attention,
     _append_token,
     _attend_slots,
     _barrier,
     _count_token,
+    _empty,
     _home,
     _in_scratch,
     _load_accs,
@@ -38,6 +42,8 @@ from ._attention import (
     _merge_accs,
     _merge_sums,
     _mix,
+    _own_parts,
+    _own_results,
     _page,
     _sink,
     _store_lse,
@@ -50,7 +56,6 @@ from ._attention import (
 from ._codes import _codes_of, _packed, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _evicted_partial
 from ._launch import (
-    INTERPRET,
     MIN_ROWS,
     Workspace,
     addressed,
@@ -76,163 +81,169 @@ BLOCK_C = 16  # centroids at a time
 MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
 
+class Sizes(NamedTuple):
+    """Slots of a pair, or of a sequence where its heads have unequally many; of the whole batch; centroids of a pair."""
+
+    slots: Any
+    pool: Any
+    centroids: Any
+
+
+class DecodeTile(NamedTuple):
+    """Constants of a launch: GROUP and its columns and rows while partials are merged, MERGE; SPLITS programs for the
+    slots of a pair, PARTS in all; slots, rows of the matrix, centroids, and slots whose attention is added, at a time.
+    """
+
+    HEADS: int
+    GROUP: Group
+    MERGE: Group
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_C: int
+    BLOCK_S: int
+    SPLITS: int
+    PARTS: int
+    MERGE_P: int
+
+
 @triton.jit(do_not_specialize=["page"])
 def _decode_attention_kernel(
-    q_ptr, keys_ptr, values_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr,
-    sizes_ptr, k_ptr, v_ptr, positions_ptr, seen_ptr, attention_ptr, key_scales_ptr, value_scales_ptr,
-    bias_ptr, out_ptr, lse_retained_ptr, lse_evicted_ptr, accs_ptr, tops_ptr, totals_ptr, logits_ptr, tickets_ptr,
-    starts_ptr, sink_ptr, rows_ptr, page, slots, pool, centroids, scale, softcap,
-    HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, MERGE_P: tl.constexpr, MERGE_M: tl.constexpr, MERGE_D: tl.constexpr, ORDER: tl.constexpr,
-    SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, state: StatePointers, evicted: EvictedPointers, results: ResultPointers, parts: PartPointers,
+    logits_ptr, sink_ptr, rows_ptr, page, sizes: Sizes, scaling: Scaling, TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
     # sink_ptr, rows_ptr, bias_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair `own` of its page or
     # state; scratch and results follow the batch.
+    HEADS: tl.constexpr = TILE.HEADS
+    GROUP: tl.constexpr = TILE.GROUP
+    MERGE: tl.constexpr = TILE.MERGE
+    MERGE_D: tl.constexpr = MERGE.BLOCK_D
+    SPLITS: tl.constexpr = TILE.SPLITS
+    PARTS: tl.constexpr = TILE.PARTS
+    G: tl.constexpr = GROUP.G
+    M: tl.constexpr = GROUP.M
+    D: tl.constexpr = GROUP.D
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
+    results = _own_results(results, pair, GROUP)
     if rows_ptr is not None:
         if row == 0:
             if split == 0:
-                _store_nothing(out_ptr, lse_retained_ptr, lse_evicted_ptr, pair, G, M, D, BLOCK_D)
+                _store_nothing(results, GROUP)
             return
-    keys_ptr = _page(keys_ptr, row, page)
-    values_ptr = _page(values_ptr, row, page)
-    key_scales_ptr = _page(key_scales_ptr, row, page)
-    value_scales_ptr = _page(value_scales_ptr, row, page)
-    bias_ptr = _page(bias_ptr, row, page)
-    lengths_ptr = _page(lengths_ptr, row, page)
-    positions_ptr = _page(positions_ptr, row, page)
-    starts_ptr = _page(starts_ptr, row, page)
-    attention_ptr = _page(attention_ptr, row, page)
-    seen_ptr = _page(seen_ptr, row, page)
-    count_ptr = _page(count_ptr, row, page)
-    key_mean_ptr = _page(key_mean_ptr, row, page)
-    value_mean_ptr = _page(value_mean_ptr, row, page)
-    matrix_ptr = _page(matrix_ptr, row, page)
-    spread_ptr = _page(spread_ptr, row, page)
-    sizes_ptr = _page(sizes_ptr, row, page)
-    rows, cols = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    base, capacity = _stretch(starts_ptr, own, slots, HEADS)
-    length = tl.load(lengths_ptr + own)
-    count = tl.load(count_ptr + own)
+    state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
+    evicted = EvictedPointers(*[p if p is None else _page(p, row, page) for p in evicted])
+    base, capacity = _stretch(state.starts_ptr, own, sizes.slots, HEADS)
+    length = tl.load(state.lengths_ptr + own)
+    count = tl.load(evicted.count_ptr + own)
     held = length
     if k_ptr is not None:
         held = tl.minimum(length + 1, capacity)
     q_ptr += pair * G * D
-    keys_ptr = _codes_of(keys_ptr, key_scales_ptr, base, D)
-    values_ptr = _codes_of(values_ptr, value_scales_ptr, base, D)
-    key_scales_ptr = _scales_of(key_scales_ptr, base, D)
-    value_scales_ptr = _scales_of(value_scales_ptr, base, D)
-    if bias_ptr is not None:
-        bias_ptr += base
-    out_ptr += pair * G * D
-    if ORDER == 0 or ORDER == 1:
-        key_mean_ptr += own * D
-        value_mean_ptr += own * D
-    if ORDER == 1:
-        matrix_ptr += own * D * D
-    if attention_ptr is not None:
-        attention_ptr += base
-        logits_ptr += _in_scratch(starts_ptr, base, pair, own, slots, HEADS)
+    slots = StatePointers(
+        _codes_of(state.keys_ptr, state.key_scales_ptr, base, D),
+        _codes_of(state.values_ptr, state.value_scales_ptr, base, D),
+        _scales_of(state.key_scales_ptr, base, D),
+        _scales_of(state.value_scales_ptr, base, D),
+        *[p if p is None else p + base for p in (state.bias_ptr, state.positions_ptr, state.attention_ptr)],
+    )
+    if slots.attention_ptr is not None:
+        logits_ptr += _in_scratch(state.starts_ptr, base, pair, own, sizes.slots, HEADS)
     if sink_ptr is not None:
         sink_ptr += (pair % HEADS) * G
 
-    top = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    top, total, acc = _empty(M, GROUP.BLOCK_D)
+
     if split < SPLITS:
-        q = _load_query(q_ptr, G, M, D, BLOCK_D)
+        q = _load_query(q_ptr, GROUP)
         last = split == SPLITS - 1  # whose share is the smallest
         if k_ptr is not None:  # loaded before anything has to be waited for
-            k = _load_token(k_ptr + pair * D, last, q_ptr.dtype.element_ty, D, M, BLOCK_D)
-            v = _load_token(v_ptr + pair * D, last, q_ptr.dtype.element_ty, D, M, BLOCK_D)
-        rest = _turned_rest(q, key_scales_ptr, D)
-        q = _turned_query(q, key_scales_ptr, D)
+            k = _load_token(k_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
+            v = _load_token(v_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
+        rest = _turned_rest(q, slots.key_scales_ptr, D)
+        q = _turned_query(q, slots.key_scales_ptr, D)
         share = tl.cdiv(length, SPLITS)
         start = split * share
+        stop = tl.minimum(start + share, length)
         top, total, acc = _attend_slots(
-            top, total, acc, q, rest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, logits_ptr,
-            start, tl.minimum(start + share, length), pool, scale, softcap, G, M, D, BLOCK_D, BLOCK_N, HAS_CAP, INTERP,
-        )  # fmt: skip
+            top, total, acc, q, rest, slots, logits_ptr, start, stop, sizes.pool, scaling, GROUP, TILE.BLOCK_N
+        )
         if k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
-                    top, total, acc, q, rest, k, v, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
-                    bias_ptr, positions_ptr + base, logits_ptr, length, length + count, capacity, pool, scale, softcap,
-                    G, M, D, BLOCK_D, HAS_CAP,
+                    top, total, acc, q, rest, k, v, slots, logits_ptr, length, length + count, capacity, sizes.pool,
+                    scaling, GROUP,
                 )  # fmt: skip
-        if _packed(value_scales_ptr):
+        if _packed(slots.value_scales_ptr):
             acc = _turned(acc, D)
 
     if PARTS == 1:
-        moment_top = tl.full([M], -float("inf"), tl.float32)
-        moment_total = tl.zeros([M], tl.float32)
-        moment_acc = tl.zeros([M, BLOCK_D], tl.float32)
-        if ORDER is not None:
+        moment_top, moment_total, moment_acc = _empty(M, GROUP.BLOCK_D)
+        if evicted.key_mean_ptr is not None:
             moment_top, moment_total, moment_acc = _evicted_partial(
-                q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, own, count, centroids, scale,
-                softcap, G, M, D, BLOCK_D, BLOCK_K, BLOCK_C, ORDER, SPREAD, HAS_CAP, INTERP,
-            )  # fmt: skip
+                q_ptr, evicted, own, count, sizes.centroids, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C
+            )
         lse2, weight, moment_weight = _mix(top, total, moment_top, moment_total)
         if sink_ptr is not None:
-            lse2, rest = _sink(sink_ptr, lse2, G, M)
+            lse2, rest = _sink(sink_ptr, lse2, GROUP)
             weight, moment_weight = weight * rest, moment_weight * rest
         mixed = acc * weight[:, None] + moment_acc * moment_weight[:, None]
+        rows, cols = tl.arange(0, M), tl.arange(0, GROUP.BLOCK_D)
         place, mask = rows[:, None] * D + cols[None, :], (rows < G)[:, None] & (cols < D)[None, :]
-        tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
-        _store_lse(lse_retained_ptr + pair * G, top, total, G, M)
-        _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, M)
+        tl.store(results.out_ptr + place, mixed.to(results.out_ptr.dtype.element_ty), mask=mask)
+        _store_lse(results.lse_retained_ptr, top, total, GROUP)
+        _store_lse(results.lse_evicted_ptr, moment_top, moment_total, GROUP)
         _barrier(HIP)  # the logits are written and every thread has read length
-        if attention_ptr is not None:
-            _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, M, MERGE_M, BLOCK_S)
+        if slots.attention_ptr is not None:
+            _add_attention(
+                slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, GROUP
+            )
         if k_ptr is not None:
-            _count_token(lengths_ptr, seen_ptr, own, held, HEADS)
+            _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
     else:
-        if ORDER is not None:
+        if evicted.key_mean_ptr is not None:
             if split == SPLITS:
                 top, total, acc = _evicted_partial(
-                    q_ptr, key_mean_ptr, value_mean_ptr, matrix_ptr, spread_ptr, sizes_ptr, own, count, centroids,
-                    scale, softcap, G, M, D, BLOCK_D, BLOCK_K, BLOCK_C, ORDER, SPREAD, HAS_CAP, INTERP,
-                )  # fmt: skip
-        accs_ptr += pair * PARTS * G * D
-        tops_ptr += pair * PARTS * G
-        totals_ptr += pair * PARTS * G
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
+                    q_ptr, evicted, own, count, sizes.centroids, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C
+                )
+        parts = _own_parts(parts, pair, PARTS, GROUP)
+        _store_partial(parts, split, top, total, acc, PARTS, GROUP)
         _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
-        if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
-            heads, of_slots = tl.arange(0, MERGE_M), (tl.arange(0, MERGE_P) < SPLITS)[None, :]
-            tops, totals = _load_sums(tops_ptr, totals_ptr, 0, PARTS, MERGE_P, PARTS, G, MERGE_M)
-            accs = _load_accs(accs_ptr, tl.arange(0, MERGE_D), 0, PARTS, MERGE_P, G, MERGE_M, D)
+        if tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+            heads, of_slots = tl.arange(0, MERGE.M), (tl.arange(0, TILE.MERGE_P) < SPLITS)[None, :]
+            tops, totals = _load_sums(parts, 0, PARTS, TILE.MERGE_P, PARTS, MERGE)
+            accs = _load_accs(parts, tl.arange(0, MERGE_D), 0, PARTS, TILE.MERGE_P, MERGE)
             nothing = -float("inf")
             all_top, all_total, shares = _merge_sums(tl.where(of_slots, tops, nothing), totals)
             moment_top, moment_total, moment_share = _merge_sums(tl.where(of_slots, nothing, tops), totals)
             lse2, weight, moment_weight = _mix(all_top, all_total, moment_top, moment_total)
             if sink_ptr is not None:
-                lse2, rest = _sink(sink_ptr, lse2, G, MERGE_M)
+                lse2, rest = _sink(sink_ptr, lse2, MERGE)
                 weight, moment_weight = weight * rest, moment_weight * rest
             weights = shares * weight[:, None] + moment_share * moment_weight[:, None]
             for first in tl.static_range(0, D, MERGE_D):
                 part = first + tl.arange(0, MERGE_D)
                 if first > 0:
-                    accs = _load_accs(accs_ptr, part, 0, PARTS, MERGE_P, G, MERGE_M, D)
+                    accs = _load_accs(parts, part, 0, PARTS, TILE.MERGE_P, MERGE)
                 place, mask = heads[:, None] * D + part[None, :], (heads < G)[:, None] & (part < D)[None, :]
-                tl.store(out_ptr + place, _merge_accs(accs, weights).to(out_ptr.dtype.element_ty), mask=mask)
-            _store_lse(lse_retained_ptr + pair * G, all_top, all_total, G, MERGE_M)
-            _store_lse(lse_evicted_ptr + pair * G, moment_top, moment_total, G, MERGE_M)
-            if attention_ptr is not None:
-                _add_attention(attention_ptr, logits_ptr, lse2, held, capacity, pool, G, MERGE_M, MERGE_M, BLOCK_S)
+                mixed = _merge_accs(accs, weights)
+                tl.store(results.out_ptr + place, mixed.to(results.out_ptr.dtype.element_ty), mask=mask)
+            _store_lse(results.lse_retained_ptr, all_top, all_total, MERGE)
+            _store_lse(results.lse_evicted_ptr, moment_top, moment_total, MERGE)
+            if slots.attention_ptr is not None:
+                _add_attention(
+                    slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, MERGE
+                )
             if k_ptr is not None:
-                _count_token(lengths_ptr, seen_ptr, own, held, HEADS)
-            tl.store(tickets_ptr + pair, 0)
+                _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
+            tl.store(parts.tickets_ptr, 0)
 
 
 def _constants(
     dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, slots: int, programs: int,
     order: int | None, spread: bool, capped: bool, hip: bool, coded: bool, packed: bool,
-) -> tuple[dict, int, int]:  # fmt: skip
-    """Constexpr arguments, warps and pipeline stages.
+) -> tuple[DecodeTile, int, int]:  # fmt: skip
+    """Tile, warps and pipeline stages.
 
     matrix: dtype of the moment matrix; slots: of a head; programs: see `num_programs`; order: of the moments, CENTROIDS
     or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4 bits.
@@ -255,26 +266,25 @@ def _constants(
         num_stages = 1 if tight else 2
     if capped or tight or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
-    if matrix == torch.float32 or order == CENTROIDS.value:
+    if matrix == torch.float32 or order == CENTROIDS:
         block_k = 32 if hip or padded > 256 else 16  # their exact products need several times the registers
     # With 16, ptxas spills 36 bytes for sm_80 to fit a third program beside two; shared memory has no room for it.
     block_c = 2 * BLOCK_C if padded == 128 and not hip and not capped else BLOCK_C
     merge_rows = pow2(groups)
     merge_dims = min(padded, max(16, MERGE_TILE // (pow2(parts) * merge_rows)))
-    constants = dict(
-        HEADS=heads, G=groups, M=MIN_ROWS, D=head_dim, BLOCK_D=padded, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_C=block_c, BLOCK_S=attention_slots(merge_rows), SPLITS=splits, PARTS=parts, MERGE_P=pow2(parts),
-        MERGE_M=merge_rows, MERGE_D=merge_dims, ORDER=order, SPREAD=spread, HAS_CAP=capped, HIP=hip,
+    tile = DecodeTile(
+        heads, Group(groups, MIN_ROWS, head_dim, padded), Group(groups, merge_rows, head_dim, merge_dims), block_n,
+        block_k, block_c, attention_slots(merge_rows), splits, parts, pow2(parts),
     )  # fmt: skip
     wide = padded > 256 or (padded == 256 and (tight or dtype == torch.float32))
-    return constants, 8 if wide else 4, num_stages
+    return tile, 8 if wide else 4, num_stages
 
 
-def most_registers(constants: dict, coded: bool, chip: str) -> dict[str, int]:
+def most_registers(order: int | None, tile: DecodeTile, coded: bool, chip: str) -> dict[str, int]:
     """Launch options. With centroids, triton 3.9 and sm_80, ptxas spills to fit a third program beside two, for which
     shared memory has no room. chip: see `chip_of`.
     """
-    spills = constants["ORDER"] == CENTROIDS.value and constants["BLOCK_D"] == 128 and not coded
+    spills = order == CENTROIDS and tile.GROUP.BLOCK_D == 128 and not coded
     return {"maxnreg": 255} if spills and chip == "80" else {}
 
 
@@ -299,34 +309,30 @@ def decode_step(
     known = Terms.of(op, spec.evicted(state), dim)
     check_like(op, (heads * groups,), sink_logits=state.sink_logits)
     check_contiguous(op, q=q, k=k, v=v)
-    page = check_rows(
-        op, state, keys=keys, values=values, key_scales=slots.key_scales, value_scales=slots.value_scales,
-        bias=slots.bias, lengths=slots.lengths, count=moments.count, key_mean=known.key_mean,
-        value_mean=known.value_mean, matrix=known.matrix, spread=known.spread, sizes=known.sizes, attention=attention,
-        positions=slots.positions, seen=state.seen, starts=starts,
-    )  # fmt: skip
+    appended = ("positions",) if k is not None else ()
+    pointers = StatePointers.of(
+        slots, *PAIRS, "bias", "attention", "lengths", "starts", *appended, seen=state.seen if appended else None
+    )
+    evicted = known.pointers._replace(count_ptr=moments.count)
+    page = check_rows(op, state, pointers, evicted)
     batch = state.batch
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = num_programs(pairs, slots.limit, num_sms(q.device))
-    constants, num_warps, num_stages = _constants(
-        q.dtype, None if known.matrix is None else known.matrix.dtype, heads, groups, dim, slots.limit, programs,
-        known.order, known.spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain,
-        slots.format.values.bits == 4,
+    matrix, spread = evicted.matrix_ptr, evicted.spread_ptr
+    tile, num_warps, num_stages = _constants(
+        q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, slots.limit, programs, known.order,
+        spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4,
     )  # fmt: skip
-    room, several = Workspace.of(state.scratch), constants["PARTS"] > 1
+    room, several = Workspace.of(state.scratch), tile.PARTS > 1
     if room is None and (several or collects):
         room = Workspace.allocate(batch, heads, groups, slots.limit, dim, q.device, attention=collects, pool=pool)
-    parts = room if several else None
-    out, lse_retained, lse_evicted = decode_outputs(q)
-    positions, seen = (slots.positions, state.seen) if k is not None else (None, None)
-    _decode_attention_kernel[pairs, constants["PARTS"]](
-        q, keys, values, slots.lengths, moments.count, known.key_mean, known.value_mean, known.matrix, known.spread,
-        known.sizes, k, v, positions, seen, attention, slots.key_scales, slots.value_scales, slots.bias, out,
-        lse_retained, lse_evicted,
-        parts and parts.accs, parts and parts.tops, parts and parts.totals,
-        room.logits if room is not None and collects else None, parts and parts.tickets,
-        starts, state.sink_logits, state.rows, page, capacity, pool, known.num, spec.scale, spec.softcap or 1.0,
-        **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(num_stages),
-        **most_registers(constants, not slots.format.plain, chip_of(q.device)),
+    parts = room.parts if room is not None and several else PartPointers()
+    logits = room.logits if room is not None and collects else None
+    results = decode_outputs(q)
+    _decode_attention_kernel[pairs, tile.PARTS](
+        q, k, v, pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
+        Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
+        num_warps=num_warps, num_stages=stages(num_stages),
+        **most_registers(known.order, tile, not slots.format.plain, chip_of(q.device)),
     )  # fmt: skip
-    return out, lse_retained, lse_evicted
+    return tuple(results)

@@ -294,7 +294,7 @@ def tile_of(case: Case) -> Tile | None:
     special = [
         (case.bits, HALF_CODES),
         (case.bits and case.capped, HALF_CODES_CAPPED),
-        (case.order == CENTROIDS.value, HALF_CENTROIDS),
+        (case.order == CENTROIDS, HALF_CENTROIDS),
         (case.biased, HALF_BIASED),
         (case.cross, HALF_CROSS),
         (case.rows, HALF_ROWS),
