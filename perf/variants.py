@@ -297,12 +297,12 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
     if single:
         rows, columns, warps = noncausal_mass.SINGLE[width][0], min(256, noncausal_mass._room(2, False) // width), 8
     flags = dict(
-        HEADS=8, G=4, D=dim, BD=width, HAS_ORDER=ordered, HAS_CAP=False, BLOCK_M=rows, BLOCK_N=columns,
+        HEADS=8, G=4, D=dim, BD=width, HAS_ORDER=ordered, BLOCK_M=rows, BLOCK_N=columns,
         BLOCK_C=columns,
     )  # fmt: skip
     return variant(
         f"mass {kernel.__name__.strip('_')} D{dim}{' order' if ordered else ''}" + " sinks" * sinks, kernel, flags,
-        given=dict(sink_ptr=sinks), even=("stride_",), num_warps=warps, num_stages=2,
+        given=dict(sink_ptr=sinks, softcap=False), even=("stride_",), num_warps=warps, num_stages=2,
         arches=() if (not single or width * columns <= noncausal_mass._room(2, hip=True)) and dim <= 256 else CUDA,
     )  # fmt: skip
 
@@ -329,27 +329,26 @@ def of_prefill(
     tile = prefill_attention.tile_of(case)
     if tile is None:
         return None
-    flags = dict(
-        HEADS=8, G=groups, D=dim, DV=dim, BD=pow2(dim), BV=pow2(dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-        BLOCK_C=prefill_attention.BLOCK_C, SEED=min(tile.seed, pow2(dim)),
-        SLICE=min(tile.slice or pow2(dim), pow2(dim)),
-        ORDER=-1 if order is None else order, HAS_SLOPE=slope, HAS_CAP=groups != 4, SPREAD=spread,
+    sizes = prefill_attention.PrefillTile(
+        8, groups, dim, dim, pow2(dim), pow2(dim), tile.rows, tile.keys, prefill_attention.BLOCK_C,
+        min(tile.seed, pow2(dim)), min(tile.slice or pow2(dim), pow2(dim)), slope,
     )  # fmt: skip
     remembered = "centroids" if order == CENTROIDS else f"order{order}"
     name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope) + " spread1" * spread
     name += " sinks" * sinks + " bias" * bias + " rows" * rows
     given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict(
-        count_ptr=order in (0, 1), slope_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS,
-        sink_ptr=sinks, bias_ptr=bias,
+        count_ptr=order in (0, 1), matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS,
+        sink_ptr=sinks, bias_ptr=bias, softcap=groups != 4, num=order == CENTROIDS, seen_ptr=False, positions_ptr=False,
+        attention_ptr=False, starts_ptr=False,
     )  # fmt: skip
-    types = {} if slope else dict(slope_ptr="*fp32")
-    means = flags["BLOCK_C"] * flags["SEED"]  # of a tile
+    types = dict(matrix_ptr=f"*{dtype}" if slope else "*fp32")
+    means = sizes.BLOCK_C * sizes.SEED  # of a tile
     if order == CENTROIDS:
         types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
     name, types, given = coded(name, types, given, slots)
     return variant(
-        name, prefill_attention._prefill_kernel, flags, dtype, types, given=given, even=("slots", "stride_"),
+        name, prefill_attention._prefill_kernel, {"TILE": sizes}, dtype, types, given=given, even=("slots", "stride_"),
         num_warps=tile.warps, num_stages=tile.stages, arches=(chip,), once=tile.keys,
         slot_bytes=slot_bytes(dim, slots, dtype),
         narrow=slots in FOUR or (order == CENTROIDS and means <= tile.warps * (64 if chip in HIP else 32)),
@@ -419,37 +418,39 @@ def of_vector(
     sinks: bool = False, rows: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.vector_decode`."""
-    constants, num_warps, num_stages = vector_decode._constants(
-        8, groups, head_dim, splits, splits, order, capped, DTYPES[dtype], DTYPES[matrix], arches == HIP
+    tile, num_warps, num_stages = vector_decode._constants(
+        8, groups, head_dim, splits, splits, DTYPES[dtype], DTYPES[matrix], arches == HIP
     )
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict(matrix_ptr=order == 1)
     # where heads are unequal attention is usually collected, too
     collected = ("starts_ptr", "approx_starts_ptr", "attention_ptr", "approx_attention_ptr", "logits_ptr")
     given |= dict.fromkeys(collected, ragged) | dict(sink_ptr=sinks) | dict.fromkeys(ROWS, rows)
+    absent = ("approx_values_ptr", "approx_seen_ptr", "spread_ptr", "sizes_ptr")
+    given |= dict.fromkeys(absent, False) | dict(softcap=capped, approx_positions_ptr=True)
     name = (
         f"vector {dtype} D{head_dim} G{groups} splits {splits} order {order}"
         + f" {matrix}" * (matrix != dtype) + " cap" * capped + " append" * append + " ragged" * ragged
         + " sinks" * sinks + " rows" * rows
     )  # fmt: skip
     return variant(
-        name, vector_decode._vector_decode_kernel, constants, dtype,
+        name, vector_decode._vector_decode_kernel, {"TILE": tile}, dtype,
         dict.fromkeys(("weight_ptr", "matrix_ptr"), f"*{matrix}"),
         given=given, even=() if ragged else ("slots", "approx_slots", "pool", "approx_pool"),
         num_warps=num_warps, num_stages=num_stages, arches=arches,
     )  # fmt: skip
 
 
-def of_window(kernel: Any, dim: int, bias: bool = False, **change: bool) -> Variant:
+def of_window(kernel: Any, dim: int, bias: bool = False, capped: bool = False) -> Variant:
     """Of `fastkv.kernels.window_scores`."""
     tile, warps, depth = window_scores.BLOCKS[pow2(dim, 16)]
     flags = dict(
         HEADS=8, G=4, D=dim, BD=pow2(dim), ROWS=window_scores.MAX_ROWS, BLOCK_N=tile, CAUSAL=True, HAS_PLACES=True,
-        HAS_CAP=False, HAS_MASS=True, HAS_QUERIES=True, QUERIES=32,
+        HAS_MASS=True, HAS_QUERIES=True, QUERIES=32,
     )  # fmt: skip
     return variant(
-        f"window {kernel.__name__.strip('_')} D{dim} {change or ''}" + " bias" * bias, kernel, flags | change,
-        given=dict(bias_ptr=bias),
+        f"window {kernel.__name__.strip('_')} D{dim}" + " cap" * capped + " bias" * bias, kernel, flags,
+        given=dict(bias_ptr=bias, softcap=capped),
         even=("N", "keys_per_split", "stride_"), num_warps=warps, num_stages=depth,
         wide=kernel is not window_scores._merge_kernel, arches=() if dim <= 256 else CUDA,
     )  # fmt: skip
@@ -642,6 +643,6 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_window(window_scores._column_kernel, dim) for dim in (64, 80, 128, 256, 512)),
         *(of_window(window_scores._lse_kernel, dim, bias=True) for dim in (64, 128)),
         *(of_window(window_scores._column_kernel, dim, bias=True) for dim in (64, 128)),
-        *(of_window(window_scores._lse_kernel, 128, HAS_CAP=True), of_window(window_scores._merge_kernel, 128)),
+        *(of_window(window_scores._lse_kernel, 128, capped=True), of_window(window_scores._merge_kernel, 128)),
     ],
 }

@@ -28,7 +28,7 @@ from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
 from ._attention import _dot32, _home, _page, _store_spread
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
-from ._launch import INTERPRET, check_contiguous, check_head_dim, check_rows, check_scales, pow2
+from ._launch import check_contiguous, check_head_dim, check_rows, check_scales, pow2
 
 PLAN = 2048  # candidates per prefix sum
 ROWS = 32  # that a program moves at once
@@ -180,7 +180,7 @@ def _moments_kernel(
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SINGLE: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
-    SPREAD: tl.constexpr, INTERP: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
@@ -223,7 +223,7 @@ def _moments_kernel(
             v = _rows(values, value_scales, new_values, index, inside, used, mine, stride_vt, DV, COLUMNS)
             v -= value_mean[None, :]
             k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
-            cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0), INTERP)
+            cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0))
     squares = tl.zeros([BK], tl.float32)
     if SPREAD:
         if tl.program_id(1) == 0:
@@ -428,7 +428,7 @@ def _merge(
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, columns), splits)](
         *held, new_keys, new_values, listed, tally, means, part, part_spread, *state, *where,
-        listed.shape[-1], slots, used, splits, *strides, SINGLE=splits == 1, INTERP=INTERPRET, num_warps=warps,
+        listed.shape[-1], slots, used, splits, *strides, SINGLE=splits == 1, num_warps=warps,
         num_stages=2, **shape,
     )  # fmt: skip
     if splits > 1:

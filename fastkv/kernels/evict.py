@@ -39,7 +39,6 @@ from ._attention import (
 )
 from ._codes import _codes_of, _packed, _scales_of
 from ._launch import (
-    INTERPRET,
     Workspace,
     addressed,
     check_contiguous,
@@ -128,7 +127,7 @@ def _evict_kernel(
     slope_ptr, spread_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, scores_ptr, starts_ptr, candidate_keys_ptr,
     candidate_slots_ptr, tickets_ptr, rows_ptr, page, slots, width, most, sinks, recent, chunks, HEADS: tl.constexpr,
     R: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    TILE: tl.constexpr, SPREAD: tl.constexpr, HIP: tl.constexpr, INTERP: tl.constexpr,
+    TILE: tl.constexpr, SPREAD: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -212,7 +211,7 @@ def _evict_kernel(
                 v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
                 v -= value_mean[None, :]
                 k, v = tl.where(live[:, None], k, 0.0), tl.where(live[:, None], v, 0.0)
-                cross += _dot32(tl.trans(k), v, INTERP)
+                cross += _dot32(tl.trans(k), v)
             tl.store(cross_ptr + place, cross, mask=mask)
             if slope_ptr is not None:
                 slope = cross / (before + drop).to(tl.float32)
@@ -314,5 +313,5 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
         moments.cross, moments.slope, moments.spread, exact.key_scales, exact.value_scales, exact.bias, scores, starts,
         found, found_slots, tickets, state.rows, page, slots, width, drop, spec.sinks, spec.recent, chunks,
-        **constants, INTERP=INTERPRET, num_warps=num_warps,
+        **constants, num_warps=num_warps,
     )  # fmt: skip

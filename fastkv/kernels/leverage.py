@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import FastKVError
 from ..reference.geometry import RIDGE
 from ._attention import _dot, _dot32
-from ._launch import INTERPRET, check_head_dim, check_like, on_hip, pow2, stages
+from ._launch import check_head_dim, check_like, on_hip, pow2, stages
 
 WARPS, WARPS_HIP = 8, 4  # other numbers spill: an fp32 dot is six partial products
 LEAST_ROWS = 512  # of a split
@@ -54,7 +54,7 @@ def _sketch(sketch_ptr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: 
 @triton.jit
 def _sketched_keys(
     keys_ptr, mask_ptr, sketch, row, first, high, stride_t,
-    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr, INTERP: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """X of BLOCK_N keys, fp32 and 0 where not real, their indices, and which are real."""
     index = first + tl.arange(0, BLOCK_N)
@@ -64,14 +64,14 @@ def _sketched_keys(
     column = tl.arange(0, BD)[None, :]
     spot = keys_ptr + index.to(tl.int64)[:, None] * stride_t + column
     k = tl.load(spot, mask=real[:, None] & (column < D), other=0.0)
-    return _dot(k, sketch, INTERP), index, real
+    return _dot(k, sketch), index, real
 
 
 @triton.jit(do_not_specialize=["N", "rows_per_split"])  # the length of a prompt
 def _gram_kernel(
     keys_ptr, mask_ptr, sketch_ptr, grams_ptr, means_ptr, counts_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, INTERP: tl.constexpr,
+    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
@@ -90,7 +90,7 @@ def _gram_kernel(
         if CENTRE:
             shift = tl.where(count == 0, tl.sum(x, 0) / tl.maximum(more, 1).to(tl.float32), shift)
             x = tl.where(real[:, None], x - shift[None, :], 0.0)
-        gram += _dot32(tl.trans(x), x, INTERP)
+        gram += _dot32(tl.trans(x), x)
         total += tl.sum(x, 0)
         count += more
     mean = total / tl.maximum(count, 1).to(tl.float32)
@@ -107,7 +107,7 @@ def _gram_kernel(
 def _norm_kernel(
     keys_ptr, mask_ptr, sketch_ptr, solve_ptr, mean_ptr, scores_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, PART: tl.constexpr, INTERP: tl.constexpr,
+    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
@@ -130,7 +130,7 @@ def _norm_kernel(
         for part in tl.range(0, K, PART):
             if PART < BK:
                 solve = tl.load(solve_ptr + row * K + part + columns, mask=(row < K) & (part + columns < K), other=0.0)
-            y = _dot32(x, solve, INTERP)
+            y = _dot32(x, solve)
             score += tl.sum(y * y, 1)
         tl.store(scores_ptr + head * N + index, score, mask=index < high)
 
@@ -188,7 +188,7 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     inputs = (keys, scores if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype))
     shape = (num, rows, *keys.stride()[:3])
     flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": tile}
-    flags |= {"HAS_MASK": mask is not None, "CENTRE": centre, "INTERP": INTERPRET}
+    flags |= {"HAS_MASK": mask is not None, "CENTRE": centre}
     flags |= {"num_warps": warps, "num_stages": stages(2)}
     grid = (splits, batch * heads)
     _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)

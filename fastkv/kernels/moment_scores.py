@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ._attention import _dot, _dot32
-from ._launch import INTERPRET, check_contiguous, check_head_dim, pow2, stages
+from ._launch import check_contiguous, check_head_dim, pow2, stages
 
 BLOCKS = {
     64: (64, 32, 4),
@@ -32,7 +32,7 @@ FP32_BLOCKS = {64: (32, 16, 4), 128: (32, 16, 4), 256: (32, 32, 8), 512: (16, 32
 @triton.jit
 def _moment_scores_kernel(
     attention_ptr, keys_ptr, values_ptr, lengths_ptr, value_mean_ptr, matrix_ptr, count_ptr, out_ptr, slots, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + pair)
@@ -53,9 +53,9 @@ def _moment_scores_kernel(
                 mask = (rows < D)[:, None] & (cols < D)[None, :]
                 tile = tl.load(matrix_ptr + pair * D * D + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
                 if tile.dtype == tl.float32:
-                    fitted += _dot32(k.to(tl.float32), tile, INTERP)
+                    fitted += _dot32(k.to(tl.float32), tile)
                 else:
-                    fitted += _dot(k, tile.to(k.dtype), INTERP)
+                    fitted += _dot(k, tile.to(k.dtype))
             factor = scale + tl.zeros([1], tl.float32)
             if matrix_ptr.dtype.element_ty == tl.float32:
                 factor = factor / tl.maximum(tl.load(count_ptr + pair), 1).to(tl.float32)
@@ -102,6 +102,6 @@ def moment_scores(
     constants, num_warps = _constants(exact, dim)
     _moment_scores_kernel[batch * heads, triton.cdiv(slots, constants["BLOCK_N"])](
         attention, keys, values, lengths, value_mean, matrix, count, out, slots, scale,
-        **constants, INTERP=INTERPRET, num_warps=num_warps, num_stages=stages(3),
+        **constants, num_warps=num_warps, num_stages=stages(3),
     )  # fmt: skip
     return out

@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
+from ._arguments import Scaling
 from ._attention import LOG2E, _add_sink, _dot, _logits2
-from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
+from ._launch import check_head_dim, check_like, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -47,10 +48,10 @@ def _rows(base_ptr, index, inside, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _single_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, sink_ptr, scale, softcap, N, chunk,
+    q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, sink_ptr, scaling: Scaling, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -69,7 +70,7 @@ def _single_kernel(
             row = first + tl.arange(0, BLOCK_M)
             asks = row < real
             q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
-            logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+            logits = _logits2(_dot(q, tl.trans(k)), scaling)
             logits = tl.where((rank < real)[None, :], logits, -float("inf"))
             top = tl.max(logits, 1)
             if sink_ptr is not None:
@@ -86,10 +87,10 @@ def _single_kernel(
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _lse_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, sink_ptr, scale, softcap, N, chunk,
+    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, sink_ptr, scaling: Scaling, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -108,7 +109,7 @@ def _lse_kernel(
         rank = first + tl.arange(0, BLOCK_N)
         index = _address(order_ptr, head, N, rank, rank < real, HAS_ORDER)
         k = _rows(keys_ptr + batch * stride_kb + kv * stride_kh, index, rank < real, stride_kt, D, BD)
-        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        logits = _logits2(_dot(q, tl.trans(k)), scaling)
         logits = tl.where((rank < real)[None, :], logits, -float("inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(logits - new_top[:, None]), 1)
@@ -122,10 +123,10 @@ def _lse_kernel(
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _column_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, mass_ptr, scale, softcap, N, chunk,
+    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, mass_ptr, scaling: Scaling, N, chunk,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -145,7 +146,7 @@ def _column_kernel(
             row = first + tl.arange(0, BLOCK_M)
             asks = row < real
             q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
-            logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+            logits = _logits2(_dot(q, tl.trans(k)), scaling)
             lse = tl.load(lse_ptr + (head * G + group) * N + row, mask=asks, other=0.0)
             seen = asks[:, None] & (rank < real)[None, :]
             sums += tl.sum(tl.exp2(tl.where(seen, logits - lse[:, None], -float("inf"))), 0)
@@ -188,9 +189,8 @@ def noncausal_attention_mass(
     block, chunk = pow2(chunk, 16), min(chunk, num)
     width = pow2(dim, 16)
     inputs = (q, keys, order, count)
-    sizes = (scale, softcap or 1.0, num, chunk, *q.stride()[:3], *keys.stride()[:3])
+    sizes = (Scaling(scale, softcap), num, chunk, *q.stride()[:3], *keys.stride()[:3])
     flags = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "HAS_ORDER": mask is not None}
-    flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET}
     chunks = triton.cdiv(num, chunk)
     if block <= ON_CHIP and block * width <= _room(q.element_size(), torch.version.hip is not None):
         rows, warps = SINGLE[width]

@@ -17,6 +17,7 @@ in chosen rows of pages, these are read where they lie, except by what needs suc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,11 +26,13 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
+from ._arguments import PAIRS, EvictedPointers, ResultPointers, Scaling, StatePointers, View
 from ._attention import (
     LN2,
     _add_sink,
     _bias2,
     _dot,
+    _empty,
     _home,
     _logits2,
     _normalise,
@@ -41,7 +44,6 @@ from ._attention import (
 from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
 from ._launch import (
-    INTERPRET,
     check_contiguous,
     check_head_dim,
     check_like,
@@ -126,18 +128,18 @@ def _tile(base_ptr, first, inside, stride, D, BD: tl.constexpr, ROWS: tl.constex
 @triton.jit
 def _products(
     q, q_ptrs, rows, keys_ptr, first, inside, stride,
-    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, INTERP: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """q k^T of BLOCK_N keys from `first` on, SLICE coordinates at a time; all at once if they are BD."""
     if SLICE == BD:
-        return _dot(q, tl.trans(_numbers(_tile(keys_ptr, first, inside, stride, D, BD, BLOCK_N), q.dtype)), INTERP)
+        return _dot(q, tl.trans(_numbers(_tile(keys_ptr, first, inside, stride, D, BD, BLOCK_N), q.dtype)))
     else:
         products = tl.zeros([q_ptrs.shape[0], BLOCK_N], tl.float32)
         for begin in range(0, D, SLICE):
             column = begin + tl.arange(0, SLICE)[None, :]
             a = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
             k = _tile(keys_ptr + begin, first, inside, stride, D - begin, SLICE, BLOCK_N)
-            products += _dot(a, tl.trans(_numbers(k, a.dtype)), INTERP)
+            products += _dot(a, tl.trans(_numbers(k, a.dtype)))
         return products
 
 
@@ -147,117 +149,122 @@ def _lse(top, total):
     return (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN2
 
 
+class PrefillTile(NamedTuple):
+    """Constants of a launch: sizes of heads, padded ones BD and BV, and what a program works on at a time, see `Tile`;
+    HAS_SLOPE: the matrix of the moments is S / n, not S.
+    """
+
+    HEADS: int
+    G: int
+    D: int
+    DV: int
+    BD: int
+    BV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_C: int
+    SEED: int
+    SLICE: int
+    HAS_SLOPE: bool
+
+
 @triton.jit(do_not_specialize=["page"])
 def _prefill_kernel(
-    q_ptr, keys_ptr, values_ptr, lengths_ptr, new_keys_ptr, new_values_ptr, new_valid_ptr,
-    count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, sizes_ptr, sink_ptr, out_ptr, lse_ptr,
-    lse_evicted_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, rows_ptr, page,
-    scale, softcap, T, slots, num,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SEED: tl.constexpr, SLICE: tl.constexpr,
-    ORDER: tl.constexpr, HAS_SLOPE: tl.constexpr, SPREAD: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    q: View, new_keys: View, new_values: View, new_valid_ptr, state: StatePointers, evicted: EvictedPointers, sink_ptr,
+    results: ResultPointers, scaling: Scaling, rows_ptr, page, T, slots, num, TILE: tl.constexpr,
 ):  # fmt: skip
+    HEADS: tl.constexpr = TILE.HEADS
+    G: tl.constexpr = TILE.G
+    D: tl.constexpr = TILE.D
+    DV: tl.constexpr = TILE.DV
+    BD: tl.constexpr = TILE.BD
+    BV: tl.constexpr = TILE.BV
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    SLICE: tl.constexpr = TILE.SLICE
     pair = tl.program_id(1).to(tl.int64)
     batch, kv = pair // HEADS, pair % HEADS
     home, head = _home(rows_ptr, page, pair, HEADS)
     if rows_ptr is not None:
         if home == 0:  # nobody's: what is in the results means nothing
             return
-    keys_ptr = _page(keys_ptr, home, page)
-    values_ptr = _page(values_ptr, home, page)
-    key_scales_ptr = _page(key_scales_ptr, home, page)
-    value_scales_ptr = _page(value_scales_ptr, home, page)
-    bias_ptr = _page(bias_ptr, home, page)
-    lengths_ptr = _page(lengths_ptr, home, page)
-    count_ptr = _page(count_ptr, home, page)
-    key_mean_ptr = _page(key_mean_ptr, home, page)
-    value_mean_ptr = _page(value_mean_ptr, home, page)
-    slope_ptr = _page(slope_ptr, home, page)
-    spread_ptr = _page(spread_ptr, home, page)
-    sizes_ptr = _page(sizes_ptr, home, page)
+    state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
+    evicted = EvictedPointers(*[p if p is None else _page(p, home, page) for p in evicted])
+    key_scales_ptr, value_scales_ptr = state.key_scales_ptr, state.value_scales_ptr
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = row < T * G
     token = row // G
     q_head = kv * G + row % G
-    q_ptrs = q_ptr + batch * stride_qb + q_head * stride_qh + token.to(tl.int64) * stride_qt
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BV], tl.float32)
-    if ORDER == CENTROIDS:
-        first = head * num
-        top, total, acc = _seed_centroids(
-            q_ptrs, rows, sizes_ptr + first, key_mean_ptr + first * D, value_mean_ptr + first * DV, spread_ptr + first,
-            num, scale, softcap, D, DV, BV, BLOCK_M, BLOCK_C, SEED, HAS_CAP, INTERP,
-        )  # fmt: skip
-    elif ORDER >= 0:
-        top, total, acc = _seed(
-            q_ptrs, rows, count_ptr, key_mean_ptr, value_mean_ptr, slope_ptr, spread_ptr, head, scale, softcap,
-            D, DV, BD, BV, BLOCK_M, SEED, ORDER, HAS_SLOPE, SPREAD, HAS_CAP, INTERP,
-        )  # fmt: skip
+    q_ptrs = q.ptr + batch * q.stride_b + q_head * q.stride_h + token.to(tl.int64) * q.stride_t
+    dtype: tl.constexpr = q.ptr.dtype.element_ty
+    top, total, acc = _empty(BLOCK_M, BV)
+    if evicted.sizes_ptr is not None:
+        top, total, acc = _seed_centroids(q_ptrs, rows, evicted, head, num, scaling, TILE)
+    elif evicted.key_mean_ptr is not None:
+        top, total, acc = _seed(q_ptrs, rows, evicted, head, scaling, TILE)
     place = (batch * HEADS * G + q_head) * T + token
-    tl.store(lse_evicted_ptr + place, _lse(top, total), mask=rows)
+    tl.store(results.lse_evicted_ptr + place, _lse(top, total), mask=rows)
     column = tl.arange(0, BD)[None, :]
-    q = q_ptrs
+    queries = q_ptrs
     if SLICE == BD:
-        q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
+        queries = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
 
-    length = tl.load(lengths_ptr + head).to(tl.int32)
-    keys = _codes_of(keys_ptr, key_scales_ptr, head * slots, D)
-    values = _codes_of(values_ptr, value_scales_ptr, head * slots, DV)
+    length = tl.load(state.lengths_ptr + head).to(tl.int32)
+    keys = _codes_of(state.keys_ptr, key_scales_ptr, head * slots, D)
+    values = _codes_of(state.values_ptr, value_scales_ptr, head * slots, DV)
     key_scales = _scales_of(key_scales_ptr, head * slots, D)
     value_scales = _scales_of(value_scales_ptr, head * slots, DV)
     if _packed(key_scales_ptr):  # all of the slots in the space of rotated rows
-        turned = _turned_query(q, key_scales_ptr, D)
-        rest = _turned_rest(q, key_scales_ptr, D)
+        turned = _turned_query(queries, key_scales_ptr, D)
+        rest = _turned_rest(queries, key_scales_ptr, D)
     if _packed(value_scales_ptr):
         acc = _turned(acc, DV)
     for first in range(0, length, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
         if _packed(key_scales_ptr):
-            k = _rotated_rows(keys, key_scales, index, index < length, 0, D, BD).to(q.dtype)
-            products = _dot(turned, tl.trans(k), INTERP)
+            k = _rotated_rows(keys, key_scales, index, index < length, 0, D, BD).to(dtype)
+            products = _dot(turned, tl.trans(k))
             if rest is not None:
-                products += _dot(rest, tl.trans(k), INTERP)
+                products += _dot(rest, tl.trans(k))
         else:
-            products = _products(q, q_ptrs, rows, keys, first, index < length, D, D, BD, BLOCK_N, SLICE, INTERP)
+            products = _products(queries, q_ptrs, rows, keys, first, index < length, D, D, BD, BLOCK_N, SLICE)
             if key_scales_ptr is not None:
                 products *= _factors(key_scales, index, index < length)[None, :]
-        logits = _logits2(products, scale, softcap, HAS_CAP)
-        if bias_ptr is not None:
-            logits += _bias2(bias_ptr + head * slots, index, index < length)[None, :]
+        logits = _logits2(products, scaling)
+        if state.bias_ptr is not None:
+            logits += _bias2(state.bias_ptr + head * slots, index, index < length)[None, :]
         logits = tl.where((index < length)[None, :], logits, -float("inf"))
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
         if _packed(value_scales_ptr):
-            v = _rotated_rows(values, value_scales, index, index < length, 0, DV, BV).to(q_ptr.dtype.element_ty)
+            v = _rotated_rows(values, value_scales, index, index < length, 0, DV, BV).to(dtype)
         else:
-            v = _numbers(_tile(values, first, index < length, DV, DV, BV, BLOCK_N), q_ptr.dtype.element_ty)
+            v = _numbers(_tile(values, first, index < length, DV, DV, BV, BLOCK_N), dtype)
             if value_scales_ptr is not None:
                 weights *= _factors(value_scales, index, index < length)[None, :]
-        acc += _dot(weights.to(v.dtype), v, INTERP)
+        acc += _dot(weights.to(v.dtype), v)
     if _packed(value_scales_ptr):
         acc = _turned(acc, DV)
 
-    new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
-    new_values = new_values_ptr + batch * stride_vb + kv * stride_vh
+    keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
+    values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
     last = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // G + 1, T)
     for first in range(0, last, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
         usable = tl.load(new_valid_ptr + batch * T + index, mask=index < T, other=0) != 0
-        products = _products(q, q_ptrs, rows, new_keys, first, usable, stride_kt, D, BD, BLOCK_N, SLICE, INTERP)
-        logits = _logits2(products, scale, softcap, HAS_CAP)
+        products = _products(queries, q_ptrs, rows, keys, first, usable, new_keys.stride_t, D, BD, BLOCK_N, SLICE)
+        logits = _logits2(products, scaling)
         seen = usable[None, :] & (index[None, :] <= token[:, None])
         top, total, acc, weights = _softmax_update(top, total, acc, tl.where(seen, logits, -float("inf")))
-        v = _tile(new_values, first, usable, stride_vt, DV, BV, BLOCK_N)
-        acc += _dot(weights.to(v.dtype), v, INTERP)
+        v = _tile(values, first, usable, new_values.stride_t, DV, BV, BLOCK_N)
+        acc += _dot(weights.to(v.dtype), v)
 
     if sink_ptr is not None:
         top, total, decay = _add_sink(top, total, tl.load(sink_ptr + q_head))
         acc *= decay[:, None]
-    tl.store(lse_ptr + place, _lse(top, total), mask=rows)
+    tl.store(results.lse_retained_ptr + place, _lse(top, total), mask=rows)
     wide = tl.arange(0, BV)[None, :]
-    spot = out_ptr + place[:, None] * DV + wide
-    tl.store(spot, _normalise(total, acc).to(out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
+    spot = results.out_ptr + place[:, None] * DV + wide
+    tl.store(spot, _normalise(total, acc).to(results.out_ptr.dtype.element_ty), mask=rows[:, None] & (wide < DV))
 
 
 @dataclass(frozen=True)
@@ -339,16 +346,12 @@ def prefill_attention(
     check_shape(op, "k", k, (batch, heads, num, dim))
     check_shape(op, "v", v, (batch, heads, num, value_dim))
     check_shape(op, "valid", valid, (batch, num))
-    page = None
+    page, pointers = None, known.pointers
     if state.rows is None:
-        check_contiguous(op, lengths=lengths, matrix=known.matrix, spread=known.spread)
+        check_contiguous(op, lengths=lengths, matrix=pointers.matrix_ptr, spread=pointers.spread_ptr)
     else:
-        page = check_rows(
-            op, state, keys=exact.keys, values=exact.values, key_scales=exact.key_scales,
-            value_scales=exact.value_scales, bias=exact.bias, lengths=lengths, count=state.moments.count,
-            key_mean=known.key_mean, value_mean=known.value_mean, matrix=known.matrix, spread=known.spread,
-            sizes=known.sizes,
-        )  # fmt: skip
+        own = StatePointers.of(exact, *PAIRS, "bias", "lengths")
+        page = check_rows(op, state, own, pointers)
     check_contiguous(op, valid=valid)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
     if tile is None:
@@ -365,20 +368,20 @@ def prefill_attention(
     out = torch.empty(batch, num_heads, num, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
     lse_evicted = torch.empty_like(lse)
-    count, matrix, has_slope = None, known.matrix, divides
-    if isinstance(evicted, Moments):
-        count, has_slope = evicted.count, divides or evicted.slope is not None
+    has_slope = divides or (isinstance(evicted, Moments) and evicted.slope is not None)
     if divides:  # two matrices do not fit
-        assert matrix is not None and count is not None
-        matrix = (matrix / count.clamp(min=1)[..., None, None]).to(q.dtype)
+        slope = pointers.matrix_ptr / pointers.count_ptr.clamp(min=1)[..., None, None]
+        pointers = pointers._replace(matrix_ptr=slope.to(q.dtype))
+    sizes = PrefillTile(
+        heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, BLOCK_C, min(tile.seed, width),
+        min(tile.slice or width, width), has_slope,
+    )  # fmt: skip
+    bias = None if exact.bias is None else exact.stored("bias")
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
-        q, keys, values, lengths, k, v, valid.view(torch.uint8), count, known.key_mean, known.value_mean, matrix,
-        known.spread, known.sizes, state.sink_logits, out, lse, lse_evicted, *scales,
-        None if exact.bias is None else exact.stored("bias"), state.rows, page,
-        spec.scale, softcap or 1.0, num, slots, known.num, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        HEADS=heads, G=groups, D=dim, DV=value_dim, BD=width, BV=value_width, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-        BLOCK_C=BLOCK_C, SEED=min(tile.seed, width), SLICE=min(tile.slice or width, width),
-        ORDER=-1 if known.order is None else known.order, HAS_SLOPE=has_slope, SPREAD=known.spread is not None,
-        HAS_CAP=softcap is not None, INTERP=INTERPRET, num_warps=tile.warps, num_stages=stages(tile.stages),
+        View.of(q), View.of(k), View.of(v), valid.view(torch.uint8),
+        StatePointers(keys, values, *scales, bias, lengths_ptr=lengths), pointers, state.sink_logits,
+        ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num, slots, known.num,
+        TILE=sizes,
+        num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
     return out, lse, lse_evicted

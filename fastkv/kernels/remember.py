@@ -40,7 +40,6 @@ from ..reference import Centroids, LayerState, Spec, in_order
 from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, STEP, TURN, most_left
 from ._attention import _barrier, _dot32, _home, _page, _sum_products
 from ._launch import (
-    INTERPRET,
     Workspace,
     check_centroids,
     check_head_dim,
@@ -110,14 +109,14 @@ def _keep(base_ptr, row, inside, cols, x, size, D: tl.constexpr):
 
 @triton.jit
 def _products(dots, ours, theirs, base_ptr, centre_ptr, factor, own, owns, other, others,
-              D: tl.constexpr, DIMS: tl.constexpr, INTERP: tl.constexpr):  # fmt: skip
+              D: tl.constexpr, DIMS: tl.constexpr):  # fmt: skip
     """Add what D coordinates, centred and scaled, have in scalar products and squares of own and other rows."""
     for first in range(0, D, DIMS):
         cols = first + tl.arange(0, DIMS)
         middle = tl.load(centre_ptr + cols, mask=cols < D, other=0.0)[None, :]
         a = tl.where(owns[:, None], (_tile(base_ptr, own, owns, cols, D) - middle) * factor, 0.0)
         b = tl.where(others[:, None], (_tile(base_ptr, other, others, cols, D) - middle) * factor, 0.0)
-        dots += _dot32(a, tl.trans(b), INTERP)
+        dots += _dot32(a, tl.trans(b))
         ours += tl.sum(a * a, 1)
         theirs += tl.sum(b * b, 1)
     return dots, ours, theirs
@@ -127,7 +126,6 @@ def _products(dots, ours, theirs, base_ptr, centre_ptr, factor, own, owns, other
 def _offer(
     keys_ptr, values_ptr, centre_ptr, sizes_ptr, order_ptr, offers_ptr, partners_ptr, first, used, half, scale_k,
     scale_v, DK: tl.constexpr, DV: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
-    INTERP: tl.constexpr,
 ):  # fmt: skip
     """Write the cheapest merge of movers [first, first + MOVERS) and the partner it is with, the oldest of equals."""
     mover = first + tl.arange(0, MOVERS)
@@ -260,7 +258,7 @@ def _scale(squares, tokens):
 def _settle(
     room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used, tokens, half, flip,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr,
-    PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
+    PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """All rounds of a head that are left, and its centroids written to where they are kept, as those of pair `own`."""
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
@@ -280,7 +278,7 @@ def _settle(
         for first in range(0, movers, MOVERS):
             _offer(
                 keys, values, centre, sizes, order, offers, partners, first, used, half, scale_k, scale_v,
-                DK, DV, MOVERS, PARTNERS, DIMS, INTERP,
+                DK, DV, MOVERS, PARTNERS, DIMS,
             )  # fmt: skip
         _barrier(HIP)  # offers are compared by other threads than wrote them
         lane = tl.arange(0, LANES)
@@ -367,7 +365,7 @@ def _few_kernel(
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     LANES: tl.constexpr, SCAN: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
-    RECEIVERS: tl.constexpr, SLICE: tl.constexpr, INTERP: tl.constexpr, HIP: tl.constexpr,
+    RECEIVERS: tl.constexpr, SLICE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     batch, kv = pair // HEADS, pair % HEADS
@@ -408,7 +406,7 @@ def _few_kernel(
     start = tl.zeros([], tl.int32)
     _settle(
         room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used + gone, tokens, start, start,
-        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP, HIP,
+        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, HIP,
     )  # fmt: skip
 
 
@@ -506,7 +504,7 @@ def _sum_parts(parts_ptr, parts):
 @triton.jit(do_not_specialize=VARYING)
 def _offer_kernel(
     room_ptr, num, rows, half, parts, DK: tl.constexpr, DV: tl.constexpr, MOVERS: tl.constexpr,
-    PARTNERS: tl.constexpr, DIMS: tl.constexpr, INTERP: tl.constexpr,
+    PARTNERS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
@@ -518,7 +516,7 @@ def _offer_kernel(
         scale_v = _scale(_sum_parts(sizes + 7 * rows, parts), tokens)
         _offer(
             keys, values, centre, sizes, sizes + (2 + half) * rows, sizes + 4 * rows, sizes + 5 * rows, first, used,
-            half, scale_k, scale_v, DK, DV, MOVERS, PARTNERS, DIMS, INTERP,
+            half, scale_k, scale_v, DK, DV, MOVERS, PARTNERS, DIMS,
         )  # fmt: skip
 
 
@@ -558,8 +556,7 @@ def _receive_kernel(
 def _settle_kernel(
     sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, rows_ptr, page, num, rows, half,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr,
-    INTERP: tl.constexpr, HIP: tl.constexpr,
+    LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, own = _home(rows_ptr, page, pair, HEADS)
@@ -575,7 +572,7 @@ def _settle_kernel(
     tokens = tl.load(sizes + 8 * rows + 2)
     _settle(
         room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used, tokens, half, half,
-        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, INTERP, HIP,
+        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, HIP,
     )  # fmt: skip
 
 
@@ -639,7 +636,7 @@ def remember(
     _few_kernel[(batch * heads,)](
         keys, values, positions, valid.view(torch.uint8), kept.view(torch.uint8), *known,
         room, state.rows, page, num, parts.num, rows, *strides, *positions.stride()[:2], HEADS=heads, R=pow2(most, 16),
-        LANES=lanes, SCAN=SCAN, SLICE=SLICE, INTERP=INTERPRET, HIP=on_hip(), num_stages=stages(2),
+        LANES=lanes, SCAN=SCAN, SLICE=SLICE, HIP=on_hip(), num_stages=stages(2),
         num_warps=_warps(max(dim, value_dim), lanes, on_hip()), **sizes, **offers, **merges,
     )  # fmt: skip
 
@@ -669,12 +666,12 @@ def _join_blocks(
         while total > max(num, SETTLED):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
             _offer_kernel[pairs, triton.cdiv(movers, MOVERS)](
-                room, num, rows, half, parts, INTERP=INTERPRET, **sizes, **offers, **launch
+                room, num, rows, half, parts, **sizes, **offers, **launch
             )
             parts = triton.cdiv(max(movers, partners), RECEIVERS)
             _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
             total, half = most_left(total, num), 1 - half
         _settle_kernel[(pairs,)](
-            *known, room, *where, num, rows, half, HEADS=heads, LANES=pow2(SETTLED // 2), INTERP=INTERPRET,
+            *known, room, *where, num, rows, half, HEADS=heads, LANES=pow2(SETTLED // 2),
             HIP=on_hip(), **sizes, **offers, **merges, **launch,
         )  # fmt: skip

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
+from ._arguments import Scaling
 from ._attention import LOG2E, _bias2, _dot, _logits2
-from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
+from ._launch import check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (keys per tile, warps, stages)
 BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2), 512: (32, 8, 1)}
@@ -31,10 +32,9 @@ NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after 
 
 @triton.jit
 def _logit_tile(
-    q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scale, softcap, W,
+    q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scaling, W,
     stride_qb, stride_qh, stride_qt,
-    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
-    INTERP: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Base-2 logits of rows (query, head of the group) and the keys k; -inf where not seen."""
     rows = row < W * G
@@ -42,7 +42,7 @@ def _logit_tile(
     column = tl.arange(0, BD)[None, :]
     q_ptrs = q_ptr + batch * stride_qb + (kv * G + row % G) * stride_qh + query * stride_qt
     q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
-    logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+    logits = _logits2(_dot(q, tl.trans(k)), scaling)
     if bias is not None:
         logits += bias[None, :]
     until = tl.full([1], NOWHERE - 1, tl.int64)
@@ -80,9 +80,9 @@ def _biases(bias_ptr, head_start, first, high, BLOCK_N: tl.constexpr):
 @triton.jit
 def _lse_kernel(
     q_ptr, keys_ptr, places_ptr, bias_ptr, query_places_ptr, tops_ptr, totals_ptr,
-    scale, softcap, W, N, keys_per_split, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    scaling: Scaling, W, N, keys_per_split, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(2).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -98,8 +98,8 @@ def _lse_kernel(
         )  # fmt: skip
         bias = _biases(bias_ptr, head * N, first, high, BLOCK_N)
         logits = _logit_tile(
-            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scale, softcap, W, stride_qb, stride_qh, stride_qt,
-            G, D, BD, CAUSAL, HAS_CAP, INTERP,
+            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scaling, W, stride_qb, stride_qh, stride_qt,
+            G, D, BD, CAUSAL,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(logits, 1))
         floor = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -149,9 +149,9 @@ def _merge_kernel(
 @triton.jit
 def _column_kernel(
     q_ptr, keys_ptr, places_ptr, bias_ptr, query_places_ptr, lse_ptr, shares_ptr, scores_ptr,
-    scale, softcap, W, N, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    scaling: Scaling, W, N, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -165,8 +165,8 @@ def _column_kernel(
     for first in range(0, W * G, ROWS):
         row = first + tl.arange(0, ROWS)
         logits = _logit_tile(
-            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scale, softcap, W, stride_qb, stride_qh, stride_qt,
-            G, D, BD, CAUSAL, HAS_CAP, INTERP,
+            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scaling, W, stride_qb, stride_qh, stride_qt,
+            G, D, BD, CAUSAL,
         )  # fmt: skip
         lse = tl.load(lse_ptr + head * W * G + row, mask=row < W * G, other=0.0)
         share = tl.load(shares_ptr + head * W * G + row, mask=row < W * G, other=0.0)
@@ -216,10 +216,10 @@ def window_scores(
     inputs = (q, keys, scores if places is None else places, bias, query_positions if causal else scores)
     strides = (*q.stride()[:3], *keys.stride()[:3])
     sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "ROWS": rows, "BLOCK_N": tile, "CAUSAL": causal}
-    sizes |= {"HAS_PLACES": places is not None, "HAS_CAP": softcap is not None, "INTERP": INTERPRET}
+    sizes |= {"HAS_PLACES": places is not None}
     launch = {"num_warps": warps, "num_stages": stages(depth)}
     _lse_kernel[(splits, tiles, batch * heads)](
-        *inputs, tops, totals, scale, softcap or 1.0, num, length, split, *strides, **sizes, **launch
+        *inputs, tops, totals, Scaling(scale, softcap), num, length, split, *strides, **sizes, **launch
     )
     _merge_kernel[(tiles, batch * heads)](
         tops, totals, tops if log_mass is None else log_mass,
@@ -228,6 +228,6 @@ def window_scores(
         HAS_QUERIES=query_valid is not None,
     )  # fmt: skip
     _column_kernel[(triton.cdiv(length, tile), batch * heads)](
-        *inputs, lse, shares, scores, scale, softcap or 1.0, num, length, *strides, **sizes, **launch
+        *inputs, lse, shares, scores, Scaling(scale, softcap), num, length, *strides, **sizes, **launch
     )
     return scores
