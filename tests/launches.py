@@ -34,7 +34,7 @@ def reached(arguments):
     """Bytes of the tensors among the arguments of a kernel, by name, of pages those of the rows that do not return."""
     rows, page = arguments.get("rows_ptr"), arguments.get("page")
     total = 0
-    for one in {id(t): t for t in arguments.values() if isinstance(t, torch.Tensor)}.values():
+    for one in {id(t): t for t in tree_leaves(list(arguments.values())) if isinstance(t, torch.Tensor)}.values():
         paged = page is not None and one.dim() and one.stride(0) * one.itemsize == 16 * page
         total += one[0].nbytes * int((rows != 0).sum()) if paged else one.nbytes
     return total

@@ -155,7 +155,7 @@ class _Launch:
         self.name, self.places = name, places
         self.bases = sorted(
             (int(value.handle.data[0]), max(value.dtype.element_ty.primitive_bitwidth // 8, 1), name)
-            for name, value in arguments.items()
+            for name, value in _members(arguments)
             if getattr(value, "dtype", None) is not None and value.dtype.is_ptr()
         )
         self.random = random.Random(order)
@@ -280,6 +280,12 @@ class _Simulation:
 
     def barrier(self):
         self.launch.history.barrier(self.launch.current)
+
+
+def _members(arguments: dict) -> Iterator[tuple[str, object]]:
+    """Arguments and, of tuples of them, members by their names."""
+    for name, value in arguments.items():
+        yield from value._asdict().items() if hasattr(value, "_asdict") else [(name, value)]
 
 
 def _addresses(pointers: interpreter.TensorHandle, mask: interpreter.TensorHandle) -> np.ndarray:

@@ -136,12 +136,12 @@ def test_products_of_several_warps_are_found(result, repeats):
 def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(chip):
     sizes = [v for v in variants("prefill_attention") if v.arches == (chip,)]
     widths = {
-        kind: {one.constants["BD"] for one in sizes if kind in one.name} for kind in ("bf16", "fp32", "centroids")
+        kind: {one.constants["TILE"].BD for one in sizes if kind in one.name} for kind in ("bf16", "fp32", "centroids")
     }
     assert widths["bf16"] >= {64, 128, 256} and widths["fp32"] == {64, 128, 256}
     assert (512 in widths["bf16"]) == (512 in widths["centroids"]) == (chip != "gfx942")
     # Tiles of no more keys than centroids at a time: products with those are checked as well.
-    assert all(one.once == one.constants["BLOCK_N"] >= prefill_attention.BLOCK_C for one in sizes)
+    assert all(one.once == one.constants["TILE"].BLOCK_N >= prefill_attention.BLOCK_C for one in sizes)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_no_program_alone_reads_a_wide_head_in_4_bits(monkeypatch, dim, parts):
     monkeypatch.setattr(decode_attention, "_constants", lambda *given: launched.append(known(*given)) or launched[-1])
     with splits(1):
         check_decode(decode.Case.make(1, 1, 2, dim, 40, torch.bfloat16, (37,), (9,)), "int4")
-    assert {constants["PARTS"] for constants, _, _ in launched} == {parts}
+    assert {tile.PARTS for tile, _, _ in launched} == {parts}
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -82,7 +82,7 @@ MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shap
 
 
 class Sizes(NamedTuple):
-    """Slots of a pair, or of a sequence where its heads have unequally many; of the whole batch; centroids of a pair."""
+    """Slots of a pair, or of a sequence where heads have unequally many; of the whole batch; centroids of a pair."""
 
     slots: Any
     pool: Any

@@ -84,7 +84,7 @@ def _gram_kernel(
     count = tl.zeros([], tl.int32)
     for first in range(low, high, BLOCK_N):
         x, _, real = _sketched_keys(
-            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK, INTERP
+            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK
         )
         more = tl.sum(real.to(tl.int32), 0)
         if CENTRE:
@@ -123,7 +123,7 @@ def _norm_kernel(
         mean = tl.load(mean_ptr + head * K + tl.arange(0, BK), mask=tl.arange(0, BK) < K, other=0.0)
     for first in range(low, high, BLOCK_N):
         x, index, real = _sketched_keys(
-            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK, INTERP
+            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK
         )
         x = tl.where(real[:, None], x - mean[None, :], 0.0)
         score = tl.zeros([BLOCK_N], tl.float32)

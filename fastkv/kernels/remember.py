@@ -665,9 +665,7 @@ def _join_blocks(
         )  # fmt: skip
         while total > max(num, SETTLED):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
-            _offer_kernel[pairs, triton.cdiv(movers, MOVERS)](
-                room, num, rows, half, parts, **sizes, **offers, **launch
-            )
+            _offer_kernel[pairs, triton.cdiv(movers, MOVERS)](room, num, rows, half, parts, **sizes, **offers, **launch)
             parts = triton.cdiv(max(movers, partners), RECEIVERS)
             _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
             total, half = most_left(total, num), 1 - half

@@ -54,7 +54,8 @@ class Driver:
         """The function that launches a compiled kernel."""
 
         def launch(x: int, y: int, z: int, stream: int, executable: Executable, *rest: Any) -> None:
-            given = [(*one, value) for one, value in zip(source.signature.items(), rest[4:]) if one[1] != "constexpr"]
+            passed = zip(source.signature.items(), rest[4:])
+            given = [one for (name, kind), value in passed for one in _members(name, kind, value)]
             values = [_bits(kind, value) for _, kind, value in given] + [0, 0]  # scratch that nobody asks for
             arguments = dict(zip(executable.kernel.params, values))
             tensors = {name: value for name, _, value in given if isinstance(value, torch.Tensor)}
@@ -64,6 +65,15 @@ class Driver:
                 self.order += self.step
 
         return launch
+
+
+def _members(name: str, kind: Any, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Names, types and values of what an argument becomes: nothing of a constant, all members of a tuple."""
+    if isinstance(kind, tuple):
+        for number, (one, part) in enumerate(zip(kind, value)):
+            yield from _members(f"{name}.{getattr(kind, '_fields', range(len(kind)))[number]}", one, part)
+    elif kind != "constexpr":
+        yield name, kind, value
 
 
 def _bits(kind: str, value: Any) -> Any:
