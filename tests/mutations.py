@@ -877,7 +877,7 @@ MUTATIONS = [
     bug(
         "the scale of a value is left out of its weight",
         "kernels/_attention.py",
-        "            weights *= _factors(value_scales_ptr, slot, inside)[None, :]\n",
+        "            weights *= _factors(state.value_scales_ptr, slot, inside)[None, :]\n",
         "            pass\n",
         "kernels_codes.py::test_decode_variants",
     ),
@@ -1140,13 +1140,13 @@ MUTATIONS = [
     bug(
         "a partial is stored after its ticket",
         "kernels/decode_attention.py",
-        """        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
+        """        _store_partial(parts, split, top, total, acc, PARTS, GROUP)
         _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
-        if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+        if tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
 """,
         """        _barrier(HIP)
-        taken = tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu")
-        _store_partial(accs_ptr, tops_ptr, totals_ptr, split, top, total, acc, PARTS, G, M, D, BLOCK_D)
+        taken = tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu")
+        _store_partial(parts, split, top, total, acc, PARTS, GROUP)
         _barrier(HIP)
         if taken == PARTS - 1:
 """,
@@ -1155,8 +1155,8 @@ MUTATIONS = [
     bug(
         "a ticket is taken before all threads have stored",
         "kernels/decode_attention.py",
-        "split, top, total, acc, PARTS, G, M, D, BLOCK_D)\n        ",
-        "split, top, total, acc, PARTS, G, M, D, BLOCK_D)\n        if SPLITS == 0:\n            ",
+        "split, top, total, acc, PARTS, GROUP)\n        ",
+        "split, top, total, acc, PARTS, GROUP)\n        if SPLITS == 0:\n            ",
         f"{RACES}[decode-6]",
     ),
     bug(
@@ -1169,29 +1169,29 @@ MUTATIONS = [
     bug(
         "tickets are not reset",
         "kernels/decode_attention.py",
-        "            tl.store(tickets_ptr + pair, 0)\n",
+        "            tl.store(parts.tickets_ptr, 0)\n",
         "",
         f"{RACES}[decode-6]",
     ),
     bug(
         "who is last merges its own partial only",
         "kernels/decode_attention.py",
-        "(tl.arange(0, MERGE_P) < SPLITS)[None, :]",
-        "(tl.arange(0, MERGE_P) == split)[None, :]",
+        "(tl.arange(0, TILE.MERGE_P) < SPLITS)[None, :]",
+        "(tl.arange(0, TILE.MERGE_P) == split)[None, :]",
         f"{RACES}[decode-6]",
     ),
     bug(
         "the last in number merges instead of the last to arrive",
         "kernels/decode_attention.py",
-        'if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:',
-        'tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu")\n        if split == PARTS - 1:',
+        'if tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1:',
+        'tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu")\n        if split == PARTS - 1:',
         f"{RACES}[decode-6]",
     ),
     bug(
         "two programs store their partials in the same place",
         "kernels/decode_attention.py",
-        "totals_ptr, split, top, total, acc,",
-        "totals_ptr, split // 2 * 2, top, total, acc,",
+        "_store_partial(parts, split, top, total, acc,",
+        "_store_partial(parts, split // 2 * 2, top, total, acc,",
         f"{RACES}[decode-6]",
     ),
     bug(
@@ -1242,8 +1242,8 @@ MUTATIONS = [
     bug(
         "attention is added up in another row's page",
         "kernels/decode_attention.py",
-        "_page(attention_ptr, row, page)",
-        "attention_ptr",
+        "state = StatePointers(*[p if p is None else",
+        "state = StatePointers(*[p if p is None or p is state.attention_ptr else",
         f"{IN_PAGES}_do_what_the_reference_does_to_rows",
     ),
     bug(
@@ -1760,8 +1760,8 @@ MUTATIONS = [
     bug(
         "a prompt block multiplies with the leading bits of centroids",
         "kernels/_evicted.py",
-        "_dot_terms(products, q, tl.trans(k), 3, INTERP)",
-        "_dot_terms(products, q, tl.trans(k), 1, INTERP)",
+        "_dot_terms(products, q, tl.trans(k), 3)",
+        "_dot_terms(products, q, tl.trans(k), 1)",
         f"{PROMPTS}::test_centroids",
     ),
     bug(
@@ -1788,8 +1788,8 @@ MUTATIONS = [
     bug(
         "the evicted mass of a prompt block is that of one token more",
         "kernels/prefill_attention.py",
-        "tl.store(lse_evicted_ptr + place, _lse(top, total), mask=rows)",
-        "tl.store(lse_evicted_ptr + place, _lse(top, total + 1), mask=rows)",
+        "tl.store(results.lse_evicted_ptr + place, _lse(top, total), mask=rows)",
+        "tl.store(results.lse_evicted_ptr + place, _lse(top, total + 1), mask=rows)",
         f"{PROMPTS}::test_orders_and_softcap",
     ),
     bug(

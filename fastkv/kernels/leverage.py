@@ -83,9 +83,7 @@ def _gram_kernel(
     shift = tl.zeros([BK], tl.float32)  # mean of the first tile with real keys: sums about it do not cancel
     count = tl.zeros([], tl.int32)
     for first in range(low, high, BLOCK_N):
-        x, _, real = _sketched_keys(
-            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK
-        )
+        x, _, real = _sketched_keys(keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK)
         more = tl.sum(real.to(tl.int32), 0)
         if CENTRE:
             shift = tl.where(count == 0, tl.sum(x, 0) / tl.maximum(more, 1).to(tl.float32), shift)

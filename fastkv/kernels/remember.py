@@ -142,10 +142,10 @@ def _offer(
         dots = tl.zeros([MOVERS, PARTNERS], tl.float32)
         ours, theirs = tl.zeros([MOVERS], tl.float32), tl.zeros([PARTNERS], tl.float32)
         dots, ours, theirs = _products(
-            dots, ours, theirs, keys_ptr, centre_ptr, scale_k, own, owns, other, others, DK, DIMS, INTERP
+            dots, ours, theirs, keys_ptr, centre_ptr, scale_k, own, owns, other, others, DK, DIMS
         )
         dots, ours, theirs = _products(
-            dots, ours, theirs, values_ptr, centre_ptr + DK, scale_v, own, owns, other, others, DV, DIMS, INTERP
+            dots, ours, theirs, values_ptr, centre_ptr + DK, scale_v, own, owns, other, others, DV, DIMS
         )
         distance = tl.maximum(-2 * dots + ours[:, None] + theirs[None, :], 0.0)
         cost = distance / (share[:, None] + 1 / tl.load(sizes_ptr + other, mask=others, other=1.0)[None, :])
@@ -556,7 +556,8 @@ def _receive_kernel(
 def _settle_kernel(
     sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, rows_ptr, page, num, rows, half,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, HIP: tl.constexpr,
+    LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr,
+    HIP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, own = _home(rows_ptr, page, pair, HEADS)

@@ -331,7 +331,8 @@ def _vector_decode_kernel(
 
 
 def _constants(
-    heads: int, groups: int, head_dim: int, splits: int, approx: int, dtype: torch.dtype, matrix: torch.dtype | None, hip: bool,
+    heads: int, groups: int, head_dim: int, splits: int, approx: int, dtype: torch.dtype,
+    matrix: torch.dtype | None, hip: bool,
 ) -> tuple[VectorTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages."""
     padded = pow2(head_dim, 64)
