@@ -310,10 +310,10 @@ def of_mass(kernel: Any, dim: int, ordered: bool = False, sinks: bool = False) -
 def of_peaks(kernel: Any, dim: int, sinks: bool = False) -> Variant:
     """Of `fastkv.kernels.peak_attention`."""
     rows, columns, warps = peak_attention.TILES[pow2(dim)]
-    flags = dict(HEADS=8, G=4, D=dim, BD=pow2(dim), HAS_CAP=False, BLOCK_M=rows, BLOCK_N=columns)
+    flags = dict(HEADS=8, G=4, D=dim, BD=pow2(dim), BLOCK_M=rows, BLOCK_N=columns)
     return variant(
         f"peaks {kernel.__name__.strip('_')} D{dim}" + " sinks" * sinks, kernel, flags,
-        given=dict(sink_ptr=sinks), num_warps=warps, num_stages=2, arches=() if dim <= 256 else CUDA,
+        given=dict(sink_ptr=sinks, softcap=False), num_warps=warps, num_stages=2, arches=() if dim <= 256 else CUDA,
     )  # fmt: skip
 
 
@@ -511,7 +511,7 @@ def of_prefills(chip: str) -> list[Variant]:
         *(of(dim, order=None, bias=True) for dim in (64, 128)),
         *(of(dim, rows=True) for dim in (64, 128, 256)),
         *(of(128, slots=form, rows=True) for form in CODES),
-        *(of(dim, order=CENTROIDS.value, spread=True, rows=True) for dim in (64, 128, 256)),
+        *(of(dim, order=CENTROIDS, spread=True, rows=True) for dim in (64, 128, 256)),
         *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128)),
         *(of(256, slots=form) for form in CODES),
         *(of(128, order=CENTROIDS, spread=True, slots=form) for form in CODES),

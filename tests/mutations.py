@@ -1781,8 +1781,8 @@ MUTATIONS = [
     bug(
         "prompt blocks of all sequences read what the first page's have evicted",
         "kernels/prefill_attention.py",
-        "key_mean_ptr = _page(key_mean_ptr, home, page)",
-        "key_mean_ptr = _page(key_mean_ptr, 0, page)",
+        "_page(p, home, page) for p in evicted]",
+        "_page(p, 0, page) for p in evicted]",
         "rows.py::test_rows_of_pages",
     ),
     bug(

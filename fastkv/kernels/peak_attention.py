@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import check_peak
+from ._arguments import Scaling
 from ._attention import LOG2E, _add_sink, _dot, _logits2
-from ._launch import INTERPRET, check_head_dim, check_like, pow2, stages
+from ._launch import check_head_dim, check_like, pow2, stages
 
 # padded head_dim: (rows, columns, warps)
 TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8), 512: (32, 32, 8)}
@@ -31,9 +32,9 @@ def _tile(rows_ptr, first, number, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.c
 
 @triton.jit(do_not_specialize=["T", "N"])  # the length of a prompt
 def _lse_kernel(
-    q_ptr, keys_ptr, valid_ptr, asked_ptr, sink_ptr, lse_ptr, scale, softcap, T, N,
+    q_ptr, keys_ptr, valid_ptr, asked_ptr, sink_ptr, lse_ptr, scaling: Scaling, T, N,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """lse of BLOCK_M queries of one head, in units of log 2; inf for those that are not asked or see nothing."""
     head = tl.program_id(1).to(tl.int64)  # of queries, of all sequences
@@ -47,7 +48,7 @@ def _lse_kernel(
         real = tl.load(valid_ptr + kv * N + key, mask=key < N, other=0) != 0
         k = _tile(keys_ptr + kv * N * D, start, N, D, BD, BLOCK_N)
         k = tl.where(real[:, None], k, 0.0)  # what is not real may be no number
-        logits = _logits2(_dot(q, tl.trans(k), INTERP), scale, softcap, HAS_CAP)
+        logits = _logits2(_dot(q, tl.trans(k)), scaling)
         logits = tl.where(real[None, :], logits, -float("inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         floor = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -64,9 +65,9 @@ def _lse_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])  # the length of a prompt
 def _peak_kernel(
-    q_ptr, keys_ptr, valid_ptr, lse_ptr, peak_ptr, scale, softcap, T, N,
+    q_ptr, keys_ptr, valid_ptr, lse_ptr, peak_ptr, scaling: Scaling, T, N,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, INTERP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The largest weight of BLOCK_N keys of one head."""
     kv = tl.program_id(1).to(tl.int64)  # of keys, of all sequences
@@ -81,7 +82,7 @@ def _peak_kernel(
         for start in range(0, T, BLOCK_M):
             row = start + tl.arange(0, BLOCK_M)
             q = _tile(q_ptr + head * T * D, start, T, D, BD, BLOCK_M)
-            logits = _logits2(_dot(q, k, INTERP), scale, softcap, HAS_CAP)
+            logits = _logits2(_dot(q, k), scaling)
             lse = tl.load(lse_ptr + head * T + row, mask=row < T, other=float("inf"))
             most = tl.maximum(most, tl.max(logits - lse[:, None], 0))
     tl.store(peak_ptr + kv * N + key, tl.exp2(tl.where(real, most, -float("inf"))), mask=key < N)
@@ -95,10 +96,10 @@ class _Case:
         check_head_dim("peak_attention", dim)
         self.q, self.keys, self.valid = (tensor.contiguous() for tensor in (q, keys, valid))
         self.rows, self.columns, warps = TILES[pow2(dim, 16)]
-        self.numbers = scale, softcap or 1.0, q.shape[2], keys.shape[2]
+        self.numbers = Scaling(scale, softcap), q.shape[2], keys.shape[2]
         groups = q.shape[1] // keys.shape[1]
         self.flags = {"G": groups, "D": dim, "BD": pow2(dim, 16), "BLOCK_M": self.rows, "BLOCK_N": self.columns}
-        self.flags |= {"HAS_CAP": softcap is not None, "INTERP": INTERPRET, "num_warps": warps, "num_stages": stages(2)}
+        self.flags |= {"num_warps": warps, "num_stages": stages(2)}
 
     def lse(self, asked: Tensor, sink_logits: Tensor | None) -> Tensor:
         """[B, Hq, T] fp32, base 2."""

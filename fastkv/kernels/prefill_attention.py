@@ -350,8 +350,7 @@ def prefill_attention(
     if state.rows is None:
         check_contiguous(op, lengths=lengths, matrix=pointers.matrix_ptr, spread=pointers.spread_ptr)
     else:
-        own = StatePointers.of(exact, *PAIRS, "bias", "lengths")
-        page = check_rows(op, state, own, pointers)
+        page = check_rows(op, state, StatePointers.of(exact, *PAIRS, "bias", "lengths"), pointers)
     check_contiguous(op, valid=valid)
     check_like(op, (num_heads,), sink_logits=state.sink_logits)
     if tile is None:
@@ -379,7 +378,7 @@ def prefill_attention(
     bias = None if exact.bias is None else exact.stored("bias")
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8),
-        StatePointers(keys, values, *scales, bias, lengths_ptr=lengths), pointers, state.sink_logits,
+        StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths), pointers, state.sink_logits,
         ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num, slots, known.num,
         TILE=sizes,
         num_warps=tile.warps, num_stages=stages(tile.stages),
