@@ -31,8 +31,8 @@ Which models fastkv was tried with, and what came of it. `python -m tests.famili
 tiny random model of every type of transformers {version} that generates text, compares the patched model with the stock
 one, and writes down what it found. To ask about a checkpoint: `fastkv doctor --model PATH`.
 
-Models are found by what their layers do, not by name, and loaded with `eager`, `sdpa` or `flash_attention_2` (models
-with soft-capped logits or sinks: not `sdpa`, which ignores them). A type that is not on this page is run over a short
+Models are found by what their layers do, not by name, and loaded with `eager`, `sdpa` or a
+flash-attn (models with soft-capped logits or sinks: not `sdpa`, which ignores them). A type that is not on this page is run over a short
 prompt when it is patched, stock and patched: if the logits agree it is accepted, with one warning that it is untested.
 On an older transformers than the list was made with (`fastkv.integrations.transformers.families`), listed types are run
 too.
