@@ -1,5 +1,5 @@
-"""C++ beside a module, built on first use by torch's own builder for CPUs, for the processor at hand, and kept in its
-cache of compiled code. Where there is no C++ compiler, callers do without.
+"""C++ beside a module, built on first use by torch's own builder for CPUs, for the processor at hand, and kept in the
+user's cache. Where there is no C++ compiler, callers do without.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
+from ..calibration.files import user_cache
+
 HERE = Path(__file__).parent
+FLAGS = ("-ffp-contract=fast", "-fopenmp")  # products and sums in one instruction, and threads, as torch's kernels have
 PROCESSOR = Path("/proc/cpuinfo")
 
 
@@ -28,22 +33,18 @@ def built(name: str) -> Path:
 
     Raises: RuntimeError, OSError or ImportError if it cannot be built here.
     """
-    from torch._inductor.cpp_builder import CppBuilder, CppOptions
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    # Products and sums in one instruction, as torch's own kernels have them, and its threads.
-    options = CppOptions(extra_flags=("-ffp-contract=fast", "-fopenmp"))
     source = "\n".join((HERE / file).read_text() for file in ("vectors.hpp", f"{name}.cpp"))
-    asked = CppBuilder(name, f"{name}.cpp", options).get_command_line()
-    key = hashlib.sha256("\n".join((source, asked, instructions())).encode()).hexdigest()[:16]
-    folder = Path(cache_dir()) / "fastkv"
-    target = folder / f"{name}-{key}.so"
+    asked = "\n".join((source, *FLAGS, torch.__version__, instructions()))
+    target = user_cache("compiled") / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.so"
     if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as room:  # others may be building it, too
+        # To import it takes a second and 140 MB, which is why it is not asked for its command line each time.
+        from torch._inductor.cpp_builder import CppBuilder, CppOptions
+
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as room:  # others may be building it, too
             file = Path(room, f"{name}.cpp")
             file.write_text(source)
-            builder = CppBuilder(name, str(file), options, room)
+            builder = CppBuilder(name, str(file), CppOptions(extra_flags=FLAGS), room)
             builder.build()
             Path(builder.get_target_file_path()).replace(target)
     return target
