@@ -31,11 +31,10 @@ Which models fastkv was tried with, and what came of it. `python -m tests.famili
 tiny random model of every type of transformers {version} that generates text, compares the patched model with the stock
 one, and writes down what it found. To ask about a checkpoint: `fastkv doctor --model PATH`.
 
-Models are found by what their layers do, not by name, and loaded with `eager`, `sdpa` or a
-flash-attn (models with soft-capped logits or sinks: not `sdpa`, which ignores them). A type that is not on this page is run over a short
-prompt when it is patched, stock and patched: if the logits agree it is accepted, with one warning that it is untested.
-On an older transformers than the list was made with (`fastkv.integrations.transformers.families`), listed types are run
-too.
+Models are found by what their layers do, not by name, and loaded with `eager`, `sdpa` or a flash-attn (models with
+soft-capped logits or sinks: not `sdpa`, which ignores them). A type that is not on this page is run over a short prompt
+when it is patched, stock and patched: if the logits agree it is accepted, with one warning that it is untested. On an
+older transformers than the list was made with (`fastkv.integrations.transformers.families`), listed types are run too.
 
 Layers that are bounded by themselves, as those with a sliding window or linear attention, stay with transformers. Left
 padding, batches, beams, sampling, assisted decoding (transformers ≥ 5.14), several turns on one `past_key_values`,
