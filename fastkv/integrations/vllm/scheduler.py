@@ -224,6 +224,8 @@ def prepare(vllm_config: Any) -> None:
             f"a compressed cache needs a scheduler that keeps to blocks of a prompt, got {chosen.scheduler_cls!r}; "
             "leave scheduler_cls out"
         )
+    else:
+        return  # it was done before; what the scheduler has made of prefix caching stays
     if vllm_config.cache_config.enable_prefix_caching:
         if not kept:
             logger.info("fastkv: prefix caching is off; prefixes=0.5 lets half of the pages keep beginnings of prompts")
