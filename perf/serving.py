@@ -140,6 +140,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def in_process(module: str, given: list[str], engine: object) -> Any:
+    """What `python -m module` prints last, as JSON, of the engine that is named so: each has a process of its own."""
+    command = [sys.executable, "-m", module, *given, "--engine", str(engine)]
+    child = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, env=child, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write(path: Path, settings: dict[str, Any], rows: list[dict[str, Any]], page: str) -> None:
+    """The results as JSON, and beside them the page of their table, which is printed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page + "\n")
+    print(page)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run both engines, each in a process of its own."""
     options = parse(arguments)
@@ -152,19 +168,13 @@ def main(arguments: list[str] | None = None) -> int:
         given = [*(sys.argv[1:] if arguments is None else arguments), *(["--model", made] if options.toy else [])]
         rows = []
         for engine in (STOCK, OURS):
-            command = [sys.executable, "-m", "perf.serving", *given, "--engine", engine]
-            child = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-            done = subprocess.run(command, env=child, stdout=subprocess.PIPE, text=True, check=True)
-            rows += json.loads(done.stdout.splitlines()[-1])["rows"]
+            rows += in_process("perf.serving", given, engine)["rows"]
     settings = {name: getattr(options, name) for name in ("policy", "budget", "block", "answer", "cache_mib", "dtype")}
     settings["model"] = "toy" if options.toy else options.model
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{device}.json"
-    path.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1) + "\n")
     said = ", ".join(f"{name} {value}" for name, value in settings.items())
-    path.with_suffix(".md").write_text(f"Written by `python -m perf.serving`: {said}.\n\n{table(rows)}\n")
-    print(table(rows))
+    page = f"Written by `python -m perf.serving`: {said}.\n\n{table(rows)}"
+    write(options.output / f"{device}.json", settings, rows, page)
     return 0
 
 

@@ -32,8 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fastkv
 from fastkv.lab import facts, pretrained
 
-from .environment import environment
-from .serving import RESULTS
+from .serving import RESULTS, write
 
 NEW, CLIENTS, START = 24, 16, 600  # tokens of an answer, requests at once, seconds
 STOCK, OURS, LIBRARY = "vLLM", "fastkv in vLLM", "fastkv.patch"
@@ -169,12 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
         }
         for who, texts in said.items()
     ]
-    options.output.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(options).items() if name != "output"}
-    record = {"environment": environment(), "settings": settings, "rows": rows}
-    (options.output / "answers.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.output / "answers.md").write_text(table(rows, options) + "\n")
-    print(table(rows, options))
+    write(options.output / "answers.json", settings, rows, table(rows, options))
     return 0
 
 

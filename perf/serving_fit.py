@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from fastkv.lab import pretrained
 
-from .environment import environment
-from .serving import RESULTS
+from .serving import RESULTS, in_process, write
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -85,17 +82,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(fit(options)))
         return 0
     given, rows = sys.argv[1:] if arguments is None else arguments, []
-    child = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     for budget in (0, *options.budgets):
-        command = [sys.executable, "-m", "perf.serving_fit", *given, "--engine", str(budget)]
-        done = subprocess.run(command, env=child, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append({"budget": budget, "fit": json.loads(done.stdout.splitlines()[-1])})
-    options.output.mkdir(parents=True, exist_ok=True)
+        rows.append({"budget": budget, "fit": in_process("perf.serving_fit", given, budget)})
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "engine")}
-    record = {"environment": environment(), "settings": settings, "rows": rows}
-    (options.output / "fit.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.output / "fit.md").write_text(table(rows, options) + "\n")
-    print(table(rows, options))
+    write(options.output / "fit.json", settings, rows, table(rows, options))
     return 0
 
 

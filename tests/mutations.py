@@ -1326,8 +1326,8 @@ MUTATIONS = [
     bug(
         "sequences that are not due are copied with those that are",
         "cache/paged.py",
-        "in due.split(EVICTED_AT_ONCE) if len(due) else ()",
-        "in torch.where(torch.isin(rows, due), rows, 0).split(EVICTED_AT_ONCE) if len(due) else ()",
+        "in due.split(AT_ONCE) if len(due) else ()",
+        "in torch.where(torch.isin(rows, due), rows, 0).split(AT_ONCE) if len(due) else ()",
         f"{PAGED}::test_an_eviction_touches_as_many_bytes_whatever_the_batch",
     ),
     bug(

@@ -58,7 +58,7 @@ def read_in(batch):
 
 def test_rounds_do_not_grow_with_the_number_of_prompts():
     """Whole blocks together, ends of about one length together, up to a bound on the pages that are copied."""
-    for number in (1, 3, batches.READ_AT_ONCE):
+    for number in (1, 3, batches.AT_ONCE):
         prompts = [(i, i + 1, 2 * BLOCK + 3, 0, 2 * BLOCK + 3) for i in range(number)]
         got = batcher(repeats=False).batch(described(prompts))
         assert [(len(turn.blocks.rows), max(turn.blocks.lengths)) for turn in got.rounds] == [
@@ -66,8 +66,8 @@ def test_rounds_do_not_grow_with_the_number_of_prompts():
             (number, BLOCK),
             (number, 3),
         ]
-    got = batcher(repeats=False).batch(described([(i, i + 1, 9, 0, 9) for i in range(batches.READ_AT_ONCE + 1)]))
-    assert [len(turn.blocks.rows) for turn in got.rounds] == [batches.READ_AT_ONCE, 1] * 2
+    got = batcher(repeats=False).batch(described([(i, i + 1, 9, 0, 9) for i in range(batches.AT_ONCE + 1)]))
+    assert [len(turn.blocks.rows) for turn in got.rounds] == [batches.AT_ONCE, 1] * 2
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by page"])

@@ -19,7 +19,7 @@ from .pages import PageFormat
 from .prefill import absorb_block, attend_block, without_padding
 from .workspace import CacheWorkspace
 
-EVICTED_AT_ONCE = 32  # sequences: what an eviction takes of memory, copies of their slots, does not grow with the batch
+AT_ONCE = 32  # sequences: copies of their pages, where they evict or are read together, do not grow with the batch
 Room = list[tuple[int, int]]  # of each tier: `Slots.filled` and `Slots.limit`
 
 
@@ -137,7 +137,7 @@ class PagedLayer:
 
     Attributes:
         state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
-        fresh: [1, bytes] uint8, a page without tokens.  empty: what the host knows of its slots.
+        empty: what the host knows of the slots of a page without tokens.  starts: [1, Hkv + 1] of it, by tier.
         rooms: what the host knows of the slots of each row whose prompt is being read, without asking the device.
         read_by: tokens that each of those rows has read.
         reached: the rooms of a row that has read so many tokens, in whole blocks: the same for all prompts.
@@ -158,10 +158,10 @@ class PagedLayer:
         self.state = paged.form.view(pages)
         self.state.sink_logits = sink_logits
         self.pages = pages[:, : paged.form.nbytes]
-        self.fresh = torch.zeros(1, paged.form.nbytes, dtype=torch.uint8, device=pages.device)
-        empty = paged.form.view(self.fresh)
+        empty = paged.form.allocate(1, pages.device)
         self.rule.layout.clear(empty)
         self.empty: Room = [(slots.filled, slots.limit) for slots in empty.tiers.values()]
+        self.starts = {tier: slots.starts.clone() for tier, slots in empty.tiers.items() if slots.starts is not None}
         if self.rule.weight is not None:
             assert self.rule.rotary is not None
             table = shared.table(self.rule.rotary, self.state.seen.device, shared.positions)
@@ -172,7 +172,9 @@ class PagedLayer:
 
     def clear(self, rows: Sequence[int], index: Tensor) -> None:
         """New sequences begin in these rows; index [R] int64: the same numbers on the device."""
-        self.pages.index_copy_(0, index, self.fresh.expand(len(rows), -1))
+        self.pages.index_fill_(0, index, 0)
+        for tier, starts in self.starts.items():
+            self.state.tiers[tier].starts.index_copy_(0, index, starts.expand(len(rows), -1))  # type: ignore[union-attr]
         for row in rows:
             self._left(row, self.empty, 0)
 
@@ -226,7 +228,7 @@ class PagedLayer:
                 own.fill()
                 evict(own, rule)
         else:
-            for some in due.split(EVICTED_AT_ONCE) if len(due) else ():
+            for some in due.split(AT_ONCE) if len(due) else ():
                 evict(self._at(some), rule)
         return out
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .paged import EVICTED_AT_ONCE, PagedBlocks, PagedLayer, PagedRule
+from .paged import AT_ONCE, PagedBlocks, PagedLayer, PagedRule
 
 FEW = 33  # blocks of up to so many tokens are all read: kernels take a window's queries in powers of two
 FURTHER = (-1, 0, 1, 8, 16)  # beside a power of two: multiples of 16 and others are compiled apart, as is what has both
@@ -75,7 +75,7 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
     nobody = torch.zeros(traffic.sequences, dtype=torch.int64, device=device)
     for batch in range(1, traffic.sequences + 1):
         q, k, v = tokens(batch)
-        due = nobody[: batch if batch <= EVICTED_AT_ONCE else 0]
+        due = nobody[: batch if batch <= AT_ONCE else 0]
         layer.step(nobody[:batch], q, k[:, :, None], v[:, :, None], due)
 
 

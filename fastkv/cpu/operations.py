@@ -423,21 +423,12 @@ def remember(
     joins.join(parts, new_keys, new_values, gone.gather(2, index))
 
 
-def peak_attention(
-    q: Tensor,
-    keys: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    valid: Tensor,
-    asked: Tensor,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
+def peak_attention(q: Tensor, keys: Tensor, scale: float, softcap: float | None = None, **given: Any) -> Tensor:
     """`reference.peak_attention`, with the logits of few queries at a time, which never leave a core's cache."""
     if not peaks.serves(q):
-        return reference.peak_attention(q, keys, scale, softcap, valid=valid, asked=asked, sink_logits=sink_logits)
-    reference.check_peak(q, keys, valid)
-    return peaks.peaks(q, keys, scale, softcap, valid, asked, sink_logits)
+        return reference.peak_attention(q, keys, scale, softcap, **given)
+    reference.check_peak(q, keys, given["valid"])
+    return peaks.peaks(q, keys, scale, softcap, **given)
 
 
 def most_attended(q: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None = None) -> Tensor:

@@ -35,14 +35,14 @@ def peaks(
     softcap: float | None,
     valid: Tensor,
     asked: Tensor,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as in `reference.peak_attention`; lse as in `reference.most_attended`, None to find it."""
     (batch, num_heads, number, dim), (heads, length) = q.shape, keys.shape[1:3]
     rows = [rows.float().contiguous() for rows in (q, keys)]
     masks = [mask.contiguous() for mask in (valid, asked)]
-    sinks, lse = (None if one is None else one.float().contiguous() for one in (sinks, lse))
+    sinks, lse = (None if one is None else one.float().contiguous() for one in (sink_logits, lse))
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     pointers = (None if one is None else one.data_ptr() for one in (*rows, *masks, sinks, lse, out))
     sizes = batch, heads, num_heads // heads, number, length, dim, torch.get_num_threads()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..reference import Moments, Slots
+from ..reference import Slots
 
 
 class StatePointers(NamedTuple):
@@ -44,25 +44,6 @@ class StatePointers(NamedTuple):
 
 
 PAIRS = ("keys", "values", "key_scales", "value_scales")  # of `StatePointers`
-
-
-class MomentPointers(NamedTuple):
-    """The tensors of `Moments`: count [B, Hkv] int64, means [B, Hkv, D], cross and slope [B, Hkv, Dk, Dv], spread
-    [B, Hkv].
-    """
-
-    count_ptr: Any = None
-    key_mean_ptr: Any = None
-    value_mean_ptr: Any = None
-    cross_ptr: Any = None
-    slope_ptr: Any = None
-    spread_ptr: Any = None
-
-    @classmethod
-    def of(cls, moments: Moments) -> MomentPointers:
-        """All that there are."""
-        m = moments
-        return cls(m.count, m.key_mean, m.value_mean, m.cross, m.slope, m.spread)
 
 
 class EvictedPointers(NamedTuple):

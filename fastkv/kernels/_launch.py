@@ -73,14 +73,12 @@ def check_rows(op: str, state: LayerState, *pointers: tuple, **more: Tensor | No
     Raises: FastKVError for the first tensor that is not contiguous or, in pages, whose rows are not or are elsewhere.
     """
     keys = state.exact.keys
-    fields = [field for one in pointers for field in one._asdict().items()]  # type: ignore[attr-defined]
-    named = [(name.removesuffix("_ptr"), tensor) for name, tensor in (*fields, *more.items())]
+    named = {name.removesuffix("_ptr"): tensor for one in pointers for name, tensor in zip(one._fields, one)} | more  # type: ignore[attr-defined]
     if state.rows is None or keys.stride(0) == prod(keys.shape[1:]):
-        for name, tensor in (("rows", state.rows), *named):
-            check_contiguous(op, **{name: tensor})
+        check_contiguous(op, rows=state.rows, **named)
         return None
     page = keys.stride(0) * keys.itemsize
-    for name, tensor in named:
+    for name, tensor in named.items():
         if tensor is not None and (tensor.stride(0) * tensor.itemsize != page or page % 16 or not dense_rows(tensor)):
             raise FastKVError(
                 f"{op}: {name} must be contiguous in every page, and pages a multiple of 16 bytes apart as those of "

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.paged import PagedBlocks, PagedClock
+from ...cache.paged import AT_ONCE, PagedBlocks, PagedClock
 from ...config import Config
 from ...errors import FastKVError
-
-READ_AT_ONCE = 32  # sequences: what a round takes of memory, copies of their pages, does not grow with the batch
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Batch:
 def rounds_of(prompts: Sequence[Sequence[Block]], size: int | None, device: torch.device) -> list[Round]:
     """The blocks of each prompt, in order, as few rounds: blocks of one sequence follow each other, and those of others
     that are about as long are read with them. How many rounds there are does not depend on how many prompts there are,
-    up to `READ_AT_ONCE`.
+    up to `AT_ONCE`.
 
     Args: size: tokens of a whole block, None for prompts of any length.
     """
@@ -87,8 +85,8 @@ def rounds_of(prompts: Sequence[Sequence[Block]], size: int | None, device: torc
                 number = blocks[turn].end - blocks[turn].start
                 groups.setdefault(number if number == size else (number - 1).bit_length(), []).append(blocks[turn])
         for group in groups.values():
-            some = range(0, len(group), READ_AT_ONCE)
-            made += [_round(group[first : first + READ_AT_ONCE], device) for first in some]
+            some = range(0, len(group), AT_ONCE)
+            made += [_round(group[first : first + AT_ONCE], device) for first in some]
     return made
 
 
