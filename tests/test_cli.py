@@ -72,6 +72,7 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
         (["demo", "--budgets", "-1"], "-1"),
         (["demo", "--budgets", "4x,0.5x"], "0.5"),
         (["demo", "--budgets", ","], "budgets"),
+        (["demo", "--quick", "--budgets", "many"], "many"),
         (["demo", "--context", "10"], "context"),
         (["demo", "--context", "100"], "none of the questions is about the first 100 tokens"),
         (["demo", "--text", "topics"], "no questions about topics"),
