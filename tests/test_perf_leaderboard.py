@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from fastkv import Budget
 from fastkv.lab import facts
 from perf.leaderboard import __main__ as leaderboard
-from perf.leaderboard import measure, page
+from perf.leaderboard import measure, onward, page, times
 
 from . import toy
 
@@ -125,3 +126,53 @@ def test_presses_are_shown_beside_fastkv_once_all_texts_were_read(place):
     (text,) = page.beside_kvpress(place)
     assert f"{page.BESIDE} texts, {10 * page.BESIDE} questions; kvpress 0.5.5" in text
     assert text.index("| `fastkv` | [`FastKV`]") < text.index("| `KeyDiffPress` | |  | **0.20** ± 0.00")
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(onward, "AFTER", 40)
+    monkeypatch.setattr(onward, "PARTS", {"1 to 10": slice(0, 10), "11 to 40": slice(10, 40)})
+
+
+def test_text_that_goes_on_is_the_full_caches_if_nothing_is_evicted(loaded, short, monkeypatch):
+    model, tokenizer = loaded
+    text = onward.read(model, tokenizer, 200, seed=0)
+    assert text.ids.shape == (len(onward.SOURCES), 240) and text.hidden.shape[1] == 40
+    with monkeypatch.context() as room:
+        room.setattr(onward, "tokens_of", lambda *_: (Budget(tokens=300, heads="uniform"), {"slots": "model"}))
+        whole = onward.cell(model, text, "keydiff", 1.0, {})
+    for spans in whole["kl"].values():
+        assert spans == pytest.approx([0] * len(spans), abs=1e-4)
+    assert whole["nll"] == pytest.approx(whole["full_nll"], abs=1e-4)
+    small = onward.cell(model, text, "keydiff", 0.5, {"heads": "uniform", "slots": "model"})
+    assert small["nbytes"] < whole["nbytes"] and sum(map(sum, small["kl"].values())) > 1e-3
+
+
+def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, loaded, short, monkeypatch):
+    model, tokenizer = loaded
+    settings = {"heads": "uniform", "slots": "model"}
+    names = ("keydiff", "streaming")
+    table = leaderboard.Table("Onward", 200, names, "none", settings=settings, keeps=(0.5,), texts=1)
+    monkeypatch.setattr(leaderboard, "TABLES", {"onward_2048": table})
+    told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
+    for _ in range(2):
+        leaderboard.run("onward_2048", model, tokenizer, range(1), table.keeps, told)
+    assert [row["policy"] for row in page.rows_of(place / "onward_2048.jsonl")] == ["keydiff", "streaming"]
+    page.write(place, leaderboard.TABLES)
+    text = page.PAGE.read_text()
+    assert "## Onward, at 50 % removed" in text and "1 texts of each source" in text
+    assert text.count("| `streaming` |") == 1 and "| prose | reference | docstrings | code |" in text
+
+
+def test_times_are_of_every_policy_and_of_the_full_cache(place, loaded, monkeypatch):
+    model, tokenizer = loaded
+    monkeypatch.setattr(times, "LENGTH", 400)
+    monkeypatch.setattr(leaderboard, "ALL", ("keydiff", "streaming"))
+    told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
+    leaderboard.clock(model, tokenizer, told)
+    rows = page.rows_of(place / f"{page.TIMES}.jsonl")
+    assert [row["policy"] for row in rows] == ["full cache", "keydiff", "streaming"]
+    assert all(row["read_s"] > 0 and row["step_s"] > 0 for row in rows)
+    page.write(place, leaderboard.TABLES)
+    text = page.PAGE.read_text()
+    assert "## Time" in text and "| full cache | |  | " in text.split("## Time")[1]

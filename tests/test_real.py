@@ -7,7 +7,7 @@ from fastkv import Budget, FastKVCache, patch, unpatch
 from fastkv.integrations.transformers import calibrate
 from fastkv.lab import facts
 from fastkv.lab.pretrained import load
-from perf.leaderboard import measure
+from perf.leaderboard import measure, samples
 
 pytestmark = pytest.mark.real
 FLOORS = {  # of half the tokens, whole and right: a wrong score falls through
@@ -92,3 +92,14 @@ def test_what_is_known_is_what_calibration_finds(loaded):
     for keep in (0.5, 0.25, 0.125, 0.0625):
         both = torch.stack([known.shares(keep).flatten(), found.shares(keep).flatten()])
         assert torch.corrcoef(both)[0, 1] > 0.95
+
+
+def test_rulers_tasks_end_before_the_question_and_their_reply_begins(loaded):
+    _, tokenizer = loaded
+    for seed, task in enumerate(samples.RULER):
+        made = samples.retrieval(tokenizer, 2000, seed)
+        (question,) = made.questions
+        text = tokenizer.decode(made.prefix)
+        assert question.kind == task and question.answer in text and "Question:" not in text
+        asked = tokenizer.decode(question.ids)
+        assert asked.rstrip().endswith("is") and question.answer not in asked

@@ -3,6 +3,7 @@
 python -m perf.leaderboard                       # everything, some hours; killed, it goes on where it was
 python -m perf.leaderboard --quick               # two texts of the first table, some 12 minutes
 python -m perf.leaderboard --page                # the page alone, from what is measured
+python -m perf.leaderboard --tables "" --times         # how long each policy reads and steps, on a quiet machine
 python -m perf.leaderboard --tables "" --kvpress-python PATH   # kvpress on the same texts, in an environment of its own
 """
 
@@ -12,7 +13,7 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fastkv.lab import facts
 from fastkv.lab.pretrained import load, place
 from perf.environment import environment
 
-from . import measure, page
+from . import measure, onward, page, samples, times
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results" / "leaderboard"
@@ -44,7 +45,8 @@ class Table:
 
     Attributes:
         length: tokens of a text.  names: of policies.
-        question: "later" or "seen".  equal: "bytes" or "tokens".
+        question: "later", "seen", or "none" where the text goes on.  equal: "bytes" or "tokens".
+        sample: makes a text with questions, as `facts.sample`.
             settings: more arguments of `fastkv.patch`.
         texts: how many; seeds count from 0, the same for all tables.
     """
@@ -53,6 +55,7 @@ class Table:
     length: int = 2048
     names: tuple[str, ...] = SOME
     question: str = "later"
+    sample: Callable[..., facts.Sample] = facts.sample
     equal: str = "bytes"
     settings: dict[str, Any] = field(default_factory=dict)
     texts: int = 8
@@ -94,6 +97,10 @@ TABLES = {
     "later_1024": Table("1,024 tokens, compressed before the question", length=1024, keeps=NARROW),
     "later_4096": Table("4,096 tokens, compressed before the question", length=4096, names=FEW, keeps=NARROW),
     "later_8000": Table("8,000 tokens, compressed before the question", length=8000, names=FEW, keeps=NARROW),
+    "ruler_2048": Table(
+        "2,048 tokens of RULER's retrieval tasks", names=FEW, sample=samples.retrieval, keeps=NARROW, texts=42
+    ),
+    "onward_2048": Table("2,000 tokens after a prompt of 2,048", names=FEW, question="none", keeps=(0.125,), texts=3),
 }
 QUICK = 2  # texts, of the first table in its narrow columns
 
@@ -108,9 +115,12 @@ def done(file: Path) -> set[tuple[Any, ...]]:
     return {(row["seed"], row["part"], row["policy"], row["keep"]) for row in page.rows_of(file)}
 
 
-def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[measure.Text]:
+def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[Any]:
     """The text of a seed; one for each question where it is seen."""
-    sample = facts.sample(tokenizer, table.length, seed, both=True)
+    if table.question == "none":
+        yield onward.read(model, tokenizer, table.length, seed)
+        return
+    sample = table.sample(tokenizer, table.length, seed, both=True)
     if table.question == "seen":
         yield from measure.seen(model, tokenizer, sample)
     else:
@@ -134,13 +144,22 @@ def run(name: str, model: Any, tokenizer: Any, texts: range, keeps: tuple[float,
                 for policy, keep in cells:
                     if (seed, part, policy, keep) in have:
                         continue
-                    found = measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
-                    row = {"seed": seed, "part": part, "policy": policy, "keep": keep, "read_s": text.seconds}
+                    if table.question == "none":
+                        found = onward.cell(model, text, policy, keep, table.settings)
+                    else:
+                        found = measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
+                    row = {"seed": seed, "part": part, "policy": policy, "keep": keep}
                     with file.open("a") as out:
                         out.write(json.dumps(row | found | told) + "\n")
                     made += 1
                     rest = (time.monotonic() - begun) / made * (left - made) / 60
                     print(f"{name}: {made}/{left} cells, some {rest:.0f} min left in this table", flush=True)
+
+
+def clock(model: Any, tokenizer: Any, told: dict[str, Any]) -> None:
+    """Measure reading and steps anew; the machine has to be quiet."""
+    found = list(times.rows(model, tokenizer, ALL))
+    (RESULTS / f"{page.TIMES}.jsonl").write_text("".join(json.dumps(row | told) + "\n" for row in found))
 
 
 def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: dict[str, Any]) -> None:
@@ -172,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--keeps", type=shares_of, default=KEEPS, metavar="SHARE,...", help=f"of {shares}, all by default"
     )
+    parser.add_argument("--times", action="store_true", help="how long policies read and step, some 6 quiet minutes")
     parser.add_argument("--page", action="store_true", help="measure nothing, write docs/results.md")
     parser.add_argument(
         "--kvpress-python", metavar="PATH", help="interpreter of an environment with kvpress, to try it"
@@ -190,6 +210,8 @@ def main() -> None:
         texts = range(options.first, min(options.texts, max(table.texts for table in TABLES.values())))
         for name in names:
             run(name, model, tokenizer, texts, options.keeps, told | {"model": options.model})
+        if options.times:
+            clock(model, tokenizer, told)
         if options.kvpress_python:
             beside_kvpress(model, tokenizer, place(options.model)[0], options.kvpress_python, told)
     page.write(RESULTS, TABLES)

@@ -167,7 +167,8 @@ def cell(
     begun = time.perf_counter()
     cache = caches(model, text, policy, budget, told)
     compressing = time.perf_counter() - begun
-    found: dict[str, Any] = {"tokens": budget.tokens, "nbytes": cache.nbytes(), "compress_s": compressing}
+    found: dict[str, Any] = {"tokens": budget.tokens, "nbytes": cache.nbytes()}
+    found |= {"read_s": text.seconds, "compress_s": compressing}
     found["slots"] = cache.compressed[0].cache.config.slots.name
     if text.answers:
         found |= judged(model, tokenizer, text.answers, cache)

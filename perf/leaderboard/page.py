@@ -8,9 +8,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from fastkv import policies
+
+from . import onward, times
 
 if TYPE_CHECKING:
     from . import Table
@@ -19,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 MARK, END = "<!-- results: written by `make report`, do not edit -->", "<!-- results: end -->"
 README = ROOT / "README.md"
 PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
+TIMES = "times_2048"
 KVPRESS, BESIDE = "kvpress_2048", 6  # its table, and texts of it
 OURS, DEFAULT = "bfloat16_2048", "later_2048"  # beside it
 MINE = ("fastkv", "fastkv-reread", "kvzip")  # policies beside it
@@ -51,7 +55,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 def link(name: str) -> str:
     """A policy's name, class and paper, as cells of a table; a press has its name alone."""
     if name not in policies.names():
-        return f"`{name}` | | "
+        return f"`{name}` | | " if name != times.FULL else f"{name} | | "
     kind = type(policies.get(name))
     file = kind.__module__.rpartition(".")[2]
     found = re.search(r"arXiv:(\d{4}\.\d{5})", str(kind.__doc__))
@@ -91,6 +95,34 @@ def table_of(rows: list[dict[str, Any]], keeps: tuple[float, ...]) -> tuple[str,
     return f"| policy | class | paper | {head} |\n|---|---|---|{'---|' * len(columns)}\n{full}\n{body}\n", columns
 
 
+def onward_table(rows: list[dict[str, Any]]) -> str:
+    """KL by source of the text, over the tokens after the prompt; rows are sorted by its mean at the end."""
+    by_policy: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_policy[row["policy"]].append(row)
+    lines = []
+    for name, cells in by_policy.items():
+        spans = [
+            [mean(one["kl"][part][place] for one in cells) for part in onward.PARTS]
+            for place in range(len(onward.SOURCES))
+        ]
+        same = mean(mean(one["top1"]) for one in cells)
+        worse = mean(mean(one["nll"]) - mean(one["full_nll"]) for one in cells)
+        shown = [" · ".join(f"{kl:.3f}" for kl in span) for span in spans]
+        last = mean(span[-1] for span in spans)
+        lines.append((last, f"| {link(name)} | {' | '.join(shown)} | {same:.3f} | {math.exp(worse):.3f} |"))
+    head = f"| policy | class | paper | {' | '.join(onward.SOURCES)} | same top token | perplexity, times |"
+    return "\n".join(
+        [head, f"|---|---|---|{'---|' * len(onward.SOURCES)}---|---|", *(line for _, line in sorted(lines)), ""]
+    )
+
+
+def times_table(rows: list[dict[str, Any]]) -> str:
+    """Seconds of reading and milliseconds of a step."""
+    lines = [f"| {link(row['policy'])} | {row['read_s']:.1f} | {1e3 * row['step_s']:.1f} |" for row in rows]
+    return "\n".join(["| policy | class | paper | reading, s | a step, ms |", "|---|---|---|---|---|", *lines, ""])
+
+
 def error(cell: list[dict[str, Any]]) -> float:
     """Standard error of the share of right answers, over texts: of a ratio of means."""
     told = [(row["right"], row["asked"]) for row in cell if row.get("asked")]
@@ -105,6 +137,9 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
     parts, missing = [INTRO], []
     for name, table in tables.items():
         rows = rows_of(results / f"{name}.jsonl")
+        if table.question == "none":
+            parts += ahead(rows, table)
+            continue
         finished = {keep: complete(rows, table, keep) for keep in table.keeps}
         whole = [row for row in rows if row["seed"] in finished.get(row["keep"], ())]
         made, columns = table_of(whole, table.keeps)
@@ -115,9 +150,7 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
             missing.append(f"- {table.title}, at {at} removed: {', '.join(asked)} questions so far.")
         if not columns:
             continue
-        told = whole[0]
-        commits = " and ".join(dict.fromkeys(row["commit"] for row in whole))
-        where = f"torch {told['torch']}, transformers {told['transformers']}, commit {commits}, {told['cpu']}"
+        where = where_of(whole)
         count = min(len(finished[keep]) for keep in columns)
         asked = min(fewest([row for row in whole if row["keep"] == keep]) for keep in columns)
         note = f"{count} texts, {asked} answerable questions or more in each cell; {where}."
@@ -126,11 +159,48 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
             show_in_readme(whole, columns, f"{count} texts, {asked} questions or more; {where}")
             draw(whole, columns)
             parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
+    parts += clocked(results)
     parts += beside_kvpress(results)
     if missing:
         lead = f"A column needs {LEAST} questions that the full cache answers, of every policy. `make report` goes on."
         parts.append("## Not measured enough to be published\n\n" + "\n".join([lead, "", *missing]) + "\n")
     PAGE.write_text("\n".join(parts))
+
+
+def where_of(rows: list[dict[str, Any]]) -> str:
+    """Versions, commits and machine of some cells."""
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    told = rows[0]
+    return f"torch {told['torch']}, transformers {told['transformers']}, commit {commits}, {told['cpu']}"
+
+
+def ahead(rows: list[dict[str, Any]], table: Table) -> list[str]:
+    """The tables of texts that go on, from the texts that every policy has read."""
+    parts = []
+    for keep in table.keeps:
+        finished = complete(rows, table, keep)
+        whole = [row for row in rows if row["seed"] in finished and row["keep"] == keep]
+        if whole:
+            parts.append(
+                f"## {table.title}, at {100 * (1 - keep):g} % removed\n\nText that goes on is decoded token by token, "
+                "in the bytes that were left of the prompt. KL from the full cache's next tokens in nats, mean over "
+                f"tokens {' · '.join(onward.PARTS)} after the prompt; how often the most likely token is the full "
+                f"cache's; and by how much perplexity grows. {len(finished)} texts of each source; {where_of(whole)}.\n\n"
+                f"{onward_table(whole)}"
+            )
+    return parts
+
+
+def clocked(results: Path) -> list[str]:
+    """The table of reading and steps, if it was measured."""
+    rows = rows_of(results / f"{TIMES}.jsonl")
+    if not rows:
+        return []
+    return [
+        "## Time\n\n2,048 tokens read whole and compressed to an eighth of the bytes, and a step after it, one "
+        f"sequence. The best of two turns in which all policies were measured; {rows[0]['threads']} threads; "
+        f"{where_of(rows)}.\n\n{times_table(rows)}"
+    ]
 
 
 def beside_kvpress(results: Path) -> list[str]:

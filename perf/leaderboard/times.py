@@ -1,0 +1,52 @@
+"""How long reading a whole prompt and a step after it take, under each policy and with the full cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkv import FastKVCache, patched, policies, unpatch
+from fastkv.integrations.transformers.stock import CACHE
+from fastkv.lab import facts
+
+from .measure import tokens_of
+
+LENGTH, KEEP, STEPS, TURNS = 2048, 0.125, 32, 2
+FULL = "full cache"
+
+
+def timed(model: Any, ids: Tensor, cache: Any) -> tuple[float, float]:
+    """Seconds of reading `ids` [1, N], and the median of some steps after it."""
+    begun = time.perf_counter()
+    out = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+    read, steps = time.perf_counter() - begun, []
+    for _ in range(STEPS):
+        fed = out.logits[:, -1].argmax(-1, keepdim=True)
+        begun = time.perf_counter()
+        out = model(fed, **{CACHE: out[CACHE]}, use_cache=True, logits_to_keep=1)
+        steps.append(time.perf_counter() - begun)
+    return read, statistics.median(steps)
+
+
+@torch.no_grad()
+def rows(model: Any, tokenizer: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row for the full cache and each policy; all take turns, so that a slow minute of the machine meets them all."""
+    ids = torch.tensor([facts.sample(tokenizer, LENGTH, seed=0).prefix])
+    best: dict[str, tuple[float, float]] = {}
+    for _ in range(TURNS):
+        for name in (FULL, *names):
+            if name == FULL:
+                found = timed(unpatch(model), ids, None)
+            else:
+                policy = policies.get(name)
+                budget, told = tokens_of(model, KEEP, LENGTH, "bytes", policy, {})
+                with patched(model, policy, budget, **told):
+                    found = timed(model, ids, FastKVCache(model))
+            best[name] = tuple(map(min, zip(best.get(name, found), found)))  # type: ignore[assignment]
+    for name, (read, step) in best.items():
+        yield {"policy": name, "read_s": read, "step_s": step, "threads": torch.get_num_threads()}
