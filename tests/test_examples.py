@@ -90,6 +90,7 @@ def test_a_policy_of_ones_own_with_a_model_from_a_folder(folder, capsys):
 
 
 @pytest.mark.real
+@pytest.mark.calibrated
 def test_the_notebook_runs():
     """Its cells print as many lines as the file says; `python -m tools.notebook` writes them."""
     notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
@@ -98,5 +99,5 @@ def test_the_notebook_runs():
     assert len(cells) >= 5
     for cell, said in cells:
         assert len(said.splitlines()) == len(printed(cell).splitlines()) > 0
-    answers = cells[1][1].splitlines()[0].partition(" expected: ")
-    assert answers[2] in answers[0]
+    compressed = cells[2][1].splitlines()[1:]  # most of what the full cache answers
+    assert 2 * sum(line.startswith("right:") for line in compressed) > len(compressed) > 4

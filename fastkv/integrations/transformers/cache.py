@@ -118,7 +118,9 @@ class FastKVCache(Cache):
         first = self.compressed[0].state
         if first is None:
             return f"FastKVCache({settings}, empty)"
-        kept = sum(int(layer.state.stored.max()) for layer in self.compressed if layer.state is not None)
+        kept = sum(
+            float(layer.state.stored.float().mean(-1).max()) for layer in self.compressed if layer.state is not None
+        )
         return (
             f"FastKVCache({settings}, {len(first.seen)} sequences, {int(first.seen.max())} tokens seen, "
             f"{kept / len(self.compressed):.0f} kept per head, {self.nbytes() / 2**20:.1f} MiB)"
