@@ -8,7 +8,7 @@ import torch
 import fastkv
 from fastkv import Budget, FastKVError
 from fastkv.lab.equal_bytes import assert_equal_bytes, equal_bytes
-from fastkv.policies import FastKV, FastKVReread, KVzip
+from fastkv.policies import AttentionMatching, FastKV, FastKVReread, KVzip
 
 from .models import build, generate, prompt
 from .test_deferred import most_attention
@@ -38,19 +38,21 @@ def test_what_is_remembered_is_what_the_second_reading_attended_to(name):
         torch.testing.assert_close(exact.memory[0, head, :TOKENS], want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("policy", [Short(), AttentionMatching(chunk=16)], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("first", [None, 0, 5])
-def test_a_row_does_not_depend_on_its_padding(first):
+def test_a_row_does_not_depend_on_its_padding(first, policy):
     """Where its first token stands at `first`, or where the model numbers all tokens, padding included."""
     model, (ids, mask) = build(), prompt(2, 60, (0, 19))
-    fastkv.patch(model, Short(), small(), evict_every=EVERY)
+    fastkv.patch(model, policy, small(), evict_every=EVERY)
     places = torch.arange(60).expand(2, -1) if first is None else (mask.cumsum(-1) - 1).clamp(min=0) + first
     together = model(ids, attention_mask=mask, position_ids=None if first is None else places).past_key_values
     alone = model(ids[1:, 19:]).past_key_values
     there = model(ids[1:, 19:], position_ids=places[1:, 19:]).past_key_values  # keys rounded to bf16 in the same places
     for mine, elsewhere, theirs in zip(together.layers, alone.layers, there.layers):
         assert torch.equal(mine.state.exact["positions"][1], elsewhere.state.exact["positions"][0])
-        values = mine.state.parts.values[1], theirs.state.parts.values[0]
-        torch.testing.assert_close(*values, rtol=2**-7, atol=1e-4)  # sums in another order, one step of bf16
+        if not policy.second_reading.samples:  # fitted values follow from the last bits of sums
+            values = mine.state.parts.values[1], theirs.state.parts.values[0]
+            torch.testing.assert_close(*values, rtol=2**-7, atol=1e-4)  # sums in another order, one step of bf16
 
 
 @pytest.mark.parametrize("heads", ["uniform", "adaptive"])
