@@ -417,13 +417,6 @@ def test_the_command_takes_a_vector_file(tmp_path):
     assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["vector"] is None
 
 
-@pytest.mark.parametrize("number,rows", [(2, 12), (3, 2)])
-def test_figures_of_the_paper(number, rows, tmp_path):
-    got, _ = fidelity("--figure", number, "--context", 400, "--steps", 6, "--seeds", 2, "--out", tmp_path)
-    assert len(got) == rows and (tmp_path / f"figure{number}.png").stat().st_size > 20_000
-    assert [row.policy for row in got] == (["h2o"] * rows if number == 2 else ["h2o", "momentkv"])
-
-
 def test_a_text_of_ones_own(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("the old dog slept on a box . we saw it but they were in the garden . " * 30)
@@ -438,13 +431,13 @@ def test_a_question_about_the_text(question, tmp_path, bundled, monkeypatch):
     command = (*QUICK, "--text", "topics", "--question", question, "--policies", "snapkv,kvzip", "--out", tmp_path)
     rows, _ = fidelity(*command, "--budgets", "64,256")
     for row in rows:
-        assert row.context == 160 and len(row.by_text["kl"]) == 2
+        assert len(row.by_text["kl"]) == 2
         assert row.kl < 1e-8 if row.budget == 256 else row.kl > 0
     assert json.loads((tmp_path / "fidelity.json").read_text())["options"]["question"] == question
     # By hand: the first text, snapkv.
     model, tokenizer = bundled
     options = build_parser().parse_args(["fidelity", *map(str, command), "--model", MODEL])
-    ids, steps, apart = module.asked(model, tokenizer, options, 160, 0)
+    ids, steps, apart = module.asked(model, tokenizer, options, 0)
     split = ids.shape[1] - steps - apart
     assert (apart > 0) == (question == "later")
     logits = {}
@@ -474,15 +467,12 @@ def test_equal_tokens(tmp_path):
     "arguments,names",
     [
         (["--context", 90], "96"),
-        (["--context", 300, "--figure", 2], "384"),
         (["--context", 9000], "8192"),
         (["--steps", 1], "steps"),
         (["--question", "later", "--text", "short.txt"], "short.txt has 4 tokens"),
         (["--steps", 1024], "steps"),
         (["--seeds", 0], "seeds"),
         (["--policies", "nothing"], "nothing"),
-        (["--figure", 2, "--policies", "h2o,snapkv"], "one policy"),
-        (["--figure", 3, "--policies", "h2o"], "two policies"),
         (["--budgets", "10"], "sinks"),
         (["--budgets", "24", "--policies", "momentkv"], "bytes"),
         (["--text", "short.txt"], "short.txt"),

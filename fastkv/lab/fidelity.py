@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -309,7 +309,6 @@ class Row:
     """One cache. Means over texts, fed tokens, layers and heads; None where nothing was evicted or nothing estimated.
 
     Attributes:
-        context: tokens of a text, the fed ones included.
         budget: tokens per KV head that a cache without moments keeps in the same bytes.  kept: what this one keeps.
         nbytes: of the compressed layers, per sequence.  full_nbytes: of the full cache.
         error, own_error, cosine, retained_cosine, mass, estimated_mass, gap: see `Heads` and `Fidelity`.
@@ -319,7 +318,6 @@ class Row:
     """
 
     policy: str
-    context: int
     budget: int
     kept: float
     nbytes: int
@@ -340,8 +338,8 @@ class Row:
     by_text: dict[str, list[float]]
 
 
-def summarise(name: tuple[str, int, int], measured: Sequence[Fidelity], full: Full) -> Row:
-    """One row; name: policy, context and budget; measured: the same cache on several texts, which count alike."""
+def summarise(policy: str, budget: int, measured: Sequence[Fidelity], full: Full) -> Row:
+    """One row; measured: the same cache on several texts, which count alike."""
     names = ("own_error", "cosine", "retained_cosine", "mass", "estimated_mass", "gap")
     cache, kept = measured[-1].cache, kept_tokens(measured[-1].cache)
     assert kept is not None
@@ -351,7 +349,8 @@ def summarise(name: tuple[str, int, int], measured: Sequence[Fidelity], full: Fu
     texts |= {one: numbers[one].mean((0, 2)) for one in ("error", "own_error")}
     errors = texts["error"]
     return Row(
-        *name,
+        policy,
+        budget,
         kept=kept,
         nbytes=stored_bytes(cache),
         full_nbytes=full.nbytes,
@@ -371,21 +370,7 @@ def known(number: Tensor) -> float | None:
     return None if number.isnan() else number.item()
 
 
-class Preset(NamedTuple):
-    """What an option is where the command line does not say: the plain comparison, or a figure of the paper."""
-
-    policies: tuple[str, ...] = ()
-    budgets: tuple[int, ...] = (128, 256)
-    correction: str = "auto"
-    shorter: tuple[int, ...] = (1,)  # divisors of the context, each measured
-
-
 COMPARED = ("fastkv", "momentkv", "keydiff", "snapkv", "kvzip", "streaming")
-PRESETS = {
-    None: Preset(),
-    2: Preset(("h2o",), (64, 128, 256, 512), "none", (4, 2, 1)),
-    3: Preset(("h2o", "momentkv"), (128,)),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -397,67 +382,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--question", choices=asking.QUESTION, help=f"{asks} (default: no question, the text goes on)")
     option("--context", 1024, "tokens of a text")
     option("--steps", 48, "last tokens of it that are fed one at a time", "T")
-    which = f"policies to compare, or all (default: {','.join(COMPARED)})"
-    add("--policies", "--policy", type=common.listed(), metavar="NAME,...", help=which)
-    sizes = "sizes of the cache, tokens per KV head (default: 128,256)"
-    add("--budgets", "--budget", type=common.listed(int), metavar="N,...", help=sizes)
+    option("--policies --policy", COMPARED, "policies to compare, or all", "NAME")
+    option("--budgets --budget", (128, 256), "sizes of the cache, tokens per KV head", "N")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
-    auto = "of all policies; auto is what the policy's paper does (the default); vector... keeps some keys only"
-    add("--correction", choices=("auto", *corrections.names()), help=auto)
+    of_all = "of all policies; auto is what the policy's paper does; vector... keeps some keys only"
+    add("--correction", choices=("auto", *corrections.names()), default="auto", help=of_all)
     beside = "what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)"
     common.add_slots(parser)
     add("--vector", type=Path, metavar="FILE", help=beside)
     option("--seeds", 3, "stretches of the text", "K")
-    figure = (
-        "measure and draw what this figure of the MomentKV paper shows: 2, why eviction errs; 3, what the moments "
-        "recover (the second policy against the first)"
-    )
-    add("--figure", type=int, choices=(2, 3), help=figure)
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:
     """Measure every cache, print the table, and write fidelity.json and a picture into `options.out`."""
     console = console or common.console_of(112)
-    preset, options = PRESETS[options.figure], argparse.Namespace(**vars(options))
-    options.correction = options.correction or preset.correction
-    options.budgets = options.budgets or preset.budgets
-    options.policies = options.policies or preset.policies or COMPARED
+    options = argparse.Namespace(**vars(options))
     if options.policies == ("all",):
         options.policies = tuple(name for name in policies.names() if name not in FITTED)
     check(options)
     common.make_folder(options.out)
     model, tokenizer = common.load(options.model)
     common.check_length("context", options.context, model, options.model)
-    contexts = [options.context // divisor for divisor in preset.shorter]
-    texts = [texts_of(model, tokenizer, options, context) for context in contexts]
+    texts = texts_of(model, tokenizer, options)
     rows = list(compared(model, texts, options, console))
     console.print(table_of(rows))
-    console.print(explain(rows, options.steps))
-    chosen = "model text question context steps policies budgets equal correction slots vector seeds figure".split()
+    console.print(explain(rows, options.context, options.steps))
+    chosen = "model text question context steps policies budgets equal correction slots vector seeds".split()
     record = {"versions": common.versions(), "options": {name: getattr(options, name) for name in chosen}}
     common.write_json(options.out / "fidelity.json", {**record, "rows": rows})
-    picture = options.out / ("fidelity.png" if options.figure is None else f"figure{options.figure}.png")
-    PICTURES[options.figure](rows, picture)
+    picture = options.out / "fidelity.png"
+    write_errors(rows, options.context, picture)
     console.print(f"{picture} and {options.out / 'fidelity.json'} written")
     return rows
 
 
 def check(options: argparse.Namespace) -> None:
     """Raise FastKVError for what is wrong already before a model is loaded."""
-    divisor = max(PRESETS[options.figure].shorter)
-    least, shortest = common.SHORTEST * divisor, options.context // divisor
-    if shortest < common.SHORTEST:
-        raise FastKVError(f"context must be at least {least} tokens, got {options.context}; give a larger one")
-    check_steps(shortest, options.steps)
+    if options.context < common.SHORTEST:
+        raise FastKVError(
+            f"context must be at least {common.SHORTEST} tokens, got {options.context}; give a larger one"
+        )
+    check_steps(options.context, options.steps)
     if options.seeds < 1:
         raise FastKVError(f"seeds must be at least 1, got {options.seeds}; give the number of texts")
-    if options.figure == 2 and len(options.policies) != 1:
-        raise FastKVError(f"figure 2 is about one policy, got {len(options.policies)}; name one with --policies")
-    if options.figure == 3 and (len(options.policies) != 2 or len(options.budgets) != 1):
-        raise FastKVError(
-            f"figure 3 compares two policies at one budget, got {len(options.policies)} and {len(options.budgets)}; "
-            "name them with --policies and --budgets"
-        )
     for policy in options.policies:
         policies.get(policy)
 
@@ -470,11 +437,11 @@ class Text(NamedTuple):
     question: int = 0
 
 
-def texts_of(model: Any, tokenizer: Any, options: argparse.Namespace, context: int) -> list[Text]:
+def texts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[Text]:
     """Consecutive stretches of the text in one batch; with a question one by one, as answers differ in length."""
     if options.question is not None:
-        return [asked(model, tokenizer, options, context, seed) for seed in range(options.seeds)]
-    start = common.start_of(tokenizer)
+        return [asked(model, tokenizer, options, seed) for seed in range(options.seeds)]
+    start, context = common.start_of(tokenizer), options.context
     ids = tokenizer("".join(common.documents(options.text)), add_special_tokens=False, verbose=False).input_ids
     each = context - len(start)
     stretches = [start + ids[index * each :][:each] for index in range(options.seeds)]
@@ -489,8 +456,9 @@ def texts_of(model: Any, tokenizer: Any, options: argparse.Namespace, context: i
     return [Text(tokens.to(model.device), options.steps)]
 
 
-def asked(model: Any, tokenizer: Any, options: argparse.Namespace, context: int, seed: int) -> Text:
-    """`context` tokens of text and question, and what the full cache answers, at most `options.steps` tokens."""
+def asked(model: Any, tokenizer: Any, options: argparse.Namespace, seed: int) -> Text:
+    """Text and question, `options.context` tokens, and at most `options.steps` tokens that the full cache answers."""
+    context = options.context
     rest = facts.sample(tokenizer, context, seed, options.text).questions[0].ids  # of any length of text the same
     sample = facts.sample(tokenizer, context - len(rest), seed, options.text)
     common.check_known(tokenizer, sample.prefix, options.model, options.text, "give a text in its vocabulary")
@@ -502,8 +470,8 @@ def asked(model: Any, tokenizer: Any, options: argparse.Namespace, context: int,
     return Text(tokens, len(fed), len(rest) - 1 if options.question == "later" else 0)
 
 
-def compared(model: Any, texts: list[list[Text]], options: argparse.Namespace, console: Console) -> Iterator[Row]:
-    """Every policy at every budget, for every context."""
+def compared(model: Any, texts: list[Text], options: argparse.Namespace, console: Console) -> Iterator[Row]:
+    """Every policy at every budget."""
     budgets = {tokens: Budget(tokens=tokens, **SHARES) for tokens in options.budgets}
     if options.equal == "bytes":
         budgets = {tokens: equal_bytes(model.config, budget, model.dtype) for tokens, budget in budgets.items()}
@@ -514,18 +482,15 @@ def compared(model: Any, texts: list[list[Text]], options: argparse.Namespace, c
         with patched(model, policy, budgets[tokens], **settings):
             common.check_first(policy, model, budgets[tokens])  # refused now and not after minutes
     with common.progress(console) as progress:
-        bar = progress.add_task("full cache", total=len(texts) * (1 + len(caches)))
-        for parts, divisor in zip(texts, PRESETS[options.figure].shorter):
-            context = options.context // divisor
-            progress.update(bar, description=f"{context} tokens, full cache")
-            full = [read_full(model, *part) for part in parts]
+        bar = progress.add_task("full cache", total=1 + len(caches))
+        full = [read_full(model, *part) for part in texts]
+        progress.advance(bar)
+        for policy, tokens in caches:
+            progress.update(bar, description=f"{policy}, {tokens}")
+            with patched(model, policy, budgets[tokens], **settings):
+                each = [measure(model, *part[:2], whole, part.question) for part, whole in zip(texts, full)]
+            yield summarise(policy, tokens, each, full[0])
             progress.advance(bar)
-            for policy, tokens in caches:
-                progress.update(bar, description=f"{context} tokens, {policy}, {tokens}")
-                with patched(model, policy, budgets[tokens], **settings):
-                    each = [measure(model, *part[:2], whole, part.question) for part, whole in zip(parts, full)]
-                yield summarise((policy, context, tokens), each, full[0])
-                progress.advance(bar)
         progress.update(bar, description="done")
 
 
@@ -555,30 +520,26 @@ COLUMNS: common.Columns = {
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """A row for each cache, a section for each context and budget."""
-    several = len({row.context for row in rows}) > 1
-    table = common.table(
-        ("policy",), (*["context"] * several, *(title for title, _, _ in COLUMNS.values())), padding=(0, 1, 0, 0)
-    )
+    """A row for each cache, a section for each budget."""
+    table = common.table(("policy",), [title for title, _, _ in COLUMNS.values()], padding=(0, 1, 0, 0))
     for before, row in zip([rows[0], *rows], rows):
-        if (row.context, row.budget) != (before.context, before.budget):
+        if row.budget != before.budget:
             table.add_section()
         numbers = common.cells({**vars(row), "kibibytes": row.nbytes / 2**10}, COLUMNS)
-        table.add_row(row.policy, *[str(row.context)] * several, *numbers)
+        table.add_row(row.policy, *numbers)
     return table
 
 
-def explain(rows: Sequence[Row], steps: int) -> str:
+def explain(rows: Sequence[Row], context: int, steps: int) -> str:
     """What the columns are."""
-    sizes = {row.context: f"{row.full_nbytes / 2**10:.0f} KiB for {row.context} tokens" for row in rows}
     return f"""
 Means over {len(rows[0].by_text["error"])} text(s), the last {steps} tokens of each fed one at a time.
-The full cache takes {", ".join(sizes.values())}.
+The full cache takes {rows[0].full_nbytes / 2**10:.0f} KiB for {context} tokens.
 {common.legend(COLUMNS)}
 """
 
 
-def write_errors(rows: Sequence[Row], path: Path) -> None:
+def write_errors(rows: Sequence[Row], context: int, path: Path) -> None:
     """A column for each budget, a line for each policy: errors of every layer, below without those of lower layers."""
     budgets = list(dict.fromkeys(row.budget for row in rows))
     figure = common.figure(4.6 * len(budgets) + 0.8, 7.4)
@@ -586,91 +547,18 @@ def write_errors(rows: Sequence[Row], path: Path) -> None:
     for column, budget in enumerate(budgets):
         shown = {row.policy: row for row in rows if row.budget == budget}
         for axis, name in zip(axes[:, column], ("error", "own_error")):
-            lines(axis, shown, name)
+            for index, (label, row) in enumerate(shown.items()):
+                axis.plot(row.layers, by_layer(row, name), label=label, **common.style(index))
             common.finish(axis, layers=True)
         size = max(row.nbytes for row in shown.values()) / 2**10
         axes[0][column].set_title(f"cache of {size:.0f} KiB, {budget} tokens without moments", fontsize=11)
     axes[0][0].set_ylabel("against the full cache")
     axes[1][0].set_ylabel("against the layer's own pairs")
-    title = f"attention output after up to {rows[0].context} tokens, mean relative error"
+    title = f"attention output after up to {context} tokens, mean relative error"
     common.save(figure, path, title, legend_of=axes[0][0], columns=3 * len(budgets))
 
 
-def write_figure_2(rows: Sequence[Row], path: Path) -> None:
-    """Why eviction errs: how much attention is lost, and in which direction it would have pointed. As Figure 2."""
-    longest, smallest = max(row.context for row in rows), min(row.budget for row in rows)
-    rows = sorted(rows, key=lambda row: (row.context, row.budget))
-    one = next(row for row in rows if (row.context, row.budget) == (longest, smallest))
-    figure, sizes = common.figure(13, 7), f"{smallest} of {longest} tokens"
-    (mass, cosine, away), (error, masses, errors) = figure.subplots(2, 3)
-    for axis, name, title in (
-        (mass, "mass", "(a) evicted mass"),
-        (cosine, "retained_cosine", "(b) cosine of evicted and retained output"),
-        (error, "own_error", "(d) relative error"),
-    ):
-        with_spread(axis, one, name, 0)
-        mean = getattr(one, name)
-        if mean is not None:
-            axis.axhline(mean, label=f"mean {mean:.3f}", **common.DASHED)
-        common.finish(axis, f"{title}, {sizes}", legend=True, layers=True)
-    away.plot(one.layers, [1 - value for value in by_layer(one, "retained_cosine")], **common.style(0))
-    common.finish(away, f"(c) 1 - cosine, {sizes}", layers=True)
-    for index, context in enumerate(dict.fromkeys(row.context for row in rows)):
-        line = {row.budget: row.mass for row in rows if row.context == context}
-        masses.plot(line.keys(), line.values(), label=f"{context} tokens", **common.style(index))
-    common.ticks(masses, sorted({row.budget for row in rows}), base=2)
-    common.from_zero(masses)
-    masses.set_xlabel("budget, tokens per head")
-    common.finish(masses, "(e) evicted mass", legend=True)
-    lines(errors, {f"budget {row.budget}": row for row in rows if row.context == longest}, "own_error")
-    common.finish(errors, f"(f) relative error, {longest} tokens", legend=True, layers=True)
-    common.save(figure, path, f"what eviction by {one.policy} costs within a layer; bands span the heads")
-
-
-def write_figure_3(rows: Sequence[Row], path: Path) -> None:
-    """How much of the first policy's error the second recovers. As Figure 3."""
-    base, better = rows
-    figure = common.figure(13, 4)
-    samples, layers, cosine = figure.subplots(1, 3)
-    pairs = base.by_text["own_error"], better.by_text["own_error"]
-    samples.scatter(*pairs, color=common.COLOURS[0], s=28, zorder=3)
-    end = 1.08 * max(*pairs[0], *pairs[1], 1e-12)
-    samples.plot([0, end], [0, end], **common.DASHED)
-    samples.set(xlim=(0, end), ylim=(0, end), xlabel=base.policy, ylabel=better.policy)
-    common.finish(samples, "(a) relative error of each text")
-    lines(layers, {row.policy: row for row in rows}, "own_error")
-    before, after = by_layer(base, "own_error"), by_layer(better, "own_error")
-    for place, old, new in zip(base.layers, before, after):
-        if old > max(before) / 100:  # the change of next to nothing says nothing
-            layers.annotate(
-                f"{new / old - 1:+.0%}", (place, max(old, new)), (0, 6), textcoords="offset points", ha="center"
-            )
-    layers.margins(y=0.15)
-    common.finish(layers, "(b) relative error of each layer, and its change", legend=True, layers=True)
-    with_spread(cosine, better, "cosine", 1)
-    cosine.set_ylim(top=1.02)
-    common.finish(cosine, f"(c) cosine of evicted output and estimate, {better.policy}", layers=True)
-    sizes = f"over {base.context} tokens, each in the bytes of {base.budget} tokens"
-    common.save(figure, path, f"{better.policy} against {base.policy} {sizes}")
-
-
-PICTURES = {None: write_errors, 2: write_figure_2, 3: write_figure_3}  # by number of the paper's figure
-
-
-def by_layer(row: Row, name: str, reduce: Callable[[Iterable[float]], float] = fmean) -> list[float]:
+def by_layer(row: Row, name: str) -> list[float]:
     """One number for each layer, over its heads; NaN, which is not drawn, where none is known."""
     layers = [[head for head in layer if head is not None] for layer in row.by_head[name]]
-    return [reduce(heads) if heads else float("nan") for heads in layers]
-
-
-def lines(axis: Any, rows: Mapping[str, Row], name: str) -> None:
-    """One number of every row, over the layers."""
-    for index, (label, row) in enumerate(rows.items()):
-        axis.plot(row.layers, by_layer(row, name), label=label, **common.style(index))
-
-
-def with_spread(axis: Any, row: Row, name: str, index: int) -> None:
-    """The mean of every layer in a band from its lowest to its highest head."""
-    low, high = by_layer(row, name, min), by_layer(row, name, max)
-    axis.fill_between(row.layers, low, high, color=common.COLOURS[index], alpha=0.15, linewidth=0)
-    axis.plot(row.layers, by_layer(row, name), **common.style(index))
+    return [fmean(heads) if heads else float("nan") for heads in layers]

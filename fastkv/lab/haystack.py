@@ -23,7 +23,7 @@ from .words import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PR
 T = TypeVar("T")
 
 NOISE = "The kettle is warm. The window is open. The street is quiet. Off we walk. Nobody waits."
-TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # of the answers, by the first part of a task's name
+TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}  # of the answers, by the first part of a task's name
 LONGEST = 60  # words of one unit of a file; tables and code have no sentences
 
 WORDS = {"adjective": ADJECTIVES, "adverb": ADVERBS, "did": TRANSITIVE, "moved": INTRANSITIVE, "near": PREPOSITIONS}
@@ -132,7 +132,6 @@ class Request:
     index: int
     depth: float | None = None
     text: str | Path | None = None
-    data: str | Path | None = None
 
     def rng(self, purpose: str = "") -> random.Random:
         """Random numbers that depend on task, length, seed, index and purpose only."""
@@ -149,18 +148,13 @@ def hidden(filler: Units[str], between: str, needles: Sequence[str], depths: Seq
     return lambda units: (between.join(scatter(filler.take(units), needles, depths)), known)
 
 
-def drafted(
-    request: Request, write: Writer, *, before: str, question: str, answers: tuple[str, ...], between: str = ""
-) -> Draft:
-    """How to make the sample from what `write` makes of a number of units: the context and its metadata.
-
-    Args: before, between: what stands before the context, and between it and the question.
-    """
+def drafted(request: Request, write: Writer, *, before: str, question: str, answers: tuple[str, ...]) -> Draft:
+    """How to make the sample from what `write` makes of a number of units: the context and its metadata."""
     tokens = TOKENS[request.task.partition("_")[0]]
 
     def draft(units: int) -> Sample:
         context, metadata = write(units)
-        prompt = f"{before}\n\n{context}\n\n{between}{question}"
+        prompt = f"{before}\n\n{context}\n\n{question}"
         return Sample(request.task, prompt, context, question, answers, tokens, {"units": units, **metadata})
 
     return draft

@@ -14,7 +14,7 @@ for each, every process evaluates its share of the requests, and the harness gat
 several GPUs is spread over them by `parallelize=True`.
 
 The tasks, fastkv_ruler_niah_single_1 and so on, are in `tasks/*.yaml`. They are not the harness's own "ruler", which
-need downloads. The group fastkv_ruler has the eleven that need no data, fastkv_ruler_qa the other two:
+need downloads. The group fastkv_ruler has all of them:
 
     fastkv eval --model PATH --tasks fastkv_ruler --metadata max_seq_lengths=[4096,8192] num_samples=20
 
@@ -25,7 +25,6 @@ What can be chosen is metadata, as for the harness's own tasks:
     seed               of the texts (0)
     tokenizer          folder or name; by default that of the model
     haystack           file or folder of .txt and .md files instead of generated essays
-    squad, hotpotqa    the files that fastkv_ruler_qa_1 and fastkv_ruler_qa_2 read
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ class FastKVLM(HFLM):
 
 
 class RulerTask(ConfigurableTask):
-    """One of the thirteen; the prompt is the text, greedy decoding answers, RULER's own metric marks.
+    """One of the eleven; the prompt is the text, greedy decoding answers, RULER's own metric marks.
 
     Metrics: "score", the mean over all texts; with several lengths also "score_4096" and so on.
 
@@ -282,10 +281,9 @@ class RulerTask(ConfigurableTask):
         tokenizer = tokenizer_of(metadata.get("tokenizer") or metadata.get("pretrained"))
         essays = self.kind in ruler.KINDS and ruler.KINDS[self.kind].haystack == "essay"
         text = metadata.get("haystack") if essays else None
-        data = metadata.get(ruler.SOURCES[self.kind].option) if self.kind in ruler.SOURCES else None
         rows = []
         for length in self.lengths:
-            texts = written(self.kind, tokenizer, length, samples, seed, text, data)
+            texts = written(self.kind, tokenizer, length, samples, seed, text)
             rows += [
                 {"prompt": one.prompt, "question": one.question, "answers": one.answers, "length": length}
                 for one in texts
@@ -295,17 +293,17 @@ class RulerTask(ConfigurableTask):
 
     def marks(self, doc: dict[str, Any], results: list[str]) -> dict[str, float]:
         """The score of one answer, under the names of the metrics it counts for."""
-        mark = ruler.TASKS[self.kind].metric(results[0], tuple(doc["answers"]))
+        mark = ruler.string_match_all(results[0], tuple(doc["answers"]))
         return {"score": mark, **({f"score_{doc['length']}": mark} if len(self.lengths) > 1 else {})}
 
 
 @lru_cache(maxsize=32)  # the harness loads a task anew for each cache it evaluates
 def written(
-    kind: str, tokenizer: Tokenizer, length: int, samples: int, seed: int, text: str | None, data: str | None
+    kind: str, tokenizer: Tokenizer, length: int, samples: int, seed: int, text: str | None
 ) -> tuple[Sample, ...]:
     """The texts of one length; a warning where the tokenizer does not know their words."""
     indices = tqdm(range(samples), desc=f"writing {kind}, {length} tokens", leave=False)
-    found = tuple(ruler.generate(kind, tokenizer, length, seed, index, text=text, data=data) for index in indices)
+    found = tuple(ruler.generate(kind, tokenizer, length, seed, index, text=text) for index in indices)
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         unknown = unknown_share(tokenizer, tokenizer(found[0].prompt, verbose=False).input_ids)
         if unknown > FOREIGN:

@@ -1,4 +1,4 @@
-"""The thirteen tasks of RULER (arXiv:2404.06654), written offline for any tokenizer and any length.
+"""The eleven tasks of RULER (arXiv:2404.06654) that need no data, written for any tokenizer and any length.
 
     from fastkv.lab import ruler
 
@@ -6,25 +6,23 @@
     ruler.score(sample, what_the_model_wrote)
 
 Tasks, kinds of text, numbers and metrics are those of the benchmark; the wording is fastkv's own, so results compare
-policies with each other, not with published tables. The essays are generated prose or the user's own files. `qa_1` and
-`qa_2` read SQuAD and HotpotQA from a local file.
+policies with each other, not with published tables. The essays are generated prose or the user's own files.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import random
 import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import chain, count, cycle, islice, repeat
+from functools import cache
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import FastKVError
 from .haystack import NOISE, Draft, Request, Sample, Tokenizer, Units, drafted, essays, hidden, longest, prose, scatter
@@ -45,7 +43,7 @@ TOKENS_PER_ENTRY = 2  # at least: a number and a word
 ALPHA = 2.0  # of the zeta distribution: the word of rank k comes 1 / k^alpha as often as the first
 ASKED = 3  # frequent words that are asked for
 DOTS = "..."  # the word of rank 1, which does not count
-FREQUENT_LEAST = 46  # words; from here on the first five ranks are never equally frequent
+FREQUENT_LEAST = 46  # words of a coded text; from here on the first five ranks are never equally frequent
 
 
 # Retrieval: eight ways to hide numbers, and assignments that hand a value from variable to variable.
@@ -286,123 +284,11 @@ def _zeta(words: int) -> Iterator[int]:
         heapq.heapreplace(due, ((times + 1) * (rank + 1) ** ALPHA, rank, times + 1))
 
 
-# Question answering: paragraphs with the answer among many others, from the user's own copy of the data.
-
-QA_TASK = "Answer the question below from the documents. Give only the answer, in as few words as the documents use."
-
-
-class Source(NamedTuple):
-    """A data set: its name, file and address, and the metadata that names the file in lm-evaluation-harness."""
-
-    name: str
-    file: str
-    address: str
-    option: str
-
-
-SOURCES = {
-    "qa_1": Source("SQuAD 2.0", "dev-v2.0.json", "https://rajpurkar.github.io/SQuAD-explorer", "squad"),
-    "qa_2": Source("HotpotQA", "hotpot_dev_distractor_v1.json", "https://hotpotqa.github.io", "hotpotqa"),
-}
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question, its answers (any one is right), and paragraphs as places in the list of all documents.
-
-    Attributes:
-        needed: paragraphs that every text has.  near: of the same article, preferred as distractors.
-    """
-
-    text: str
-    answers: tuple[str, ...]
-    needed: tuple[int, ...]
-    near: tuple[int, ...] = ()
-
-
-def questions_on_documents(request: Request) -> Draft:
-    """Documents in random order: those the answer needs, then others of the same article, then any, repeated at need.
-
-    The question is one of the file's, in an order that depends on the seed only, whatever the length.
-    """
-    paragraphs, questions = _load(request.task, request.data)
-    order = list(range(len(questions)))
-    random.Random(request.seed).shuffle(order)
-    asked = questions[order[request.index % len(order)]]
-    rng = request.rng()
-    needed = [(rng.random(), paragraphs[one]) for one in asked.needed]
-    filler = Units(_others(paragraphs, asked, rng))
-    question = f"Question: {asked.text}\nAnswer:"
-
-    def write(units: int) -> tuple[str, dict[str, Any]]:
-        placed = sorted(needed + filler.take(units))
-        context = "\n\n".join(f"Document {number}:\n{text}" for number, (_, text) in enumerate(placed, 1))
-        depths = tuple(placed.index(one) / len(placed) for one in needed)
-        return context, {"needles": tuple(text for _, text in needed), "depths": depths}
-
-    between = f"{QA_TASK}\n\n"
-    return drafted(request, write, before=QA_TASK, between=between, question=question, answers=asked.answers)
-
-
-def _others(paragraphs: tuple[str, ...], asked: Question, rng: random.Random) -> Iterator[tuple[float, str]]:
-    near = rng.sample(asked.near, len(asked.near))
-    known = {*asked.needed, *near}
-    far = [one for one in range(len(paragraphs)) if one not in known]
-    rng.shuffle(far)
-    for one in cycle(near + far):
-        yield rng.random(), paragraphs[one]
-
-
-def _load(task: str, data: str | Path | None) -> tuple[tuple[str, ...], tuple[Question, ...]]:
-    """All paragraphs, each once, and all questions that have an answer."""
-    name, file, address, option = SOURCES[task]
-    advice = f"download {file} from {address} and pass data=PATH, or --metadata {option}=PATH for lm-evaluation-harness"
-    if data is None:
-        raise FastKVError(f"{task} reads {name}, which does not come with fastkv, and got no file; {advice}")
-    path = Path(data)
-    if not path.is_file():
-        raise FastKVError(f"{task} expected {name}'s {file} at {path}, got nothing there; {advice}")
-    try:
-        return _parse(task, path, path.stat().st_mtime_ns)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise FastKVError(f"{path} is not {name}'s {file}, reading it failed with {error!r}; {advice}") from error
-
-
-@lru_cache(maxsize=2)
-def _parse(task: str, path: Path, changed: int) -> tuple[tuple[str, ...], tuple[Question, ...]]:
-    """`changed` is when the file was written, so that a new file is read anew."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    paragraphs: dict[str, int] = {}
-    questions = list(_squad(content, paragraphs) if task == "qa_1" else _hotpot(content, paragraphs))
-    if not questions or len(paragraphs) < 2:
-        raise ValueError("no questions, or fewer than two paragraphs")
-    return tuple(paragraphs), tuple(questions)
-
-
-def _squad(content: Any, paragraphs: dict[str, int]) -> Iterator[Question]:
-    for article in content["data"]:
-        places = [paragraphs.setdefault(one["context"], len(paragraphs)) for one in article["paragraphs"]]
-        for place, paragraph in zip(places, article["paragraphs"]):
-            near = tuple(dict.fromkeys(other for other in places if other != place))
-            for asked in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
-                if answers:  # SQuAD 2.0 also asks what has none
-                    yield Question(asked["question"], answers, (place,), near)
-
-
-def _hotpot(content: Any, paragraphs: dict[str, int]) -> Iterator[Question]:
-    """A question needs two of its ten paragraphs, and RULER keeps all ten."""
-    for asked in content:
-        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
-        places = tuple(dict.fromkeys(paragraphs.setdefault(text, len(paragraphs)) for text in texts))
-        yield Question(asked["question"], (asked["answer"],), places)
-
-
 # Marks, and all of it.
 
 
 def string_match_all(prediction: str, answers: Sequence[str]) -> float:
-    """Share of the reference strings that occur in the prediction, 0 to 1; of every task but question answering.
+    """Share of the reference strings that occur in the prediction, 0 to 1.
 
     Case does not matter, and control characters separate words.
     """
@@ -414,27 +300,7 @@ def string_match_all(prediction: str, answers: Sequence[str]) -> float:
     return sum(answer.lower() in text for answer in answers) / len(answers)
 
 
-def string_match_part(prediction: str, answers: Sequence[str]) -> float:
-    """1 if any of the reference strings, which say the same, occurs in the prediction, else 0; otherwise as above."""
-    return float(string_match_all(prediction, answers) > 0)
-
-
-@dataclass(frozen=True)
-class Task:
-    """How a task is written and marked; `least` is the smallest number of filler units that makes sense."""
-
-    write: Callable[[Request], Draft]
-    metric: Callable[[str, tuple[str, ...]], float] = string_match_all
-    least: int = 1
-
-
-TASKS = {
-    **dict.fromkeys(KINDS, Task(niah)),
-    "vt": Task(tracking),
-    "cwe": Task(common_words),
-    "fwe": Task(frequent_words, least=FREQUENT_LEAST),
-    **dict.fromkeys(SOURCES, Task(questions_on_documents, string_match_part)),
-}
+TASKS = {**dict.fromkeys(KINDS, niah), "vt": tracking, "cwe": common_words, "fwe": frequent_words}
 
 
 def generate(
@@ -446,7 +312,6 @@ def generate(
     *,
     depth: float | None = None,
     text: str | Path | None = None,
-    data: str | Path | None = None,
 ) -> Sample:
     """One sample of `task`; the same arguments always give the same one.
 
@@ -459,19 +324,17 @@ def generate(
         length: tokens.  seed, index: of the set of samples, and in it.
         depth: where to put the needles that are asked for, 0 to 1; at random places if None. For niah tasks.
         text: file or folder of .txt and .md files for the essays; generated prose if None. For niah tasks with essays.
-        data: the file with the questions. For qa tasks, which need it.
     """
     if task not in TASKS:
         raise FastKVError(f"expected one of the tasks {', '.join(TASKS)}, got {task!r}; choose one of them")
     essays = task in KINDS and KINDS[task].haystack == "essay"
-    for name, value, has in (("depth", depth, task in KINDS), ("text", text, essays), ("data", data, task in SOURCES)):
+    for name, value, has in (("depth", depth, task in KINDS), ("text", text, essays)):
         if value is not None and not has:
             raise FastKVError(f"{task} has no {name}, got {name}={value!r}; leave it out or choose another task")
-    draft = TASKS[task].write(Request(task, length, seed, index, depth, text, data))
-    return longest(draft, tokenizer, length, TASKS[task].least)
+    draft = TASKS[task](Request(task, length, seed, index, depth, text))
+    return longest(draft, tokenizer, length, FREQUENT_LEAST if task == "fwe" else 1)
 
 
 def score(sample: Sample, prediction: str) -> float:
-    """RULER's mark of what a model wrote, 0 to 1: the share of the answers in it, for `qa` whether any is in it."""
-    metric = TASKS[sample.task].metric if sample.task in TASKS else string_match_all
-    return metric(prediction, sample.answers)
+    """RULER's mark of what a model wrote, 0 to 1: the share of the answers in it."""
+    return string_match_all(prediction, sample.answers)
