@@ -8,8 +8,8 @@ from fastkv.integrations.transformers import stock
 from fastkv.integrations.transformers.attention import NAME
 from fastkv.integrations.transformers.layer import FastKVLayer
 
-from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
-from .pairwise import covering, each
+from .models import COMBINATIONS, build, compressed_layers, generate, prompt
+from .pairwise import covering
 
 TOKENS, EVERY = 20, 5
 
@@ -68,52 +68,7 @@ def test_bound_and_conservation(kind, block):
     assert torch.equal(last[:, -1].expand(3), seen[:, 0] - 1)
 
 
-def test_slots_hold_the_keys_of_their_positions():
-    """With one-shot prefill, what is kept is exactly what the stock cache holds at those positions."""
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
-    stock = model(ids).past_key_values
-    fastkv.patch(model, "keydiff", small())
-    cache = model(ids).past_key_values
-    state = cache.layers[0].state
-    for head in range(2):
-        kept = state.exact.positions[0, head, : int(state.exact.lengths[0, head])].long()
-        assert torch.equal(state.exact.keys[0, head, : len(kept)], stock.layers[0].keys[0, head, kept])
-        assert torch.equal(state.exact.values[0, head, : len(kept)], stock.layers[0].values[0, head, kept])
-        gone = sorted(set(range(50)) - set(kept.tolist()))
-        assert int(cache.moments(0).count[0, head]) == len(gone)
-
-
-def test_moments_hold_exactly_what_was_evicted():
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
-    stock = model(ids).past_key_values.layers[0]
-    fastkv.patch(model, "momentkv", small())
-    cache = model(ids).past_key_values
-    state, moments = cache.layers[0].state, cache.moments(0)
-    for head in range(2):
-        gone = torch.tensor(sorted(set(range(50)) - set(state.exact.positions[0, head, :TOKENS].tolist())))
-        keys, values = stock.keys[0, head, gone].double(), stock.values[0, head, gone].double()
-        torch.testing.assert_close(moments.key_mean[0, head].double(), keys.mean(0), atol=1e-6, rtol=1e-6)
-        cross = (keys - keys.mean(0)).T @ (values - values.mean(0))
-        torch.testing.assert_close(moments.cross[0, head].double(), cross, atol=1e-5, rtol=1e-5)
-
-
 # Equal tokens have keys of equal length in the first layer, so rounding decides which of them `knorm` keeps.
-DECIDED = [name for name in fastkv.policies.names() if name != "knorm"]
-
-
-@pytest.mark.parametrize("name", each(DECIDED, often=("expected-attention", "grkv")))
-def test_a_padded_row_is_the_row_alone(name, tmp_path):
-    model = build()
-    fastkv.patch(model, policy(name, tmp_path), small(), evict_every=EVERY)
-    ids, mask = prompt()
-    together = generate(model, ids, mask, new=25)
-    for row, pad in enumerate((0, 7, 19)):
-        alone = generate(model, ids[row : row + 1, pad:], new=25)
-        assert torch.equal(alone[0, -25:], together[row, -25:])
-
-
 def test_keep_share_counts_the_whole_prompt_in_both_modes():
     model = build()
     ids, _ = prompt(1, 50, (0,))
