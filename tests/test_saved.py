@@ -4,6 +4,8 @@ import functools
 import json
 import signal
 import struct
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,8 @@ from .conftest import examples
 from .models import COMBINATIONS, build, compressed_layers, generate, policy, prompt
 from .pairwise import each, named
 from .processes import run
-from .test_policy_matrix import ADAPTIVE, EVERY, NAMES, small
+from .test_policy_matrix import EVERY, NAMES, small
 from .test_vector_cache import mapping
-from .toy import generate as write_text
-from .toy import load
 
 MIXED = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,11 +108,33 @@ def test_every_policy(name, tmp_path):
     check_round_trip(model, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["h2o", "keydiff", "kvzip"])
-def test_adaptive_heads(name, tmp_path):
-    assert name in ADAPTIVE
-    model = fastkv.patch(build(), name, small(heads="adaptive"), evict_every=EVERY, correction="moments")
-    check_round_trip(model, tmp_path / "cache")
+MOMENTS = {"correction": "moments", "evict_every": EVERY}
+LIMITS = {"sinks": 2, "recent": 4}
+BUDGETS = {
+    "keep": fastkv.Budget(keep=0.3, **LIMITS),
+    "bytes": fastkv.Budget(bytes=40_000, **LIMITS),
+    "weights": fastkv.Budget(tokens=20, **LIMITS, layers=[1, 2, 1, 3]),
+    "pyramid-adaptive": fastkv.Budget(tokens=20, **LIMITS, layers="pyramid", heads="adaptive"),
+}
+SETTINGS = {  # how a model is made and patched
+    **{f"{name} adaptive": (build, name, small(heads="adaptive"), MOMENTS) for name in ("h2o", "keydiff", "kvzip")},
+    **{
+        f"{name} {budget} {block}": (build, name, BUDGETS[budget], {"prefill_block": block})
+        for name, budget, block in product(["snapkv"], BUDGETS, [None, 16])
+    },
+    **{"-".join(one): (partial(build, *one), "keydiff", small(), MOMENTS) for one in COMBINATIONS},
+    **{
+        f"{name} {dtype}": (lambda name=name, dtype=dtype: build(name).to(dtype), "h2o", small(), MOMENTS)
+        for name, dtype in product(["llama", "gemma3"], [*HALF.values(), torch.float64])
+    },
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting(setting, tmp_path):
+    """Gemma's sliding-window layers are transformers' and saved too."""
+    make, name, budget, options = SETTINGS[setting]
+    check_round_trip(fastkv.patch(make(), name, budget, **options), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("r2", [1.0, MIXED], ids=["all", "mixed"])
@@ -121,35 +143,6 @@ def test_vector(name, r2, tmp_path):
     model = build()
     options = {"correction": "vector+moments", "vector": mapping(model, r2=r2), "evict_every": EVERY}
     check_round_trip(fastkv.patch(model, name, small(), **options), tmp_path / "cache")
-
-
-@pytest.mark.parametrize(
-    "budget",
-    [
-        fastkv.Budget(keep=0.3, sinks=2, recent=4),
-        fastkv.Budget(bytes=40_000, sinks=2, recent=4),
-        fastkv.Budget(tokens=20, sinks=2, recent=4, layers=[1, 2, 1, 3]),
-        fastkv.Budget(tokens=20, sinks=2, recent=4, layers="pyramid", heads="adaptive"),
-    ],
-    ids=["keep", "bytes", "weights", "pyramid-adaptive"],
-)
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-def test_every_budget(budget, block, tmp_path):
-    check_round_trip(fastkv.patch(build(), "snapkv", budget, prefill_block=block), tmp_path / "cache")
-
-
-@pytest.mark.parametrize("name,base", COMBINATIONS)
-def test_every_family(name, base, tmp_path):
-    """Gemma's sliding-window layers are transformers' and saved too."""
-    model = fastkv.patch(build(name, base), "keydiff", small(), correction="moments", evict_every=EVERY)
-    check_round_trip(model, tmp_path / "cache")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_every_dtype(name, dtype, tmp_path):
-    model = fastkv.patch(build(name).to(dtype), "h2o", small(), correction="moments", evict_every=EVERY)
-    check_round_trip(model, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("dtype", [named(HALF["fp16"], slow=True), HALF["bf16"]], ids=str)
@@ -199,16 +192,6 @@ def test_after_assisted_decoding(tmp_path):
         assert one.get_seq_length() == 55
     assert_same(contents(again), contents(cache))
     assert_same(contents(twin), contents(cache))
-
-
-def test_reset_and_a_new_batch_after_loading(tmp_path):
-    model = fastkv.patch(build(), "snapkv", fastkv.Budget(keep=0.3, sinks=2, recent=4), evict_every=EVERY)
-    cache, tokens, mask = read_prompt(model)
-    cache.save(tmp_path / "cache")
-    again = FastKVCache.load(tmp_path / "cache", model)
-    again.reset()
-    ids, _ = prompt(2, 31, (0, 0))
-    assert torch.equal(generate(model, ids, past_key_values=again), generate(model, ids))
 
 
 def test_rows_may_be_chosen_before_saving(tmp_path):
@@ -558,45 +541,3 @@ def test_a_kill_in_the_middle_leaves_the_old_file(stage, tmp_path):
     FastKVCache.load(path, model)
     read_prompt(model, new=5)[0].save(path)
     assert FastKVCache.load(path, model).get_seq_length() == 54
-
-
-def test_size_on_disk(tmp_path):
-    """Within 5 % of what the cache holds, for a prompt of ordinary size on the bundled model."""
-    model, tokenizer = load()
-    text = tokenizer(write_text("facts", 1024, seed=0).context, return_tensors="pt").input_ids
-    for name, options in (("momentkv", {}), ("snapkv", {"budget": fastkv.Budget(tokens=256, heads="adaptive")})):
-        with fastkv.patched(model, name, **{"budget": 256, **options}):
-            cache = model(text, logits_to_keep=1).past_key_values
-            cache.save(tmp_path / "cache")
-            assert abs((tmp_path / "cache").stat().st_size / cache.nbytes() - 1) < 0.05
-
-
-def test_many_questions_over_one_saved_prefix(tmp_path):
-    """Context read once and saved; every question, one after the other or all at once, is answered as if it had been
-    read, and compressed, for that question alone."""
-    model, tokenizer = load()
-    text = write_text("facts", 1024, seed=3, questions=8)
-    context = tokenizer(text.context, return_tensors="pt").input_ids
-    questions = tokenizer(list(text.questions), add_special_tokens=False, return_tensors="pt").input_ids
-    prompts = torch.cat([context.expand(len(questions), -1), questions], 1)
-    path = tmp_path / "prefix"
-    with fastkv.patched(model, "keydiff", budget=384):
-        model(context, logits_to_keep=1).past_key_values.save(path)
-        each_time = []
-        for row in range(len(questions)):
-            cache = FastKVCache(model)
-            model(context, past_key_values=cache, logits_to_keep=1)
-            each_time.append(generate(model, prompts[row : row + 1], new=4, past_key_values=cache)[0])
-        prefix = FastKVCache.load(path, model)
-        before = contents(prefix)
-        after_another = [
-            generate(model, prompts[row : row + 1], new=4, past_key_values=prefix.clone())[0]
-            for row in range(len(questions))
-        ]
-        at_once = generate(model, prompts, new=4, past_key_values=prefix.fork(len(questions)))
-        assert_same(contents(prefix), before)
-    assert torch.equal(torch.stack(after_another), torch.stack(each_time))
-    assert torch.equal(at_once, torch.stack(each_time))
-    answers = tokenizer.batch_decode(at_once[:, prompts.shape[1] :])
-    right = sum(answer.startswith(expected[:8]) for answer, expected in zip(answers, text.answers))
-    assert right >= 7, "the prefix knows the answers"
