@@ -9,7 +9,7 @@ import transformers
 import fastkv
 from fastkv.config import Config
 from fastkv.lab.cli import main
-from fastkv.lab.survey import survey
+from fastkv.lab.doctor import survey
 
 from .models import COMMON, GEMMA, build, compressed_layers
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import policies
@@ -26,7 +25,7 @@ from ..calibration.files import describe, fingerprint
 from ..calibration.quality import QualityCurve, context_nll, retained, save
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
-from . import common
+from . import asking, common
 from .words import ADJECTIVES, NOUNS, PLACES, TRANSITIVE
 
 PENALTY = 2.0
@@ -62,14 +61,11 @@ Write: TypeAlias = Callable[[PreTrainedTokenizerBase, int, int], Sample]  # toke
 
 
 class Asked(NamedTuple):
-    """A context [1, N] and its Q questions, each followed by its answer: rests [Q, T], padded on the right.
-
-    `answers` [Q, T] is true for the tokens of the answers.
-    """
+    """Tokens: a context [1, N], its questions, each with its answer, and where each answer starts."""
 
     context: Tensor
-    rests: Tensor
-    answers: Tensor
+    rests: list[list[int]]
+    starts: list[int]
 
 
 def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Sample:
@@ -170,10 +166,8 @@ def _tokenise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample
     if query_aware:  # the last token of the question waits: what is read after compression predicts the answer
         context += questions[0][:-1]
         questions, answers = [questions[0][-1:]], answers[:1]
-    rests = [torch.tensor(question + answer) for question, answer in zip(questions, answers)]
-    wanted = [torch.arange(len(rest)) >= len(question) for rest, question in zip(rests, questions)]
-    padded = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (rests, wanted))
-    return Asked(torch.tensor([context], device=model.device), *padded)
+    rests = [question + answer for question, answer in zip(questions, answers)]
+    return Asked(torch.tensor([context], device=model.device), rests, [len(question) for question in questions])
 
 
 def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked: Asked) -> list[Triple]:
@@ -198,9 +192,11 @@ def _measure(model: PreTrainedModel, policy: str, keeps: Sequence[float], asked:
 def _answer_nll(model: PreTrainedModel, cache: Any, asked: Asked) -> float:
     """Mean NLL of the tokens of all answers; uses the cache up."""
     cache.batch_repeat_interleave(len(asked.rests))
-    logits = model(asked.rests, **{CACHE: cache}).logits[:, :-1].float()
-    said = logits.log_softmax(-1).gather(-1, asked.rests[:, 1:, None])[..., 0]
-    return -float(said[asked.answers[:, 1:]].mean())
+    said = [
+        log_probs[start - 1 : -1].gather(-1, torch.tensor(rest[start:], device=log_probs.device)[:, None])
+        for log_probs, rest, start in zip(asking.forced(model, cache, asked.rests), asked.rests, asked.starts)
+    ]
+    return -float(torch.cat(said).mean())
 
 
 def fit(triples: Sequence[Triple], penalty: float = PENALTY) -> tuple[float, float]:

@@ -40,7 +40,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from torch.nn import Module
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -222,8 +221,6 @@ class FastKVLM(HFLM):
     @torch.no_grad()
     def _score(self, context: tuple[int, ...], continuations: list[list[int]]) -> list[Answer]:
         """Read and compress all of the context but its last token, then score continuations in one batch."""
-        rows = [torch.tensor([context[-1], *one[:-1]], device=self.device) for one in continuations]
-        padded = pad_sequence(rows, batch_first=True)  # on the right, where nothing attends to it
         with torch.autocast(
             self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
         ):
@@ -231,12 +228,12 @@ class FastKVLM(HFLM):
             if len(context) > 1:
                 read = torch.tensor([context[:-1]], device=self.device)
                 past = self.model(read, use_cache=True, logits_to_keep=1)[CACHE]
-                past.batch_repeat_interleave(len(rows))
-            logits = self.model(padded, **{CACHE: past}, use_cache=True).logits
-        scores = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
+                past.batch_repeat_interleave(len(continuations))
+            texts = [[context[-1], *one[:-1]] for one in continuations]
+            scores = asking.forced(self.model, past, texts, self.softmax_dtype)
         answers = []
         for score, continuation in zip(scores, continuations):
-            target, score = torch.tensor(continuation, device=score.device), score[: len(continuation)]
+            target = torch.tensor(continuation, device=score.device)
             chosen = score.gather(1, target[:, None])
             answers.append((float(chosen.sum()), bool((score.argmax(-1) == target).all())))
         return answers
