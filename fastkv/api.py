@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from . import config as settings
 from .budget import Budget
+from .cache import prefill
 from .calibration.vector_map import VectorMap
 from .config import Config
 from .corrections import Correction
@@ -72,7 +73,7 @@ def patch(
     Returns: the same model.
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
     """
-    block: Any = settings.ELSEWHERE if prefill_block == "auto" else prefill_block
+    block: Any = prefill.ELSEWHERE if prefill_block == "auto" else prefill_block
     rest = budget, block, evict_every, correction, backend, static, slots
     config = Config.make(policy or settings.POLICY, *rest)
     modules = engine.check(model, config)
@@ -80,7 +81,7 @@ def patch(
     config = engine.with_rotations(config, model, modules, otherwise).coded(*engine.sizes(modules))
     if prefill_block == "auto":
         weight = next(model.parameters())
-        config = replace(config, prefill_block=settings.block_tokens(weight.device, weight.dtype))
+        config = replace(config, prefill_block=prefill.block_tokens(weight.device, weight.dtype))
     config = settings.with_fits(config, model.config, vector)
     config = settings.with_shares(config, model.config, lambda wanted: shares_for(model, wanted))
     engine.detach(model)

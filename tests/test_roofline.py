@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastkv
-from fastkv import config as roofline
+from fastkv.cache import prefill as roofline
 
 from .models import build, generate, prompt
 
@@ -25,6 +25,10 @@ def test_a_block_takes_as_long_to_compute_as_its_weights_to_read(monkeypatch, dt
     """H200, by hand: 1070 T operations / 4.92 TB/s = 218 per byte, times bytes per weight, twice over for headroom."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     assert roofline.block_tokens(torch.device("cuda"), dtype) == tokens
+    for width, tokens in ((10**6, 128), (10, 2048)):  # within reason
+        other = SimpleNamespace(**{**vars(H200), "memory_bus_width": width})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, other=other: other)
+        assert roofline.block_tokens(torch.device("cuda"), dtype) == tokens
 
 
 def test_other_devices_get_a_fixed_size(monkeypatch):
@@ -32,11 +36,6 @@ def test_other_devices_get_a_fixed_size(monkeypatch):
     unknown = SimpleNamespace(**{**vars(H200), "major": 99})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: unknown)
     assert roofline.block_tokens(torch.device("cuda"), torch.bfloat16) == 512
-
-
-@pytest.mark.parametrize("raw,tokens", [(1, 128), (129, 256), (256, 256), (300.2, 512), (1e6, 2048)])
-def test_rounded(raw, tokens):
-    assert roofline.rounded(raw) == tokens
 
 
 def test_patch_asks_the_device(monkeypatch):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ...budget import Budget
-from ...config import BUDGET, EVICT_EVERY, POLICY, Config, block_tokens
+from ...cache.prefill import block_tokens
+from ...config import BUDGET, EVICT_EVERY, POLICY, Config
 from ...errors import FastKVError
 from ...policies import get
 
