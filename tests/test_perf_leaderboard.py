@@ -1,6 +1,7 @@
 """The leaderboard: what its page says is what was measured, and it goes on where it was stopped."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,16 +74,30 @@ def test_a_text_that_is_not_finished_does_not_count(place):
 
 def test_cells_are_measured_once_and_go_on(place, loaded, capsys):
     model, tokenizer = loaded
-    leaderboard.run("later_2048", model, tokenizer, range(1), TABLE.keeps, {})
+    leaderboard.run(["later_2048"], model, tokenizer, range(1), TABLE.keeps, {})
     file = place / "later_2048.jsonl"
     first = file.read_text().splitlines()
     assert len(first) == 4
     file.write_text("\n".join(first[:3]) + '\n{"seed": 0, "pa')  # killed while it wrote
-    leaderboard.run("later_2048", model, tokenizer, range(1), TABLE.keeps, {})
+    leaderboard.run(["later_2048"], model, tokenizer, range(1), TABLE.keeps, {})
     again = [json.loads(line) for line in file.read_text().splitlines()]
     assert {(row["policy"], row["keep"]) for row in again} == {(n, k) for n in TABLE.names for k in TABLE.keeps}
     same = [{**row, "compress_s": 0, "answer_s": 0, "read_s": 0} for row in (json.loads(first[3]), again[-1])]
     assert same[0] == same[1]
+
+
+def test_tables_of_the_same_texts_share_a_reading(place, loaded, monkeypatch):
+    model, tokenizer = loaded
+    tables = {name: replace(TABLE, keeps=(keep,)) for name, keep in (("later_2048", 0.5), ("other", 0.25))}
+    monkeypatch.setattr(leaderboard, "TABLES", tables | {"longer": replace(TABLE, length=800)})
+    assert leaderboard.groups(["later_2048", "longer", "other"]) == [["later_2048", "other"], ["longer"]]
+    reads = []
+    monkeypatch.setattr(measure, "read", lambda *a, read=measure.read: reads.append(0) or read(*a))
+    leaderboard.run(["later_2048", "other"], model, tokenizer, range(1), (0.5, 0.25), {})
+    assert len(reads) == 1
+    for name, table in tables.items():
+        rows = page.rows_of(place / f"{name}.jsonl")
+        assert [(row["policy"], row["keep"]) for row in rows] == [(one, *table.keeps) for one in table.names]
 
 
 def test_a_cache_that_keeps_everything_is_the_full_cache(loaded):
@@ -156,7 +171,7 @@ def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, load
     monkeypatch.setattr(leaderboard, "TABLES", {"onward_2048": table})
     told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
     for _ in range(2):
-        leaderboard.run("onward_2048", model, tokenizer, range(1), table.keeps, told)
+        leaderboard.run(["onward_2048"], model, tokenizer, range(1), table.keeps, told)
     assert [row["policy"] for row in page.rows_of(place / "onward_2048.jsonl")] == ["keydiff", "streaming"]
     page.write(place, leaderboard.TABLES)
     text = page.PAGE.read_text()

@@ -13,7 +13,7 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ class Table:
     settings: dict[str, Any] = field(default_factory=dict)
     texts: int = 8
     keeps: tuple[float, ...] = KEEPS
+
+    @property
+    def parts(self) -> int:
+        """Texts of a seed: one for each question where it is seen."""
+        return 2 * facts.ASKED if self.question == "seen" else 1
 
 
 FEW = ("fastkv", "fastkv-reread", "momentkv", "compactor", "kvzip", "streaming")
@@ -127,33 +132,46 @@ def texts_of(table: Table, model: Any, tokenizer: Any, seed: int) -> Iterator[An
         yield measure.read(model, tokenizer, sample)
 
 
-def run(name: str, model: Any, tokenizer: Any, texts: range, keeps: tuple[float, ...], told: dict[str, Any]) -> None:
-    """Measure the cells of a table that its file lacks."""
-    table, file = TABLES[name], RESULTS / f"{name}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    have, begun, made = done(file), time.monotonic(), 0
-    seeds = [seed for seed in texts if seed < table.texts]
-    parts = 2 * facts.ASKED if table.question == "seen" else 1
-    cells = [(p, k) for p in table.names for k in table.keeps if k in keeps]
-    left = sum((seed, part, *cell) not in have for seed in seeds for part in range(parts) for cell in cells)
-    for seed in seeds:
-        if all((seed, part, *cell) in have for part in range(parts) for cell in cells):
-            continue
+def groups(names: Sequence[str]) -> list[list[str]]:
+    """Tables of the same texts together, in the order of the first of each."""
+    found: dict[Any, list[str]] = {}
+    for name in names:
+        found.setdefault((TABLES[name].length, TABLES[name].question, TABLES[name].sample), []).append(name)
+    return list(found.values())
+
+
+def run(
+    names: Sequence[str], model: Any, tokenizer: Any, seeds: range, keeps: tuple[float, ...], told: dict[str, Any]
+) -> None:
+    """Measure the cells that the files of some tables lack; tables of the same texts share each reading."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    files = {name: RESULTS / f"{name}.jsonl" for name in names}
+    left: dict[int, list[tuple[str, tuple[Any, ...]]]] = {}  # by seed: table, and (part, policy, keep)
+    for name in names:
+        table, have = TABLES[name], done(files[name])
+        cells = [(policy, keep) for policy in table.names for keep in table.keeps if keep in keeps]
+        for seed in seeds[: max(table.texts - seeds.start, 0)]:
+            wanted = [(part, *cell) for part in range(table.parts) for cell in cells]
+            left.setdefault(seed, []).extend((name, one) for one in wanted if (seed, *one) not in have)
+    total, begun, made = sum(map(len, left.values())), time.monotonic(), 0
+    for seed, waiting in left.items():
+        parts = {part for _, (part, *_) in waiting}
         with torch.no_grad():
-            for part, text in enumerate(texts_of(table, model, tokenizer, seed)):
-                for policy, keep in cells:
-                    if (seed, part, policy, keep) in have:
+            for part, text in enumerate(texts_of(TABLES[names[0]], model, tokenizer, seed) if parts else ()):
+                for name, (of, policy, keep) in waiting:
+                    if of != part:
                         continue
+                    table = TABLES[name]
                     if table.question == "none":
                         found = onward.cell(model, text, policy, keep, table.settings)
                     else:
                         found = measure.cell(model, tokenizer, text, policy, keep, table.equal, table.settings)
                     row = {"seed": seed, "part": part, "policy": policy, "keep": keep}
-                    with file.open("a") as out:
+                    with files[name].open("a") as out:
                         out.write(json.dumps(row | found | told) + "\n")
                     made += 1
-                    rest = (time.monotonic() - begun) / made * (left - made) / 60
-                    print(f"{name}: {made}/{left} cells, some {rest:.0f} min left in this table", flush=True)
+                    rest = (time.monotonic() - begun) / made * (total - made) / 60
+                    print(f"{name} {seed}: {made}/{total} cells, some {rest:.0f} min left", flush=True)
 
 
 def clock(model: Any, tokenizer: Any, told: dict[str, Any]) -> None:
@@ -208,8 +226,8 @@ def main() -> None:
         model, tokenizer = load(options.model)
         told = {key: value for key, value in environment().items() if key in ("commit", "torch", "transformers", "cpu")}
         texts = range(options.first, min(options.texts, max(table.texts for table in TABLES.values())))
-        for name in names:
-            run(name, model, tokenizer, texts, options.keeps, told | {"model": options.model})
+        for same in groups(names):
+            run(same, model, tokenizer, texts, options.keeps, told | {"model": options.model})
         if options.times:
             clock(model, tokenizer, told)
         if options.kvpress_python:

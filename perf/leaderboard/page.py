@@ -260,9 +260,8 @@ def show_in_readme(rows: list[dict[str, Any]], keeps: list[float], where: str) -
 
 def complete(rows: list[dict[str, Any]], table: Table, keep: float) -> set[int]:
     """Seeds of texts on which every cell of a column was measured."""
-    parts = 12 if table.question == "seen" else 1
     count = Counter(row["seed"] for row in rows if row["keep"] == keep and row["policy"] in table.names)
-    return {seed for seed, num in count.items() if num >= len(table.names) * parts}
+    return {seed for seed, num in count.items() if num >= len(table.names) * table.parts}
 
 
 def draw(rows: list[dict[str, Any]], keeps: list[float]) -> None:
