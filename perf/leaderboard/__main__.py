@@ -3,7 +3,7 @@
 python -m perf.leaderboard                       # everything, some hours; killed, it goes on where it was
 python -m perf.leaderboard --quick               # two texts of the first table, some 12 minutes
 python -m perf.leaderboard --page                # the page alone, from what is measured
-python -m perf.leaderboard --tables "" --times         # how long each policy reads and steps, on a quiet machine
+python -m perf.leaderboard --tables "" --times   # reading and steps, on a quiet machine; with --kvpress-python its, too
 python -m perf.leaderboard --tables "" --kvpress-python PATH   # kvpress on the same texts, in an environment of its own
 """
 
@@ -174,9 +174,9 @@ def run(
                     print(f"{name} {seed}: {made}/{total} cells, some {rest:.0f} min left", flush=True)
 
 
-def clock(model: Any, tokenizer: Any, told: dict[str, Any]) -> None:
-    """Measure reading and steps anew; the machine has to be quiet."""
-    found = list(times.rows(model, tokenizer, ALL))
+def clock(model: Any, tokenizer: Any, told: dict[str, Any], python: str | None = None, where: str = "") -> None:
+    """Measure reading and steps anew; the machine has to be quiet. python, where: as of `times.rows`."""
+    found = list(times.rows(model, tokenizer, ALL, python, where))
     (RESULTS / f"{page.TIMES}.jsonl").write_text("".join(json.dumps(row | told) + "\n" for row in found))
 
 
@@ -229,8 +229,8 @@ def main() -> None:
         for same in groups(names):
             run(same, model, tokenizer, texts, options.keeps, told | {"model": options.model})
         if options.times:
-            clock(model, tokenizer, told)
-        if options.kvpress_python:
+            clock(model, tokenizer, told, options.kvpress_python, place(options.model)[0])
+        elif options.kvpress_python:
             beside_kvpress(model, tokenizer, place(options.model)[0], options.kvpress_python, told)
     page.write(RESULTS, TABLES)
 

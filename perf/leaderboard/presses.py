@@ -1,15 +1,17 @@
 """kvpress on texts that the leaderboard has read: run in an environment with kvpress and without fastkv.
 
     PATH/python perf/leaderboard/presses.py TEXTS OUT MODEL
+    PATH/python perf/leaderboard/presses.py TIMES MODEL
 
 TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press
 compresses a text while it reads it. Its cache then answers each question alone, at the positions of a cache that lost
-nothing.
+nothing. TIMES holds tokens [1, N]: some presses' seconds of reading them to an eighth, and of a step, are printed.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -57,6 +59,10 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "StreamingLLMPress": _alone(kvpress.StreamingLLMPress),
     "KnormPress": _alone(kvpress.KnormPress),
 }
+
+
+TIMED = ("KeyDiffPress", "KnormPress", "StreamingLLMPress", "SnapKVPress", "ExpectedAttentionPress", "CompactorPress")
+STEPS = 32
 
 
 def plain(text: str) -> str:
@@ -116,11 +122,31 @@ def cell(model: Any, tokenizer: Any, text: dict[str, Any], press: Any) -> dict[s
     return {"asked": asked, "right": right, "answer_kl": sum(apart) / asked, "text_kl": text_kl, "read_s": seconds}
 
 
+def loaded(where: str) -> Any:
+    """The model of a directory."""
+    return AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+@torch.no_grad()
+def times(tokens: str, where: str) -> None:
+    """Print a line for each of `TIMED`: seconds of reading, and the median of some steps."""
+    model, ids = loaded(where), torch.load(tokens)[0].tolist()
+    for name in TIMED:
+        begun = time.perf_counter()
+        cache = Compressed(model, ids, PRESSES[name](1 - KEEPS[1]))
+        cache.logits(ids[:1])  # fastkv's reading ends with the logits of a token, too
+        read, steps = time.perf_counter() - begun, []
+        for step in range(1, STEPS + 1):
+            begun = time.perf_counter()
+            cache.logits(ids[:1], after=step)
+            steps.append(time.perf_counter() - begun)
+        print(json.dumps({"policy": name, "read_s": read, "step_s": statistics.median(steps)}))
+
+
 @torch.no_grad()
 def main(texts: str, out: str, where: str) -> None:
     """Measure what `out` lacks."""
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="sdpa").eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(where)
+    model, tokenizer = loaded(where), AutoTokenizer.from_pretrained(where)
     file = Path(out)
     have = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     told = {name: version(name) for name in ("kvpress", "torch", "transformers")}
@@ -137,4 +163,4 @@ def main(texts: str, out: str, where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (times if len(sys.argv) == 3 else main)(*sys.argv[1:])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +37,29 @@ def timed(model: Any, ids: Tensor, cache: Any) -> tuple[float, float]:
     return read, statistics.median(steps)
 
 
+def least(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    """The shorter reading and the shorter step."""
+    return min(one[0], other[0]), min(one[1], other[1])
+
+
+def presses(python: str, ids: Tensor, where: str) -> dict[str, tuple[float, float]]:
+    """The same of kvpress's presses, in an environment of its own; where: the model's directory."""
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save(ids, file.name)
+        command = [python, str(Path(__file__).with_name("presses.py")), file.name, where]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    return {row["policy"]: (row["read_s"], row["step_s"]) for row in found}
+
+
 @torch.no_grad()
-def rows(model: Any, tokenizer: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for the full cache and each policy; all take turns, so that a slow minute of the machine meets them all."""
+def rows(
+    model: Any, tokenizer: Any, names: Sequence[str], python: str | None = None, where: str = ""
+) -> Iterator[dict[str, Any]]:
+    """A row for the full cache and each policy; all take turns, so that a slow minute of the machine meets them all.
+
+    Args: python, where: of an environment with kvpress, and the model's directory, to time its presses in turn.
+    """
     ids = torch.tensor([facts.sample(tokenizer, LENGTH, seed=0).prefix])
     best: dict[str, tuple[float, float]] = {}
     for _ in range(TURNS):
@@ -47,6 +71,8 @@ def rows(model: Any, tokenizer: Any, names: Sequence[str]) -> Iterator[dict[str,
                 budget, told = tokens_of(model, KEEP, LENGTH, "bytes", policy, {})
                 with patched(model, policy, budget, **told):
                     found = timed(model, ids, FastKVCache(model))
-            best[name] = tuple(map(min, zip(best.get(name, found), found)))  # type: ignore[assignment]
+            best[name] = least(best.get(name, found), found)
+        for name, found in (presses(python, ids, where) if python else {}).items():
+            best[name] = least(best.get(name, found), found)
     for name, (read, step) in best.items():
         yield {"policy": name, "read_s": read, "step_s": step, "threads": torch.get_num_threads()}
