@@ -473,20 +473,6 @@ def test_dealing_anew_while_decoding_keeps_the_cache_right(settings):
     assert int(kept(cache)[0].sum()) <= (20 + 4) * HEADS * LAYERS
 
 
-def test_a_padded_row_is_as_it_is_alone():
-    model = build("llama")
-    patched(model, shares_of(model))
-    ids, mask = prompt(length=80)
-    whole = FastKVCache(model)
-    model(ids, attention_mask=mask, past_key_values=whole)
-    got = model(torch.full((3, 1), 5), past_key_values=whole).logits
-    assert got.isfinite().all()
-    forked = whole.fork(2)
-    again = model(torch.full((6, 1), 6), past_key_values=forked).logits
-    alone = model(torch.full((3, 1), 6), past_key_values=whole).logits
-    torch.testing.assert_close(again[::2], alone)
-
-
 def test_save_and_load(tmp_path):
     model = build("llama")
     shares = shares_of(model)

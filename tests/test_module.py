@@ -153,33 +153,6 @@ def test_with_room_for_everything_it_is_attention(name, softcap, block, tmp_path
     assert torch.equal(module.stored(), torch.tensor([[40], [31]], dtype=torch.int32).expand(B, HKV))
 
 
-@pytest.mark.parametrize("correction", ["none", "mean", "moments"])
-def test_a_window_with_the_moments_of_the_rest(correction):
-    """StreamingLLM keeps a set that is known beforehand; the rest is what the definitions make of it, in float64."""
-    module = fresh("streaming", correction=correction, evict_every=1)
-    q, k, v = tokens(70, dtype=torch.float64)
-    module(q[:, :, :50], k[:, :, :50], v[:, :, :50])
-    for at in range(50, 70):
-        got = module(*(rows[:, :, at : at + 1] for rows in (q, k, v)))
-        kept = [0, 1, *range(at - TOKENS + 2, at), at]  # 20 tokens, of which 2 are sinks, and the new one
-        gone = [token for token in range(at) if token not in kept]
-        for row in range(B):
-            for head in range(HQ):
-                query, keys, values = q[row, head, at], k[row, head // 2], v[row, head // 2]
-                weights = (keys[kept] @ query / D**0.5).exp()
-                top, total = weights @ values[kept], weights.sum()
-                if correction != "none":
-                    mean, value = keys[gone].mean(0), values[gone].mean(0)
-                    mass = len(gone) * (mean @ query / D**0.5).exp()
-                    if correction == "moments":
-                        cross = (keys[gone] - mean).T @ (values[gone] - value)
-                        value = value + cross.T @ query / D**0.5 / len(gone)
-                    top, total = top + mass * value, total + mass
-                torch.testing.assert_close(got[row, head, 0], top / total, atol=2e-6, rtol=0)
-        positions = module.state.exact["positions"].sort(-1).values
-        assert positions[0, 0].tolist() == [0, 1, *range(at - TOKENS + 3, at + 1)]
-
-
 @given(
     sizes=st.lists(st.sampled_from([1, 1, 1, 1, 2, 3, 8, 17, 40]), min_size=2, max_size=14),
     block=st.sampled_from([None, 6]),
@@ -208,32 +181,6 @@ def test_bounds_and_conservation(sizes, block, name, pad):
     assert {which: tensor.data_ptr() for which, tensor in module.named_buffers()} == addresses
 
 
-def test_rows_of_a_batch_do_not_see_each_other():
-    together = fresh("snapkv")
-    q, k, v = tokens(40, batch=3)
-    steps = [tokens(1, batch=3) for _ in range(12)]
-    outs = [together(q, k, v), *(together(*step) for step in steps)]
-    for row in range(3):
-        alone = fresh("snapkv")
-        own = slice(row, row + 1)
-        torch.testing.assert_close(alone(q[own], k[own], v[own]), outs[0][own], atol=1e-6, rtol=0)
-        for step, out in zip(steps, outs[1:]):
-            torch.testing.assert_close(alone(*(rows[own] for rows in step)), out[own], atol=1e-6, rtol=0)
-
-
-def test_padding_is_as_if_it_were_not_there():
-    padded, plain = fresh("snapkv"), fresh("snapkv")
-    q, k, v = tokens(40, batch=1)
-    mask = torch.ones(1, 47, dtype=torch.bool)
-    mask[:, :7] = False
-    junk = [torch.cat([torch.full_like(rows[:, :, :7], torch.nan), rows], 2) for rows in (k, v)]
-    out = padded(torch.cat([q[:, :, :7], q], 2), *junk, mask)
-    torch.testing.assert_close(out[:, :, 7:], plain(q, k, v), atol=1e-6, rtol=0)
-    for _ in range(12):
-        step = tokens(1, batch=1)
-        torch.testing.assert_close(padded(*step), plain(*step), atol=1e-6, rtol=0)
-
-
 def test_a_masked_token_is_not_absorbed():
     module = fresh()
     module(*tokens(30))
@@ -247,20 +194,6 @@ def test_arguments_are_left_alone():
         before = [rows.clone() for rows in given_]
         module(*given_)
         assert all(torch.equal(*pair) for pair in zip(given_, before))
-
-
-@pytest.mark.parametrize("name", ["momentkv", "h2o"])
-def test_kernels_do_the_same(name):
-    """Triton's kernels, interpreted where there is no GPU."""
-    plain, kernels = fresh(name), fresh(name, backend="triton")
-    prompt_, steps = tokens(40), [tokens(1) for _ in range(EVERY + 2)]
-    torch.testing.assert_close(kernels(*prompt_), plain(*prompt_), atol=1e-5, rtol=1e-5)
-    for step in steps:
-        torch.testing.assert_close(kernels(*step), plain(*step), atol=1e-5, rtol=1e-5)
-    slots = [module.state.exact for module in (plain, kernels)]
-    ordered = [torch.where(one.valid, one["positions"], -1).sort(-1).values for one in slots]
-    assert torch.equal(*ordered)
-    assert kernels.nbytes() > plain.nbytes(), "working memory of the kernels counts"
 
 
 # Budgets.

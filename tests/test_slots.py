@@ -335,15 +335,6 @@ def test_what_leaves_the_prompt_is_remembered_before_it_is_rounded(slots):
     assert torch.equal(one.key_mean, other.key_mean) and torch.equal(one.cross, other.cross)
 
 
-@each_format
-def test_copies_keep_their_format(slots):
-    layer = module(slots)
-    run(layer)
-    twin = copy.deepcopy(layer)
-    assert twin.state.exact.format == FORMATS[slots] and twin.state.exact.dtype == torch.float32
-    assert torch.equal(run(twin, seed=1), run(layer, seed=1))
-
-
 @pytest.mark.parametrize(("slots", "ratio"), [("int8", 0.53), ("fp8", 0.53), ("int4", 0.30), ("k8v4", 0.42)])
 def test_bytes_of_a_slot_at_128_numbers(slots, ratio):
     sizes = {}
