@@ -123,6 +123,7 @@ struct E4m3 {
 // Rows as they are, of fp32 or bfloat16.
 struct Float32 {
     static constexpr bool TURNED = false;
+    typedef float Plain;
 
     static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
         std::memcpy(row, codes, dim * sizeof(float));
@@ -131,6 +132,7 @@ struct Float32 {
 
 struct Bfloat16 {
     static constexpr bool TURNED = false;
+    typedef uint16_t Plain;
 
     static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
         for (int64_t i = 0; i < dim; i += WIDE) {
@@ -218,15 +220,27 @@ struct Rows {
     double root;
 };
 
-// queries, out [batch, heads, rows, dim], lse [batch, heads, rows], lengths [batch, heads]; or none: weights [batch,
-// heads, rows, slots], bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that own stretches of
-// one row.
+// A token for every head, or none: rows [batch, heads, dim] of keys and values, of plain slots as they are stored, else
+// fp32. seen [batch]: its position; room: slots of a head of equal heads; strides in elements, of batch rows and heads.
+struct Token {
+    const void *keys, *values;
+    int32_t* positions;
+    int64_t* seen;
+    int64_t position_strides[2], seen_stride, room;
+    double root;
+};
+
+// queries, out [batch, heads, rows, dim], lse [batch, heads, rows], lengths [batch, heads], whose heads lie side by
+// side; or none: weights [batch, heads, rows, slots], bias [batch, heads, slots] of logits, starts [batch, heads + 1] of
+// heads that own stretches of one row.
 struct Attention {
     Coded keys, values;
-    const int32_t *lengths, *starts;
+    Token token;
+    int32_t* lengths;
+    const int32_t* starts;
     const float *queries, *bias;
     float *out, *lse, *weights;
-    int64_t batch, heads, rows, dim, slots, threads;
+    int64_t batch, heads, rows, dim, slots, threads, length_stride;
     float scale, root;
 };
 }
@@ -242,7 +256,7 @@ template <typename Keys, typename Values>
 class Stretch {
     const Attention& all;
     int64_t batch, head, place, first_slot, begin, length, width;  // width: length in whole tiles
-    std::vector<float> tile, queries, parts, weights;
+    std::vector<float>&tile, &queries, &parts, &weights;
 
     // The next slots, at most TILE, decoded; zeros after the last.
     template <typename Format>
@@ -327,12 +341,18 @@ class Stretch {
     }
 
   public:
-    Stretch(const Attention& all, const Part& part)
+    typedef std::vector<float> Room[4];  // of a thread, used again from stretch to stretch
+
+    Stretch(const Attention& all, const Part& part, Room& room)
         : all(all), batch(part.place / all.heads), head(part.place % all.heads), place(part.place),
           first_slot((all.starts ? all.starts[place + batch] : 0) + part.first), begin(part.first),
-          length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), tile(TILE * all.dim),
-          queries(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim),
-          parts(AT_ONCE * TILE * WIDE), weights(all.rows * width) {}
+          length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), tile(room[0]), queries(room[1]),
+          parts(room[2]), weights(room[3]) {
+        tile.resize(TILE * all.dim);
+        queries.assign(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim);
+        parts.resize(AT_ONCE * TILE * WIDE);
+        weights.resize(all.rows * width);
+    }
 
     // out [rows, dim]: the sum of values, each times e^(logit - top); tops and sums [rows]: of these weights.
     void attend(float* out, float* tops, float* sums) {
@@ -395,14 +415,47 @@ void join(const Attention& all, const Part* parts, int64_t number, const float* 
     }
 }
 
+template <typename Format>
+void put(const void* rows, int64_t place, const Coded& to, int64_t batch, int64_t head, int64_t slot,
+         const Attention& all) {
+    uint8_t* codes = to.codes_at(batch, head, slot);
+    if constexpr (requires { typename Format::Plain; })
+        std::memcpy(codes, static_cast<const typename Format::Plain*>(rows) + place * all.dim,
+                    all.dim * sizeof(typename Format::Plain));
+    else
+        Format::write(static_cast<const float*>(rows) + place * all.dim, codes, to.scales_at(batch, head, slot),
+                      all.dim, all.token.root);
+}
+
+// Stores the token in the first free slot of every head that has one.
+template <typename Keys, typename Values>
+void append(const Attention& all) {
+    const Token& token = all.token;
+    for (int64_t batch = 0; batch < all.batch; ++batch) {
+        int64_t& seen = token.seen[batch * token.seen_stride];
+        for (int64_t head = 0; head < all.heads; ++head) {
+            int64_t place = batch * all.heads + head;
+            const int32_t* owned = all.starts ? all.starts + place + batch : nullptr;
+            int32_t& length = all.lengths[batch * all.length_stride + head];
+            if (length >= (owned ? owned[1] - owned[0] : token.room)) continue;
+            int64_t slot = (owned ? owned[0] : 0) + length++;
+            put<Keys>(token.keys, place, all.keys, batch, head, slot, all);
+            put<Values>(token.values, place, all.values, batch, head, slot, all);
+            token.positions[batch * token.position_strides[0] + head * token.position_strides[1] + slot] = seen;
+        }
+        ++seen;
+    }
+}
+
 template <typename Keys, typename Values>
 void attend(const Attention& all) {
+    if (all.token.keys) append<Keys, Values>(all);
     const int64_t places = all.batch * all.heads, rows = all.rows;
     std::vector<Part> parts;
     std::vector<int64_t> begins;  // of each place, among the parts
     for (int64_t place = 0; place < places; ++place) {
         begins.push_back(parts.size());
-        int64_t length = std::min<int64_t>(all.lengths[place], all.slots);
+        int64_t length = std::min<int64_t>(all.lengths[place / all.heads * all.length_stride + place % all.heads], all.slots);
         for (int64_t first = 0; first < length; first += STRETCH)
             parts.push_back({place, first, std::min(first + STRETCH, length)});
     }
@@ -410,9 +463,11 @@ void attend(const Attention& all) {
     std::vector<float> outs(parts.size() * rows * all.dim), tops(parts.size() * rows), sums(parts.size() * rows);
 #pragma omp parallel num_threads(all.threads)
     {
+        typename Stretch<Keys, Values>::Room room;
 #pragma omp for schedule(dynamic)
         for (size_t part = 0; part < parts.size(); ++part)
-            Stretch<Keys, Values>(all, parts[part]).attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
+            Stretch<Keys, Values>(all, parts[part], room)
+                .attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
 #pragma omp for
         for (int64_t place = 0; place < places; ++place) {
             int64_t first = begins[place], number = begins[place + 1] - first;

@@ -8,12 +8,12 @@ that.
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_float, c_int64, c_void_p
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..reference import RowFormat, Slots, Stored
-from ..reference.state import SCALES
 from . import compiled
 
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
@@ -26,23 +26,29 @@ class Coded(Structure):
 
     _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
 
-    @classmethod
-    def of(cls, codes: Tensor, scales: Tensor | None, first: int = 0) -> Coded:
-        """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...] from slot `first` on; or [B, N, ...] of heads that share
-        slots. Plain rows have no scales.
+    @staticmethod
+    def of(codes: Tensor, scales: Tensor | None) -> Coded:
+        """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
+        have no scales.
         """
-        shared = codes.ndim == 3
-        pointers, strides = [], []
-        for part in (codes, scales):
-            if part is None:
-                pointers.append(0)
-                strides.append(Three(0, 0, 0))
-                continue
-            batch, *rest = (size * part.element_size() for size in part.stride())
-            head, slot = (0, rest[0]) if shared else rest[:2]
-            pointers.append(part.data_ptr() + first * slot)
-            strides.append(Three(batch, head, slot))
-        return cls(*pointers, *strides)
+        return _coded(*_place(codes), *(_place(scales) if scales is not None else (None, 0, ())), codes.ndim == 3)
+
+
+def _place(part: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return part.data_ptr(), part.element_size(), part.stride()
+
+
+@lru_cache(maxsize=1024)
+def _coded(
+    codes: int, code_size: int, code_strides: tuple[int, ...],
+    scales: int | None, scale_size: int, scale_strides: tuple[int, ...], shared: bool,
+) -> Coded:  # fmt: skip
+    """Of places; every step of a layer asks for the same."""
+    strides = []
+    for size, (batch, *rest) in ((code_size, code_strides), (scale_size, scale_strides or (0, 0, 0))):
+        head, slot = (0, rest[0]) if shared else rest[:2]
+        strides.append(Three(size * batch, size * head, size * slot))
+    return Coded(codes, scales, *strides)
 
 
 class Rows(Structure):
@@ -56,15 +62,39 @@ class Rows(Structure):
     )
 
 
+class Token(Structure):
+    """`Token` of codes.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "positions", "seen")),
+        ("position_strides", c_int64 * 2),
+        *((name, c_int64) for name in ("seen_stride", "room")),
+        ("root", c_double),
+    )
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, slots: Slots, seen: Tensor) -> Token:
+        """k, v [B, Hkv, 1, D], contiguous and as `rows_for` makes them."""
+        assert slots.positions is not None
+        batch, *head = slots.positions.stride()[:-1]
+        pointers = k.data_ptr(), v.data_ptr(), slots.positions.data_ptr(), seen.data_ptr()
+        strides = (c_int64 * 2)(batch, *head)
+        return cls(*pointers, strides, seen.stride(0), slots.keys.shape[-2], root(k.shape[-1]))
+
+
 class Attention(Structure):
     """`Attention` of codes.cpp."""
 
     _fields_ = (
         *((name, Coded) for name in ("keys", "values")),
+        ("token", Token),
         *((name, c_void_p) for name in ("lengths", "starts", "queries", "bias", "out", "lse", "weights")),
-        *((name, c_int64) for name in ("batch", "heads", "rows", "dim", "slots", "threads")),
+        *((name, c_int64) for name in ("batch", "heads", "rows", "dim", "slots", "threads", "length_stride")),
         *((name, c_float) for name in ("scale", "root")),
     )
+
+
+NOTHING = Token()
 
 
 def serves(form: RowFormat, dim: int) -> bool:
@@ -108,13 +138,6 @@ def encode(form: RowFormat, rows: Tensor) -> Stored:
     return codes, scales
 
 
-def store(slots: Slots, k: Tensor, v: Tensor, slot: int) -> None:
-    """Keys and values [B, Hkv, 1, D] of a token, encoded, into that slot of every head, in place."""
-    for rows, (name, scales) in zip((k, v), SCALES.items()):
-        rows, coded = rows.float().contiguous(), Coded.of(getattr(slots, name), getattr(slots, scales), slot)
-        compiled.call("codes", f"encode_{getattr(slots.format, name).name}", rows_of(rows, coded))
-
-
 def decode(form: RowFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`form.decode(codes, scales)` [..., D] in that dtype; the same bits except for the order of sums that turn rows
     back.
@@ -127,23 +150,58 @@ def decode(form: RowFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -
     return rows.to(dtype)
 
 
-def attend(q: Tensor, slots: Slots, scale: float, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def appends(slots: Slots, seen: Tensor) -> bool:
+    """Whether `attend` can store a token, too, where it can be used."""
+    positions, lengths = slots.positions, slots.lengths
+    plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
+    counted = lengths.dtype == torch.int32 and lengths.stride(-1) == 1 and seen.dtype == torch.int64
+    return plain and counted and slots.bias is None
+
+
+def attend(
+    q: Tensor,
+    slots: Slots,
+    scale: float,
+    weights: Tensor | None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of the G query heads of each KV head to its slots in use, as `attends` says.
 
     Args: q [B, Hkv, G, D] in any float dtype.  weights: None, or where they are written, fp32 [B, Hkv, G, N].
+        k, v [B, Hkv, 1, D], seen [B]: a token that is appended first, as `appends` says, and `seen` is then one more.
     Returns: out [B, Hkv, G, D] and lse [B, Hkv, G], fp32.
     """
-    (batch, heads, rows, dim), number = q.shape, slots.filled
-    counts = (slots.lengths, slots.starts)  # an operator may be given other integers than slots have
-    lengths, starts = (None if part is None else part.to(torch.int32).contiguous() for part in counts)
+    (batch, heads, rows, dim), number, lengths, starts = q.shape, slots.filled, slots.lengths, slots.starts
+    if lengths.dtype != torch.int32 or lengths.stride(-1) != 1:  # an operator may be given other integers
+        lengths = lengths.to(torch.int32).contiguous()
+    if starts is not None:
+        starts = starts.to(torch.int32).contiguous()
     queries, bias = q.float().contiguous(), slots.biases(number)
-    bias = None if bias is None else bias.float().contiguous()
-    out, lse = (torch.empty(batch, heads, rows, *last, dtype=torch.float32, device=q.device) for last in ((dim,), ()))
-    pointers = (
-        None if part is None else part.data_ptr() for part in (lengths, starts, queries, bias, out, lse, weights)
+    if bias is not None:
+        bias = bias.float().contiguous()
+    out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, q.shape[:3]))
+    assert slots.values is not None
+    token = NOTHING
+    if k is not None and v is not None and seen is not None:
+        stored = slots.keys.dtype if slots.format.plain else torch.float32
+        k, v = k.to(stored).contiguous(), v.to(stored).contiguous()
+        token = Token.of(k, v, slots, seen)
+    given = Attention(
+        Coded.of(slots.keys, slots.key_scales),
+        Coded.of(slots.values, slots.value_scales),
+        token,
+        lengths.data_ptr(),
+        None if starts is None else starts.data_ptr(),
+        queries.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        *(batch, heads, rows, dim, number, torch.get_num_threads(), lengths.stride(0)),
+        *(scale, root(dim)),
     )
-    coded = (Coded.of(getattr(slots, name), getattr(slots, scales)) for name, scales in SCALES.items())
-    sizes = batch, heads, rows, dim, number, torch.get_num_threads()
     name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
-    compiled.call("codes", f"attend_{name}", Attention(*coded, *pointers, *sizes, scale, root(dim)))
+    compiled.call("codes", f"attend_{name}", given)
     return out, lse

@@ -146,18 +146,19 @@ def decode_step(
     empty = k is None and not bool(slots.lengths.all())
     if empty or state.approx is not None or not serves(q, _value_dim(slots), spec.softcap):
         return reference.decode_step(q, k, v, state, spec)
-    length = common(slots.lengths) if slots.starts is None else None
-    if k is not None and v is not None:
-        append(slots, k, v, state.seen, length)
-        state.seen.add_(1)
-        length = None if length is None else length + 1
     (batch, num_heads, dim), heads, num = q.shape, state.heads, slots.filled
     groups, weights = num_heads // heads, None
     rows = q.reshape(batch, heads, groups, dim)
-    if slot_codes.attends(slots, dim):
+    compiled = slot_codes.attends(slots, dim)
+    if k is not None and v is not None and not (compiled and slot_codes.appends(slots, state.seen)):
+        append(slots, k, v, state.seen)
+        state.seen.add_(1)
+        k = None
+    if compiled:
         weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
-        out, lse = slot_codes.attend(rows, slots, spec.scale, weights)
+        out, lse = slot_codes.attend(rows, slots, spec.scale, weights, k, v, state.seen)
     else:
+        length = common(slots.lengths) if slots.starts is None else None
         mask = adding(unused(slots.lengths, num, 1, length), slots.biases(num))
         pairs = slots["keys"], slots["values"]
         if slots.attention is None:
@@ -228,21 +229,15 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
     return slot_codes.decode(form, codes, scales, dtype)
 
 
-def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor, length: int | None) -> None:
-    """`reference.append`, by whole rows where all heads have one `length`."""
+def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
+    """`reference.append`, by whole rows where all heads have one length."""
+    length = common(slots.lengths) if slots.starts is None else None
     if length is None:
         reference.append(slots, k, v, position)
         return
-    if not slots.format.plain and slot_codes.serves(slots.format.keys, k.shape[-1]):
-        slot_codes.store(slots, k, v, length)
-        assert slots.positions is not None
-        slots.positions.select(2, length).copy_(position[:, None])
-        if slots.bias is not None:
-            slots.bias.select(2, length).zero_()
-    else:
-        new = slots.encoded(k, v, position[:, None, None])
-        for name, rows in slots.moving().items():
-            rows.select(2, length).copy_(new[name].select(2, 0))
+    new = slots.encoded(k, v, position[:, None, None])
+    for name, rows in slots.moving().items():
+        rows.select(2, length).copy_(new[name].select(2, 0))
     slots.lengths.add_(1)
 
 
