@@ -203,14 +203,14 @@ class LayerCache:
             self._recover(length)
         state.fill()
         # Slices of a fused projection (GPT-NeoX) have gaps between heads; everything else stays where it is.
-        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
+        out, _, _ = ops.decode_step(q.squeeze(2).contiguous(), k.contiguous(), v.contiguous(), state, rule.spec)
         if clock.now.evicts and not self.kv_sharers:
             follows = rule.layout.shared and not self.static and self.config.budget.context is None
             if follows and length > GROWTH * max(self.context, self.average):
                 self._evict_anew(length)
             else:
                 evict(state, rule)
-        return out[:, :, None]
+        return out.unsqueeze(2)
 
     def _evict_anew(self, length: int) -> None:
         """`evict`, after slots were dealt anew for a text that has grown to so many tokens."""

@@ -8,7 +8,7 @@ that.
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_float, c_int64, c_void_p
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -106,12 +106,13 @@ def attends(slots: Slots, dim: int) -> bool:
     """Whether `attend` can be used for these slots. The first question compiles."""
     if not slots.format.plain:
         return serves(slots.format.keys, dim)
-    rows = (slots.keys, slots.values)
-    alike = all(part is not None and part.dtype == slots.keys.dtype and part.stride(-1) == 1 for part in rows)
-    fits = alike and slots.keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
+    keys, values = slots.keys, slots.values
+    alike = values is not None and values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
+    fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
     return fits and compiled.available("codes")
 
 
+@cache
 def root(dim: int) -> float:
     """1 / sqrt(n), n the largest power of two that divides `dim`: `reference.rotated`."""
     return float((dim & -dim) ** -0.5)
