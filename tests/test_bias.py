@@ -15,7 +15,7 @@ from .test_ops import biased, step, vector
 B, HKV, G, D, C = 2, 2, 3, 32, 9
 HQ = HKV * G
 LENGTHS = torch.tensor([[9, 4], [1, 7]], dtype=torch.int32)
-COPIES = torch.tensor([1, 3, 2, 5, 1, 4, 2, 1, 6])  # of slot i in the plain cache that it stands for
+COPIES = torch.tensor([[1, 3, 2, 5, 1, 4, 2, 1, 6], [2, 6, 1, 3, 4, 1, 5, 2, 1]])  # of slot i of each head
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -28,7 +28,7 @@ def held(dtype=torch.float32, slots="model", attention=False, spare=0):
     positions = torch.arange(C + spare, dtype=torch.int32).repeat(B, HKV, 1)
     seen = LENGTHS.amax(-1).long()
     made = make_state(keys, values, LENGTHS.clone(), positions, seen)
-    made.exact.bias = COPIES.double().log().to(torch.promote_types(dtype, torch.float32)).repeat(B, HKV, 1)
+    made.exact.bias = COPIES.double().log().to(torch.promote_types(dtype, torch.float32)).repeat(B, 1, 1)
     made.exact.bias = torch.nn.functional.pad(made.exact.bias, (0, spare), value=7.0)
     made.exact.attention = torch.zeros(B, HKV, C + spare) if attention else None
     return encoded(made, slots)
@@ -54,7 +54,7 @@ def expected(q, state, more=None, softcap=None):
             own = head // G
             num = int(LENGTHS[b, own])
             keys, values = (state.exact[name][b, own, :num].double() for name in ("keys", "values"))
-            keys, values = (part.repeat_interleave(COPIES[:num], 0) for part in (keys, values))
+            keys, values = (part.repeat_interleave(COPIES[own, :num], 0) for part in (keys, values))
             if more is not None:
                 keys, values = (torch.cat([part, new[b, own].double()]) for part, new in zip((keys, values), more))
             logits = D**-0.5 * keys @ q[b, head].double()
@@ -112,14 +112,15 @@ def test_observed_attention_is_that_of_as_many_copies(backend, pool):
     asked = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
     places = LENGTHS.amax(-1)[:, None] + torch.arange(-4, 0)
     given = {"query_positions": places, "query_valid": asked, "log_mass": random(B, HQ, 4, seed=6), "pool": pool}
-    bias = COPIES.double().log().repeat(B, HKV, 1)
+    bias = COPIES.double().log().repeat(B, 1, 1)
     options = {"positions": positions, "valid": valid, "backend": backend, **given}
     one = [part.float() if part.is_floating_point() else part for part in (q, keys, bias)]
     found = ops.observed_attention(one[0], one[1], D**-0.5, bias=one[2], **options)
-    many, owner = keys.repeat_interleave(COPIES, 2), torch.arange(C).repeat_interleave(COPIES)
-    options |= {"positions": positions[..., owner], "valid": valid[..., owner], "backend": "reference", "pool": 1}
-    each = ops.observed_attention(q, many, D**-0.5, **options)
-    want = torch.zeros(B, HKV, C, dtype=torch.float64).index_add_(-1, owner, each)
+    owner = torch.stack([torch.arange(C).repeat_interleave(copies) for copies in COPIES]).expand(B, -1, -1)
+    many = keys.gather(2, owner[..., None].expand(-1, -1, -1, D))
+    options |= {"positions": positions.gather(2, owner), "valid": valid.gather(2, owner)}
+    each = ops.observed_attention(q, many, D**-0.5, **options | {"backend": "reference", "pool": 1})
+    want = torch.zeros(B, HKV, C, dtype=torch.float64).scatter_add_(-1, owner, each)
     pooled = torch.nn.functional.avg_pool1d(want, pool, stride=1, padding=pool // 2)
     torch.testing.assert_close(found.double()[valid], pooled[valid], atol=1e-6, rtol=1e-5)
 

@@ -15,7 +15,7 @@ from .conftest import examples
 from .states import copied, make_spec, make_state, sinks
 
 SCALE = 0.3
-CASES = settings(max_examples=examples(150), deadline=None)
+CASES = settings(max_examples=examples(300), deadline=None)
 LIMIT = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the largest value: one rounding
 
 
@@ -73,9 +73,10 @@ def close(found, expected, limit=2e-6):
     torch.testing.assert_close(found.double(), expected.double(), rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @CASES
-@given(problems(), st.sampled_from(list(LIMIT)), st.booleans(), st.booleans())
-def test_a_step(problem, dtype, watched, parts):
+@given(problem=problems(), dtype=st.sampled_from(list(LIMIT)), parts=st.booleans())
+def test_a_step(watched, problem, dtype, parts):
     q, k, v = problem.rows(problem.groups).flatten(1, 2).to(dtype), *(problem.rows(1).to(dtype) for _ in range(2))
     mine = problem.state(dtype, parts, torch.float32)
     theirs = problem.state(torch.float64, parts)
