@@ -15,7 +15,7 @@ SHOWN = (".md", ".png", ".svg", ".json", ".txt", ".cff", ".py", ".ipynb", "LICEN
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """What pages are made of or link to, tracked or new, in place of those of docs/ alone; nothing hidden, no fixtures."""
+    """What pages are made of or link to, tracked or new, in place of docs/ alone; nothing hidden, no fixtures."""
     root = Path(config.config_file_path).parent
     for file in [one for one in files if one.src_dir == config.docs_dir]:
         files.remove(file)
