@@ -101,7 +101,9 @@ TABLES = {
     "tokens_2048": Table("2,048 tokens, at equal tokens, in float32", equal="tokens", keeps=NARROW),
     "later_1024": Table("1,024 tokens, compressed before the question", length=1024, keeps=NARROW),
     "later_4096": Table("4,096 tokens, compressed before the question", length=4096, names=FEW, keeps=NARROW),
-    "later_8000": Table("8,000 tokens, compressed before the question", length=8000, names=FEW, keeps=NARROW),
+    "later_8000": Table(
+        "8,000 tokens, compressed before the question", length=8000, names=("fastkv", "streaming"), keeps=NARROW
+    ),
     "ruler_2048": Table(
         "2,048 tokens of RULER's retrieval tasks", names=FEW, sample=samples.retrieval, keeps=NARROW, texts=42
     ),
