@@ -184,10 +184,13 @@ def test_times_are_of_every_policy_and_of_the_full_cache(place, loaded, monkeypa
     monkeypatch.setattr(times, "LENGTH", 400)
     monkeypatch.setattr(leaderboard, "ALL", ("keydiff", "streaming"))
     told = {"torch": "2", "transformers": "5", "commit": "abc", "cpu": "a cpu"}
+    monkeypatch.setattr(times, "KEPT", (128,))
     leaderboard.clock(model, tokenizer, told)
     rows = page.rows_of(place / f"{page.TIMES}.jsonl")
     assert [row["policy"] for row in rows] == ["full cache", "keydiff", "streaming"]
     assert all(row["read_s"] > 0 and row["step_s"] > 0 for row in rows)
     page.write(place, leaderboard.TABLES)
     text = page.PAGE.read_text()
+    steps = page.rows_of(place / f"{page.HEADS}.jsonl")
+    assert [(row["kept"], row["batch"]) for row in steps] == [(128, 1), (128, 4)] and "heads alike" in text
     assert "## Time" in text and "| full cache | |  | " in text.split("## Time")[1]

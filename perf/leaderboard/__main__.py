@@ -179,7 +179,9 @@ def run(
 def clock(model: Any, tokenizer: Any, told: dict[str, Any], python: str | None = None, where: str = "") -> None:
     """Measure reading and steps anew; the machine has to be quiet. python, where: as of `times.rows`."""
     found = list(times.rows(model, tokenizer, ALL, python, where))
-    (RESULTS / f"{page.TIMES}.jsonl").write_text("".join(json.dumps(row | told) + "\n" for row in found))
+    heads = list(times.head_steps(model, tokenizer))
+    for name, rows in ((page.TIMES, found), (page.HEADS, heads)):
+        (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(row | told) + "\n" for row in rows))
 
 
 def beside_kvpress(model: Any, tokenizer: Any, where: str, python: str, told: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 MARK, END = "<!-- results: written by `make report`, do not edit -->", "<!-- results: end -->"
 README = ROOT / "README.md"
 PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "pictures" / "results.png"
-TIMES = "times_2048"
+TIMES, HEADS = "times_2048", "times_heads"
 KVPRESS, BESIDE = "kvpress_2048", 6  # its table, and texts of it
 OURS, DEFAULT = "bfloat16_2048", "later_2048"  # beside it
 MINE = ("fastkv", "fastkv-reread", "kvzip")  # policies beside it
@@ -197,11 +197,23 @@ def clocked(results: Path) -> list[str]:
     rows = rows_of(results / f"{TIMES}.jsonl")
     if not rows:
         return []
-    return [
+    parts = [
         "## Time\n\n2,048 tokens read whole and compressed to an eighth of the bytes, and a step after it, one "
         f"sequence. The best of two turns in which all policies were measured; {rows[0]['threads']} threads; "
         f"{where_of(rows)}.\n\n{times_table(rows)}"
     ]
+    steps = rows_of(results / f"{HEADS}.jsonl")
+    if steps:
+        lines = [
+            f"| {row['kept']:,} | {row['batch']} | {1e3 * row['uniform_s']:.1f} | {1e3 * row['calibrated_s']:.1f} | "
+            f"{row['calibrated_s'] / row['uniform_s']:.2f} |"
+            for row in steps
+        ]
+        head = ["| tokens kept | sequences | heads alike, ms | calibrated, ms | times |", "|---|---|---|---|---|"]
+        parts.append(
+            "A step of `keydiff` with heads that keep as many tokens in all:\n\n" + "\n".join([*head, *lines, ""])
+        )
+    return parts
 
 
 def beside_kvpress(results: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkv import FastKVCache, patched, policies, unpatch
+from fastkv import Budget, FastKVCache, patched, policies, unpatch
 from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import facts
 
@@ -22,6 +22,7 @@ from .measure import tokens_of
 
 LENGTH, KEEP, STEPS, TURNS = 2048, 0.125, 32, 2
 FULL = "full cache"
+HEADS, KEPT, BATCHES = ("uniform", "calibrated"), (512, 4096), (1, 4)
 
 
 def timed(model: Any, ids: Tensor, cache: Any) -> tuple[float, float]:
@@ -35,6 +36,35 @@ def timed(model: Any, ids: Tensor, cache: Any) -> tuple[float, float]:
         out = model(fed, **{CACHE: out[CACHE]}, use_cache=True, logits_to_keep=1)
         steps.append(time.perf_counter() - begun)
     return read, statistics.median(steps)
+
+
+@torch.no_grad()
+def head_steps(model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Steps with calibrated heads and with heads that are alike, of as many tokens in all; both take turns."""
+    for tokens in KEPT:
+        ids = torch.tensor([facts.sample(tokenizer, tokens + tokens // 4, seed=0).prefix])
+        caches = {}
+        for heads in HEADS:
+            with patched(model, "keydiff", Budget(tokens=tokens, heads=heads)):
+                model(ids, **{CACHE: (cache := FastKVCache(model))}, logits_to_keep=1)
+                caches[heads] = cache
+        for batch in BATCHES:
+            best = dict.fromkeys(HEADS, float("inf"))
+            for _ in range(TURNS + 1):
+                for heads, cache in caches.items():
+                    with patched(model, "keydiff", Budget(tokens=tokens, heads=heads)):
+                        best[heads] = min(best[heads], stepped(model, ids[:, -1:].repeat(batch, 1), cache.fork(batch)))
+            yield {"kept": tokens, "batch": batch, **{f"{heads}_s": best[heads] for heads in HEADS}}
+
+
+def stepped(model: Any, fed: Tensor, cache: Any) -> float:
+    """The median of some steps."""
+    steps = []
+    for _ in range(STEPS):
+        begun = time.perf_counter()
+        model(fed, **{CACHE: cache}, use_cache=True)
+        steps.append(time.perf_counter() - begun)
+    return statistics.median(steps)
 
 
 def least(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
