@@ -165,20 +165,6 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapp
     torch.testing.assert_close(*told, want)
 
 
-def test_what_a_policy_observes_knows_the_evicted_mass():
-    module = fresh("snapkv", correction="centroids", prefill_block=16)
-    q, k, v = tokens(60)
-    module(q, k, v)
-    block = q[:, :, :5], k[:, :, :5], v[:, :, :5]
-    _, got = module.cache.attend(*block, torch.ones(B, 5, dtype=torch.bool))
-    want = fastkv.reference.centroid_estimate(block[0], module.state.parts, D**-0.5)[1]
-    assert torch.isfinite(got).all()
-    torch.testing.assert_close(got, want)
-    plain = fresh("snapkv", correction="none", prefill_block=16)
-    plain(q, k, v)
-    assert plain.cache.attend(*block, torch.ones(B, 5, dtype=torch.bool))[1] is None
-
-
 @pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
 def test_the_cosh_mass_of_a_window(block):
     """The evicted set is known; its moments, with the mean square deviation of a coordinate, are their definitions."""

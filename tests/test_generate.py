@@ -6,11 +6,10 @@ import threading
 import pytest
 import torch
 import transformers
-from accelerate import dispatch_model
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 from transformers.cache_utils import Cache
 
 import fastkv
@@ -177,16 +176,6 @@ def test_saved_models_know_nothing_of_fastkv(tmp_path):
     assert torch.equal(generate(again, ids, mask), generate(model, ids, mask))
 
 
-def test_accelerate_hooks(tmp_path):
-    model = build()
-    ids, mask = prompt()
-    expected = generate(fastkv.patch(model, budget=SMALL, prefill_block=16), ids, mask)
-    places = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
-    places += [f"model.layers.{layer}" for layer in range(4)]
-    hooked = dispatch_model(build(), device_map=dict.fromkeys(places, "cpu"), force_hooks=True)
-    assert torch.equal(generate(fastkv.patch(hooked, budget=SMALL, prefill_block=16), ids, mask), expected)
-
-
 def test_lora_adapters():
     adapted = get_peft_model(build(), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
     ids, mask = prompt()
@@ -254,31 +243,3 @@ def test_assisted_decoding_is_lossless(name, block):
     total = layer.state.exact.lengths + layer.state.moments.count
     assert torch.equal(total, torch.full_like(total, cache.get_seq_length()))
     assert int(layer.state.exact.lengths.max()) <= 20 + 16
-
-
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-def test_gemma3_inside_a_multimodal_model(block):
-    """What AutoModelForCausalLM gives for the larger Gemma 3 checkpoints, with text only."""
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    special = {"boi_token_index": 90, "eoi_token_index": 91, "image_token_index": 92}
-    text = {**FAMILIES["gemma3"][1].to_dict(), "pad_token_id": 0}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **special)
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config).eval()
-    ids, mask = prompt()
-    ids[ids >= 90] = 50
-    expected = generate(model, ids, mask)
-    fastkv.patch(model, budget=500, prefill_block=block)
-    assert torch.equal(generate(model, ids, mask), expected)
-    fastkv.patch(model, budget=SMALL, prefill_block=block)
-    cache = generate(model, ids, mask, return_dict_in_generate=True).past_key_values
-    assert compressed_layers(cache) == [1, 3]
-    assert int(cache.stored(1).max()) <= 36
