@@ -156,7 +156,8 @@ def appends(slots: Slots, seen: Tensor) -> bool:
     positions, lengths = slots.positions, slots.lengths
     plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
     counted = lengths.dtype == torch.int32 and lengths.stride(-1) == 1 and seen.dtype == torch.int64
-    return plain and counted and slots.bias is None
+    ours = torch.is_inference_mode_enabled() or not lengths.is_inference()  # PyTorch refuses to write to others
+    return plain and counted and ours and slots.bias is None
 
 
 def attend(
