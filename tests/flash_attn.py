@@ -75,7 +75,7 @@ def unpad_input(rows: Tensor, mask: Tensor, unused: Tensor | None = None) -> tup
     """The tokens that are no padding, behind one another, and where they were."""
     lengths = mask.sum(-1, dtype=torch.int32)
     indices = mask.flatten().nonzero()[:, 0]
-    starts = pad(lengths.cumsum(0, torch.int32), (1, 0))
+    starts = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return rows.flatten(0, 1)[indices], indices, starts, int(lengths.max()), lengths
 
 
