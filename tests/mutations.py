@@ -1769,13 +1769,13 @@ MUTATIONS = [
         "kernels/_evicted.py",
         "logits = (logits + _log_cosh(deviation)) * LOG2E",
         "logits = logits * LOG2E",
-        f"{PROMPTS}::test_centroids",
+        "kernels_centroids.py::test_decode_variants_with_centroids",
     ),
     bug(
         "a prompt block reads the same coordinates of keys again",
         "kernels/prefill_attention.py",
-        "_tile(keys_ptr + begin, first",
-        "_tile(keys_ptr, first",
+        "k = _tile(keys_ptr, first, inside, stride, begin, D",
+        "k = _tile(keys_ptr, first, inside, stride, 0, D",
         f"{PROMPTS}::test_odd_sizes",
     ),
     bug(
@@ -1791,6 +1791,20 @@ MUTATIONS = [
         "tl.store(results.lse_evicted_ptr + place, _lse(top, total), mask=rows)",
         "tl.store(results.lse_evicted_ptr + place, _lse(top, total + 1), mask=rows)",
         f"{PROMPTS}::test_orders_and_softcap",
+    ),
+    bug(
+        "padding is attended to in a prompt block where only whole tiles of tokens should be",
+        "kernels/prefill_attention.py",
+        "tl.where(_paddings(valid_ptr, whole, 1024) > 0, 0, whole)",
+        "tl.where(_paddings(valid_ptr, whole, 1024) > 0, whole, whole)",
+        f"{PROMPTS}::test_padding_before_many_tokens",
+    ),
+    bug(
+        "a centroid of a prompt block weighs as many tokens as the next lower power of two",
+        "kernels/prefill_attention.py",
+        "tl.fma(mantissa, tl.exp2(-2 * deviation), mantissa - 1)",
+        "tl.exp2(-2 * deviation)",
+        f"{PROMPTS}::test_centroids",
     ),
     bug(
         "flash-attn attends to a block from its first token on, whether it is padding or not",
