@@ -95,7 +95,7 @@ HALF_CENTROIDS = {
 HALF_ATTENDED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # centroids beside flash-attn
 SINGLE = {  # float32, whose products take three terms of each operand
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 16, 4, 1, 32, 16)},
-    "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16, centroids=64)) | {256: Tile(16, 64, 8, 1, 16, 16)},
+    "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16, centroids=64)) | {256: Tile(16, 64, 8, 1, 16, 16, 16)},
 }
 # And what slots in 8 bits need, whose codes and numbers are in registers at once.
 HALF_CODES = {
