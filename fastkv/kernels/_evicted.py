@@ -193,38 +193,6 @@ def _dot_terms(acc, a, b, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _seed_centroids(q_ptrs, rows, evicted, head, num, scaling, TILE: tl.constexpr):
-    """`_centroid_partial` of many rows, on tensor cores in the dtype of q: the start of their online softmax."""
-    M: tl.constexpr = TILE.BLOCK_M
-    D: tl.constexpr = TILE.D
-    DV: tl.constexpr = TILE.DV
-    BLOCK_C: tl.constexpr = TILE.BLOCK_C
-    column = tl.arange(0, TILE.BV)
-    top, total, acc = _empty(M, TILE.BV)
-    first = head * num
-    keys_ptr, values_ptr = evicted.key_mean_ptr + first * D, evicted.value_mean_ptr + first * DV
-    sizes_ptr, spread_ptr = evicted.sizes_ptr + first, evicted.spread_ptr + first
-    for start in range(0, num, BLOCK_C):
-        index = start + tl.arange(0, BLOCK_C)
-        inside = index < num
-        products = tl.zeros([M, BLOCK_C], tl.float32)
-        square = tl.zeros([M], tl.float32)
-        for begin in range(0, D, TILE.SEED):
-            part = begin + tl.arange(0, TILE.SEED)
-            q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & (part < D)[None, :], other=0.0)
-            spot = keys_ptr + index[:, None] * D + part[None, :]
-            k = tl.load(spot, mask=inside[:, None] & (part < D)[None, :], other=0.0)
-            products = _dot_terms(products, q, tl.trans(k), 3)
-            square += _sum_products(q.to(tl.float32), q.to(tl.float32))
-        logits = _centroid_logits(products, square, sizes_ptr, spread_ptr, index, inside, scaling)
-        top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        spot = values_ptr + index[:, None] * DV + column[None, :]
-        v = tl.load(spot, mask=_rows_mask(inside, column, DV, TILE.BV), other=0.0)
-        acc = _dot_terms(acc, weights.to(q_ptrs.dtype.element_ty), v, 2)
-    return top, total, acc
-
-
-@triton.jit
 def _evicted_partial(
     q_ptr, evicted, pair, count, num, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
 ):
