@@ -46,6 +46,24 @@ def _round_trip_kernel(rows_ptr, codes_ptr, scales_ptr, read_ptr, N: tl.constexp
     tl.store(read_ptr + place, read, mask=mask)
 
 
+@triton.jit
+def _numbers_kernel(codes_ptr, out_ptr):
+    place = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out_ptr + place, _codes._numbers(tl.load(codes_ptr + place), out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_code_is_read_exactly(codes, dtype):
+    """All bits but those of NaN, zeros with their sign."""
+    given = torch.arange(256, dtype=torch.uint8).view(codes)
+    out = torch.empty(256, dtype=dtype)
+    _numbers_kernel[1,](given if codes == torch.int8 else given.view(torch.uint8), out, num_warps=2)
+    wanted = given.float() / 256
+    assert torch.equal(out.float()[wanted.isfinite()], wanted[wanted.isfinite()])
+    assert torch.equal(out.signbit()[wanted == 0], wanted.signbit()[wanted == 0])
+
+
 def every_size(slots):
     """Rows [16, 4096] fp32: every code's neighbourhood, ties between codes, and rows of zeros and of subnormals."""
     top = 448.0 if slots == "fp8" else 127.0
