@@ -77,7 +77,7 @@ from ._launch import (
 # padded head_dim -> slots, matrix rows, stages
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3), 512: (16, 32, 3)}
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
-BLOCK_C = 16  # centroids at a time
+BLOCK_C = {128: 64, 256: 32, 512: 16}  # centroids at a time in half precision, by the padded head_dim
 MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
 
@@ -245,8 +245,9 @@ def _constants(
 ) -> tuple[DecodeTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages.
 
-    matrix: dtype of the moment matrix; slots: of a head; programs: see `num_programs`; order: of the moments, CENTROIDS
-    or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4 bits.
+    matrix: dtype of the moment matrix, or of the means of centroids; slots: of a head; programs: see `num_programs`;
+    order: of the moments, CENTROIDS or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4
+    bits.
     """
     padded = pow2(head_dim, 64)
     programs = max(programs, 2) if packed and padded > 128 else programs  # one alone has to spill registers
@@ -266,10 +267,12 @@ def _constants(
         num_stages = 1 if tight else 2
     if capped or tight or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
-    if matrix == torch.float32 or order == CENTROIDS:
-        block_k = 32 if hip or padded > 256 else 16  # their exact products need several times the registers
-    # With 16, ptxas spills 36 bytes for sm_80 to fit a third program beside two; shared memory has no room for it.
-    block_c = 2 * BLOCK_C if padded == 128 and not hip and not capped else BLOCK_C
+    exact = matrix == torch.float32 or (order == CENTROIDS and dtype == torch.float32)
+    if exact:
+        block_k = 32 if hip or padded > 256 else 16  # exact products need several times the registers
+    elif order == CENTROIDS:
+        block_k = padded
+    block_c = MIN_ROWS if exact else BLOCK_C[max(padded, 128)]
     merge_rows = pow2(groups)
     merge_dims = min(padded, max(16, MERGE_TILE // (pow2(parts) * merge_rows)))
     tile = DecodeTile(
@@ -318,7 +321,7 @@ def decode_step(
     batch = state.batch
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = num_programs(pairs, slots.limit, num_sms(q.device))
-    matrix, spread = evicted.matrix_ptr, evicted.spread_ptr
+    matrix, spread = evicted.key_mean_ptr if known.order == CENTROIDS else evicted.matrix_ptr, evicted.spread_ptr
     tile, num_warps, num_stages = _constants(
         q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, slots.limit, programs, known.order,
         spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4,
