@@ -170,9 +170,9 @@ def _rotated_rows(codes_ptr, scales_ptr, slot, inside, begin, D: tl.constexpr, B
 
 
 @tl.core.builtin
-def _on_cuda(_semantic: Any = None) -> tl.constexpr:
+def _on_cuda(_semantic: Any = None) -> bool:
     """Whether a kernel is compiled for NVIDIA, so that it may contain PTX."""
-    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
+    return _semantic.builder.options.backend_name == "cuda"
 
 
 @tl.core.builtin
