@@ -25,7 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import LayerState, Spec
-from ._arguments import PAIRS, EvictedPointers, Group, PartPointers, ResultPointers, Scaling, StatePointers
+from ._arguments import (
+    PAIRS,
+    EvictedPointers,
+    Group,
+    PartPointers,
+    ResultPointers,
+    Scaling,
+    StatePointers,
+    TokenPointers,
+)
 from ._attention import (
     _add_attention,
     _append_token,
@@ -108,12 +117,12 @@ class DecodeTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["page"])
 def _decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, state: StatePointers, evicted: EvictedPointers, results: ResultPointers, parts: PartPointers,
+    token: TokenPointers, state: StatePointers, evicted: EvictedPointers, results: ResultPointers, parts: PartPointers,
     logits_ptr, sink_ptr, rows_ptr, page, sizes: Sizes, scaling: Scaling, TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
-    # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
-    # sink_ptr, rows_ptr, bias_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair `own` of its page or
-    # state; scratch and results follow the batch.
+    # Optional parts are switched on by their pointer: k_ptr of the token (append), attention_ptr (collect it),
+    # starts_ptr (ragged), sink_ptr, rows_ptr, bias_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair
+    # `own` of its page or state; scratch and results follow the batch.
     HEADS: tl.constexpr = TILE.HEADS
     GROUP: tl.constexpr = TILE.GROUP
     MERGE: tl.constexpr = TILE.MERGE
@@ -137,9 +146,9 @@ def _decode_attention_kernel(
     length = tl.load(state.lengths_ptr + own)
     count = tl.load(evicted.count_ptr + own)
     held = length
-    if k_ptr is not None:
+    if token.k_ptr is not None:
         held = tl.minimum(length + 1, capacity)
-    q_ptr += pair * G * D
+    q_ptr = token.q_ptr + pair * G * D
     slots = StatePointers(
         _codes_of(state.keys_ptr, state.key_scales_ptr, base, D),
         _codes_of(state.values_ptr, state.value_scales_ptr, base, D),
@@ -157,9 +166,9 @@ def _decode_attention_kernel(
     if split < SPLITS:
         q = _load_query(q_ptr, GROUP)
         last = split == SPLITS - 1  # whose share is the smallest
-        if k_ptr is not None:  # loaded before anything has to be waited for
-            k = _load_token(k_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
-            v = _load_token(v_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
+        if token.k_ptr is not None:  # loaded before anything has to be waited for
+            k = _load_token(token.k_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
+            v = _load_token(token.v_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
         rest = _turned_rest(q, slots.key_scales_ptr, D)
         q = _turned_query(q, slots.key_scales_ptr, D)
         share = tl.cdiv(length, SPLITS)
@@ -168,7 +177,7 @@ def _decode_attention_kernel(
         top, total, acc = _attend_slots(
             top, total, acc, q, rest, slots, logits_ptr, start, stop, sizes.pool, scaling, GROUP, TILE.BLOCK_N
         )
-        if k_ptr is not None:
+        if token.k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
                     top, total, acc, q, rest, k, v, slots, logits_ptr, length, length + count, capacity, sizes.pool,
@@ -198,7 +207,7 @@ def _decode_attention_kernel(
             _add_attention(
                 slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, GROUP
             )
-        if k_ptr is not None:
+        if token.k_ptr is not None:
             _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
     else:
         if evicted.key_mean_ptr is not None:
@@ -234,7 +243,7 @@ def _decode_attention_kernel(
                 _add_attention(
                     slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, MERGE
                 )
-            if k_ptr is not None:
+            if token.k_ptr is not None:
                 _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
             tl.store(parts.tickets_ptr, 0)
 
@@ -333,7 +342,7 @@ def decode_step(
     logits = room.logits if room is not None and collects else None
     results = decode_outputs(q)
     _decode_attention_kernel[pairs, tile.PARTS](
-        q, k, v, pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
+        TokenPointers(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
         Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),
         **most_registers(known.order, tile, not slots.format.plain, chip_of(q.device)),
