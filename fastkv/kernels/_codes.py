@@ -85,6 +85,36 @@ FP8_FP16 = tl.constexpr("""
 \tprmt.b32 $1, %w1, %w0, 0x7362; }
 """)
 
+# And four codes of 4 bits, the bytes of $2 from bit $3 on, as s (c - z): s is in $7 and $8, -(z + 128), or -(z + 1024)
+# in fp16, in $9 and $10.
+# The difference is exact, so that a number is rounded once.
+INT4_BF16 = tl.constexpr("""
+\t{ .reg .b32 %w<4>;
+\tshr.u32 %w0, $2, $3;
+\tand.b32 %w0, %w0, 0x0F0F0F0F;
+\tmov.b32 %w2, 0x3F803F80;  // 1
+\tmov.b32 %w3, 0x80008000;  // -0
+\tprmt.b32 %w1, %w0, 0x43434343, 0x4140;
+\tprmt.b32 %w0, %w0, 0x43434343, 0x4342;
+\tfma.rn.bf16x2 %w1, %w1, %w2, $9;
+\tfma.rn.bf16x2 %w0, %w0, %w2, $10;
+\tfma.rn.bf16x2 $0, %w1, $7, %w3;
+\tfma.rn.bf16x2 $1, %w0, $8, %w3; }
+""")
+INT4_FP16 = tl.constexpr("""
+\t{ .reg .b32 %w<4>;
+\tshr.u32 %w0, $2, $3;
+\tand.b32 %w0, %w0, 0x0F0F0F0F;
+\tmov.b32 %w2, 0x3C003C00;  // 1
+\tmov.b32 %w3, 0x80008000;  // -0
+\tprmt.b32 %w1, %w0, 0x64646464, 0x4140;
+\tprmt.b32 %w0, %w0, 0x64646464, 0x4342;
+\tfma.rn.f16x2 %w1, %w1, %w2, $9;
+\tfma.rn.f16x2 %w0, %w0, %w2, $10;
+\tfma.rn.f16x2 $0, %w1, $7, %w3;
+\tfma.rn.f16x2 $1, %w0, $8, %w3; }
+""")
+
 
 @triton.constexpr_function
 def _packed(scales_ptr):
@@ -141,10 +171,36 @@ def _step_of(exponents):
     return ((exponents + 1016) << 20).to(tl.float32, bitcast=True)
 
 
+@tl.core.builtin
+def _on_cuda(_semantic: Any = None) -> bool:
+    """Whether a kernel is compiled for NVIDIA, so that it may contain PTX."""
+    return _semantic.builder.options.backend_name == "cuda"
+
+
+@tl.core.builtin
+def _halves(
+    codes: Any,
+    ptx: tl.constexpr,
+    dtype: tl.constexpr,
+    more: Any = (),
+    further: tl.constexpr = "",
+    _semantic: Any = None,
+) -> tl.tensor:
+    """A tile of codes converted by PTX as above, to fp16 or bf16; what else it is given, and in which registers."""
+    # As if it had effects: without, triton would convert what threads read one code at a time, of values down their
+    # columns, as their product wants them. Now they read 16 codes of a row, and exchange the numbers.
+    registers = "=&r,=&r,r" + getattr(further, "value", further)
+    return tl.inline_asm_elementwise(
+        ptx, registers, [codes, *more], dtype=dtype.value, is_pure=False, pack=4, _semantic=_semantic
+    )
+
+
 @triton.jit
-def _rotated_rows(codes_ptr, scales_ptr, slot, inside, begin, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers [begin, begin + BLOCK) of the rotated rows of slots [N] that hold codes of 4 bits, fp32; 0 where not
-    inside and beyond D. begin: a multiple of min(BLOCK, 32).
+def _rotated_rows(
+    codes_ptr, scales_ptr, slot, inside, begin, D: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr = tl.float32
+):
+    """Numbers [begin, begin + BLOCK) of the rotated rows of slots [N] that hold codes of 4 bits, in that dtype; 0 where
+    not inside and beyond D. begin: a multiple of min(BLOCK, 32).
     """
     W: tl.constexpr = D // 2
     # So many neighbours share a group and are all in the low or all in the high bits of their bytes.
@@ -154,7 +210,7 @@ def _rotated_rows(codes_ptr, scales_ptr, slot, inside, begin, D: tl.constexpr, B
     mask = inside[:, None]
     if BLOCK > D:
         mask = mask & (column < D)[None, :]
-    codes = tl.load(codes_ptr + (slot[:, None] * W + (column % W)[None, :]), mask=mask, other=0).to(tl.int32)
+    codes = tl.load(codes_ptr + (slot[:, None] * W + (column % W)[None, :]), mask=mask, other=0)
     piece = tl.arange(0, BLOCK // PART)
     group = begin // 32 + piece // (32 // PART)
     both_ptr = scales_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -162,27 +218,19 @@ def _rotated_rows(codes_ptr, scales_ptr, slot, inside, begin, D: tl.constexpr, B
     both = tl.load(both_ptr + (slot[:, None] * (D // 32) + group[None, :]), mask=known, other=0).to(tl.int32)
     step, zero = _step_of((both << 24) >> 24), (both >> 8).to(tl.float32)
     high = (begin + PART * piece >= W)[None, :]
-    bits = _spread_out(tl.where(high, 0xF0, 0x0F), BLOCK)
-    shift = _spread_out(tl.where(high, 15, 19), BLOCK)
-    numbers = (((codes & bits) << shift) | SIXTEEN).to(tl.float32, bitcast=True)  # 16 + c
-    # Both products are exact, so it does not matter whether they are fused with the difference.
-    return numbers * _spread_out(step, BLOCK) - _spread_out(step * (zero + 16), BLOCK)
-
-
-@tl.core.builtin
-def _on_cuda(_semantic: Any = None) -> bool:
-    """Whether a kernel is compiled for NVIDIA, so that it may contain PTX."""
-    return _semantic.builder.options.backend_name == "cuda"
-
-
-@tl.core.builtin
-def _halves(codes: Any, ptx: tl.constexpr, dtype: tl.constexpr, _semantic: Any = None) -> tl.tensor:
-    """A tile of codes converted by PTX as above, to fp16 or bf16."""
-    # As if it had effects: without, triton would convert what threads read one code at a time, of values down their
-    # columns, as their product wants them. Now they read 16 codes of a row, and exchange the numbers.
-    return tl.inline_asm_elementwise(
-        ptx, "=&r,=&r,r", [codes], dtype=dtype.value, is_pure=False, pack=4, _semantic=_semantic
-    )
+    halves: tl.constexpr = False if INTERP else _on_cuda() and dtype != tl.float32
+    if halves:
+        least: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+        shift = _spread_out(tl.where(high, 4, 0), BLOCK) + tl.zeros(codes.shape, tl.int32)
+        steps, offsets = _spread_out(step.to(dtype), BLOCK), _spread_out((-least - zero).to(dtype), BLOCK)
+        ptx: tl.constexpr = INT4_BF16 if dtype == tl.bfloat16 else INT4_FP16
+        return _halves(codes, ptx, dtype, (shift, steps, offsets), ",r,r,r,r,r,r,r,r")
+    else:
+        bits = _spread_out(tl.where(high, 0xF0, 0x0F), BLOCK)
+        shift = _spread_out(tl.where(high, 15, 19), BLOCK)
+        numbers = (((codes.to(tl.int32) & bits) << shift) | SIXTEEN).to(tl.float32, bitcast=True)  # 16 + c
+        # Both products are exact, so it does not matter whether they are fused with the difference.
+        return (numbers * _spread_out(step, BLOCK) - _spread_out(step * (zero + 16), BLOCK)).to(dtype)
 
 
 @triton.jit
@@ -214,7 +262,7 @@ def _factors(scales_ptr, slot, inside):
 def _slot_rows(codes_ptr, scales_ptr, slot, inside, mask, cols, dtype: tl.constexpr, D: tl.constexpr):
     """Rows of slots [N] in that dtype, 0 where not in the mask: as they are, `_numbers`, or `_rotated_rows`."""
     if _packed(scales_ptr):
-        return _rotated_rows(codes_ptr, scales_ptr, slot, inside, 0, D, cols.shape[0]).to(dtype)
+        return _rotated_rows(codes_ptr, scales_ptr, slot, inside, 0, D, cols.shape[0], dtype)
     else:
         return _numbers(tl.load(codes_ptr + (slot[:, None] * D + cols[None, :]), mask=mask, other=0.0), dtype)
 
