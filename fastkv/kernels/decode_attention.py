@@ -271,7 +271,7 @@ def _constants(
     if tight or (coded and dtype == torch.float32):
         block_n = MIN_ROWS  # codes and the numbers that they become, in registers at once
     elif packed:  # twice the queries, and keys that were codes
-        block_n = min(block_n, 64)
+        block_n = min(block_n, 32 if hip else 64)
     if packed:
         num_stages = 1 if tight else 2
     if capped or tight or (order == 1 and spread):
