@@ -18,6 +18,9 @@ BACKENDS = ("auto", *MODULES)
 OLDEST_TRITON = Version("3.6")
 MAX_GROUPS, MAX_HEAD_DIM, MAX_EVICTED = 16, 512, 64  # what the kernels handle
 INT4_GROUP = 32  # numbers of a key or a value that share a step
+# Packages with flash-attn's functions, the newest first, and the generations of GPUs that they are written for.
+FLASH = {"flash_attn_interface": (9,), "flash_attn": (8, 9, 10, 11, 12)}
+OLDEST_FLASH = Version("2.6")  # earlier ones lay log-sum-exps out otherwise
 # Above, fp32 attention does not fit into registers, and nothing into an AMD GPU's shared memory.
 MAX_COMMON_HEAD_DIM = 256
 
@@ -59,6 +62,26 @@ def why_no_triton() -> str | None:
     except PackageNotFoundError:
         return "triton is not installed"
     return None if found >= OLDEST_TRITON else f"triton {found} is older than {OLDEST_TRITON}"
+
+
+@cache
+def flash_attention(device: torch.device) -> Callable[..., Any] | None:
+    """flash-attn's function of sequences of unequal lengths, of the newest version that serves this device; None for
+    none: without the package, on another device than a GPU of NVIDIA's, or where it does not load.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    for name, generations in FLASH.items():
+        if torch.cuda.get_device_capability(device)[0] in generations:
+            try:
+                module = import_module(name)
+            except ImportError:  # it is not there, or was built for another torch
+                continue
+            old = Version(getattr(module, "__version__", str(OLDEST_FLASH))) < OLDEST_FLASH
+            found: Callable[..., Any] | None = getattr(module, "flash_attn_varlen_func", None)
+            if found is not None and not old:
+                return found
+    return None
 
 
 def why_not(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastkv.kernels import (
+    _flash,
     compact,
     decode_attention,
     evict,
@@ -29,6 +30,7 @@ from fastkv.kernels import (
     vector_decode,
     window_scores,
 )
+from fastkv.kernels._arguments import Attended
 from fastkv.kernels._evicted import CENTROIDS
 from fastkv.kernels._launch import pow2
 from fastkv.reference import FORMATS
@@ -41,7 +43,7 @@ MODEL_TYPED = ("q", "keys", "values", "k", "v", "new_keys", "new_values", "appro
 TYPES = {  # of pointers that are neither in the model's dtype nor fp32
     "*i32": (
         *("lengths", "positions", "starts", "tickets", "approx_lengths", "approx_positions", "approx_starts"),
-        *("new_positions", "lists", "listed", "candidate_slots", "counts", "key", "places"),
+        *("new_positions", "lists", "listed", "candidate_slots", "counts", "key", "places", "runs"),
     ),
     "*i64": ("count", "seen", "rows", "tally", "candidate_keys", "order", "query_places"),
     "*u8": ("kept", "valid", "new_valid", "mask", "protected", "query_valid"),
@@ -320,9 +322,10 @@ def of_peaks(kernel: Any, dim: int, sinks: bool = False) -> Variant:
 def of_prefill(
     chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
     spread: bool = False, sinks: bool = False, slots: str = "model", bias: bool = False, rows: bool = False,
+    flash: bool = False,
 ) -> Variant | None:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap. None
-    where slots are decoded first."""
+    where slots are decoded first. flash: beside flash-attn."""
     vendor = "hip" if chip in HIP else chip
     bits, cross = FORMATS[slots].values.bits, order == 1 and not slope
     case = prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, bits, bias, cross, rows)
@@ -335,8 +338,9 @@ def of_prefill(
     )  # fmt: skip
     remembered = "centroids" if order == CENTROIDS else f"order{order}"
     name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope) + " spread1" * spread
-    name += " sinks" * sinks + " bias" * bias + " rows" * rows
+    name += " sinks" * sinks + " bias" * bias + " rows" * rows + " flash" * flash
     given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
+    given |= dict.fromkeys((f"attended_{one}" for one in Attended._fields), flash)
     given |= dict(
         count_ptr=order in (0, 1), matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS,
         sink_ptr=sinks, bias_ptr=bias, softcap=groups != 4, num=order == CENTROIDS, seen_ptr=False, positions_ptr=False,
@@ -516,6 +520,8 @@ def of_prefills(chip: str) -> list[Variant]:
         *(of(256, slots=form) for form in CODES),
         *(of(128, order=CENTROIDS, spread=True, slots=form) for form in CODES),
         *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
+        *(of(dim, order=CENTROIDS, spread=True, flash=True) for dim in (64, 128, 256) if chip in CUDA),
+        *(of(128, flash=True, rows=rows) for rows in (False, True) if chip in CUDA),
     ]
     return [one for one in variants if one is not None]
 
@@ -614,6 +620,7 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         of_peaks(peak_attention._lse_kernel, 128, sinks=True),
     ],
     "prefill_attention": [
+        variant("prefill runs", _flash._runs_kernel, dict(CHUNK=_flash.CHUNK), wide=False, num_warps=4, arches=CUDA),
         *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),
         *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": None}, {"spread": True})),
         *(of_prefill(chip, 512, order=CENTROIDS, spread=True) for chip in CUDA),

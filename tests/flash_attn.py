@@ -55,13 +55,16 @@ def flash_attn_func(
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, s_aux: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Sequences of unequal lengths behind one another: q [tokens, Hq, D]."""
+    softcap: float = 0.0, s_aux: Tensor | None = None, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
+    """Sequences of unequal lengths behind one another: q [tokens, Hq, D]; their log-sum-exps are [Hq, tokens]."""
     CALLS.append(("flash_attn_varlen_func", q.shape[0], window_size[0]))
     how = softmax_scale, causal, window_size[0], softcap, s_aux
     starts = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], cu_seqlens_k.tolist(), cu_seqlens_k.tolist()[1:])
-    return torch.cat([_attend(q[None, a:b], k[None, c:d], v[None, c:d], *how)[0][0] for a, b, c, d in starts])
+    parts = [_attend(q[None, a:b], k[None, c:d], v[None, c:d], *how) for a, b, c, d in starts]
+    out, lse = torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+    assert out.shape == q.shape and max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    return (out, lse, None) if return_attn_probs else out
 
 
 def pad_input(rows: Tensor, indices: Tensor, batch: int, length: int) -> Tensor:
@@ -75,7 +78,7 @@ def unpad_input(rows: Tensor, mask: Tensor, unused: Tensor | None = None) -> tup
     """The tokens that are no padding, behind one another, and where they were."""
     lengths = mask.sum(-1, dtype=torch.int32)
     indices = mask.flatten().nonzero()[:, 0]
-    starts = pad(lengths.cumsum(0, torch.int32), (1, 0))
+    starts = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return rows.flatten(0, 1)[indices], indices, starts, int(lengths.max()), lengths
 
 

@@ -1793,6 +1793,20 @@ MUTATIONS = [
         f"{PROMPTS}::test_orders_and_softcap",
     ),
     bug(
+        "flash-attn attends to a block from its first token on, whether it is padding or not",
+        "kernels/_flash.py",
+        "row * T + tl.where(whole, begin, T)",
+        "row * T + tl.where(whole, 0, T)",
+        "kernels_flash.py::test_padding",
+    ),
+    bug(
+        "a block that flash-attn has attended to is attended to again",
+        "kernels/prefill_attention.py",
+        "last = tl.where(begin < end, 0, last)",
+        "last = tl.where(begin < end, last, last)",
+        "kernels_flash.py::test_nothing_is_retained_or_evicted",
+    ),
+    bug(
         "a flash-attn that ignores the sinks of a model is accepted",
         "integrations/transformers/attach.py",
         "elif families.is_flash(base) and not vouched:",

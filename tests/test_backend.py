@@ -1,7 +1,9 @@
 """Which backend runs, why one cannot, and that each runs what it says."""
 
 import shutil
+import sys
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from fastkv.backend import BACKENDS, MODULES, check_backend, implementation, res
 from fastkv.cpu import compiled
 from fastkv.cpu import operations as cpu
 
+from . import flash_attn
 from .processes import run
 from .test_ops import CASES
 
@@ -90,6 +93,47 @@ def test_a_backend_that_cannot_run_is_refused(monkeypatch):
     with pytest.raises(FastKVError) as error:
         check_backend("auto", CUDA, *sizes, 65)
     assert str(error.value) == "the Triton kernels cannot run: evict_every may be at most 64, got 65; lower it"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that says which flash-attn runs on a GPU of that generation, with these packages."""
+
+    def served(capability, **packages):
+        for name in backend.FLASH:
+            monkeypatch.setitem(sys.modules, name, packages.get(name))  # None: there is none
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        backend.flash_attention.cache_clear()
+        return backend.flash_attention(CUDA)
+
+    yield served
+    backend.flash_attention.cache_clear()
+
+
+def test_the_newest_flash_attn_that_serves_a_gpu(gpu, monkeypatch):
+    two, three = flash_attn.package("flash_attn"), flash_attn.package("flash_attn_interface")
+    two.flash_attn_varlen_func, three.flash_attn_varlen_func = (lambda: 2), (lambda: 3)
+    both = {"flash_attn": two, "flash_attn_interface": three}
+    for capability, packages, number in (
+        ((9, 0), both, 3),
+        ((8, 9), both, 2),
+        ((10, 0), both, 2),
+        ((9, 0), {"flash_attn": two}, 2),
+        ((9, 0), {"flash_attn_interface": three}, 3),
+        ((8, 0), {"flash_attn_interface": three}, None),
+        ((7, 5), both, None),
+        ((9, 0), {}, None),
+        ((9, 0), {"flash_attn": ModuleType("flash_attn")}, None),  # of flash-attn 4 alone
+    ):
+        found = gpu(capability, **packages)
+        assert (found and found()) == number, (capability, number)
+    two.__version__ = "2.5.9"
+    assert gpu((8, 0), **both) is None
+    two.__version__ = "2.8.3"
+    assert gpu((8, 0), **both) is not None
+    assert backend.flash_attention(CPU) is None and backend.flash_attention(OTHER) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert gpu((9, 4), **both) is None
 
 
 @pytest.fixture

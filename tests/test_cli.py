@@ -56,10 +56,11 @@ def test_doctor_prints_versions_backends_and_reasons(capsys):
     assert said["transformers"] == transformers.__version__
     assert said["reference"].startswith("available")
     assert said["eager"] == "available"
-    for name in ("triton", "flash_attention_2"):
+    flash = [f"flash_attention_{number}" for number in (2, 3, 4)]
+    for name in ("triton", *flash):
         assert said[name].startswith("available") or said[name].startswith("not available: ")
     if not torch.cuda.is_available():
-        assert said["flash_attention_2"].startswith("not available: ")
+        assert all(said[name].startswith("not available: ") for name in flash)
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,27 @@ def test_layers_that_share_keys_undo_the_rotation_once(kind):
     assert generate(model, *prompt()).shape == (3, 62)
 
 
+class OneByOne(Shrinking):
+    """Cannot go on from what it has read but for single tokens."""
+
+    def updated(self, cache, k, v):
+        if 1 < k.shape[2] and cache.layers[self.layer_idx].get_seq_length():
+            raise TypeError("one at a time; or none")
+        return super().updated(cache, k, v)
+
+    def attended(self, attend, q, k, v, mask, **kwargs):
+        return attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+
+
+def test_a_model_that_goes_on_for_single_tokens_only_says_what_it_said():
+    model = unheard_of(OneByOne)
+    why = "for single tokens only: by itself, in parts, TypeError: one at a time; use prefill_block=None"
+    with pytest.raises(FastKVError, match=why):
+        fastkv.patch(model, "keydiff", 64, prefill_block=16)
+    with pytest.warns(UserWarning, match="unheard_of"):
+        fastkv.patch(model, "keydiff", 64)
+
+
 def test_models_that_read_prompts_whole_are_not_asked_for_blocks():
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4}
     model = tiny("jamba", **experts, attn_layer_period=2, attn_layer_offset=1)

@@ -89,6 +89,16 @@ class ResultPointers(NamedTuple):
     lse_evicted_ptr: Any
 
 
+class Attended(NamedTuple):
+    """What somebody else's kernel has made of a prompt block: out [B, T, Hq, D], log-sum-exp [Hq, B, T] in fp32, and
+    runs [3 B + 1] int32: they hold for tokens runs[3 b + 1] to runs[3 b + 2] of row b, counted over all rows.
+    """
+
+    out_ptr: Any = None
+    lse_ptr: Any = None
+    runs_ptr: Any = None
+
+
 class View(NamedTuple):
     """A tensor [B, H, N, D] of any strides, with unit stride along D."""
 

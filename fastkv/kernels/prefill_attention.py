@@ -4,7 +4,8 @@ Flash attention over two sources of keys: the slots (all older than the block: a
 (causal, padding excluded). What is remembered of the evicted tokens seeds the online softmax of every row, so nothing
 is mixed afterwards: the moments are one more partial, (m, l, acc) = (log Z_E, 1, f_E) (MomentKV, arXiv:2606.01563,
 Eqs. 9-12), centroids are slots with a bias. Learned sinks are one more partial, (sink, 1, 0), and come last. Rows of a
-program are the queries of one KV head, (token, head of the group) in that order: keys are read once per group.
+program are the queries of one KV head, (token, head of the group) in that order: keys are read once per group. Where
+flash-attn is installed, what it makes of the block alone is one more partial, (log-sum-exp, 1, out), see `_flash`.
 
 Bytes: keys, values (2 D a pair and their scales in 8 bits) and what is remembered once per BLOCK_M rows; q twice, out
 once.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from ..reference import LayerState, Moments, Spec
-from ._arguments import PAIRS, EvictedPointers, ResultPointers, Scaling, StatePointers, View
+from ._arguments import PAIRS, Attended, EvictedPointers, ResultPointers, Scaling, StatePointers, View
 from ._attention import (
     LN2,
     _add_sink,
@@ -43,6 +44,7 @@ from ._attention import (
 )
 from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
 from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
+from ._flash import _add_attended, _run, attend_itself
 from ._launch import (
     check_contiguous,
     check_head_dim,
@@ -170,8 +172,9 @@ class PrefillTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["page"])
 def _prefill_kernel(
-    q: View, new_keys: View, new_values: View, new_valid_ptr, state: StatePointers, evicted: EvictedPointers, sink_ptr,
-    results: ResultPointers, scaling: Scaling, rows_ptr, page, T, slots, num, TILE: tl.constexpr,
+    q: View, new_keys: View, new_values: View, new_valid_ptr, attended: Attended, state: StatePointers,
+    evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, slots, num,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = TILE.HEADS
     G: tl.constexpr = TILE.G
@@ -248,6 +251,9 @@ def _prefill_kernel(
     keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
     values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
     last = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // G + 1, T)
+    if attended.runs_ptr is not None:
+        begin, end = _run(attended, batch, T)
+        last = tl.where(begin < end, 0, last)
     for first in range(0, last, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
         usable = tl.load(new_valid_ptr + batch * T + index, mask=index < T, other=0) != 0
@@ -258,6 +264,11 @@ def _prefill_kernel(
         v = _tile(values, first, usable, new_values.stride_t, DV, BV, BLOCK_N)
         acc += _dot(weights.to(v.dtype), v)
 
+    if attended.runs_ptr is not None:
+        theirs, all_rows = rows & (token >= begin) & (token < end), tl.num_programs(1) // HEADS
+        top, total, acc = _add_attended(
+            top, total, acc, attended, batch, token, q_head, theirs, T, all_rows, HEADS * G, DV
+        )
     if sink_ptr is not None:
         top, total, decay = _add_sink(top, total, tl.load(sink_ptr + q_head))
         acc *= decay[:, None]
@@ -317,7 +328,8 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, no host sync; arguments and results as in `reference.prefill_attention`, both lse in fp32.
 
-    q, k, v have any strides, with unit stride along D. Of row 0 results may be anything.
+    q, k, v have any strides, with unit stride along D. Of row 0 results may be anything. With flash-attn there are
+    three launches, and queries of padding attend to slots and evicted tokens alone.
     """
     op = "prefill_attention"
     exact, softcap = state.exact, spec.softcap
@@ -377,7 +389,7 @@ def prefill_attention(
     )  # fmt: skip
     bias = None if exact.bias is None else exact.stored("bias")
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
-        View.of(q), View.of(k), View.of(v), valid.view(torch.uint8),
+        View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths), pointers, state.sink_logits,
         ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num, slots, known.num,
         TILE=sizes,

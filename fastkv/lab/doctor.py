@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from .. import __version__, policies
-from ..backend import MODULES, why_not
+from ..backend import MODULES, flash_attention, why_not
 from ..budget import Budget
 from ..calibration.head_shares import HEADS_FILE
 from ..config import BUDGET, POLICY, Config
@@ -23,6 +23,14 @@ from .pretrained import place
 from .survey import Survey, survey
 
 Lines = dict[str, str]
+# Packages of flash-attn by version: their distribution, how to get it, and the oldest generation of NVIDIA's GPUs.
+FLASH = {
+    2: ("flash-attn", " (pip install 'fastkv-attn[flash]')", 8),
+    3: ("flash-attn-3", "", 8),
+    4: ("flash-attn-4", "", 9),
+}
+HUB = "kernels"  # the distribution that loads kernels of the hub
+MISSING = "not installed"
 UNTESTED = "not tested: compared with the stock model when it is patched"
 
 
@@ -66,7 +74,7 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return MISSING
 
 
 def backends() -> Lines:
@@ -75,18 +83,34 @@ def backends() -> Lines:
     found = compiled.library("codes")
     how = f"torch alone, as nothing was compiled: {found}" if isinstance(found, str) else "compiled C++"
     cpu = f"prompts: torch's fused attention; decode steps: {how}"
-    about = {"reference": "plain torch, any device", "cpu": cpu, "triton": "the kernels"}
+    theirs = flash_attention(device)
+    blocks = "" if theirs is None else f"; blocks of a prompt attend to themselves by {theirs.__module__}"
+    about = {"reference": "plain torch, any device", "cpu": cpu, "triton": f"the kernels{blocks}"}
     problems = {name: why_not(name, torch.device("cpu") if name == "cpu" else device) for name in MODULES}
     return {name: f"not available: {why}" if why else f"available ({about[name]})" for name, why in problems.items()}
 
 
 def attention_implementations() -> Lines:
     """What a model may be loaded with before `fastkv.patch`, and why the rest may not."""
-    flash = "available" if torch.cuda.is_available() else "not available: torch sees no CUDA device"
-    if problem := not_installed("flash"):
-        flash = f"not available: {problem}"
     sdpa = "available (not for models with soft-capped logits or sinks, which it ignores)"
-    return {"eager": "available", "sdpa": sdpa, "flash_attention_2": flash}
+    found = {"eager": "available", "sdpa": sdpa}
+    found |= {f"flash_attention_{number}": on_gpu(*FLASH[number], HUB) for number in FLASH}
+    return found | {"kernels of the hub": on_gpu(HUB, "", 0, HUB)}
+
+
+def on_gpu(package: str, how: str, oldest: int, instead: str) -> str:
+    """Whether an installed package can be used on the GPU, or kernels of the hub instead, as transformers does.
+
+    Args: how: to install it.  oldest: generation of the GPU that it needs.
+    """
+    from_where = next((name for name in (package, instead) if version(name) != MISSING), None)
+    problem = f"{package} is {MISSING}{how}" if from_where is None else ""
+    if not problem and not torch.cuda.is_available():
+        problem = "torch sees no CUDA device"
+    if not problem and torch.cuda.get_device_capability()[0] < oldest:
+        has = "{}.{}".format(*torch.cuda.get_device_capability())
+        problem = f"it needs a GPU of compute capability {oldest}.0, this one has {has}"
+    return f"not available: {problem}" if problem else f"available ({from_where} {version(str(from_where))})"
 
 
 def commands() -> Lines:

@@ -261,22 +261,21 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
         try:
             return _logits(model, ids, mask, cache, size)
         except FAILURES as error:
-            what = str(error).partition("\n")[0].partition(";")[0]  # not what to do about it
             raise FastKVError(
-                f"{kind} fails on a short prompt {how} ({type(error).__name__}: {what}); use the model without fastkv"
+                f"{kind} fails on a short prompt {how} ({_said(error)}); use the model without fastkv"
             ) from error
 
     with unchanged(model):
         ids, mask = _prompt(model)
         stock = read("by itself", PROMPT, _empty_cache(modules.decoder(model)))
         limit = _eps(stock.dtype) ** 0.5
-        goes_on = _goes_on(model, ids, mask, stock, limit)
-        if not goes_on and config.prefill_block is not None:
+        problem = _why_not_in_parts(model, ids, mask, stock, limit)
+        if problem and config.prefill_block is not None:
             raise FastKVError(
                 f"{kind} of transformers {transformers.__version__} goes on from what it has read for single tokens "
-                "only; use prefill_block=None or a newer transformers"
+                f"only: by itself, in parts, {problem}; use prefill_block=None or a newer transformers"
             )
-        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 + goes_on]:
+        for how, block in (("whole", None), ("in blocks", BLOCK))[: 1 if problem else 2]:
             patch(replace(roomy, prefill_block=block))
             worst = _difference(read(f"read {how} when it is patched", PROMPT, None), stock, mask)
             if not worst <= limit:
@@ -287,12 +286,18 @@ def check_agreement(model: Module, patch: Callable[[Config], None], config: Conf
                 )
 
 
-def _goes_on(model: Any, ids: Tensor, mask: Tensor, stock: Tensor, limit: float) -> bool:
-    """Whether the stock model reads a prompt in parts as it does whole."""
+def _why_not_in_parts(model: Any, ids: Tensor, mask: Tensor, stock: Tensor, limit: float) -> str:
+    """What is wrong when the stock model reads a prompt in parts, in a few words; empty if it does as it does whole."""
     try:
-        return _difference(_logits(model, ids, mask, _empty_cache(modules.decoder(model)), BLOCK), stock, mask) <= limit
-    except FAILURES:
-        return False
+        worst = _difference(_logits(model, ids, mask, _empty_cache(modules.decoder(model)), BLOCK), stock, mask)
+    except FAILURES as error:
+        return _said(error)
+    return "" if worst <= limit else f"its logits change by {worst:.1e} of their norm"
+
+
+def _said(error: Exception) -> str:
+    """What an error says on its first line, without what to do about it."""
+    return f"{type(error).__name__}: " + str(error).partition("\n")[0].partition(";")[0]
 
 
 def _prompt(model: Module) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,86 @@
+"""The attention of a prompt block to itself by flash-attn, where it is installed: its kernels are written for the chip.
+
+flash-attn attends to sequences that lie behind one another. A row of a block is three of them: padding, tokens and
+padding. What it makes of padding nobody reads. Where padding lies between tokens, `prefill_attention` attends to that
+row's tokens itself, as it does where flash-attn does not serve. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..backend import flash_attention
+from ..reference import Spec
+from ._arguments import Attended
+from ._attention import LOG2E, _add_sink
+
+FEWEST = 64  # tokens of a block: of fewer, our own loop is too short to be worth two more launches
+WIDEST = 256  # numbers of a head that flash-attn takes
+CHUNK = 1024
+
+
+@triton.jit
+def _runs_kernel(valid_ptr, runs_ptr, T, CHUNK: tl.constexpr):
+    """runs[3 b + 1], runs[3 b + 2]: the first token of row b that is no padding, and the first one after them all, in
+    a count over all rows; both are the row's end if padding lies between tokens, or there is nothing else.
+    """
+    row = tl.program_id(0)
+    begin, end, count = T, 0, 0
+    for first in range(0, T, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        valid = tl.load(valid_ptr + row.to(tl.int64) * T + index, mask=index < T, other=0) != 0
+        begin = tl.minimum(begin, tl.min(tl.where(valid, index, T)))
+        end = tl.maximum(end, tl.max(tl.where(valid, index + 1, 0)))
+        count += tl.sum(valid.to(tl.int32))
+    whole = (count > 0) & (end - begin == count)
+    if row == 0:
+        tl.store(runs_ptr, 0)
+    tl.store(runs_ptr + 3 * row + 1, row * T + tl.where(whole, begin, T))
+    tl.store(runs_ptr + 3 * row + 2, row * T + tl.where(whole, end, T))
+    tl.store(runs_ptr + 3 * row + 3, row * T + T)
+
+
+@triton.jit
+def _run(attended, batch, T):
+    """The tokens [begin, end) of a row for which `Attended` holds."""
+    before = (batch * T).to(tl.int32)
+    begin, end = tl.load(attended.runs_ptr + 3 * batch + 1), tl.load(attended.runs_ptr + 3 * batch + 2)
+    return begin - before, end - before
+
+
+@triton.jit
+def _add_attended(
+    top, total, acc, attended, batch, token, q_head, rows, T, BATCH, HEADS: tl.constexpr, DV: tl.constexpr
+):
+    """Add to partials of queries what they attend to by `Attended`: one token of that logit and value.
+
+    Args: token, q_head, rows [M]: of each query, and whether it is one for which that holds.
+    """
+    column = tl.arange(0, acc.shape[1])[None, :]
+    place = batch * T + token
+    lse = tl.load(attended.lse_ptr + q_head * BATCH * T + place, mask=rows, other=-float("inf"))
+    spot = attended.out_ptr + (place * HEADS + q_head)[:, None] * DV + column
+    value = tl.load(spot, mask=rows[:, None] & (column < DV), other=0.0).to(tl.float32)
+    top, total, decay = _add_sink(top, total, lse)
+    weight = tl.exp2(lse * LOG2E - tl.where(top == -float("inf"), 0.0, top))
+    return top, total, acc * decay[:, None] + weight[:, None] * value
+
+
+def attend_itself(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, spec: Spec) -> Attended:
+    """The causal attention of a block to itself by flash-attn; nothing where that does not serve.
+
+    Args: as of `reference.prefill_attention`.
+    """
+    (batch, _, num, dim), varlen = q.shape, flash_attention(q.device)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if varlen is None or spec.softcap is not None or not half or v.shape[-1] != dim or dim > WIDEST or num < FEWEST:
+        return Attended()
+    runs = torch.empty(3 * batch + 1, dtype=torch.int32, device=q.device)
+    _runs_kernel[(batch,)](valid.view(torch.uint8), runs, num, CHUNK=CHUNK)
+    rows = [part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)]
+    how = {"softmax_scale": spec.scale, "causal": True, "return_attn_probs": True}
+    out, lse, *_ = varlen(*rows, runs, runs, num, num, **how)
+    return Attended(out.contiguous(), lse.contiguous(), runs)
