@@ -47,6 +47,7 @@ from tests.states import splits
 PROGRAMS, CENTROIDS, PER_CYCLE = 16, 63, 19.2
 FORMS = ("model", "int8", "fp8", "int4", "k8v4")
 COLUMNS = ("instructions", "waits", "barriers", "issue", "memory")
+HEADING = "# Kernels, counted\n\nWritten by `python -m perf.counts`, which says what is counted; do not edit."
 Table = dict[str, dict[str, int]]
 
 
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept[options.label] = {one: {**counts, **loops.get(one, {})} for one, counts in executed_counts().items()}
     if options.out:
         options.out.write_text(json.dumps(kept, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(table(kept) + "\n")
+        options.out.with_suffix(".md").write_text(f"{HEADING}\n\n{table(kept)}\n")
     print(table(kept))
 
 

@@ -8,7 +8,8 @@ follows:
 
 Codes are read as c / 256 (exact in bf16 and fp16) and scales as 256 s, so that a weight times a scale is about as large
 as the value in fp16, too. Codes are the dtype of their tensor: int8 are integers, uint8 the bits of e4m3, which are
-converted with integers, because sm_80 and gfx942 (e4m3fnuz) have no instruction for them.
+converted with integers, because sm_80 and gfx942 (e4m3fnuz) have no instruction for them. For NVIDIA, PTX converts four
+codes at a time.
 
 Codes of 4 bits stand for s (c - z) in rotated rows, s and z of every 32 numbers, and become those numbers in registers
 (12 bits at most: exact in bf16 where |c - z| < 16). Products and sums are of rotated rows: q is turned once, the sum
