@@ -1760,8 +1760,8 @@ MUTATIONS = [
     bug(
         "a prompt block multiplies with the leading bits of centroids",
         "kernels/_evicted.py",
-        "_dot_terms(products, q, tl.trans(k), 3)",
-        "_dot_terms(products, q, tl.trans(k), 1)",
+        "_dot_terms(products, q, tl.trans(k), 3)\n            square",
+        "_dot_terms(products, q, tl.trans(k), 1)\n            square",
         f"{PROMPTS}::test_centroids",
     ),
     bug(
