@@ -37,7 +37,7 @@ from fastkv.reference import FORMATS
 
 SLOTS = 1040  # of a head: a budget of 1024 and 16 tokens between evictions
 CUDA, HIP = VENDORS = ("80", "90", "100"), ("gfx942",)
-MEANS = "*bf16"  # of centroids
+MEANS, MANY = "*bf16", 64  # of centroids
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_TYPED = ("q", "keys", "values", "k", "v", "new_keys", "new_values", "approx_keys", "out", "slope", "sketch")
 TYPES = {  # of pointers that are neither in the model's dtype nor fp32
@@ -328,12 +328,15 @@ def of_prefill(
     where slots are decoded first. flash: beside flash-attn."""
     vendor = "hip" if chip in HIP else chip
     bits, cross = FORMATS[slots].values.bits, order == 1 and not slope
-    case = prefill_attention.Case(pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, bits, bias, cross, rows)
+    case = prefill_attention.Case(
+        pow2(dim, 16), DTYPES[dtype], vendor, groups != 4, order, bits, bias, cross, rows, flash
+    )
     tile = prefill_attention.tile_of(case)
     if tile is None:
         return None
     sizes = prefill_attention.PrefillTile(
-        8, groups, dim, dim, pow2(dim), pow2(dim), tile.rows, tile.keys, prefill_attention.BLOCK_C,
+        8, groups, dim, dim, pow2(dim), pow2(dim), tile.rows, tile.keys,
+        prefill_attention.centroids_at_once(tile, MANY if order == CENTROIDS else None),
         min(tile.seed, pow2(dim)), min(tile.slice or pow2(dim), pow2(dim)), slope,
     )  # fmt: skip
     remembered = "centroids" if order == CENTROIDS else f"order{order}"
@@ -347,7 +350,7 @@ def of_prefill(
         attention_ptr=False, starts_ptr=False,
     )  # fmt: skip
     types = dict(matrix_ptr=f"*{dtype}" if slope else "*fp32")
-    means = sizes.BLOCK_C * sizes.SEED  # of a tile
+    means = sizes.BLOCK_C * sizes.SLICE  # of a tile
     if order == CENTROIDS:
         types |= dict(key_mean_ptr=MEANS, value_mean_ptr=MEANS)
     name, types, given = coded(name, types, given, slots)

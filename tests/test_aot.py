@@ -8,7 +8,6 @@ import re
 import pytest
 
 import fastkv.kernels
-from fastkv.kernels import prefill_attention
 from perf import aot
 from perf.aot import CHIPS, bare_barriers, faults, repeated, tickets, variants
 from perf.variants import AOT
@@ -141,7 +140,7 @@ def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(chip
     assert widths["bf16"] >= {64, 128, 256} and widths["fp32"] == {64, 128, 256}
     assert (512 in widths["bf16"]) == (512 in widths["centroids"]) == (chip != "gfx942")
     # Tiles of no more keys than centroids at a time: products with those are checked as well.
-    assert all(one.once == one.constants["TILE"].BLOCK_N >= prefill_attention.BLOCK_C for one in sizes)
+    assert all(one.once == one.constants["TILE"].BLOCK_N >= one.constants["TILE"].BLOCK_C for one in sizes)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fastkv import Budget, FastKVAttention, FastKVError, reference
 from fastkv.kernels import _codes, decode_attention, operations, prefill_attention
-from fastkv.kernels._launch import pow2
+from fastkv.kernels._launch import INTERPRET, pow2
 from fastkv.kernels.evict import PACKED_V
 from fastkv.reference import FORMATS
 
@@ -44,6 +44,48 @@ def _round_trip_kernel(rows_ptr, codes_ptr, scales_ptr, read_ptr, N: tl.constexp
     rows = tl.load(rows_ptr + place, mask=mask, other=0.0)
     read = _codes._store_encoded(codes_ptr, scales_ptr, rows, row, row >= 0, D)
     tl.store(read_ptr + place, read, mask=mask)
+
+
+@triton.jit
+def _numbers_kernel(codes_ptr, out_ptr):
+    place = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out_ptr + place, _codes._numbers(tl.load(codes_ptr + place), out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_code_is_read_exactly(codes, dtype):
+    """All bits but those of NaN, zeros with their sign."""
+    given = torch.arange(256, dtype=torch.uint8).view(codes)
+    out = torch.empty(256, dtype=dtype)
+    _numbers_kernel[1,](given if codes == torch.int8 else given.view(torch.uint8), out, num_warps=2)
+    wanted = given.float() / 256
+    assert torch.equal(out.float()[wanted.isfinite()], wanted[wanted.isfinite()])
+    assert torch.equal(out.signbit()[wanted == 0], wanted.signbit()[wanted == 0])
+
+
+@triton.jit
+def _packed_kernel(codes_ptr, scales_ptr, out_ptr, N: tl.constexpr, D: tl.constexpr):
+    slot = tl.arange(0, N)
+    rows = _codes._rotated_rows(codes_ptr, scales_ptr, slot, slot < N, 0, D, D, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + slot[:, None] * D + tl.arange(0, D)[None, :], rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_of_packed_codes_are_rounded_once(dtype):
+    """Every code, with steps and zero points of all sizes; fp16 has no numbers beyond 65504."""
+    num, dim, source = 256, 64, torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (num, dim // 2), generator=source).to(torch.uint8)
+    scales = torch.randint(-128, 128, (num, dim // 32, 2), generator=source).to(torch.int8)
+    scales[:4, 0] = torch.tensor([[-128, -128], [127, 127], [-128, 127], [127, -128]])
+    out = torch.empty(num, dim, dtype=dtype)
+    _packed_kernel[1,](codes, scales, out, num, dim)
+    step = 2.0 ** ((scales[..., 0].int() + 1016) // 8 - 127) * (1 + (scales[..., 0].int() % 8) / 8)
+    numbers = torch.cat([codes & 15, codes >> 4], -1).view(num, dim // 32, 32) - scales[..., 1:].float()
+    wanted = (numbers.double() * step[..., None].double()).view(num, dim)
+    if dtype == torch.bfloat16 and INTERPRET:  # which cuts bits off where hardware rounds
+        wanted = (wanted.float().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    assert torch.equal(out, wanted.to(dtype))
 
 
 def every_size(slots):

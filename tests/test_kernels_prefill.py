@@ -127,6 +127,15 @@ def test_odd_sizes(slots, num):
     check(*case(batch=1, slots=slots, num=num, padding=False))
 
 
+def test_padding_before_many_tokens():
+    """Rows with padding, of whose tokens many are seen by all queries of a program."""
+    block, state = case(num=150, groups=1, padding=False)
+    block[3][1, :70] = False
+    for rows in block[1:3]:
+        rows[1, :, :70] = float("nan")
+    check(block, state)
+
+
 def test_empty_heads_and_padding_only():
     block, state = case(held=0, evicted=0)
     block[3][0] = False

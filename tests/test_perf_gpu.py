@@ -14,7 +14,7 @@ from perf.gpu import checks, plan, timings
 from perf.gpu.checks import Finding, equal
 from perf.gpu.clock import Work, measure, num_sets, passes
 from perf.gpu.heads import GEMMA, LLAMA, decode_bytes
-from perf.gpu.peers import PEERS
+from perf.gpu.peers import CAUSAL, PEERS
 from perf.gpu.place import FlashInferStandIn, Place, StandIn
 from perf.gpu.plan import Section, Task
 from perf.speed import worker
@@ -47,6 +47,10 @@ def tasks_of(sections, *names):
     return [task for section in sections if not names or section.name in names for task in section.tasks]
 
 
+def cases_of(sections, name):
+    return [task.job.case for task in tasks_of(sections, name)]
+
+
 def test_the_plan_is_in_order_and_fits_into_half_an_hour(whole):
     assert tuple(section.name for section in whole) == command.SECTIONS
     names = [task.job.name for task in tasks_of(whole)]
@@ -60,8 +64,10 @@ def test_all_checks_and_operations_are_planned(whole):
     checked = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_checks"}
     assert checked == {*checks.PER_HEADS, "kernels", "captured", "compiled", "served"}
     timed = {task.job.case["op"] for task in tasks_of(whole) if task.file == "gpu_timings"}
-    assert timed == {*timings.OWN, *PEERS, "copy 1 GiB"}
-    key = [task.job.case for task in tasks_of(whole, "key")]
+    assert timed == {*timings.OWN, *timings.BLOCKS, *PEERS, *CAUSAL, "copy 1 GiB"}
+    models = [(case["model"], case["context"], case["batch"]) for case in cases_of(whole, "model")]
+    assert models.count(plan.FASTDMS) == 2
+    key = cases_of(whole, "key")
     assert [case["op"] for case in key[:3]] == ["copy 1 GiB", "fastkv default", "copy"]
     assert sum(case["op"] == "fastkv default" for case in key) == 6
 
@@ -364,7 +370,9 @@ def test_a_report_of_measurements(tmp_path):
         "| FlashInfer | ImportError: not installed | 1 |",
         "| graph | 3 | 0 | graph[x] |",
         "| fastkv, captured, 1024 tokens kept | llama-3.1-8b | 1 | 2048 | 6.50 (6.00-7.00) | 154 | 0.25 | 1.00 |",
-        "| llama-3.1-8b | 1 | 1024 | fastkv default | 4.50 (4.40-4.60) | 3500 | not measured |",
+        "| llama-3.1-8b | 1 | 1024 | fastkv default | 4.50 (4.40-4.60) | not measured | 3500 | not measured |",
+        "| llama-3.1-8b | 32 | 4096 | fastkv moments | 150.00 (149.90-150.10) | 127.50 | 3500 | 85.0% |",
+        "Blocks of prompts on a GPU: not measured.",
         "GPU X",
     ):
         assert line in text, line

@@ -46,6 +46,14 @@ class StatePointers(NamedTuple):
 PAIRS = ("keys", "values", "key_scales", "value_scales")  # of `StatePointers`
 
 
+class TokenPointers(NamedTuple):
+    """What a step is given of its token: queries [B, Hq, D], key and value [B, Hkv, 1, D], absent if not appended."""
+
+    q_ptr: Any
+    k_ptr: Any = None
+    v_ptr: Any = None
+
+
 class EvictedPointers(NamedTuple):
     """What attention mixes in for the evicted tokens: moments, of order 1 with a matrix, or centroids, with sizes.
 

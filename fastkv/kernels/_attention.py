@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ._arguments import PartPointers, ResultPointers
 from ._codes import (
+    INTERP,
     _exact,
     _factors,
     _packed,
@@ -24,9 +25,7 @@ from ._codes import (
     _store_encoded,
     _turned,
 )
-from ._launch import INTERPRET
 
-INTERP = tl.constexpr(INTERPRET)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 

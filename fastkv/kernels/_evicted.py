@@ -17,7 +17,7 @@ import triton.language as tl
 from ..errors import FastKVError
 from ..reference import Centroids, Evicted, Moments
 from ._arguments import EvictedPointers
-from ._attention import LN2, LOG2E, _dot, _dot32, _empty, _rows_mask, _softmax_update, _sum_products, _tanh
+from ._attention import LN2, LOG2E, _dot, _dot32, _empty, _load_query, _rows_mask, _softmax_update, _sum_products, _tanh
 from ._launch import check_centroids
 
 CENTROIDS = 2  # in place of the order of the moments
@@ -145,39 +145,6 @@ def _centroid_logits(products, square, sizes_ptr, spread_ptr, index, inside, sca
 
 
 @triton.jit
-def _centroid_partial(
-    q_ptr, evicted, pair, num, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """The partial of the `num` centroids of a pair; unused ones have size 0."""
-    M: tl.constexpr = GROUP.M
-    D: tl.constexpr = GROUP.D
-    rows, cols = tl.arange(0, M), tl.arange(0, GROUP.BLOCK_D)
-    top, total, acc = _empty(M, GROUP.BLOCK_D)
-    first = pair * num
-    keys_ptr, values_ptr = evicted.key_mean_ptr + first * D, evicted.value_mean_ptr + first * D
-    sizes_ptr, spread_ptr = evicted.sizes_ptr + first, evicted.spread_ptr + first
-    for start in range(0, num, BLOCK_C):
-        index = start + tl.arange(0, BLOCK_C)
-        inside = index < num
-        products, square = tl.zeros([M, BLOCK_C], tl.float32), tl.zeros([M], tl.float32)
-        for begin in range(0, D, BLOCK_K):
-            dims = begin + tl.arange(0, BLOCK_K)
-            mask = (rows < GROUP.G)[:, None] & (dims < D)[None, :]
-            q = tl.load((q_ptr + rows * D)[:, None] + dims[None, :], mask=mask, other=0.0)
-            q = q.to(tl.float32)
-            place = keys_ptr + index[:, None] * D + dims[None, :]
-            k = tl.load(place, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
-            products += _dot32(q, tl.trans(k.to(tl.float32)))
-            square += _sum_products(q, q)
-        logits = _centroid_logits(products, square, sizes_ptr, spread_ptr, index, inside, scaling)
-        top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        spot = values_ptr + index[:, None] * D + cols[None, :]
-        v = tl.load(spot, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
-        acc += _dot32(weights, v.to(tl.float32))
-    return top, total, acc
-
-
-@triton.jit
 def _dot_terms(acc, a, b, TERMS: tl.constexpr):
     """acc + a @ b. Of b in fp32 so many terms in the dtype of a are taken: 2 of bf16 have 16 bits, 3 all of them."""
     if a.dtype == tl.float32:
@@ -193,34 +160,35 @@ def _dot_terms(acc, a, b, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _seed_centroids(q_ptrs, rows, evicted, head, num, scaling, TILE: tl.constexpr):
-    """`_centroid_partial` of many rows, on tensor cores in the dtype of q: the start of their online softmax."""
-    M: tl.constexpr = TILE.BLOCK_M
-    D: tl.constexpr = TILE.D
-    DV: tl.constexpr = TILE.DV
-    BLOCK_C: tl.constexpr = TILE.BLOCK_C
-    column = tl.arange(0, TILE.BV)
-    top, total, acc = _empty(M, TILE.BV)
-    first = head * num
-    keys_ptr, values_ptr = evicted.key_mean_ptr + first * D, evicted.value_mean_ptr + first * DV
+def _centroid_partial(
+    q_ptr, evicted, pair, num, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """The partial of the `num` centroids of a pair; unused ones have size 0. Products are in the dtype of q."""
+    M: tl.constexpr = GROUP.M
+    D: tl.constexpr = GROUP.D
+    rows, cols = tl.arange(0, M), tl.arange(0, GROUP.BLOCK_D)
+    top, total, acc = _empty(M, GROUP.BLOCK_D)
+    first = pair * num
+    keys_ptr, values_ptr = evicted.key_mean_ptr + first * D, evicted.value_mean_ptr + first * D
     sizes_ptr, spread_ptr = evicted.sizes_ptr + first, evicted.spread_ptr + first
+    whole = _load_query(q_ptr, GROUP).to(tl.float32)
+    square = _sum_products(whole, whole)
     for start in range(0, num, BLOCK_C):
         index = start + tl.arange(0, BLOCK_C)
         inside = index < num
         products = tl.zeros([M, BLOCK_C], tl.float32)
-        square = tl.zeros([M], tl.float32)
-        for begin in range(0, D, TILE.SEED):
-            part = begin + tl.arange(0, TILE.SEED)
-            q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & (part < D)[None, :], other=0.0)
-            spot = keys_ptr + index[:, None] * D + part[None, :]
-            k = tl.load(spot, mask=inside[:, None] & (part < D)[None, :], other=0.0)
+        for begin in range(0, D, BLOCK_K):
+            dims = begin + tl.arange(0, BLOCK_K)
+            mask = (rows < GROUP.G)[:, None] & (dims < D)[None, :]
+            q = tl.load((q_ptr + rows * D)[:, None] + dims[None, :], mask=mask, other=0.0)
+            place = keys_ptr + index[:, None] * D + dims[None, :]
+            k = tl.load(place, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
             products = _dot_terms(products, q, tl.trans(k), 3)
-            square += _sum_products(q.to(tl.float32), q.to(tl.float32))
         logits = _centroid_logits(products, square, sizes_ptr, spread_ptr, index, inside, scaling)
         top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        spot = values_ptr + index[:, None] * DV + column[None, :]
-        v = tl.load(spot, mask=_rows_mask(inside, column, DV, TILE.BV), other=0.0)
-        acc = _dot_terms(acc, weights.to(q_ptrs.dtype.element_ty), v, 2)
+        spot = values_ptr + index[:, None] * D + cols[None, :]
+        v = tl.load(spot, mask=_rows_mask(inside, cols, D, GROUP.BLOCK_D), other=0.0)
+        acc = _dot_terms(acc, weights.to(q_ptr.dtype.element_ty), v, 2)
     return top, total, acc
 
 

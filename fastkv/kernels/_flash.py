@@ -69,15 +69,22 @@ def _add_attended(
     return top, total, acc * decay[:, None] + weight[:, None] * value
 
 
+def serves(q: Tensor, v: Tensor, spec: Spec) -> bool:
+    """Whether a block's queries [B, Hq, T, D] attend to its values [B, Hkv, T, Dv] by flash-attn."""
+    half, wide = q.dtype in (torch.bfloat16, torch.float16), v.shape[-1] != q.shape[-1] or q.shape[-1] > WIDEST
+    fits = half and not wide and spec.softcap is None and q.shape[2] >= FEWEST
+    return fits and flash_attention(q.device) is not None
+
+
 def attend_itself(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, spec: Spec) -> Attended:
     """The causal attention of a block to itself by flash-attn; nothing where that does not serve.
 
     Args: as of `reference.prefill_attention`.
     """
-    (batch, _, num, dim), varlen = q.shape, flash_attention(q.device)
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if varlen is None or spec.softcap is not None or not half or v.shape[-1] != dim or dim > WIDEST or num < FEWEST:
+    varlen = flash_attention(q.device)
+    if varlen is None or not serves(q, v, spec):
         return Attended()
+    batch, _, num, _ = q.shape
     runs = torch.empty(3 * batch + 1, dtype=torch.int32, device=q.device)
     _runs_kernel[(batch,)](valid.view(torch.uint8), runs, num, CHUNK=CHUNK)
     rows = [part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)]

@@ -25,7 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import LayerState, Spec
-from ._arguments import PAIRS, EvictedPointers, Group, PartPointers, ResultPointers, Scaling, StatePointers
+from ._arguments import (
+    PAIRS,
+    EvictedPointers,
+    Group,
+    PartPointers,
+    ResultPointers,
+    Scaling,
+    StatePointers,
+    TokenPointers,
+)
 from ._attention import (
     _add_attention,
     _append_token,
@@ -77,7 +86,7 @@ from ._launch import (
 # padded head_dim -> slots, matrix rows, stages
 BLOCKS = {64: (64, 64, 3), 128: (64, 64, 3), 256: (32, 32, 3), 512: (16, 32, 3)}
 FP32_BLOCKS = {64: (32, 32, 2), 128: (32, 32, 2), 256: (16, 16, 2)}
-BLOCK_C = 16  # centroids at a time
+BLOCK_C = {128: 64, 256: 32, 512: 16}  # centroids at a time in half precision, by the padded head_dim
 MERGE_TILE = 16384  # elements of partials summed at once: all of the usual shapes, so that no load waits for another
 
 
@@ -108,12 +117,12 @@ class DecodeTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["page"])
 def _decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, state: StatePointers, evicted: EvictedPointers, results: ResultPointers, parts: PartPointers,
+    token: TokenPointers, state: StatePointers, evicted: EvictedPointers, results: ResultPointers, parts: PartPointers,
     logits_ptr, sink_ptr, rows_ptr, page, sizes: Sizes, scaling: Scaling, TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
-    # Optional parts are switched on by their pointer: k_ptr (append), attention_ptr (collect it), starts_ptr (ragged),
-    # sink_ptr, rows_ptr, bias_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair `own` of its page or
-    # state; scratch and results follow the batch.
+    # Optional parts are switched on by their pointer: k_ptr of the token (append), attention_ptr (collect it),
+    # starts_ptr (ragged), sink_ptr, rows_ptr, bias_ptr, key_scales_ptr (slots hold codes). A pair of the batch is pair
+    # `own` of its page or state; scratch and results follow the batch.
     HEADS: tl.constexpr = TILE.HEADS
     GROUP: tl.constexpr = TILE.GROUP
     MERGE: tl.constexpr = TILE.MERGE
@@ -137,9 +146,9 @@ def _decode_attention_kernel(
     length = tl.load(state.lengths_ptr + own)
     count = tl.load(evicted.count_ptr + own)
     held = length
-    if k_ptr is not None:
+    if token.k_ptr is not None:
         held = tl.minimum(length + 1, capacity)
-    q_ptr += pair * G * D
+    q_ptr = token.q_ptr + pair * G * D
     slots = StatePointers(
         _codes_of(state.keys_ptr, state.key_scales_ptr, base, D),
         _codes_of(state.values_ptr, state.value_scales_ptr, base, D),
@@ -157,9 +166,9 @@ def _decode_attention_kernel(
     if split < SPLITS:
         q = _load_query(q_ptr, GROUP)
         last = split == SPLITS - 1  # whose share is the smallest
-        if k_ptr is not None:  # loaded before anything has to be waited for
-            k = _load_token(k_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
-            v = _load_token(v_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
+        if token.k_ptr is not None:  # loaded before anything has to be waited for
+            k = _load_token(token.k_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
+            v = _load_token(token.v_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
         rest = _turned_rest(q, slots.key_scales_ptr, D)
         q = _turned_query(q, slots.key_scales_ptr, D)
         share = tl.cdiv(length, SPLITS)
@@ -168,7 +177,7 @@ def _decode_attention_kernel(
         top, total, acc = _attend_slots(
             top, total, acc, q, rest, slots, logits_ptr, start, stop, sizes.pool, scaling, GROUP, TILE.BLOCK_N
         )
-        if k_ptr is not None:
+        if token.k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
                     top, total, acc, q, rest, k, v, slots, logits_ptr, length, length + count, capacity, sizes.pool,
@@ -198,7 +207,7 @@ def _decode_attention_kernel(
             _add_attention(
                 slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, GROUP
             )
-        if k_ptr is not None:
+        if token.k_ptr is not None:
             _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
     else:
         if evicted.key_mean_ptr is not None:
@@ -234,7 +243,7 @@ def _decode_attention_kernel(
                 _add_attention(
                     slots.attention_ptr, logits_ptr, lse2, held, capacity, sizes.pool, MERGE.M, TILE.BLOCK_S, MERGE
                 )
-            if k_ptr is not None:
+            if token.k_ptr is not None:
                 _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
             tl.store(parts.tickets_ptr, 0)
 
@@ -245,8 +254,9 @@ def _constants(
 ) -> tuple[DecodeTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages.
 
-    matrix: dtype of the moment matrix; slots: of a head; programs: see `num_programs`; order: of the moments, CENTROIDS
-    or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4 bits.
+    matrix: dtype of the moment matrix, or of the means of centroids; slots: of a head; programs: see `num_programs`;
+    order: of the moments, CENTROIDS or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4
+    bits.
     """
     padded = pow2(head_dim, 64)
     programs = max(programs, 2) if packed and padded > 128 else programs  # one alone has to spill registers
@@ -261,15 +271,17 @@ def _constants(
     if tight or (coded and dtype == torch.float32):
         block_n = MIN_ROWS  # codes and the numbers that they become, in registers at once
     elif packed:  # twice the queries, and keys that were codes
-        block_n = min(block_n, 32)
+        block_n = min(block_n, 32 if hip else 64)
     if packed:
         num_stages = 1 if tight else 2
     if capped or tight or (order == 1 and spread):
         block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
-    if matrix == torch.float32 or order == CENTROIDS:
-        block_k = 32 if hip or padded > 256 else 16  # their exact products need several times the registers
-    # With 16, ptxas spills 36 bytes for sm_80 to fit a third program beside two; shared memory has no room for it.
-    block_c = 2 * BLOCK_C if padded == 128 and not hip and not capped else BLOCK_C
+    exact = matrix == torch.float32 or (order == CENTROIDS and dtype == torch.float32)
+    if exact:
+        block_k = 32 if hip or padded > 256 else 16  # exact products need several times the registers
+    elif order == CENTROIDS:
+        block_k = padded
+    block_c = MIN_ROWS if exact else BLOCK_C[max(padded, 128)]
     merge_rows = pow2(groups)
     merge_dims = min(padded, max(16, MERGE_TILE // (pow2(parts) * merge_rows)))
     tile = DecodeTile(
@@ -318,7 +330,7 @@ def decode_step(
     batch = state.batch
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = num_programs(pairs, slots.limit, num_sms(q.device))
-    matrix, spread = evicted.matrix_ptr, evicted.spread_ptr
+    matrix, spread = evicted.key_mean_ptr if known.order == CENTROIDS else evicted.matrix_ptr, evicted.spread_ptr
     tile, num_warps, num_stages = _constants(
         q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, slots.limit, programs, known.order,
         spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4,
@@ -330,7 +342,7 @@ def decode_step(
     logits = room.logits if room is not None and collects else None
     results = decode_outputs(q)
     _decode_attention_kernel[pairs, tile.PARTS](
-        q, k, v, pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
+        TokenPointers(q, k, v), pointers, evicted, results, parts, logits, state.sink_logits, state.rows, page,
         Sizes(capacity, pool, known.num), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),
         **most_registers(known.order, tile, not slots.format.plain, chip_of(q.device)),

@@ -30,6 +30,7 @@ from ..reference import LayerState, Moments, Spec
 from ._arguments import PAIRS, Attended, EvictedPointers, ResultPointers, Scaling, StatePointers, View
 from ._attention import (
     LN2,
+    LOG2E,
     _add_sink,
     _bias2,
     _dot,
@@ -39,12 +40,13 @@ from ._attention import (
     _normalise,
     _page,
     _softmax_update,
+    _sum_products,
     _turned_query,
     _turned_rest,
 )
 from ._codes import _codes_of, _factors, _numbers, _packed, _rotated_rows, _scales_of, _turned
-from ._evicted import CENTROIDS, Terms, _seed, _seed_centroids
-from ._flash import _add_attended, _run, attend_itself
+from ._evicted import CENTROIDS, Terms, _dot_terms, _seed
+from ._flash import _add_attended, _run, attend_itself, serves
 from ._launch import (
     check_contiguous,
     check_head_dim,
@@ -63,7 +65,7 @@ class Tile:
 
     Attributes:
         slice: coordinates of q and keys at a time, where registers hold no more; 0 for all.
-        seed: coordinates at a time while the evicted tokens are mixed in.
+        seed: coordinates at a time while the evicted tokens are mixed in.  centroids: at a time at most.
     """
 
     rows: int
@@ -72,11 +74,12 @@ class Tile:
     stages: int
     slice: int = 0
     seed: int = 32
+    centroids: int = 32
 
 
 # By padded head_dim. No warp computes a part of q k^T that another one does (perf.aot).
 SMALL = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 3))
-WIDE = {512: Tile(32, 64, 8, 2, 128, 16)}
+WIDE = {512: Tile(32, 64, 8, 2, 128, 16, centroids=16)}
 HALF = {  # by chip, see `chip_of`; others have less shared memory than these, or none
     "90": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2, 128, 16)},
     "100": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2, seed=16)},
@@ -87,11 +90,12 @@ HALF = {  # by chip, see `chip_of`; others have less shared memory than these, o
 }
 # What centroids need instead: with them the tile above spills, and for sm_100 64 rows are compiled to nothing.
 HALF_CENTROIDS = {
-    "100": {256: Tile(32, 64, 8, 2, seed=16)}, "": {128: Tile(64, 64, 8, 2, seed=16)},
+    "100": {256: Tile(32, 64, 8, 2, seed=16)},
 }  # fmt: skip
+HALF_ATTENDED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # centroids beside flash-attn
 SINGLE = {  # float32, whose products take three terms of each operand
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 16, 4, 1, 32, 16)},
-    "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16)) | {256: Tile(16, 64, 8, 1, 16, 16)},
+    "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16, centroids=64)) | {256: Tile(16, 64, 8, 1, 16, 16, 16)},
 }
 # And what slots in 8 bits need, whose codes and numbers are in registers at once.
 HALF_CODES = {
@@ -114,35 +118,164 @@ SINGLE_PACKED = {"": dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))}
 HALF_BIASED = {"": dict.fromkeys((16, 32, 64), Tile(64, 32, 4, 3)) | {128: Tile(128, 32, 8, 2)}}
 HALF_CROSS = {"": {128: Tile(128, 32, 8, 2, seed=16)}}
 HALF_ROWS = {"90": {256: Tile(64, 64, 8, 2, 128, 16)}}  # where each program looks up its page, which takes registers
-BLOCK_C = 16  # centroids at a time
 CAP_TILE_HIP = 32  # keys per tile under a softcap on AMD, whose registers hold no more
 
 
 @triton.jit
-def _tile(base_ptr, first, inside, stride, D, BD: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows of [N, D] from `first` on, padded to BD columns; 0 where not inside. Tile offsets fit int32."""
-    column = tl.arange(0, BD)[None, :]
+def _tile(base_ptr, first, inside, stride, begin, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """Columns [begin, begin + BD) of ROWS rows of [N, D] from `first` on; 0 where not inside and beyond D. begin: a
+    multiple of BD. Tile offsets fit int32.
+    """
+    column = begin + tl.arange(0, BD)[None, :]
     base_ptr += tl.full([], 1, tl.int64) * first * stride
     spot = base_ptr + tl.arange(0, ROWS)[:, None] * stride + column
-    return tl.load(spot, mask=inside[:, None] & (column < D), other=0.0)
+    mask = inside[:, None]
+    if D % BD != 0:
+        mask = mask & (column < D)
+    return tl.load(spot, mask=mask, other=0.0)
 
 
 @triton.jit
-def _products(
-    q, q_ptrs, rows, keys_ptr, first, inside, stride,
-    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
+def _queries(q_ptrs, rows, begin, D: tl.constexpr, BD: tl.constexpr):
+    """Columns [begin, begin + BD) of queries, of rows in any places; as in `_tile`."""
+    column = begin + tl.arange(0, BD)[None, :]
+    mask = rows[:, None]
+    if D % BD != 0:
+        mask = mask & (column < D)
+    return tl.load(q_ptrs[:, None] + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _products(q, q_ptrs, rows, keys_ptr, first, inside, stride, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
     """q k^T of BLOCK_N keys from `first` on, SLICE coordinates at a time; all at once if they are BD."""
-    if SLICE == BD:
-        return _dot(q, tl.trans(_numbers(_tile(keys_ptr, first, inside, stride, D, BD, BLOCK_N), q.dtype)))
+    D: tl.constexpr = TILE.D
+    SLICE: tl.constexpr = TILE.SLICE
+    products = tl.zeros([q_ptrs.shape[0], BLOCK_N], tl.float32)
+    if SLICE == TILE.BD:
+        k = _tile(keys_ptr, first, inside, stride, 0, D, SLICE, BLOCK_N)
+        return _dot_terms(products, q, tl.trans(_numbers(k, q.dtype)), 3)
     else:
-        products = tl.zeros([q_ptrs.shape[0], BLOCK_N], tl.float32)
         for begin in range(0, D, SLICE):
-            column = begin + tl.arange(0, SLICE)[None, :]
-            a = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
-            k = _tile(keys_ptr + begin, first, inside, stride, D - begin, SLICE, BLOCK_N)
-            products += _dot(a, tl.trans(_numbers(k, a.dtype)))
+            a = _queries(q_ptrs, rows, begin, D, SLICE)
+            k = _tile(keys_ptr, first, inside, stride, begin, D, SLICE, BLOCK_N)
+            products = _dot_terms(products, a, tl.trans(_numbers(k, a.dtype)), 3)
         return products
+
+
+@triton.jit
+def _squares(q, q_ptrs, rows, TILE: tl.constexpr):
+    """|q|^2 [M] of queries, as `_products` has them."""
+    if TILE.SLICE == TILE.BD:
+        return _sum_products(q.to(tl.float32), q.to(tl.float32))
+    else:
+        squares = tl.zeros([q_ptrs.shape[0]], tl.float32)
+        for begin in range(0, TILE.D, TILE.SLICE):
+            a = _queries(q_ptrs, rows, begin, TILE.D, TILE.SLICE).to(tl.float32)
+            squares += _sum_products(a, a)
+        return squares
+
+
+@triton.jit
+def _add_centroids(top, total, acc, q, q_ptrs, rows, evicted, head, num, scaling, TILE: tl.constexpr):
+    """Add the `num` centroids of a head to partials: slots with a bias and a factor of their weights.
+
+    Together these are n_c cosh(d), d = |scale| |q| sqrt(spread_c / n_c), see `_evicted`: of n_c = m 2^e, 1 <= m < 2,
+    the bias is e - 1 + log2(exp(d)), the factor m (1 + exp(-2 d)). So there is no logarithm, and no large factor.
+    """
+    BLOCK_C: tl.constexpr = TILE.BLOCK_C
+    first = head * num
+    keys_ptr, values_ptr = evicted.key_mean_ptr + first * TILE.D, evicted.value_mean_ptr + first * TILE.DV
+    reach = tl.abs(scaling.scale) * tl.sqrt(_squares(q, q_ptrs, rows, TILE)) * LOG2E
+    for start in range(0, num, BLOCK_C):
+        index = start + tl.arange(0, BLOCK_C)
+        inside = index < num
+        size = tl.load(evicted.sizes_ptr + first + index, mask=inside, other=0.0)
+        used = tl.where(size > 0, size, 1.0)
+        sigma = tl.sqrt(tl.load(evicted.spread_ptr + first + index, mask=inside, other=0.0) / used)
+        products = _products(q, q_ptrs, rows, keys_ptr, start, inside, TILE.D, BLOCK_C, TILE)
+        deviation = reach[:, None] * sigma[None, :]
+        logits = _logits2(products, scaling)
+        if scaling.softcap is not None:
+            bent = logits * (LN2 / scaling.softcap)
+            deviation *= 1 - bent * bent
+        bits = used.to(tl.int32, bitcast=True)
+        bias = tl.where(size > 0, ((bits >> 23) - 128).to(tl.float32), -float("inf"))
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)[None, :]
+        top, total, acc, weights = _softmax_update(top, total, acc, logits + deviation + bias[None, :])
+        more = tl.fma(weights, tl.fma(mantissa, tl.exp2(-2 * deviation), mantissa - 1), 0.0)  # see `_sum_products`
+        total += tl.sum(more, 1)
+        v = _tile(values_ptr, start, inside, TILE.DV, 0, TILE.DV, TILE.BV, BLOCK_C)
+        acc = _dot_terms(acc, (weights + more).to(q_ptrs.dtype.element_ty), v, 2)
+    return top, total, acc
+
+
+@triton.jit
+def _add_slots(
+    top, total, acc, q, rest, q_ptrs, rows, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, start,
+    first, length, scaling, MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add slots [first, first + BLOCK_N) of a head to partials; with MASKED, those of them below `length`.
+
+    q, rest: `_turned_query`, `_turned_rest`; with values of 4 bits acc is rotated, too.  start: of the head's biases.
+    """
+    D: tl.constexpr = TILE.D
+    DV: tl.constexpr = TILE.DV
+    dtype: tl.constexpr = q_ptrs.dtype.element_ty
+    index = first + tl.arange(0, TILE.BLOCK_N)
+    inside = tl.full([TILE.BLOCK_N], True, tl.int1)  # which the compiler sees
+    if MASKED:
+        inside = index < length
+    if _packed(key_scales_ptr):
+        k = _rotated_rows(keys_ptr, key_scales_ptr, index, inside, 0, D, TILE.BD).to(dtype)
+        products = _dot(q, tl.trans(k))
+        if rest is not None:
+            products += _dot(rest, tl.trans(k))
+    else:
+        products = _products(q, q_ptrs, rows, keys_ptr, first, inside, D, TILE.BLOCK_N, TILE)
+        if key_scales_ptr is not None:
+            products *= _factors(key_scales_ptr, index, inside)[None, :]
+    logits = _logits2(products, scaling)
+    if bias_ptr is not None:
+        logits += _bias2(bias_ptr + start, index, inside)[None, :]
+    logits = tl.where(inside[None, :], logits, -float("inf"))
+    top, total, acc, weights = _softmax_update(top, total, acc, logits)
+    if _packed(value_scales_ptr):
+        v = _rotated_rows(values_ptr, value_scales_ptr, index, inside, 0, DV, TILE.BV).to(dtype)
+    else:
+        v = _numbers(_tile(values_ptr, first, inside, DV, 0, DV, TILE.BV, TILE.BLOCK_N), dtype)
+        if value_scales_ptr is not None:
+            weights *= _factors(value_scales_ptr, index, inside)[None, :]
+    return top, total, acc + _dot(weights.to(v.dtype), v)
+
+
+@triton.jit
+def _add_tokens(
+    top, total, acc, q, q_ptrs, rows, token, keys_ptr, values_ptr, key_stride, value_stride, valid_ptr, first, T,
+    scaling, MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add tokens [first, first + BLOCK_N) of the block to partials of queries that are all later; with MASKED, those of
+    them that are no padding to queries that are not earlier.
+    """
+    index = first + tl.arange(0, TILE.BLOCK_N)
+    usable = tl.full([TILE.BLOCK_N], True, tl.int1)
+    if MASKED:
+        usable = tl.load(valid_ptr + index, mask=index < T, other=0) != 0
+    logits = _logits2(_products(q, q_ptrs, rows, keys_ptr, first, usable, key_stride, TILE.BLOCK_N, TILE), scaling)
+    if MASKED:
+        logits = tl.where(usable[None, :] & (index[None, :] <= token[:, None]), logits, -float("inf"))
+    top, total, acc, weights = _softmax_update(top, total, acc, logits)
+    v = _tile(values_ptr, first, usable, value_stride, 0, TILE.DV, TILE.BV, TILE.BLOCK_N)
+    return top, total, acc + _dot(weights.to(v.dtype), v)
+
+
+@triton.jit
+def _paddings(valid_ptr, stop, CHUNK: tl.constexpr):
+    """How many of the first `stop` tokens of a row are padding."""
+    count = 0
+    for first in range(0, stop, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        count += tl.sum((tl.load(valid_ptr + index, mask=index < stop, other=1) == 0).to(tl.int32))
+    return count
 
 
 @triton.jit
@@ -184,7 +317,6 @@ def _prefill_kernel(
     BV: tl.constexpr = TILE.BV
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    SLICE: tl.constexpr = TILE.SLICE
     pair = tl.program_id(1).to(tl.int64)
     batch, kv = pair // HEADS, pair % HEADS
     home, head = _home(rows_ptr, page, pair, HEADS)
@@ -194,81 +326,71 @@ def _prefill_kernel(
     state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
     evicted = EvictedPointers(*[p if p is None else _page(p, home, page) for p in evicted])
     key_scales_ptr, value_scales_ptr = state.key_scales_ptr, state.value_scales_ptr
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those that attend to most of the block come first
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = row < T * G
     token = row // G
     q_head = kv * G + row % G
     q_ptrs = q.ptr + batch * q.stride_b + q_head * q.stride_h + token.to(tl.int64) * q.stride_t
-    dtype: tl.constexpr = q.ptr.dtype.element_ty
+    queries = q_ptrs
+    if TILE.SLICE == BD:
+        queries = _queries(q_ptrs, rows, 0, D, BD)
     top, total, acc = _empty(BLOCK_M, BV)
     if evicted.sizes_ptr is not None:
-        top, total, acc = _seed_centroids(q_ptrs, rows, evicted, head, num, scaling, TILE)
+        top, total, acc = _add_centroids(top, total, acc, queries, q_ptrs, rows, evicted, head, num, scaling, TILE)
     elif evicted.key_mean_ptr is not None:
         top, total, acc = _seed(q_ptrs, rows, evicted, head, scaling, TILE)
     place = (batch * HEADS * G + q_head) * T + token
     tl.store(results.lse_evicted_ptr + place, _lse(top, total), mask=rows)
-    column = tl.arange(0, BD)[None, :]
-    queries = q_ptrs
-    if SLICE == BD:
-        queries = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
+    if attended.runs_ptr is not None:
+        begin, end = _run(attended, batch, T)
+        theirs, all_rows = rows & (token >= begin) & (token < end), tl.num_programs(1) // HEADS
+        top, total, acc = _add_attended(
+            top, total, acc, attended, batch, token, q_head, theirs, T, all_rows, HEADS * G, DV
+        )
 
     length = tl.load(state.lengths_ptr + head).to(tl.int32)
+    whole = length // BLOCK_N * BLOCK_N
     keys = _codes_of(state.keys_ptr, key_scales_ptr, head * slots, D)
     values = _codes_of(state.values_ptr, value_scales_ptr, head * slots, DV)
     key_scales = _scales_of(key_scales_ptr, head * slots, D)
     value_scales = _scales_of(value_scales_ptr, head * slots, DV)
-    if _packed(key_scales_ptr):  # all of the slots in the space of rotated rows
-        turned = _turned_query(queries, key_scales_ptr, D)
-        rest = _turned_rest(queries, key_scales_ptr, D)
+    turned = _turned_query(queries, key_scales_ptr, D)
+    rest = _turned_rest(queries, key_scales_ptr, D)
     if _packed(value_scales_ptr):
         acc = _turned(acc, DV)
-    for first in range(0, length, BLOCK_N):
-        index = first + tl.arange(0, BLOCK_N)
-        if _packed(key_scales_ptr):
-            k = _rotated_rows(keys, key_scales, index, index < length, 0, D, BD).to(dtype)
-            products = _dot(turned, tl.trans(k))
-            if rest is not None:
-                products += _dot(rest, tl.trans(k))
-        else:
-            products = _products(queries, q_ptrs, rows, keys, first, index < length, D, D, BD, BLOCK_N, SLICE)
-            if key_scales_ptr is not None:
-                products *= _factors(key_scales, index, index < length)[None, :]
-        logits = _logits2(products, scaling)
-        if state.bias_ptr is not None:
-            logits += _bias2(state.bias_ptr + head * slots, index, index < length)[None, :]
-        logits = tl.where((index < length)[None, :], logits, -float("inf"))
-        top, total, acc, weights = _softmax_update(top, total, acc, logits)
-        if _packed(value_scales_ptr):
-            v = _rotated_rows(values, value_scales, index, index < length, 0, DV, BV).to(dtype)
-        else:
-            v = _numbers(_tile(values, first, index < length, DV, DV, BV, BLOCK_N), dtype)
-            if value_scales_ptr is not None:
-                weights *= _factors(value_scales, index, index < length)[None, :]
-        acc += _dot(weights.to(v.dtype), v)
+    for first in range(0, whole, BLOCK_N):
+        top, total, acc = _add_slots(
+            top, total, acc, turned, rest, q_ptrs, rows, keys, values, key_scales, value_scales, state.bias_ptr,
+            head * slots, first, length, scaling, False, TILE,
+        )  # fmt: skip
+    for first in tl.range(whole, length, BLOCK_N, num_stages=1):
+        top, total, acc = _add_slots(
+            top, total, acc, turned, rest, q_ptrs, rows, keys, values, key_scales, value_scales, state.bias_ptr,
+            head * slots, first, length, scaling, True, TILE,
+        )  # fmt: skip
     if _packed(value_scales_ptr):
         acc = _turned(acc, DV)
 
     keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
     values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
-    last = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // G + 1, T)
+    valid_ptr = new_valid_ptr + batch * T
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G + 1, T)
     if attended.runs_ptr is not None:
-        begin, end = _run(attended, batch, T)
         last = tl.where(begin < end, 0, last)
-    for first in range(0, last, BLOCK_N):
-        index = first + tl.arange(0, BLOCK_N)
-        usable = tl.load(new_valid_ptr + batch * T + index, mask=index < T, other=0) != 0
-        products = _products(queries, q_ptrs, rows, keys, first, usable, new_keys.stride_t, D, BD, BLOCK_N, SLICE)
-        logits = _logits2(products, scaling)
-        seen = usable[None, :] & (index[None, :] <= token[:, None])
-        top, total, acc, weights = _softmax_update(top, total, acc, tl.where(seen, logits, -float("inf")))
-        v = _tile(values, first, usable, new_values.stride_t, DV, BV, BLOCK_N)
-        acc += _dot(weights.to(v.dtype), v)
+    whole = tl.minimum(tile * BLOCK_M // G + 1, last) // BLOCK_N * BLOCK_N  # tokens that all of these queries may see
+    whole = tl.where(_paddings(valid_ptr, whole, 1024) > 0, 0, whole)
+    for first in range(0, whole, BLOCK_N):
+        top, total, acc = _add_tokens(
+            top, total, acc, queries, q_ptrs, rows, token, keys, values, new_keys.stride_t, new_values.stride_t,
+            valid_ptr, first, T, scaling, False, TILE,
+        )  # fmt: skip
+    for first in range(whole, last, BLOCK_N):
+        top, total, acc = _add_tokens(
+            top, total, acc, queries, q_ptrs, rows, token, keys, values, new_keys.stride_t, new_values.stride_t,
+            valid_ptr, first, T, scaling, True, TILE,
+        )  # fmt: skip
 
-    if attended.runs_ptr is not None:
-        theirs, all_rows = rows & (token >= begin) & (token < end), tl.num_programs(1) // HEADS
-        top, total, acc = _add_attended(
-            top, total, acc, attended, batch, token, q_head, theirs, T, all_rows, HEADS * G, DV
-        )
     if sink_ptr is not None:
         top, total, decay = _add_sink(top, total, tl.load(sink_ptr + q_head))
         acc *= decay[:, None]
@@ -286,7 +408,7 @@ class Case:
         width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  capped: whether logits are.  order: of `Terms`.
         bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.  cross: whether the
             slope of the evicted tokens is still to be found from their cross moments.  rows: whether the batch lives in
-            chosen rows of the state.
+            chosen rows of the state.  attended: whether flash-attn attends to the block itself.
     """
 
     width: int
@@ -298,6 +420,7 @@ class Case:
     biased: bool = False
     cross: bool = False
     rows: bool = False
+    attended: bool = False
 
 
 def tile_of(case: Case) -> Tile | None:
@@ -316,11 +439,17 @@ def tile_of(case: Case) -> Tile | None:
         (case.biased, HALF_BIASED),
         (case.cross, HALF_CROSS),
         (case.rows, HALF_ROWS),
+        (case.order == CENTROIDS and case.attended, HALF_ATTENDED),
     ]
     for asked, other in [(case.bits, SINGLE_CODES)] if single else special:
         sizes = sizes | (other.get(known, {}) if asked else {})
     tile = sizes[case.width]
     return replace(tile, keys=CAP_TILE_HIP) if case.capped and case.chip == "hip" else tile
+
+
+def centroids_at_once(tile: Tile, num: int | None) -> int:
+    """Of `num` centroids, None for none. Their logits take more registers than those of slots."""
+    return min(pow2(num or 1, 16), tile.keys, tile.centroids)
 
 
 def prefill_attention(
@@ -341,7 +470,7 @@ def prefill_attention(
     cross = known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None
     case = Case(
         max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.values.bits,
-        exact.bias is not None, cross, state.rows is not None,
+        exact.bias is not None, cross, state.rows is not None, serves(q, v, spec),
     )  # fmt: skip
     tile, divides = tile_of(case), cross and value_width >= 256 and q.element_size() == 2
     spills = case.width >= 256 and q.dtype == torch.float32  # where each program looks up its page
@@ -383,8 +512,9 @@ def prefill_attention(
     if divides:  # two matrices do not fit
         slope = pointers.matrix_ptr / pointers.count_ptr.clamp(min=1)[..., None, None]
         pointers = pointers._replace(matrix_ptr=slope.to(q.dtype))
+    centroids = centroids_at_once(tile, known.num)
     sizes = PrefillTile(
-        heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, BLOCK_C, min(tile.seed, width),
+        heads, groups, dim, value_dim, width, value_width, tile.rows, tile.keys, centroids, min(tile.seed, width),
         min(tile.slice or width, width), has_slope,
     )  # fmt: skip
     bias = None if exact.bias is None else exact.stored("bias")

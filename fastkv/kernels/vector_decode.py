@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
-from ._arguments import EvictedPointers, Group, PartPointers, ResultPointers, Scaling, StatePointers
+from ._arguments import EvictedPointers, Group, PartPointers, ResultPointers, Scaling, StatePointers, TokenPointers
 from ._attention import (
     _add_attention,
     _append_token,
@@ -193,7 +193,7 @@ class VectorTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["page"])
 def _vector_decode_kernel(
-    q_ptr, k_ptr, v_ptr, state: StatePointers, approx: StatePointers, recovery: RecoveryPointers,
+    token: TokenPointers, state: StatePointers, approx: StatePointers, recovery: RecoveryPointers,
     evicted: EvictedPointers, results: ResultPointers, parts: PartPointers, logits_ptr, sink_ptr, rows_ptr, page,
     sizes: Sizes, scaling: Scaling, TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +223,7 @@ def _vector_decode_kernel(
     approx_base, approx_capacity = _stretch(approx.starts_ptr, own, sizes.approx_slots, HEADS)
     length, approx_length = tl.load(state.lengths_ptr + own), tl.load(approx.lengths_ptr + own)
     count = tl.load(evicted.count_ptr + own)
-    q_ptr += pair * G * D
+    q_ptr = token.q_ptr + pair * G * D
     out_ptr = results.out_ptr
     slots = StatePointers(
         state.keys_ptr + base * D,
@@ -245,15 +245,15 @@ def _vector_decode_kernel(
         q = _load_query(q_ptr, GROUP)
         top, total, acc = _empty(M, GROUP.BLOCK_D)
         last = split == SPLITS - 1
-        if k_ptr is not None:
-            k = _load_token(k_ptr + pair * D, last, slots.keys_ptr.dtype.element_ty, GROUP)
-            v = _load_token(v_ptr + pair * D, last, slots.values_ptr.dtype.element_ty, GROUP)
+        if token.k_ptr is not None:
+            k = _load_token(token.k_ptr + pair * D, last, slots.keys_ptr.dtype.element_ty, GROUP)
+            v = _load_token(token.v_ptr + pair * D, last, slots.values_ptr.dtype.element_ty, GROUP)
         share = tl.cdiv(length, SPLITS)
         stop = tl.minimum(split * share + share, length)
         top, total, acc = _attend_slots(
             top, total, acc, q, None, slots, logits_ptr, split * share, stop, sizes.pool, scaling, GROUP, TILE.BLOCK_N
         )
-        if k_ptr is not None:
+        if token.k_ptr is not None:
             if last:
                 top, total, acc = _append_token(
                     top, total, acc, q, None, k, v, slots, logits_ptr, length, length + approx_length + count, capacity,
@@ -315,7 +315,7 @@ def _vector_decode_kernel(
                 mixed += moment * moment_factor[:, None]
             tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=mask)
         held = length
-        if k_ptr is not None:
+        if token.k_ptr is not None:
             held = tl.minimum(length + 1, capacity)
             _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
         if slots.attention_ptr is not None:
@@ -396,8 +396,8 @@ def vector_decode_step(
     )
     results = decode_outputs(q)
     _vector_decode_kernel[pairs, splits + parts + (known.order is not None)](
-        q, k, v, pointers, others, RecoveryPointers(recovery.weight, recovery.cos, recovery.sin), evicted, results,
-        room.parts, room.logits if collects else None, state.sink_logits, state.rows, page,
+        TokenPointers(q, k, v), pointers, others, RecoveryPointers(recovery.weight, recovery.cos, recovery.sin),
+        evicted, results, room.parts, room.logits if collects else None, state.sink_logits, state.rows, page,
         Sizes(slots, approx_slots, pool, approx_pool), Scaling(spec.scale, spec.softcap), TILE=tile, HIP=on_hip(),
         num_warps=num_warps, num_stages=stages(num_stages),
     )  # fmt: skip

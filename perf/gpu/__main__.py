@@ -27,7 +27,7 @@ from ..environment import environment
 if TYPE_CHECKING:
     from .plan import Section, Task
 
-SECTIONS = ("device", "key", "model", "kernels", "steps", "decode")
+SECTIONS = ("device", "key", "model", "prompt", "kernels", "steps", "decode")
 SAID = {COMPLETE: "complete", FAILED: "something failed", LEFT: "not finished: call again"}
 
 

@@ -26,6 +26,9 @@ TOY = Heads("toy", 4, 2, 32)
 ODD = (Heads("d80-group7", 14, 2, 80), Heads("d96-group3", 6, 2, 96), Heads("d64-mha", 4, 4, 64))
 HALF = 2  # bytes of a half-precision element
 KEY = ((1, 1024), (32, 4096), (8, 1024), (1, 4096), (32, 1024), (8, 4096))  # batch and tokens, what counts most first
+# Tokens of each KV head as a share of the mean, unequal as calibrated heads are.
+SHARES = (0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0)
+PROMPTS = ((1, 2048), (8, 512), (1, 8192))  # batch and tokens of a prompt's block
 OTHERS = ((1, 512), (128, 1024), (1, 128), (128, 4096))
 
 

@@ -1,7 +1,8 @@
 """Who decode attention is compared with: the same retained tokens, one query per sequence, no moments, no append.
 
 Every peer is checked against the reference before it is timed. A peer that cannot run here raises; the row then holds
-the reason. FlashInfer (optional, 0.6.4) compiles on first use and needs nvcc; see perf/README.md.
+the reason. FlashInfer (optional, 0.6.4) compiles on first use and needs nvcc; see perf/README.md. Blocks of prompts are
+timed beside the attention of as many tokens to themselves, which is less.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes.util
 import importlib
 import importlib.util
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -18,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from fastkv import reference
 
 from ..micro.states import SCALE
 from .clock import Case, Work, copy_work, num_sets, randn, relative_error
 from .heads import Heads
-from .place import FlashInferStandIn, Place, forget_compiled, plain_attention
+from .place import HALF, FlashAttnStandIn, FlashInferStandIn, Place, forget_compiled, plain_attention
 
 WORST = 2e-2  # relative error in half precision beyond which a peer is not what it should be
 PAGE = 16  # tokens of a FlashInfer page
@@ -127,6 +130,49 @@ def flashinfer(tensor_cores: bool) -> Builder:
     return build
 
 
+def import_flash_attn(name: str, place: Place) -> Any:
+    """flash-attn 2 (flash_attn) or 3 (flash_attn_interface). Raises: ImportError if it is not installed."""
+    return FlashAttnStandIn() if place.toy else importlib.import_module(name)
+
+
+def with_kvcache(name: str) -> Builder:
+    """flash-attn's decode attention over a contiguous cache."""
+
+    def build(case: Case, place: Place) -> Work:
+        package = import_flash_attn(name, place)
+        lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device=place.device)
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            held = lengths[: len(q)]
+            return package.flash_attn_with_kvcache(q[:, None], keys, values, cache_seqlens=held, softmax_scale=SCALE)
+
+        return peer(attend, case, place, token_major=True)
+
+    return build
+
+
+def causal(name: str) -> Builder:
+    """A block's attention to itself alone, by flash-attn of that name or, without one, by torch."""
+
+    def build(case: Case, place: Place) -> Work:
+        heads, shape = case.heads, (case.batch, case.length)
+        package = import_flash_attn(name, place) if name else None
+        sizes = [(*shape, n, heads.head_dim) for n in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
+        needed = 2 * HALF.itemsize * sum(math.prod(size) for size in sizes[:2])
+        cells = [tuple(randn(place, *size) for size in sizes) for _ in range(num_sets(place, needed))]
+
+        def launch(index: int) -> Tensor:
+            if package is not None:
+                return package.flash_attn_func(*cells[index], softmax_scale=SCALE, causal=True)
+            q, k, v = (part.transpose(1, 2) for part in cells[index])
+            with sdpa_kernel(SDPBackend.MATH if place.toy else SDPBackend.FLASH_ATTENTION):
+                return scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+
+        return Work(launch, len(cells), needed, keep=(cells,))
+
+    return build
+
+
 def copy(case: Case, place: Place) -> Work:
     """A device copy that moves as many bytes as a peer has to: what a launch of this size can reach at best."""
     size = peer_bytes(case.heads, case.batch, case.length) // 2
@@ -139,5 +185,12 @@ PEERS: dict[str, Builder] = {
     "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
     "FlashInfer": flashinfer(tensor_cores=False),
     "FlashInfer tensor cores": flashinfer(tensor_cores=True),
+    "flash-attn 2": with_kvcache("flash_attn"),
+    "flash-attn 3": with_kvcache("flash_attn_interface"),
     "FlexAttention": flex,
+}
+CAUSAL: dict[str, tuple[str, Builder]] = {
+    "SDPA flash, itself alone": ("", causal("")),
+    "flash-attn 2, itself alone": ("", causal("flash_attn")),
+    "flash-attn 3, itself alone": ("", causal("flash_attn_interface")),
 }

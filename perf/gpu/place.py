@@ -95,6 +95,23 @@ def plain_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
     return scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]
 
 
+class FlashAttnStandIn:
+    """Stands in for flash-attn: the calls that `perf.gpu.peers` makes, with their arguments."""
+
+    def flash_attn_with_kvcache(
+        self, q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, softmax_scale: float
+    ) -> Tensor:
+        """Attention [B, 1, Hq, D] of q over all of keys, values [B, L, Hkv, D]."""
+        assert len(cache_seqlens) == len(q)
+        return plain_attention(q[:, 0], keys.transpose(1, 2), values.transpose(1, 2), softmax_scale)[:, None]
+
+    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Tensor:
+        """Attention [B, T, Hq, D] of a block to itself."""
+        q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
+        how = {"scale": softmax_scale, "is_causal": causal, "enable_gqa": True}
+        return scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
+
+
 class FlashInferStandIn:
     """Stands in for the package: the calls that `perf.gpu.peers` makes, with their arguments."""
 

@@ -25,6 +25,7 @@ from .place import Place
 FILES = ("gpu_checks", "gpu_timings", "gpu_model")
 MODEL, BATCHES, CONTEXT, BUDGET = "llama-3.1-8b", (1, 8, 32), 2048, 1024  # end to end
 CONTENDERS = {("fastkv", "captured"): 30.0, ("full", "compiled"): 60.0, ("fastkv", "compiled"): 60.0}  # seconds
+FASTDMS = "qwen3-8b", 8192, 8  # model, context and sequences that FastDMS reports
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def sections(place: Place) -> list[Section]:
         Section("device", "tickets, graphs, pages, syncs, a captured model", device),
         Section("key", "copy; the default's decode step and its peers", [timed(place, c) for c in timings.key_cases()]),
         Section("model", "steps of an 8B model", [whole(place, case) for case in whole_cases()]),
+        Section("prompt", "blocks of prompts, with flash-attn", [timed(place, c) for c in timings.prompt_cases()]),
         Section("kernels", "the kernels' own tests", [kernels]),
         Section("steps", "other models and caches: captured, compiled", steps),
         Section("decode", "other heads, steps and shapes", [*heads, *(timed(place, c) for c in timings.other_cases())]),
@@ -114,7 +116,11 @@ def whole_cases() -> list[Whole]:
     found = []
     for who, step in CONTENDERS:
         kept: dict[str, Any] = {"policy": "fastkv", "budget": BUDGET} if who == "fastkv" else {}
-        found += [Whole(MODEL, who, CONTEXT, b, step=step, device="cuda", dtype="bfloat16", **kept) for b in BATCHES]
+        how = {"step": step, "device": "cuda", "dtype": "bfloat16", **kept}
+        found += [Whole(MODEL, who, CONTEXT, b, **how) for b in BATCHES]
+        if step == "captured" or who == "full":
+            model, context, batch = FASTDMS
+            found.append(Whole(model, who, context, batch, **how))
     return found
 
 

@@ -32,19 +32,37 @@ def checks(file: dict[str, Any] | None) -> str:
     return table(("operation", "comparisons", "cases green", "cases red"), rows) or f"Checks on a GPU: {NONE}.\n"
 
 
-def decode(rows: list[dict[str, Any]]) -> str:
-    """Every contender at every shape, fastkv's first."""
+PROMPT = """
+## Blocks of prompts
+
+One layer, bf16: a block attends to 1,024 slots of each head, to what was evicted and to itself; "itself alone" is less.
+
+"""
+
+
+def timed(rows: list[dict[str, Any]], part: str, what: str) -> str:
+    """Every contender at every shape, fastkv's first. The floor is what the bytes take at the rate of a large copy."""
     lines = []
-    timed = [row for row in rows if row.get("median_us") and row["part"] == "decode"]
+    timed = [row for row in rows if row.get("median_us") and row["part"] == part]
     for row in sorted(
         timed, key=lambda row: (row["heads"], row["batch"], row["length"], not mine(row["op"]), row["op"])
     ):
         times = f"{row['median_us']:.2f} ({row['p20_us']:.2f}-{row['p80_us']:.2f})"
         share = f"{row['of_copy']:.1%}" if row.get("of_copy") else NONE
+        floor = f"{row['median_us'] * row['of_copy']:.2f}" if row.get("of_copy") else NONE
         shape = row["heads"], str(row["batch"]), str(row["length"])
-        lines.append((*shape, row["op"], times, f"{row['gbps']:.0f}", share))
-    header = ("heads", "B", "L", "who", "µs a layer (p20-p80)", "GB/s of needed bytes", "of copy bandwidth")
-    return table(header, lines) or f"Decode steps on a GPU: {NONE}.\n"
+        lines.append((*shape, row["op"], times, floor, f"{row['gbps']:.0f}", share))
+    header = (
+        "heads",
+        "B",
+        "L",
+        "who",
+        "µs a layer (p20-p80)",
+        "floor, µs",
+        "GB/s of needed bytes",
+        "of copy bandwidth",
+    )
+    return table(header, lines) or f"{what} on a GPU: {NONE}.\n"
 
 
 def skipped(files: dict[str, dict[str, Any]]) -> str:
@@ -80,4 +98,5 @@ def chapters(files: dict[str, dict[str, Any]]) -> str:
     rows = files["gpu_timings"]["rows"] if "gpu_timings" in files else []
     correct = "\n## Correctness on a GPU\n\n" + checks(files.get("gpu_checks"))
     whole = "\n## Steps of a whole model on a GPU\n\n" + steps(files.get("gpu_model"))
-    return correct + DECODE + decode(rows) + skipped(files) + whole
+    steps_alone = DECODE + timed(rows, "decode", "Decode steps")
+    return correct + steps_alone + PROMPT + timed(rows, "prompt", "Blocks of prompts") + skipped(files) + whole

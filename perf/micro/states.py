@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,16 +44,18 @@ def filled(
     correction: str = "moments",
     attention: bool = False,
     slots: str = "model",
+    shares: Sequence[float] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> LayerState:
     """Random numbers, never zeros, which run faster than data: room for `tokens` pairs per head, and `free` slots.
 
     Args: correction: name of what remembers evicted tokens; attention: whether that of each slot is added up; slots:
-        how pairs are stored.
+        how pairs are stored; shares: of `tokens` that each head has, None for equal heads.
     """
     kind, half = corrections.get(correction), dtype.itemsize == 2
     pairs, keys_only = kind.split(tokens, SINKS + RECENT, None, (True,) * num_kv_heads)
+    pairs = pairs if shares is None else tuple(round(share * tokens) for share in shares)
     held = dict(approx=keys_only, order=kind.order, slope=half, attention=attention, format=FORMATS[slots])
     layout = Layout(pairs, kind, mean=tokens, spare=free, **held)  # type: ignore[arg-type]
     like = torch.empty(batch, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
@@ -64,7 +67,7 @@ def filled(
         if tier.bias is not None:
             tier.bias.normal_()
         tier.lengths.copy_(torch.tensor(lengths))
-        tier.positions.copy_(torch.arange(tier.limit))
+        tier.positions.copy_(torch.arange(tier.positions.shape[-1]))
         if tier.values is not None:
             random_rows(tier.values, tier.value_scales)
     state.seen.copy_(state.stored[:, 0] + EVICTED)

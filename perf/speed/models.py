@@ -15,6 +15,7 @@ from fastkv.lab.bench.shapes import TIED, UNTIED, Shape, gemma
 PROBE = 64  # tokens of the prompt whose logits must agree
 SHAPES = {
     **NAMED,
+    "qwen3-8b": Shape("qwen3", (151_936, 4096, 12_288, 36, 32, 8, 128), (UNTIED,)),
     "qwen3-small": Shape("qwen3", (1000, 256, 768, 4, 8, 2, 64), (TIED,)),
     "gemma-3-small": gemma(1000, 256, 1024, 6, 4, 2, 64),
     "llama-toy": Shape("llama", (97, 32, 48, 2, 4, 2, 16), (UNTIED,)),

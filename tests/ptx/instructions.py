@@ -178,6 +178,24 @@ def permuted(low: Array, high: Array, selector: Array) -> Array:
     return np.where(which & 8, (picked.view(np.int8) >> 7).view(np.uint8), picked).view(np.uint32)[:, 0]
 
 
+def looked_up(x: Array, y: Array, z: Array, table: Array) -> Array:
+    """Bits of a table, by the bits of three numbers."""
+    index = sum((one[:, None] >> LANE & 1) << place for one, place in ((x, 2), (y, 1), (z, 0)))
+    return ((table[:, None] >> index & 1) << LANE).sum(1, dtype=np.uint32)
+
+
+def fused_halves(kind: str) -> Callable[..., Array]:
+    """Products and sums of both halves of 32 bits, in float64."""
+    numbers = from_bf16 if kind == "bf16" else lambda x: x.view(np.float16)
+    bits = to_bf16 if kind == "bf16" else lambda x: x.astype(np.float16).view(np.uint16)
+
+    def fused(*given: Array) -> Array:
+        x, y, z = (numbers(np.ascontiguousarray(one).view(np.uint16)).astype(np.float64) for one in given)
+        return bits(x * y + z).view(np.uint32)
+
+    return fused
+
+
 def pair(kind: str) -> Callable[[Array, Array], Array]:
     """Two float32 as halves of 32 bits."""
     bits = to_bf16 if kind == "bf16" else lambda x: x.astype(np.float16).view(np.uint16)
@@ -236,6 +254,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     r"mul\.(hi)\.([su])(16|32)": lambda part, sign, bits: ([sign + bits] * 2, sign + bits, product(part, sign, bits)),
     r"div\.([su]32|[su]64)": lambda kind: ([kind] * 2, kind, lambda x, y: (x - np.fmod(x, y)) // y),
     r"fma\.rn(?:\.ftz)?\.f32": lambda: (["f32"] * 3, "f32", lambda x, y, z: x.astype(np.float64) * y + z),
+    r"fma\.rn\.(bf16|f16)x2": lambda kind: (["b32"] * 3, "b32", fused_halves(kind)),
     r"(and|or|xor|not)\.(b16|b32|b64|pred)": lambda name, kind: ([kind] * 2, kind, LOGIC[name]),
     r"(abs|neg|ex2|sqrt)(?:\.approx)?(?:\.ftz)?\.(f32|s32)": lambda name, kind: ([kind], kind, UNARY[name]),
     r"(shl|shr)\.([bsu](?:16|32|64))": lambda name, kind: (
@@ -252,6 +271,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[list[str], str, Callable]]] = {
     ),
     r"cvt\.rn\.(bf16|f16)x2\.f32": lambda kind: (["f32"] * 2, "b32", pair(kind)),
     r"bfe\.([su]32)": lambda kind: ([kind, "u32", "u32"], "b32", field),
+    r"lop3\.b32": lambda: (["b32"] * 4, "b32", looked_up),
     r"prmt\.b32": lambda: (["b32"] * 3, "b32", permuted),
     r"popc\.(b32|b64)": lambda kind: ([kind], "u32", np.bitwise_count),
     r"shfl\.sync\.(bfly|up|idx)\.b32": lambda mode: (["b32", "s32", "s32"], "b32", shuffled(mode)),

@@ -97,6 +97,9 @@ class _Reader:
                 self.statement(statement, number)
 
     def statement(self, text: str, number: int) -> None:
+        text = text.lstrip("{} ")  # a block has registers of its own, whose names may come again
+        if not text:
+            return
         registers = re.fullmatch(r"\.reg \.(?:pred|[bsuf](\d+)) %([a-z]+)<(\d+)>", text)
         if registers:
             width = int(registers[1] or 1)

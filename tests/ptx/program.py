@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,11 @@ JUNK = 0xA5A5A5A5A5A5A5A5  # what registers hold that nothing has been written t
 
 
 class Executable:
-    """A kernel and the steps of its instructions, each with the number of the one that a jump leads to."""
+    """A kernel and the steps of its instructions, each with the number of the one that a jump leads to.
+
+    Attributes:
+        watch: called with the program and the mask of its threads before each instruction.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         """Raises: PTXError for an instruction that is not known."""
@@ -30,6 +34,7 @@ class Executable:
         self.waiting = {line for lines in self.feeding.values() for line in lines}
         junk = {width: np.full(kernel.threads, JUNK & ((1 << width) - 1), raw) for width, raw in RAW.items()}
         self.registers = [junk[width] for width in kernel.widths]
+        self.watch: Callable[[Program, Mask], None] | None = None
 
 
 class Program:
@@ -109,6 +114,8 @@ class Program:
                 chosen = self.registers[self.now.guard.index] != self.now.negated
                 mask = chosen if here is None else here & chosen
                 mask = None if mask.all() else mask
+            if self.executable.watch is not None:
+                self.executable.watch(self, mask)
             if step is not None and (mask is None or mask.any()):
                 noticed = self.now.opcode.startswith(("st.global", "atom"))
                 if noticed:
