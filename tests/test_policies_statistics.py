@@ -40,7 +40,7 @@ POLICIES = {
     "expected-attention": ExpectedAttention(horizon=20),
     "expected-attention soon": ExpectedAttention(horizon=3, sinks=0, epsilon=0.0),
     "fastkv": FastKV(every=2, horizon=20),
-    "fastkv alone": FastKV(every=1, horizon=3),
+    "fastkv alone": FastKV(every=1, pool=1, horizon=3),
     "triattention": TriAttention(),
     "triattention near": TriAttention(horizon=40),
 }
@@ -180,14 +180,17 @@ def brute_fastkv(policy, signals, b, h, index):
             query = signals.queries[b, h * GROUP + g, i - start].double()
             weights = softmax([float(signals.layer.scale * query @ signals.keys[b, h, j].double()) for j in index])
             most = {j: max(most[j], weight) for j, weight in zip(index, weights)}
-        for i in index:
-            looked[i] = max(looked[i], most[i] * float(signals.values[b, h, i].double().norm()))
+        peaks = [most[i] * float(signals.values[b, h, i].double().norm()) for i in index]
+        half = policy.pool // 2
+        for place, i in enumerate(index):
+            near = [peaks[n] for n, j in enumerate(index) if abs(n - place) <= half]
+            looked[i] = max(looked[i], sum(near) / len(near))
     known = [x for x in looked.values() if x > 0]
     mean = sum(known) / len(known) if known else 0.0
     score = standardised(unlike.tolist()) + standardised([looked[i] or mean for i in index])
     if signals.queries is not None:
         expected = brute_expected(ExpectedAttention(horizon=policy.horizon, epsilon=0.0), signals, b, h, index)
-        score = score + 2 * standardised([math.log(x) for x in expected])
+        score = score + standardised([math.log(x) for x in expected])
     return score.tolist()
 
 

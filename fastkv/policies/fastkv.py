@@ -8,23 +8,22 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import compute_dtype, rows_at, z_scores
+from ..reference import check_pool, compute_dtype, neighbour_mean, rows_at, z_scores
 from .base import Policy, SecondReading, Signals, check_at_least, known_or_mean
 from .expectedattention import ExpectedAttention
 
-EXPECTED = 2  # the weight of E: on texts for tuning, answers of an eighth of the bytes diverge a fifth less than with 1
 TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class FastKV(Policy):
-    """score = 2 z(E) + z(K) + z(N): three reasons why a token may be needed, each as a z-score over the head's tokens.
+    """score = z(E) + z(K) + z(N): three reasons why a token may be needed, each as a z-score over the head's tokens.
 
     Source: fastkv's own sum of three published scores. With s the layer's scale, k the keys and v the values,
 
         E = log(mean over the group of E_q[exp(s q.k)] |v|)   Expected Attention (arXiv:2510.00636), without its epsilon
         K = -cos(mean of unit keys, k), before the rotary embedding           KeyDiff (arXiv:2504.15364)
-        N = |v| max over queries of softmax(s q.k over all tokens)            Compactor's non-causal attention
+        N = pool(|v| max over queries of softmax(s q.k over all tokens))      Compactor's non-causal attention
                                                                               (arXiv:2507.08143), its maximum
 
     E knows what most queries read, K what stands out whatever they read, N what few of them read, and much. The mean
@@ -35,6 +34,7 @@ class FastKV(Policy):
 
     Args:
         every: one query in so many is asked for N.
+        pool: odd width of the mean pooling of N.
         horizon: positions to come, over which E averages the rotation.
     """
 
@@ -43,10 +43,12 @@ class FastKV(Policy):
     needs = frozenset({"queries", "memory", "rotary"})
 
     every: int = 8
+    pool: int = 3
     horizon: int = 512
 
     def __post_init__(self) -> None:
-        check_at_least(self, every=1, horizon=1)
+        check_at_least(self, every=1, pool=1, horizon=1)
+        check_pool(self.pool)
 
     def remember(self, signals: Signals) -> Tensor:
         """N of every candidate, the largest so far; 0 for generated tokens."""
@@ -63,7 +65,7 @@ class FastKV(Policy):
         if signals.queries is None:
             return score
         expected = ExpectedAttention(horizon=self.horizon, epsilon=0.0).expected(signals)
-        return score + EXPECTED * z_scores(expected.clamp(min=TINY).log(), signals.valid)
+        return score + z_scores(expected.clamp(min=TINY).log(), signals.valid)
 
     def _peak(self, signals: Signals) -> Tensor:
         """N of this block's queries, [B, Hkv, N] fp32, 0 where not real."""
@@ -81,7 +83,8 @@ class FastKV(Policy):
             backend=signals.layer.backend,
         )
         length = torch.linalg.vector_norm(signals.values.to(most.dtype), dim=-1)
-        return torch.where(signals.valid, (most * length).float().clamp(min=TINY), 0)
+        pooled = neighbour_mean(most * length, self.pool, signals.positions, signals.valid).float()
+        return torch.where(signals.valid, pooled.clamp(min=TINY), 0)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class FastKVReread(FastKV):
 
     Args:
         every: for `FastKV` only.
+        pool: odd width of the mean pooling of N.
         horizon: positions to come, over which E averages the rotation.
     """
 
