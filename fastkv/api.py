@@ -53,7 +53,7 @@ def patch(
             "auto" in blocks just large enough for the device to compute while it reads the weights.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
-            zeroth-order part, "none" nothing; "cosh" is "moments" with a tighter mass; "centroids" keeps a few weighted
+            zeroth-order part, "none" nothing; "centroids" keeps a few weighted
             pairs of the evicted tokens instead; "ridge" refits the values of what stays while a prompt is read (GRKV),
             "matching" fits values and biases after a second reading (Attention Matching); "auto" is what the policy
             brings. "vector" lets twice as many tokens keep their key only, in the room of half the pairs, and recovers
