@@ -153,7 +153,7 @@ def slot_bytes(dim: int, slots: str, dtype: str = "bf16") -> int:
 
 
 def of_compact(
-    name: str, kernel: Any, dim: int, splits: int = 1, spread: bool = False,
+    name: str, kernel: Any, dim: int, splits: int = 1,
     even: tuple[str, ...] = ("stride_k", "stride_v"), rows: bool = False, slots: str = "model", bias: bool = False,
     **launch: Any,
 ) -> Variant:  # fmt: skip
@@ -163,48 +163,46 @@ def of_compact(
         tile, launch["num_warps"] = compact.move_tile(pow2(dim, 64), slots in FOUR)
     constants = dict(
         HEADS=8, DK=dim, DV=dim, BK=pow2(dim), BV=pow2(dim), COLUMNS=columns, ROWS=tile,
-        BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True, SPREAD=spread,
+        BLOCK=compact.PLAN, SINGLE=splits == 1, HAS_MEANS=True, HAS_CROSS=True, HAS_SLOPE=True,
     )  # fmt: skip
-    given = dict(spread_ptr=spread, part_spread_ptr=spread, bias_ptr=bias) | dict.fromkeys(ROWS, rows)
+    given = dict(bias_ptr=bias) | dict.fromkeys(ROWS, rows)
     name, types, given = coded(name + " rows" * rows + " bias" * bias, {}, given, slots)
     return variant(name, kernel, constants, types=types, given=given, even=even, **launch)
 
 
 def of_merge(
-    kernel: Any, dim: int, splits: int, spread: bool = False, arches: tuple[str, ...] = (), rows: bool = False,
+    kernel: Any, dim: int, splits: int, arches: tuple[str, ...] = (), rows: bool = False,
     slots: str = "model",
 ) -> Variant:  # fmt: skip
     """Of the kernels of `fastkv.kernels.compact` that merge rows into the moments."""
-    name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}" + " spread1" * spread
+    name = f"{kernel.__name__.strip('_')} D{dim} splits{splits}"
     narrow = dim > 256 or slots in FOUR or (slots != "model" and dim == 256)
     launch = dict(num_warps=compact.MERGE[pow2(dim, 64)][2], num_stages=2, narrow=narrow)
-    return of_compact(
-        name, kernel, dim, splits, spread, even=("stride_",), rows=rows, arches=arches, slots=slots, **launch
-    )
+    return of_compact(name, kernel, dim, splits, even=("stride_",), rows=rows, arches=arches, slots=slots, **launch)
 
 
 def of_decode(
     head_dim: int, splits: int, order: int | None, dtype: str = "bf16", matrix: str = "bf16", groups: int = 4,
     capped: bool = False, append: bool = True, attention: bool = False, arches: tuple[str, ...] = (),
-    ragged: bool = False, spread: bool = False, sinks: bool = False, rows: bool = False, slots: str = "model",
+    ragged: bool = False, sinks: bool = False, rows: bool = False, slots: str = "model",
     bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.decode_attention`."""
     tile, num_warps, num_stages = decode_attention._constants(
-        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, spread, capped, arches == HIP,
+        DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, capped, arches == HIP,
         slots != "model", slots in FOUR,
     )  # fmt: skip
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)
     given |= dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict(
-        matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS, attention_ptr=attention,
+        matrix_ptr=order == 1, spread_ptr=order == CENTROIDS, sizes_ptr=order == CENTROIDS, attention_ptr=attention,
         logits_ptr=attention, starts_ptr=ragged, sink_ptr=sinks, bias_ptr=bias, softcap=capped,
         centroids=order == CENTROIDS,
     )  # fmt: skip
     name = (
         f"decode {dtype} D{head_dim} G{groups} splits {splits} "
-        + ("centroids" if order == CENTROIDS else f"order {order}") + " spread 1" * spread
+        + ("centroids" if order == CENTROIDS else f"order {order}")
         + (f" {matrix}" if order == 1 and matrix != dtype else "")
         + " cap" * capped + " append" * append + " attention" * attention + " ragged" * ragged + " sinks" * sinks
         + " rows" * rows + " bias" * bias
@@ -223,23 +221,23 @@ def of_decode(
 
 def of_evict(
     head_dim: int, slots: int, tokens: int, order: int | None = 1, dtype: str = "bf16", slope: bool = True,
-    arches: tuple[str, ...] = (), ragged: bool = False, spread: bool = False, rows: bool = False, codes: str = "model",
+    arches: tuple[str, ...] = (), ragged: bool = False, rows: bool = False, codes: str = "model",
     bias: bool = False,
 ) -> Variant:  # fmt: skip
     """Of `fastkv.kernels.evict`; codes: how slots are stored."""
     drop = slots - tokens
     chip = "hip" if arches == HIP else arches[0] if arches else ""
     constants, chunks, num_warps = evict._constants(
-        8, slots, drop, head_dim, spread, chip, dtype == "fp32" and codes == "model", codes in FOUR
+        8, slots, drop, head_dim, chip, dtype == "fp32" and codes == "model", codes in FOUR
     )
     given = dict(
         key_mean_ptr=order is not None, value_mean_ptr=order is not None, cross_ptr=order == 1, starts_ptr=ragged,
-        slope_ptr=order == 1 and slope, spread_ptr=spread, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
+        slope_ptr=order == 1 and slope, candidate_keys_ptr=chunks, candidate_slots_ptr=chunks,
         **dict.fromkeys(ROWS, rows), bias_ptr=bias,
     )  # fmt: skip
     name = f"evict {dtype} D{head_dim} slots {slots} drop {drop} order {order}" + " slope" * slope
     even = () if ragged else ("slots", "width")
-    name += " ragged" * ragged + " spread 1" * spread + " rows" * rows + " bias" * bias
+    name += " ragged" * ragged + " rows" * rows + " bias" * bias
     name, types, given = coded(name, {}, given, codes)
     return variant(
         name, evict._evict_kernel, constants, dtype, types, given=given, even=even, num_warps=num_warps,
@@ -321,7 +319,7 @@ def of_peaks(kernel: Any, dim: int, sinks: bool = False) -> Variant:
 
 def of_prefill(
     chip: str, dim: int, dtype: str = "bf16", slope: bool = True, order: int | None = 1, groups: int = 4,
-    spread: bool = False, sinks: bool = False, slots: str = "model", bias: bool = False, rows: bool = False,
+    sinks: bool = False, slots: str = "model", bias: bool = False, rows: bool = False,
     flash: bool = False,
 ) -> Variant | None:  # fmt: skip
     """Of `fastkv.kernels.prefill_attention` on one chip; another number than 4 of groups stands for a softcap. None
@@ -340,12 +338,12 @@ def of_prefill(
         min(tile.seed, pow2(dim)), min(tile.slice or pow2(dim), pow2(dim)), slope,
     )  # fmt: skip
     remembered = "centroids" if order == CENTROIDS else f"order{order}"
-    name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope) + " spread1" * spread
+    name = f"prefill_kernel D{dim} {dtype} G{groups} {remembered}" + " fp32 cross" * (not slope)
     name += " sinks" * sinks + " bias" * bias + " rows" * rows + " flash" * flash
     given = dict.fromkeys(("key_mean_ptr", "value_mean_ptr"), order is not None) | dict.fromkeys(ROWS, rows)
     given |= dict.fromkeys((f"attended_{one}" for one in Attended._fields), flash)
     given |= dict(
-        count_ptr=order in (0, 1), matrix_ptr=order == 1, spread_ptr=spread, sizes_ptr=order == CENTROIDS,
+        count_ptr=order in (0, 1), matrix_ptr=order == 1, spread_ptr=order == CENTROIDS, sizes_ptr=order == CENTROIDS,
         sink_ptr=sinks, bias_ptr=bias, softcap=groups != 4, num=order == CENTROIDS, seen_ptr=False, positions_ptr=False,
         attention_ptr=False, starts_ptr=False,
     )  # fmt: skip
@@ -478,16 +476,15 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
         of(128, 32, 1, groups=16, attention=True),
         *(of(128, 8, 1, groups=3), of(128, 4, 1, groups=1)),
         *(of(128, 4, 1, append=False), of(128, 4, 1, "fp16", "fp16")),
-        *(of(128, 1, o, "fp32", "fp32", spread=s) for o, s in ((1, False), (CENTROIDS, True))),
+        *(of(128, 1, o, "fp32", "fp32") for o in (1, CENTROIDS)),
         *(of(d, s, 1, attention=True, ragged=True) for d, s in SPLIT),
-        *(of(d, s, 1, spread=True) for d, s in SPLIT),
-        *(of(128, 16, 0, spread=True), of(128, 16, 1, spread=True, capped=True)),
-        *(of(d, s, CENTROIDS, spread=True, attention=d == 128) for d, s in SPLIT),
-        *(of(d, 16, CENTROIDS, spread=True, capped=True, ragged=True) for d in (80, 128, 256)),
+        of(128, 16, 1, capped=True),
+        *(of(d, s, CENTROIDS, attention=d == 128) for d, s in SPLIT),
+        *(of(d, 16, CENTROIDS, capped=True, ragged=True) for d in (80, 128, 256)),
         *(of(d, s, 1, attention=True, sinks=True) for d, s in SPLIT if d < 256),
-        *(of(64, s, CENTROIDS, spread=True, groups=8, sinks=True) for s in (1, 16)),
+        *(of(64, s, CENTROIDS, groups=8, sinks=True) for s in (1, 16)),
         *(of(d, s, 1, rows=True) for d in (64, 128, 256) for s in (1, 16)),
-        *(of(128, s, CENTROIDS, spread=True, attention=True, rows=True) for s in (1, 16)),
+        *(of(128, s, CENTROIDS, attention=True, rows=True) for s in (1, 16)),
         of(128, 16, 1, attention=True, ragged=True, rows=True),
         *(of(d, s, None, attention=True, bias=True) for d, s in SPLIT if d < 256),
         *(of(128, 16, None, attention=True, bias=True, **how) for how in ({"slots": "int8"}, {"ragged": True})),
@@ -497,7 +494,7 @@ def of_decodes(vendor: tuple[str, ...]) -> list[Variant]:
             for form in FOUR
             for d, s in ((96, 16), *((d, max(s, 2 if d > 128 else 1)) for d, s in SPLIT))
         ),
-        *(of(d, 16, CENTROIDS, spread=True, attention=True, slots=form) for form in CODES for d in (64, 128)),
+        *(of(d, 16, CENTROIDS, attention=True, slots=form) for form in CODES for d in (64, 128)),
         *(of(128, 16, 1, dtype, dtype, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
         *(of(128, 16, 1, capped=True, attention=True, ragged=True, rows=True, slots=form) for form in CODES),
     ]
@@ -509,21 +506,20 @@ def of_prefills(chip: str) -> list[Variant]:
     variants = [
         *(of(dim) for dim in ((16, 32) if chip == "90" else ()) + (64, 80, 128, 256)),
         *(of(128, slope=False), of(128, "fp16", slope=False), of(128, order=None), of(128, "fp16", groups=7)),
-        *(of(dim, spread=True) for dim in (64, 128, 256)),
-        *(of(128, slope=False, spread=True), of(128, order=0, spread=True)),
+        of(128, order=0),
         *(of(dim, sinks=True) for dim in (64, 128)),
-        *(of(dim, order=CENTROIDS, spread=True) for dim in (64, 80, 128, 256)),
-        of(128, "fp16", order=CENTROIDS, spread=True, groups=7),
-        *(of(dim, "fp32", order=o, spread=o > 1) for dim in (64, 128, 256) for o in (1, CENTROIDS)),
+        *(of(dim, order=CENTROIDS) for dim in (64, 80, 128, 256)),
+        of(128, "fp16", order=CENTROIDS, groups=7),
+        *(of(dim, "fp32", order=o) for dim in (64, 128, 256) for o in (1, CENTROIDS)),
         *(of(dim, order=None, bias=True) for dim in (64, 128)),
         *(of(dim, rows=True) for dim in (64, 128, 256)),
         *(of(128, slots=form, rows=True) for form in CODES),
-        *(of(dim, order=CENTROIDS, spread=True, rows=True) for dim in (64, 128, 256)),
+        *(of(dim, order=CENTROIDS, rows=True) for dim in (64, 128, 256)),
         *(of(dim, slots=form) for form in CODES for dim in (64, DIM_80[form], 128)),
         *(of(256, slots=form) for form in CODES),
-        *(of(128, order=CENTROIDS, spread=True, slots=form) for form in CODES),
+        *(of(128, order=CENTROIDS, slots=form) for form in CODES),
         *(of(128, dtype, groups=7, slots=form) for form in CODES for dtype in ("fp16", "fp32")),
-        *(of(dim, order=CENTROIDS, spread=True, flash=True) for dim in (64, 128, 256) if chip in CUDA),
+        *(of(dim, order=CENTROIDS, flash=True) for dim in (64, 128, 256) if chip in CUDA),
         *(of(128, flash=True, rows=rows) for rows in (False, True) if chip in CUDA),
     ]
     return [one for one in variants if one is not None]
@@ -536,8 +532,6 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_merge(compact._moments_kernel, dim, 1) for dim in (64, 80, 128, 256)),
         of_merge(compact._moments_kernel, 128, 4),
         *(of_merge(compact._merge_kernel, dim, 4) for dim in (128, 256)),
-        *(of_merge(compact._moments_kernel, dim, splits, True) for dim, splits in ((128, 1), (128, 4), (256, 1))),
-        of_merge(compact._merge_kernel, 128, 4, True),
         *(of_merge(compact._moments_kernel, 128, splits, rows=True) for splits in (1, 4)),
         of_merge(compact._merge_kernel, 128, 4, rows=True),
         of_compact("compact move D128", compact._move_kernel, 128, rows=True),
@@ -552,13 +546,13 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         ),
         *(of_compact("compact move D512", compact._move_kernel, 512, slots=f, narrow=True, arches=CUDA) for f in FOUR),
         *(of_merge(compact._moments_kernel, d, s, slots=f) for f in CODES for d, s in ((64, 1), (128, 4), (256, 1))),
-        *(of_merge(compact._moments_kernel, 128, 1, True, rows=True, slots=f) for f in CODES),
+        *(of_merge(compact._moments_kernel, 128, 1, rows=True, slots=f) for f in CODES),
     ],
     "decode_attention": [
         *(one for vendor in VENDORS for one in of_decodes(vendor)),
         *(of_decode(512, s, o, arches=CUDA) for s in (1, 16) for o in (None, 1)),
         *(of_decode(512, s, 1, matrix="fp32", arches=CUDA) for s in (1, 4)),
-        *(of_decode(512, 16, o, spread=True, arches=CUDA) for o in (1, CENTROIDS)),
+        of_decode(512, 16, CENTROIDS, arches=CUDA),
         of_decode(512, 16, 1, attention=True, capped=True, ragged=True, arches=CUDA),
     ],
     "evict": [
@@ -572,19 +566,17 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_candidates("drop 16", 16), of_candidates("drop 64", 64), of_candidates("ragged", 64, True)),
         of_candidates("rows", 16, rows=True),
         *(of_evict(d, 1040, 1024, rows=True) for d in (64, 128)),
-        *(of_evict(128, 1040, 1024, ragged=True, rows=True), of_evict(128, 16400, 16384, spread=True, rows=True)),
+        *(of_evict(128, 1040, 1024, ragged=True, rows=True), of_evict(128, 16400, 16384, rows=True)),
         *(of_evict(d, 1040, 1024, ragged=True) for d in (64, 128)),
-        *(of_evict(128, 16400, 16384, ragged=True), of_evict(128, 1040, 1024, 0, slope=False, spread=True)),
-        *(of_evict(d, 1040, 1024, spread=True) for d in (64, 128)),
-        *(of_evict(256, 1040, 1024, arches=a, spread=True) for a in VENDORS),
+        of_evict(128, 16400, 16384, ragged=True),
         *(of_evict(256, 1040, 1024, arches=a, ragged=True) for a in VENDORS),
         *(of_evict(512, c, t, arches=CUDA) for c, t in ((1040, 1024), (2048, 1984))),
-        *(of_evict(512, 1040, 1024, arches=CUDA, ragged=r, spread=not r) for r in (True, False)),
+        of_evict(512, 1040, 1024, arches=CUDA, ragged=True),
         *(of_evict(d, 1040, 1024, codes=form) for form in ("int8", "fp8") for d in (64, 80, 128)),
-        *(of_evict(256, 1040, 1024, arches=a, spread=True, codes=f) for f in ("int8", "fp8") for a in VENDORS),
+        *(of_evict(256, 1040, 1024, arches=a, codes=f) for f in ("int8", "fp8") for a in VENDORS),
         *(of_evict(128, 1040, 1024, ragged=True, rows=True, codes=form) for form in ("int8", "fp8")),
         *(of_evict(d, 1040, 1024, arches=a, codes=f) for f in FOUR for d in (64, 96, 128) for a in VENDORS),
-        *(of_evict(256, 1040, 1024, arches=(a,), spread=True, codes=f) for f in FOUR for a in (*CUDA, *HIP)),
+        *(of_evict(256, 1040, 1024, arches=(a,), codes=f) for f in FOUR for a in (*CUDA, *HIP)),
         *(of_evict(128, 1040, 1024, arches=a, ragged=True, rows=True, codes=f) for f in FOUR for a in VENDORS),
     ],
     "key_scores": [
@@ -625,8 +617,8 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
     "prefill_attention": [
         variant("prefill runs", _flash._runs_kernel, dict(CHUNK=_flash.CHUNK), wide=False, num_warps=4, arches=CUDA),
         *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),
-        *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": None}, {"spread": True})),
-        *(of_prefill(chip, 512, order=CENTROIDS, spread=True) for chip in CUDA),
+        *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": None})),
+        *(of_prefill(chip, 512, order=CENTROIDS) for chip in CUDA),
         *(of_prefill(chip, 512, groups=7) for chip in CUDA),
     ],
     "remember": [one for vendor in VENDORS for one in of_remembers(vendor)],

@@ -165,30 +165,6 @@ def test_the_evicted_mass_of_a_block_reaches_what_is_observed(monkeypatch, wrapp
     torch.testing.assert_close(*told, want)
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["whole", "blocks"])
-def test_the_cosh_mass_of_a_window(block):
-    """The evicted set is known; its moments, with the mean square deviation of a coordinate, are their definitions."""
-    module = fresh("streaming", correction="cosh", evict_every=1, prefill_block=block)
-    assert module.config.correction.name == "cosh"
-    q, k, v = tokens(70, dtype=F64)
-    module(q[:, :, :50], k[:, :, :50], v[:, :, :50])
-    for at in range(50, 70):
-        got = module(*(rows[:, :, at : at + 1] for rows in (q, k, v)))
-        kept = [0, 1, *range(at - 18, at), at]
-        gone = [token for token in range(at) if token not in kept]
-        for row in range(B):
-            for head in range(HQ):
-                query, keys, values = q[row, head, at], k[row, head // 2], v[row, head // 2]
-                mean, value = keys[gone].mean(0), values[gone].mean(0)
-                deviation = query.norm() / D**0.5 * (keys[gone] - mean).square().mean().sqrt()
-                mass = len(gone) * (mean @ query / D**0.5).exp() * torch.cosh(deviation)
-                cross = (keys[gone] - mean).T @ (values[gone] - value) / len(gone)
-                value = value + torch.tanh(deviation) / deviation * cross.T @ query / D**0.5
-                weights = (keys[kept] @ query / D**0.5).exp()
-                want = (weights @ values[kept] + mass * value) / (weights.sum() + mass)
-                torch.testing.assert_close(got[row, head, 0], want, atol=2e-6, rtol=0)
-
-
 # Nothing is lost: the same tokens leave as with moments, and their centroids have the moments' mean.
 
 

@@ -16,17 +16,16 @@ from .states import make_spec, make_state
 B, HKV, D, DV = 2, 3, 16, 8
 NAMES = corrections.names()
 SHARES = {"centroids": 16}  # of the bytes of the pairs, one of so many
-MIXED_IN = {  # order of the moments, whether they have a spread; another class; or nothing
+MIXED_IN = {  # order of the moments, another class, or nothing
     "none": None,
-    "mean": (0, False),
-    "moments": (1, False),
-    "cosh": (1, True),
+    "mean": 0,
+    "moments": 1,
     "centroids": Centroids,
     "ridge": None,
     "matching": None,
     "vector": None,
-    "vector+mean": (0, False),
-    "vector+moments": (1, False),
+    "vector+mean": 0,
+    "vector+moments": 1,
 }
 
 
@@ -34,7 +33,7 @@ def state_of(name, order=1):
     """A state that remembers what the correction asks for, and no less than moments of the given order."""
     correction, rows = corrections.get(name), torch.randn(B, HKV, 5, D)
     values = rows[..., :DV]
-    moments = Moments.empty(B, HKV, D, DV, order=order, spread=correction.spread).add(rows, values)
+    moments = Moments.empty(B, HKV, D, DV, order=order).add(rows, values)
     parts = correction.empty(B, Shape(HKV, D, DV, 4), 40, rows.device)
     return make_state(rows, values, torch.full((B, HKV), 5), moments=moments, parts=parts)
 
@@ -72,7 +71,7 @@ def test_what_is_mixed_in(name):
     elif wanted is Centroids:
         assert found is state.parts
     else:
-        assert (found.order, found.spread is not None) == wanted
+        assert found.order == wanted
         assert found.key_mean is state.moments.key_mean and found.count is state.moments.count
 
 
@@ -117,7 +116,6 @@ def test_layouts_have_the_moments_that_are_read(name):
     state = layout(name, 20).allocate(*torch.zeros(2, 1, HKV, 0, D))
     correction = corrections.get(name)
     assert state.moments.order == correction.order
-    assert (state.moments.spread is not None) == correction.spread == (name == "cosh")
     assert (state.parts is not None) == (name in SHARES)
     assert (state.approx is not None) == correction.key_only == name.startswith("vector")
 
@@ -156,14 +154,6 @@ def test_reading_takes_what_is_known_up_to_an_order(order, known):
 def test_reading_prefers_centroids():
     for order in (None, 0, 1):
         assert corrections.reading(state_of("centroids"), order) is corrections.get("centroids")
-
-
-def test_reading_moments_with_a_spread_has_the_cosh_mass():
-    state, q = state_of("cosh"), torch.randn(B, HKV, 2, D)
-    mass = corrections.reading(state, 1).evicted(state).log_mass(q, 0.3)
-    torch.testing.assert_close(mass, corrections.get("cosh").evicted(state).log_mass(q, 0.3), rtol=0, atol=0)
-    state.moments.spread = None
-    assert (mass > corrections.get("moments").evicted(state).log_mass(q, 0.3)).all()
 
 
 def test_centroids_in_another_share_of_the_bytes():

@@ -36,7 +36,6 @@ class Problem:
         self.positions = order.to(torch.int32)
         self.seen = torch.full((self.batch,), self.slots)
         self.order = draw(st.sampled_from((None, 0, 1)))
-        self.spread = self.order is not None and draw(st.booleans())
         evicted = torch.rand(self.batch, self.heads, 12, generator=self.random) < draw(st.sampled_from((0.0, 0.5, 1.0)))
         self.gone = self.rows(12), self.rows(12), evicted
         self.sinks = draw(sinks(self.heads * self.groups))
@@ -47,7 +46,7 @@ class Problem:
 
     def moments(self, dtype):
         sizes = (self.batch, self.heads, self.dim, self.dim)
-        return Moments.empty(*sizes, dtype=dtype, order=self.order, spread=self.spread).add(*self.gone)
+        return Moments.empty(*sizes, dtype=dtype, order=self.order).add(*self.gone)
 
     def centroids(self, dtype):
         return Centroids.empty(self.batch, self.heads, 3, self.dim, self.dim, dtype=dtype).add(*self.gone)

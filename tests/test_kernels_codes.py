@@ -187,7 +187,7 @@ def test_no_program_alone_reads_a_wide_head_in_4_bits(monkeypatch, dim, parts):
 )
 def test_decode_property(slots, dtype, groups, dim, lengths, gone, softcap, append, attention, parts, seed):
     dim = dim if fits(slots, dim) else 96
-    case = decode.Case.make(1, 2, groups, dim, 40, dtype, lengths, gone, seed=seed, parts=parts, cosh=parts is not None)
+    case = decode.Case.make(1, 2, groups, dim, 40, dtype, lengths, gone, seed=seed, parts=parts)
     check_decode(case, slots, softcap, 1, append, attention)
 
 

@@ -68,12 +68,11 @@ class Case:
         spread=1.0,
         exact=False,
         seed=0,
-        cosh=False,
         parts=None,
         means=torch.float32,
     ):
-        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment. cosh: the mass
-        of the moments. parts: how many centroids there are, with means of what dtype."""
+        """lengths, evicted: per (sequence, head), cycled. exact: hand the kernel the fp32 cross moment.
+        parts: how many centroids there are, with means of what dtype."""
         source = torch.Generator().manual_seed(seed)
 
         def normal(*shape, to=dtype):
@@ -87,7 +86,7 @@ class Case:
         inside = torch.arange(gone, device=DEVICE) < count[..., None]
         old = normal(batch, heads, gone, dim, to=torch.float32), normal(batch, heads, gone, dim, to=torch.float32)
         old = (old[0] + 0.3, old[1] - old[0], inside)
-        moments = Moments.empty(batch, heads, dim, dim, DEVICE, spread=cosh).add(*old)
+        moments = Moments.empty(batch, heads, dim, dim, DEVICE).add(*old)
         if not exact and dtype != torch.float32:  # what the kernel is given is the truth
             moments.slope = (moments.cross / moments.count.clamp(min=1)[..., None, None]).to(dtype)
             moments.cross = moments.slope.float() * moments.count[..., None, None]

@@ -30,10 +30,10 @@ def pairs(num):
     return randn(B, HKV, num, D, seed=1), randn(B, HKV, num, D, seed=2)
 
 
-def evicted(*counts, spread=False):
+def evicted(*counts):
     """Moments of the first so many of twelve tokens of each head."""
     gone = torch.arange(12) < torch.tensor(counts)[None, :, None]
-    return Moments.empty(B, HKV, D, D, spread=spread).add(*pairs(12), gone)
+    return Moments.empty(B, HKV, D, D).add(*pairs(12), gone)
 
 
 def centroids(num):
@@ -53,11 +53,11 @@ def slots(ragged=False, attention=True):
     return made
 
 
-def layer(ragged=False, attention=True, counts=(7, 12), spread=False, parts=None):
+def layer(ragged=False, attention=True, counts=(7, 12), parts=None):
     """A layer of which every head has seen 16 tokens."""
     known = None if parts is None else centroids(parts)
     seen = torch.tensor([16])
-    return LayerState(slots(ragged, attention), seen, evicted(*counts, spread=spread), parts=known)
+    return LayerState(slots(ragged, attention), seen, evicted(*counts), parts=known)
 
 
 def sunk(state):
@@ -138,10 +138,10 @@ QUERIES = {"positions": torch.arange(C).repeat(B, HKV, 1), "query_positions": to
 CASES = {  # the name of the operator, and what is special about the case
     "decode_step": lambda b: step(layer(), b, order=1),
     "decode_step without a token": lambda b: step(layer(attention=False), b, append=False, order=0),
-    "decode_step with a softcap": lambda b: step(layer(spread=True), b, softcap=4.0, correction="cosh"),
+    "decode_step with a softcap": lambda b: step(layer(), b, softcap=4.0, correction="moments"),
     "decode_step with centroids": lambda b: step(layer(parts=5), b, correction="centroids"),
     "decode_step of unequal heads": lambda b: step(layer(ragged=True, parts=4), b, correction="centroids"),
-    "decode_step of unequal heads with a softcap": lambda b: step(layer(True, spread=True), b, softcap=4.0, order=1),
+    "decode_step of unequal heads with a softcap": lambda b: step(layer(True), b, softcap=4.0, order=1),
     "decode_step without values": lambda b: step(vector(), b, softcap=4.0, correction="vector+moments"),
     "decode_step without values and token": lambda b: step(vector(True, False), b, False, correction="vector+mean"),
     "decode_step of unequal heads without values": lambda b: step(vector(True), b, correction="vector"),
@@ -160,7 +160,6 @@ CASES = {  # the name of the operator, and what is special about the case
     "evict from fp8 slots": lambda b: shrink(encoded(layer(ragged=True), "fp8"), b, randn(B, HKV, 9)),
     "prefill_attention": lambda b: attend(layer(), b, order=1),
     "prefill_attention with sinks": lambda b: attend(sunk(layer(parts=5)), b, correction="centroids"),
-    "prefill_attention with the cosh mass": lambda b: attend(layer(spread=True), b, correction="cosh", softcap=4.0),
     "prefill_attention with centroids": lambda b: attend(layer(parts=5), b, correction="centroids"),
     "remember": lambda b: case(
         *block(), torch.rand(B, HKV, T) > 0.2, torch.rand(B, HKV, T) > 0.6, T, layer(parts=5),
@@ -169,9 +168,9 @@ CASES = {  # the name of the operator, and what is special about the case
     "slot_signals": lambda b: case(candidates()[0], layer(parts=5), make_spec(spare=3, sinks=1, recent=2, backend=b)),
     "slot_signals of less": lambda b: case(candidates()[0], layer(attention=False), make_spec(spare=3, backend=b)),
     "compact": lambda b: case(*compaction(T), block(), layer(), make_spec(backend=b)),
-    "compact without a block": lambda b: case(*compaction(0), None, layer(spread=True), make_spec(backend=b)),
+    "compact without a block": lambda b: case(*compaction(0), None, layer(), make_spec(backend=b)),
     "evict": lambda b: shrink(layer(), b, randn(B, HKV, C)),
-    "evict what is chosen": lambda b: shrink(layer(spread=True), b, randn(B, HKV, C), True),
+    "evict what is chosen": lambda b: shrink(layer(), b, randn(B, HKV, C), True),
     "evict from unequal heads": lambda b: shrink(layer(ragged=True), b, randn(B, HKV, 9)),
     "select": lambda b: case(
         randn(B, HKV, C), *candidates(), torch.zeros(B, HKV, C, dtype=torch.bool), 4, backend=b
@@ -274,7 +273,7 @@ def test_an_operator_is_its_function(name):
 
 
 def test_flat_states_come_back_whole():
-    for state in (vector(ragged=True), sunk(layer(parts=3, spread=True))):
+    for state in (vector(ragged=True), sunk(layer(parts=3))):
         state.scratch, state.exact.memory = [torch.zeros(3)], torch.zeros(B, HKV, C)
         state.moments.slope, state.exact.filled = torch.zeros(B, HKV, D, D).half(), 9
         back = restored(LayerState, flat(LayerState, state))

@@ -72,7 +72,7 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-CORRECTIONS = ["none", "mean", "moments", "cosh", "centroids", "ridge"]
+CORRECTIONS = ["none", "mean", "moments", "centroids", "ridge"]
 OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no moments
 
 
@@ -85,7 +85,7 @@ def test_every_correction_conserves(name, correction, tmp_path):
     fastkv.patch(model, policy(name, tmp_path), small(), correction=correction, evict_every=1)
     cache = generate(model, ids, mask, new=20, return_dict_in_generate=True).past_key_values
     check(cache, mask.sum(-1) + 19, every=1)
-    order = {"mean": 0, "moments": 1, "cosh": 1}.get(correction)
+    order = {"mean": 0, "moments": 1}.get(correction)
     assert cache.config.correction.name == correction
     assert cache.moments(0).order == (1 if name == "momentkv" else order)
 

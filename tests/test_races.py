@@ -64,7 +64,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=None, slots="model") -> LayerState:
+def layer(dim: int, ragged: bool, dtype=torch.float32, *, parts=None, slots="model") -> LayerState:
     """Slots of unequal heads, some of them empty or full, with moments of up to six evicted tokens."""
     width = max(map(max, OWNED))
     keys, values = normal(2, BATCH, HEADS, width, dim, dtype=dtype)
@@ -72,7 +72,7 @@ def layer(dim: int, ragged: bool, dtype=torch.float32, *, spread=False, parts=No
     positions = torch.rand(BATCH, HEADS, width).argsort(-1).int()
     old, gone = (normal(BATCH, HEADS, 6, dim), normal(BATCH, HEADS, 6, dim)), torch.rand(BATCH, HEADS, 6) < 0.5
     gone[0, 0] = False
-    moments = Moments.empty(BATCH, HEADS, dim, dim, spread=spread).add(*old, gone)
+    moments = Moments.empty(BATCH, HEADS, dim, dim).add(*old, gone)
     known = None if parts is None else Centroids.empty(BATCH, HEADS, parts, dim, dim).add(*old, gone)
     seen = torch.tensor([20, 30])
     if not ragged:
@@ -174,23 +174,23 @@ def compacting(dim: int, slots: str = "model", **made):
 
 
 CASES = {
-    "decode": lambda: decoding(2, spread=True, correction="moments"),
+    "decode": lambda: decoding(2, correction="moments"),
     "decode-equal-slots": lambda: decoding(4, ragged=False, dtype=torch.float16, correction="none"),
     "decode-centroids": lambda: decoding(2, correction="centroids", parts=3),
     "decode-alone": lambda: decoding(1),
     "decode-rows": lambda: decoding(2, rows=[0, 1, 3, 0], correction="centroids", parts=3),
     "vector": lambda: decoding(2, vector=True),
     "evict": lambda: evicting(80, True),
-    "evict-candidates": lambda: evicting(48, False, scan=4, dtype=torch.float16, spread=True),
-    "evict-rows": lambda: evicting(16, True, rows=[0, 1, 3, 0], spread=True),
-    "compact": lambda: compacting(48, spread=True),
+    "evict-candidates": lambda: evicting(48, False, scan=4, dtype=torch.float16),
+    "evict-rows": lambda: evicting(16, True, rows=[0, 1, 3, 0]),
+    "compact": lambda: compacting(48),
     "decode-int8": lambda: decoding(2, slots="int8", rows=[0, 1, 3, 0]),
     "decode-fp8-alone": lambda: decoding(1, ragged=False, slots="fp8", dtype=torch.float16),
-    "evict-int8": lambda: evicting(80, True, slots="int8", spread=True),
+    "evict-int8": lambda: evicting(80, True, slots="int8"),
     "decode-int4": lambda: decoding(2, 32, slots="int4", rows=[0, 1, 3, 0]),
     "evict-int4": lambda: evicting(64, True, slots="int4"),
     "evict-k8v4": lambda: evicting(64, True, slots="k8v4"),
-    "compact-fp8": lambda: compacting(48, spread=True, slots="fp8"),
+    "compact-fp8": lambda: compacting(48, slots="fp8"),
 }
 
 

@@ -29,17 +29,6 @@ def relative(got, expected):
     return float((got.double() - expected).norm() / expected.norm().clamp(min=1e-300))
 
 
-@given(sizes=SIZES, seed=st.integers(0, 2**31), order=st.sampled_from([0, 1]))
-def test_spread_merges_like_the_rest(sizes, seed, order):
-    keys, values = pairs(sum(sizes), seed=seed, dtype=torch.float64)
-    state = Moments.empty(2, 3, 8, 6, dtype=torch.float64, order=order, spread=True)
-    for part in zip(keys.split(sizes, 2), values.split(sizes, 2)):
-        state = state.merge(Moments.empty(2, 3, 8, 6, dtype=torch.float64, order=order, spread=True).add(*part))
-    around = (keys - keys.mean(2, keepdim=True)).pow(2).sum(2) if sum(sizes) else torch.zeros(2, 3, 8).double()
-    torch.testing.assert_close(state.spread, around.mean(-1, keepdim=True), rtol=1e-9, atol=1e-9)
-    assert state.order == order and torch.equal(state.tensors()[-1], state.spread)
-
-
 def test_float32_stays_accurate_over_many_small_evictions():
     """32768 evictions, 16 at a time, of keys with a large common offset (the hard case for raw sums)."""
     keys, values = pairs(32_768, batch=1, heads=1)
@@ -95,91 +84,6 @@ def test_mass_estimate_never_exceeds_the_true_mass(num, scale, seed):
     log_mass = moment_estimate(q, state, scale)[1]
     true_mass = true_attention(q, keys, values, scale)[1]
     assert (log_mass <= true_mass + 1e-9).all()
-
-
-def symmetric(num, seed, axis):
-    """Keys [1, 1, 2 num, 4] in pairs m + d, m - d, with unequal lengths; all d on one axis or in all directions."""
-    generator = torch.Generator().manual_seed(seed)
-    center = torch.randn(4, generator=generator, dtype=torch.float64)
-    away = torch.randn(num, 4, generator=generator, dtype=torch.float64).exp() * torch.randint(0, 2, (num, 4)).mul(
-        2
-    ).sub(1)
-    if axis:
-        away = away * torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
-    return torch.cat([center + away, center - away])[None, None]
-
-
-def one_dimensional(keys, scale):
-    """log masses where the spread says all there is, along the first axis: Jensen, cosh and the truth."""
-    keys = keys[..., :1]
-    state = Moments.empty(1, 1, 1, 1, dtype=torch.float64, spread=True).add(keys, keys)
-    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    masses = [moment_estimate(q, state, scale, mass=mass)[1] for mass in ("jensen", "cosh")]
-    return (*masses, true_attention(q, keys, keys, scale)[1])
-
-
-@given(num=st.integers(1, 30), scale=st.floats(0.01, 6.0), seed=st.integers(0, 2**31), axis=st.booleans())
-def test_cosh_is_a_tighter_bound_for_symmetric_sets(num, scale, seed, axis):
-    jensen, cosh, true_mass = one_dimensional(symmetric(num, seed, axis), scale)
-    assert (jensen <= cosh).all() and (cosh <= true_mass + 1e-9).all()
-
-
-def test_cosh_is_exact_for_opposite_keys():
-    jensen, cosh, true_mass = one_dimensional(symmetric(1, 0, axis=True), 0.7)
-    torch.testing.assert_close(cosh, true_mass)
-    assert (jensen < cosh - 0.01).all()
-
-
-def test_how_often_cosh_exceeds_the_mass_of_asymmetric_sets():
-    """Only where the logits have a long tail below: of 256 sets of exponential logits none is exceeded if the tail
-    is above, all if it is below."""
-    keys = torch.zeros(256, 1, 64, 4, dtype=torch.float64)
-    keys[..., 0].exponential_(generator=torch.Generator().manual_seed(0))
-    for sign, share in ((1, 0.0), (-1, 1.0)):
-        over = [cosh > true for _, cosh, true in (one_dimensional(sign * one[None], 1.0) for one in keys)]
-        assert torch.stack(over).double().mean() == share
-
-
-def test_the_value_of_cosh_saturates():
-    """Two clusters with values +-1: however long the query, the estimate stays between them; the linear one leaves."""
-    keys = torch.tensor([[2.0], [-2.0]], dtype=torch.float64).repeat_interleave(5, 0)[None, None]
-    values = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).repeat_interleave(5, 0)[None, None]
-    state = Moments.empty(1, 1, 1, 1, dtype=torch.float64, spread=True).add(keys, values)
-    q = torch.tensor([[0.0], [0.1], [1], [100]], dtype=torch.float64)[None, None]
-    value, log_mass = moment_estimate(q, state, 1.0, mass="cosh")
-    out, lse = true_attention(q, keys, values, 1.0)
-    torch.testing.assert_close(value, out)  # this set is what the estimate assumes
-    torch.testing.assert_close(log_mass, lse)
-    assert moment_estimate(q, state, 1.0)[0].abs().max() > 100
-
-
-def test_spread_is_the_mean_variance():
-    keys, values = pairs(40, dtype=torch.float64)
-    q = torch.randn(2, 6, 4, 8, dtype=torch.float64)
-    state = Moments.empty(2, 3, 8, 6, dtype=torch.float64, spread=True).add(keys, values)
-    variance = (keys - keys.mean(2, keepdim=True)).pow(2).mean((2, 3)).repeat_interleave(2, 1)
-    gain = moment_estimate(q, state, 0.3, mass="cosh")[1] - moment_estimate(q, state, 0.3)[1]
-    torch.testing.assert_close(gain, (0.3 * q.norm(dim=-1) * variance.sqrt()[..., None]).cosh().log())
-
-
-def test_cosh_of_an_empty_set_and_of_one_pair():
-    empty = Moments.empty(2, 3, 8, 6, spread=True)
-    q = torch.randn(2, 6, 4, 8)
-    value, log_mass = moment_estimate(q, empty, 0.3, mass="cosh")
-    assert not value.any() and (log_mass == float("-inf")).all()
-    one = empty.add(*pairs(1))
-    for got, expected in zip(moment_estimate(q, one, 0.3, mass="cosh"), moment_estimate(q, one, 0.3)):
-        torch.testing.assert_close(got, expected)
-
-
-def test_wrong_masses_and_spreads_are_refused():
-    plain = Moments.empty(2, 3, 8, 6)
-    with pytest.raises(FastKVError, match="cosh needs moments with a spread"):
-        moment_estimate(torch.randn(2, 6, 4, 8), plain, 0.3, mass="cosh")
-    with pytest.raises(FastKVError, match="mass must be one of jensen, cosh"):
-        moment_estimate(torch.randn(2, 6, 4, 8), plain, 0.3, mass="gauss")
-    with pytest.raises(FastKVError, match="a spread is around means"):
-        Moments.empty(2, 3, 8, 6, order=None, spread=True)
 
 
 def test_estimate_is_exact_when_all_keys_are_equal():

@@ -83,8 +83,7 @@ class Layout:
         """An empty state for the batch, heads, sizes, dtype and device of the given [B, Hkv, T, D]."""
         batch, heads, _, key_dim = like_keys.shape
         value_dim, device, itemsize = like_values.shape[-1], like_keys.device, like_keys.element_size()
-        spread = self.correction.spread
-        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=self.order, spread=spread)
+        moments = Moments.empty(batch, heads, key_dim, value_dim, device, order=self.order)
         if self.slope and moments.cross is not None and itemsize == 2:
             moments.slope = torch.zeros(batch, heads, key_dim, value_dim, dtype=like_keys.dtype, device=device)
         shape = Shape(heads, key_dim, value_dim, itemsize, self.latent, self.format)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import FastKVError
 from ..reference import LayerState
-from .base import COSH, MEAN, MOMENTS, Correction, Shape
+from .base import MEAN, MOMENTS, Correction, Shape
 from .centroids import CENTROIDS
 from .matching import Matching, Pairs
 from .ridge import Ridge
@@ -16,7 +16,7 @@ from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 NONE = Correction()
 RIDGE = Correction("ridge", refit=Ridge())
 MATCHING = Correction("matching", match=Matching())
-ALL = (NONE, MEAN, MOMENTS, COSH, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
+ALL = (NONE, MEAN, MOMENTS, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
 
 __all__ = ["ALL", "NONE", "Correction", "Matching", "Pairs", "Ridge", "Shape", "get", "names", "reading"]
 

@@ -46,7 +46,6 @@ class Correction:
     Attributes:
         name: what `fastkv.patch(..., correction=name)` calls it.
         order: of the moments that it reads: 1, 0 (means only) or None.
-        spread: whether these moments know how far keys are from their mean.
         kind: of what `empty` makes, as `Evicted.kinds` calls it; None for nothing.
         refit: changes the values of what stays of a prompt block; None leaves them as they are.
         match: fits values and biases of what stays to a second reading of the prompt; None without.
@@ -55,7 +54,6 @@ class Correction:
 
     name: str = "none"
     order: int | None = None
-    spread: bool = False
     kind: str | None = None
     refit: Ridge | None = None
     match: Matching | None = None
@@ -103,4 +101,3 @@ class MomentCorrection(Correction):
 
 MEAN = MomentCorrection("mean", order=0)
 MOMENTS = MomentCorrection("moments", order=1)
-COSH = MomentCorrection("cosh", order=1, spread=True)

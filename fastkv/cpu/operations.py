@@ -308,15 +308,15 @@ def mixed_in(q: Tensor, known: Evicted, spec: Spec) -> Estimate:
     if spec.softcap is None and q.dtype != torch.float64:
         if isinstance(known, Centroids) and known.keys.dtype != torch.float64:
             return centroid_estimate(q, known, spec.scale)
-        if isinstance(known, Moments) and known.spread is None:
+        if isinstance(known, Moments):
             assert known.key_mean is not None
             if known.key_mean.dtype == torch.float32:
-                return jensen_estimate(q.float(), known, spec.scale)
+                return moment_estimate(q.float(), known, spec.scale)
     return known.estimate(q, spec.scale, spec.softcap)
 
 
-def jensen_estimate(q: Tensor, moments: Moments, scale: float) -> Estimate:
-    """`reference.moment_estimate` with the mass "jensen"."""
+def moment_estimate(q: Tensor, moments: Moments, scale: float) -> Estimate:
+    """As `reference.moment_estimate`."""
     assert moments.key_mean is not None and moments.value_mean is not None
     batch, num_heads, num, dim = q.shape
     rows = q.reshape(moments.count.numel(), -1, dim)
@@ -330,7 +330,7 @@ def jensen_estimate(q: Tensor, moments: Moments, scale: float) -> Estimate:
 
 
 def centroid_estimate(q: Tensor, centroids: Centroids, scale: float) -> Estimate:
-    """`reference.centroid_estimate` with the mass "cosh"; log n + log cosh x = log(n / 2) + x + log(1 + e^-2x), x >= 0.
+    """As `reference.centroid_estimate`; log n + log cosh x = log(n / 2) + x + log(1 + e^-2x), x >= 0.
 
     In operators of one argument: those of two do the last numbers of a tensor another way than vectors of them.
     """

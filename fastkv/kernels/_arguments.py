@@ -61,7 +61,7 @@ class EvictedPointers(NamedTuple):
         count_ptr: [B, Hkv] int64, tokens.  sizes_ptr: [B, Hkv, M] of centroids.
         key_mean_ptr, value_mean_ptr: [B, Hkv, D], or [B, Hkv, M, D] of centroids.
         matrix_ptr: [B, Hkv, Dk, Dv], S in fp32, or S / n in half precision.
-        spread_ptr: [B, Hkv], or [B, Hkv, M] of centroids.
+        spread_ptr: [B, Hkv, M], of centroids.
     """
 
     count_ptr: Any = None

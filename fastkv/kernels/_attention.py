@@ -501,27 +501,6 @@ def _holes(victims, drop, length, tokens, R: tl.constexpr):
 
 
 @triton.jit
-def _add_spread(
-    spread_ptr, keys_ptr, key_scales_ptr, victims, drop, mean, step, weight,
-    D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """spread += sum over the victims of (k - mean)^2 + weight step^2, averaged over the head."""
-    squares = weight * step * step
-    for first in range(0, drop, TILE):
-        live = first + tl.arange(0, TILE) < drop
-        k = _exact_rows(keys_ptr, key_scales_ptr, _some(victims, first, R, TILE), live, 0, D, mean.shape[0])
-        away = k - mean[None, :]
-        squares += tl.sum(tl.where(live[:, None], away * away, 0.0), 0)
-    _store_spread(spread_ptr, squares, D)
-
-
-@triton.jit
-def _store_spread(spread_ptr, squares, D: tl.constexpr):
-    """Add the mean of squares [cols], zero beyond D, to the spread of a head."""
-    tl.store(spread_ptr, tl.load(spread_ptr) + tl.sum(squares, 0) / D)
-
-
-@triton.jit
 def _move_rows(base_ptr, drop, hole, to_slot, from_slot, cols, D: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
     """Of rows of D elements, those numbered `cols`."""
     for first in range(0, drop, TILE):

@@ -1,10 +1,7 @@
 """The evicted set as a partial of a split softmax (see `_attention`): from its moments, or from centroids.
 
-Moments are one part, (log2 Z_E, 1, f_E). Centroids are M slots in bf16 or fp32 whose logits have a bias. The second
-order mass adds log cosh(d) to a logit, d = |scale| sqrt(q^T Sigma q), and multiplies the linear term by tanh(d) / d; a
-softcap multiplies d by its slope. Twins: `moment_estimate` and `centroid_estimate` of `fastkv.reference`.
-
-Sigma is a multiple of the identity where there is a spread, else zero (Jensen's mass).
+Moments are one part, (log2 Z_E, 1, f_E). Centroids are M slots in bf16 or fp32 whose logits have a bias.
+Twins: `moment_estimate` and `centroid_estimate` of `fastkv.reference`.
 """
 
 from __future__ import annotations
@@ -30,17 +27,6 @@ def _log_cosh(x):
 
 
 @triton.jit
-def _spread_logit(logit, slope, variance):
-    """Second-order mass and value: the logit plus log cosh(d), the slope times tanh(d) / d, d = |slope| sqrt(variance).
-
-    variance: of q.k; slope: of the logit by q.k.
-    """
-    deviation = tl.abs(slope) * tl.sqrt(variance)
-    shrink = tl.where(deviation > 1e-6, _tanh(deviation) / tl.maximum(deviation, 1e-6), 1.0)
-    return logit + _log_cosh(deviation), slope * shrink
-
-
-@triton.jit
 def _moment_partial(q_ptr, evicted, pair, count, scaling, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
     """(log2 n + log2(e) scale q.k_mean, 1, v_mean + (scale / n) S^T q), or an empty partial. Rows: heads of a group."""
     M: tl.constexpr = GROUP.M
@@ -48,15 +34,13 @@ def _moment_partial(q_ptr, evicted, pair, count, scaling, GROUP: tl.constexpr, B
     rows, cols = tl.arange(0, M), tl.arange(0, GROUP.BLOCK_D)
     top, total, acc = _empty(M, GROUP.BLOCK_D)
     if count > 0:
-        products, variance = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+        products = tl.zeros([M], tl.float32)
         for first in range(0, D, BLOCK_K):
             k = first + tl.arange(0, BLOCK_K)
             mask = (rows < GROUP.G)[:, None] & (k < D)[None, :]
             q = tl.load(q_ptr + rows[:, None] * D + k[None, :], mask=mask, other=0.0)
             mean = tl.load(evicted.key_mean_ptr + pair * D + k, mask=k < D, other=0.0)
             products += _sum_products(q.to(tl.float32), mean[None, :])
-            if evicted.spread_ptr is not None:
-                variance += _sum_products(q.to(tl.float32), q.to(tl.float32)) * tl.load(evicted.spread_ptr + pair)
             if evicted.matrix_ptr is not None:
                 mask = _rows_mask(k < D, cols, D, GROUP.BLOCK_D)
                 place = evicted.matrix_ptr + pair * D * D + k[:, None] * D + cols[None, :]
@@ -71,8 +55,6 @@ def _moment_partial(q_ptr, evicted, pair, count, scaling, GROUP: tl.constexpr, B
         if scaling.softcap is not None:
             bent = _tanh(logit / scaling.softcap)
             logit, slope = scaling.softcap * bent, slope * (1 - bent * bent)
-        if evicted.spread_ptr is not None:
-            logit, slope = _spread_logit(logit, slope, variance / size)
         if evicted.matrix_ptr is not None:
             if evicted.matrix_ptr.dtype.element_ty == tl.float32:
                 slope = slope / size
@@ -93,15 +75,13 @@ def _seed(q_ptrs, rows, evicted, head, scaling, TILE: tl.constexpr):
     count = tl.load(evicted.count_ptr + head).to(tl.float32)
     if count > 0:
         column = tl.arange(0, TILE.BV)
-        middle, variance = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+        middle = tl.zeros([M], tl.float32)
         for first in range(0, D, TILE.SEED):
             part = first + tl.arange(0, TILE.SEED)
             inside = part < D
             q = tl.load(q_ptrs[:, None] + part[None, :], mask=rows[:, None] & inside[None, :], other=0.0)
             k = tl.load(evicted.key_mean_ptr + head * D + part, mask=inside, other=0.0)
             middle += _sum_products(q.to(tl.float32), k[None, :])
-            if evicted.spread_ptr is not None:
-                variance += _sum_products(q.to(tl.float32), q.to(tl.float32)) * tl.load(evicted.spread_ptr + head)
             if evicted.matrix_ptr is not None:
                 spot = evicted.matrix_ptr + (head * D + part[:, None]) * DV + column[None, :]
                 slope = tl.load(spot, mask=inside[:, None] & (column[None, :] < DV), other=0.0)
@@ -117,8 +97,6 @@ def _seed(q_ptrs, rows, evicted, head, scaling, TILE: tl.constexpr):
             bent = _tanh(logit / scaling.softcap)
             logit = scaling.softcap * bent
             gain = gain * (1 - bent * bent)
-        if evicted.spread_ptr is not None:
-            logit, gain = _spread_logit(logit, gain, variance / count)
         value_mean = tl.load(evicted.value_mean_ptr + head * DV + column, mask=column < DV, other=0.0)
         acc = acc * gain[:, None] + value_mean[None, :]
         top = logit * LOG2E + tl.log2(count)
@@ -219,7 +197,7 @@ class Terms(NamedTuple):
         if isinstance(evicted, Moments):
             m = evicted
             matrix = m.cross if m.slope is None else m.slope
-            return cls(m.order, EvictedPointers(m.count, m.key_mean, m.value_mean, matrix, m.spread))
+            return cls(m.order, EvictedPointers(m.count, m.key_mean, m.value_mean, matrix))
         if isinstance(evicted, Centroids):
             c = evicted
             check_centroids(op, c, tuple(c.count.shape), dim, c.values.shape[-1])

@@ -8,9 +8,8 @@ Launches, because every evicted row must be read before any slot is overwritten:
 1. plan: prefix sums over the masks list the evicted rows, the holes and the sources; the old means are put aside.
 2. merge: programs (head, slice of the value columns) add the listed rows to the moments in fp32 (Chan et al. 1979).
    With a the state before and b the rows, mean = mean_a + (n_b / n) d and S = S_a + S_b + (n_a n_b / n) d_k d_v^T,
-   d = mean_b - mean_a; S_b is of centred rows, in a second pass, so that nothing cancels. The spread likewise, by the
-   programs of the first slice; the bf16 shadow of S / n on the way. A long list is cut in splits, which one more
-   launch merges in a fixed order.
+   d = mean_b - mean_a; S_b is of centred rows, in a second pass, so that nothing cancels; the bf16
+   shadow of S / n on the way. A long list is cut in splits, which one more launch merges in a fixed order.
 3. move: the sources to the holes. Sources lie beyond L or in the block, holes below L, so the order does not matter.
 
 Bytes per head: the masks three times, the listed rows (keys twice per slice, from L2), 8 d^2 of state, and moved rows
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import LayerState, Moments, Selection, Spec
-from ._attention import _dot32, _home, _page, _store_spread
+from ._attention import _dot32, _home, _page
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
 from ._launch import check_contiguous, check_head_dim, check_rows, check_scales, pow2
 
@@ -138,12 +137,6 @@ def _range(gone, split, splits, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _between(count, more):
-    """n_a n_b / n, the weight of the distance between the means of two sets; counts are fp32."""
-    return count * (more / tl.maximum(count + more, 1.0))
-
-
-@triton.jit
 def _chan(count, key_mean, value_mean, cross, more, new_key, new_value, new_cross):
     """The merge of two sets; counts are fp32."""
     key_step, value_step = new_key - key_mean, new_value - value_mean
@@ -175,12 +168,11 @@ def _store_state(
 @triton.jit(do_not_specialize=FOLLOWING)
 def _moments_kernel(
     keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_keys_ptr, new_values_ptr, listed_ptr, tally_ptr,
-    means_ptr, part_cross_ptr, part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr,
-    spread_ptr, rows_ptr, page, N, slots, used, splits,
+    means_ptr, part_cross_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, rows_ptr, page, N, slots,
+    used, splits,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SINGLE: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
-    SPREAD: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
@@ -196,7 +188,6 @@ def _moments_kernel(
     key_scales = _scales(key_scales_ptr, home, page, own * slots, DK)
     value_scales = _scales(value_scales_ptr, home, page, own * slots, DV)
     count_ptr = _page(count_ptr, home, page)
-    spread_ptr = _page(spread_ptr, home, page)
     key_mean_ptr = _page(key_mean_ptr, home, page)
     value_mean_ptr = _page(value_mean_ptr, home, page)
     cross_ptr = _page(cross_ptr, home, page)
@@ -224,14 +215,6 @@ def _moments_kernel(
             v -= value_mean[None, :]
             k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
             cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0))
-    squares = tl.zeros([BK], tl.float32)
-    if SPREAD:
-        if tl.program_id(1) == 0:
-            for start in range(low, high, ROWS):
-                inside = start + lane < high
-                index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-                k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
-                squares += tl.sum(tl.where(inside[:, None], k * k, 0.0), 0)
     state = means_ptr + head * (splits + 1) * (DK + DV)  # the state before, then one row per split
     spot = dk[:, None] * DV + dv[None, :]
     within = (dk[:, None] < DK) & (dv[None, :] < DV)
@@ -242,12 +225,6 @@ def _moments_kernel(
         old = tl.zeros([BK, COLUMNS], tl.float32)
         if HAS_CROSS:
             old = tl.load(cross_ptr + own * DK * DV + spot, mask=within, other=0.0)
-        if SPREAD:
-            if tl.program_id(1) == 0:
-                squares += (
-                    _between(before.to(tl.float32), gone.to(tl.float32)) * (key_mean - old_key) * (key_mean - old_key)
-                )
-                _store_spread(spread_ptr + own, squares, DK)
         _, key_mean, value_mean, cross = _chan(
             before.to(tl.float32), old_key, old_value, old, gone.to(tl.float32), key_mean, value_mean, cross
         )
@@ -259,8 +236,6 @@ def _moments_kernel(
         mean = state + (split + 1) * (DK + DV)
         if tl.program_id(1) == 0:
             tl.store(mean + dk, key_mean, mask=dk < DK)
-            if SPREAD:
-                tl.store(part_spread_ptr + (head * splits + split) * DK + dk, squares, mask=dk < DK)
         tl.store(mean + DK + dv, value_mean, mask=dv < DV)
         if HAS_CROSS:
             tl.store(part_cross_ptr + (head * splits + split) * DK * DV + spot, cross, mask=within)
@@ -268,10 +243,9 @@ def _moments_kernel(
 
 @triton.jit(do_not_specialize=["page", "splits"])
 def _merge_kernel(
-    tally_ptr, means_ptr, part_cross_ptr, part_spread_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, spread_ptr, rows_ptr, page, splits, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
-    SPREAD: tl.constexpr,
+    tally_ptr, means_ptr, part_cross_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, rows_ptr, page,
+    splits, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     home, own = _home(rows_ptr, page, head, HEADS)
@@ -279,7 +253,6 @@ def _merge_kernel(
         if home == 0:
             return
     count_ptr = _page(count_ptr, home, page)
-    spread_ptr = _page(spread_ptr, home, page)
     key_mean_ptr = _page(key_mean_ptr, home, page)
     value_mean_ptr = _page(value_mean_ptr, home, page)
     cross_ptr = _page(cross_ptr, home, page)
@@ -297,7 +270,6 @@ def _merge_kernel(
     cross = tl.zeros([BK, COLUMNS], tl.float32)
     if HAS_CROSS:
         cross = tl.load(cross_ptr + own * DK * DV + spot, mask=within, other=0.0)
-    squares = tl.zeros([BK], tl.float32)
     for split in range(0, splits):
         low, high = _range(gone, split, splits, ROWS)
         mean += DK + DV
@@ -306,11 +278,6 @@ def _merge_kernel(
         fresh = tl.zeros([BK, COLUMNS], tl.float32)
         if HAS_CROSS:
             fresh = tl.load(part_cross_ptr + (head * splits + split) * DK * DV + spot, mask=within, other=0.0)
-        if SPREAD:
-            step = new_key - key_mean
-            place = part_spread_ptr + (head * splits + split) * DK + dk
-            squares += tl.load(place, mask=dk < DK, other=0.0)
-            squares += _between(count, (high - low).to(tl.float32)) * step * step
         count, key_mean, value_mean, cross = _chan(
             count, key_mean, value_mean, cross, (high - low).to(tl.float32), new_key, new_value, fresh
         )
@@ -318,9 +285,6 @@ def _merge_kernel(
         count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, own, before + gone,
         key_mean, value_mean, cross, dk, dv, DK, DV, HAS_CROSS, HAS_SLOPE,
     )  # fmt: skip
-    if SPREAD:
-        if tl.program_id(1) == 0:
-            _store_spread(spread_ptr + own, squares, DK)
 
 
 @triton.jit
@@ -419,21 +383,19 @@ def _merge(
     has_cross = moments.cross is not None
     cross = moments.cross if has_cross else means
     part = torch.empty(batch * heads * splits * dk * dv if has_cross and splits > 1 else 0, device=listed.device)
-    spread = moments.spread
-    part_spread = None if spread is None else torch.empty(batch * heads * splits * dk, device=listed.device)
-    state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope, spread)
+    state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope)
     rows, columns, warps = MERGE[pow2(dk, 64)]
     shape = {"HEADS": heads, "DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns}
-    shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None, "SPREAD": spread is not None}
+    shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None}
     strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
     _moments_kernel[(batch * heads, triton.cdiv(dv, columns), splits)](
-        *held, new_keys, new_values, listed, tally, means, part, part_spread, *state, *where,
+        *held, new_keys, new_values, listed, tally, means, part, *state, *where,
         listed.shape[-1], slots, used, splits, *strides, SINGLE=splits == 1, num_warps=warps,
         num_stages=2, **shape,
     )  # fmt: skip
     if splits > 1:
         grid = (batch * heads, triton.cdiv(dv, columns))
-        _merge_kernel[grid](tally, means, part, part_spread, *state, *where, splits, num_warps=warps, **shape)
+        _merge_kernel[grid](tally, means, part, *state, *where, splits, num_warps=warps, **shape)
 
 
 def compact(
@@ -467,7 +429,7 @@ def compact(
         op, state, keys=keys, values=values, key_scales=held[2], value_scales=held[3], bias=slots.bias,
         positions=positions,
         lengths=lengths, count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean,
-        cross=moments.cross, slope=moments.slope, spread=moments.spread,
+        cross=moments.cross, slope=moments.slope,
     )  # fmt: skip
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:

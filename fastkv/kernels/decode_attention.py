@@ -3,7 +3,7 @@
     out = (sum_j e^{s_j} v_j + Z_E f_E) / (sum_j e^{s_j} + Z_E),   s_j = softcap(scale q.k_j)
     log Z_E = log n + scale q.k_mean,   f_E = v_mean + (scale / n) S^T q
 
-or, with a spread or with centroids, what `_evicted` says; a learned sink adds e^sink to the sum below the line.
+or, with centroids, what `_evicted` says; a learned sink adds e^sink to the sum below the line.
 Source: MomentKV (arXiv:2606.01563, Eqs. 9, 11, 12); split softmax as in Flash-Decoding; the evicted set is one more
 partial, so mixing is free. Program (pair, s) reads a share of the slots, program (pair, splits) the moments or
 centroids, and the last of a pair to arrive merges; with many pairs one program does it all. Twins:
@@ -250,13 +250,12 @@ def _decode_attention_kernel(
 
 def _constants(
     dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, slots: int, programs: int,
-    order: int | None, spread: bool, capped: bool, hip: bool, coded: bool, packed: bool,
+    order: int | None, capped: bool, hip: bool, coded: bool, packed: bool,
 ) -> tuple[DecodeTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages.
 
     matrix: dtype of the moment matrix, or of the means of centroids; slots: of a head; programs: see `num_programs`;
-    order: of the moments, CENTROIDS or None; spread: see `_evicted`; coded: whether slots hold codes; packed: of 4
-    bits.
+    order: of the moments, CENTROIDS or None; coded: whether slots hold codes; packed: of 4 bits.
     """
     padded = pow2(head_dim, 64)
     programs = max(programs, 2) if packed and padded > 128 else programs  # one alone has to spill registers
@@ -274,8 +273,8 @@ def _constants(
         block_n = min(block_n, 32 if hip else 64)
     if packed:
         num_stages = 1 if tight else 2
-    if capped or tight or (order == 1 and spread):
-        block_k = min(block_k, 32)  # with 64, triton spills: 3.9 on sm_90 for a cap, 3.7 on sm_100 for a spread
+    if capped or tight:
+        block_k = min(block_k, 32)  # with 64, triton 3.9 spills on sm_90 for a cap
     exact = matrix == torch.float32 or (order == CENTROIDS and dtype == torch.float32)
     if exact:
         block_k = 32 if hip or padded > 256 else 16  # exact products need several times the registers
@@ -330,10 +329,10 @@ def decode_step(
     batch = state.batch
     pairs, pool, collects = batch * heads, pool_of(batch, slots), attention is not None
     programs = num_programs(pairs, slots.limit, num_sms(q.device))
-    matrix, spread = evicted.key_mean_ptr if known.order == CENTROIDS else evicted.matrix_ptr, evicted.spread_ptr
+    matrix = evicted.key_mean_ptr if known.order == CENTROIDS else evicted.matrix_ptr
     tile, num_warps, num_stages = _constants(
         q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, slots.limit, programs, known.order,
-        spread is not None, spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4,
+        spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4,
     )  # fmt: skip
     room, several = Workspace.of(state.scratch), tile.PARTS > 1
     if room is None and (several or collects):

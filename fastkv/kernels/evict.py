@@ -25,7 +25,6 @@ from torch import Tensor
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
 from ._attention import (
-    _add_spread,
     _barrier,
     _dot32,
     _exact_rows,
@@ -124,10 +123,10 @@ def _candidates_kernel(
 @triton.jit(do_not_specialize=["page", "most", "sinks", "recent", "chunks"])
 def _evict_kernel(
     keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, spread_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, scores_ptr, starts_ptr, candidate_keys_ptr,
+    slope_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, scores_ptr, starts_ptr, candidate_keys_ptr,
     candidate_slots_ptr, tickets_ptr, rows_ptr, page, slots, width, most, sinks, recent, chunks, HEADS: tl.constexpr,
     R: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    TILE: tl.constexpr, SPREAD: tl.constexpr, HIP: tl.constexpr,
+    TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -145,7 +144,6 @@ def _evict_kernel(
     seen_ptr = _page(seen_ptr, row, page)
     starts_ptr = _page(starts_ptr, row, page)
     count_ptr = _page(count_ptr, row, page)
-    spread_ptr = _page(spread_ptr, row, page)
     key_mean_ptr = _page(key_mean_ptr, row, page)
     value_mean_ptr = _page(value_mean_ptr, row, page)
     cross_ptr = _page(cross_ptr, row, page)
@@ -194,12 +192,6 @@ def _evict_kernel(
         key_before = tl.load(key_mean_ptr + own * D + cols, mask=cols < D, other=0.0)
         value_before = tl.load(value_mean_ptr + own * D + mine, mask=mine < D, other=0.0)
         key_step, value_step = key_mean - key_before, value_mean - value_before
-        if SPREAD:
-            if part == 0:  # no other part reads it
-                weight = before.to(tl.float32) * share
-                _add_spread(
-                    spread_ptr + own, keys_ptr, key_scales_ptr, victims, drop, key_mean, key_step, weight, D, R, TILE,
-                )  # fmt: skip
         if cross_ptr is not None:
             place = own * D * D + cols[:, None] * D + mine[None, :]
             mask = (cols < D)[:, None] & (mine < D)[None, :]
@@ -247,7 +239,7 @@ def _evict_kernel(
 
 
 def _constants(
-    heads: int, width: int, drop: int, head_dim: int, spread: bool, chip: str, single: bool, packed: bool
+    heads: int, width: int, drop: int, head_dim: int, chip: str, single: bool, packed: bool
 ) -> tuple[dict, int, int]:
     """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps; chip: see
     `chip_of`; single: slots hold fp32; packed: codes of 4 bits."""
@@ -259,7 +251,7 @@ def _constants(
     padded = pow2(head_dim, 64)
     constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
     columns = BLOCK_V | (PACKED_V.get(chip, PACKED_V[""]) if packed else {})
-    constants |= dict(BLOCK_V=columns[padded], SPREAD=spread, HIP=hip)
+    constants |= dict(BLOCK_V=columns[padded], HIP=hip)
     wide = padded >= (128 if packed or single else 256) and not hip
     return constants, chunks, 16 if columns[padded] < 16 else 8 if wide else 4
 
@@ -291,12 +283,11 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         op, state, keys=keys, values=values, key_scales=exact.key_scales, value_scales=exact.value_scales,
         bias=exact.bias, positions=exact.positions, lengths=exact.lengths, seen=state.seen, count=moments.count,
         key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross, slope=moments.slope,
-        spread=moments.spread, starts=starts,
+        starts=starts,
     )  # fmt: skip
     pairs = state.batch * heads
     constants, chunks, num_warps = _constants(
-        heads, width, drop, dim, moments.spread is not None, chip_of(keys.device), keys.dtype == torch.float32,
-        exact.format.values.bits == 4,
+        heads, width, drop, dim, chip_of(keys.device), keys.dtype == torch.float32, exact.format.values.bits == 4,
     )  # fmt: skip
     candidates = chunks * constants["R"]
     found = found_slots = None
@@ -311,7 +302,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
     _evict_kernel[pairs, triton.cdiv(dim, constants["BLOCK_V"])](
         keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
-        moments.cross, moments.slope, moments.spread, exact.key_scales, exact.value_scales, exact.bias, scores, starts,
+        moments.cross, moments.slope, exact.key_scales, exact.value_scales, exact.bias, scores, starts,
         found, found_slots, tickets, state.rows, page, slots, width, drop, spec.sinks, spec.recent, chunks,
         **constants, num_warps=num_warps,
     )  # fmt: skip

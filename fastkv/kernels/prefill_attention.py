@@ -489,7 +489,7 @@ def prefill_attention(
     check_shape(op, "valid", valid, (batch, num))
     page, pointers = None, known.pointers
     if state.rows is None:
-        check_contiguous(op, lengths=lengths, matrix=pointers.matrix_ptr, spread=pointers.spread_ptr)
+        check_contiguous(op, lengths=lengths, matrix=pointers.matrix_ptr)
     else:
         page = check_rows(op, state, StatePointers.of(exact, *PAIRS, "bias", "lengths"), pointers)
     check_contiguous(op, valid=valid)

@@ -379,7 +379,7 @@ def vector_decode_step(
         exact, "keys", "values", "attention", "lengths", "starts", *appended, seen=state.seen if appended else None
     )
     others = StatePointers.of(approx, "keys", "positions", "attention", "lengths", "starts")
-    evicted = known.pointers._replace(count_ptr=moments.count, spread_ptr=None)
+    evicted = known.pointers._replace(count_ptr=moments.count)
     page = check_rows(op, state, pointers, others, evicted)
     batch = state.batch
     pairs, approx_slots, approx_pool = batch * heads, approx.keys.shape[-2], pool_of(batch, approx)

@@ -1,13 +1,20 @@
 """Centroids of the evicted tokens: a few weighted pairs, kept apart where one mean of all would blur them.
 
 Let the evicted set E be split into parts c of n_c tokens with means k_c, v_c and mean squared deviation sigma_c^2 of a
-key coordinate. The bounds of `moments` hold in every part, and sums of lower bounds are lower bounds:
+key coordinate. A bound holds in every part, and sums of lower bounds are lower bounds:
 
-    logit   b_c   = log n_c + scale q.k_c + log cosh(scale |q| sigma_c)      (mass "jensen": without the last term)
+    logit   b_c   = log n_c + scale q.k_c + log cosh(scale |q| sigma_c)
     mass    log Z = logsumexp_c b_c
     value   f(q)  = sum_c softmax(b)_c v_c
 
-So a centroid is a slot whose logit has a bias. One part is `moment_estimate` of order 0; parts of one token are exact.
+Without its last term this is Jensen's bound, that of `moments`, which knows nothing of how far the logits lie apart.
+With logits s_mean + delta_j and v = mean_j delta_j^2: if a part is symmetric about its mean, every delta comes with its
+negative, so exp(delta) may be replaced by cosh(sqrt(delta^2)); cosh(sqrt(x)) is convex in x (its power series has
+positive coefficients only), and Jensen's inequality for x = delta^2 gives log n + s_mean + log cosh(sqrt(v)), which is
+exact for two opposite keys. v is taken as scale^2 |q|^2 sigma_c^2; then, and for parts that are not symmetric, the
+bound is an approximation.
+
+So a centroid is a slot whose logit has a bias. Parts of one token are exact.
 The tighter the parts, the smaller both errors, so parts are joined where the sum of squares within parts grows least
 (Ward 1963). Joining a and b costs
 
@@ -43,7 +50,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
 from .gather import added_at, rows_at
-from .moments import MASSES, Evicted, compute_dtype
+from .moments import Evicted, compute_dtype
 
 # Evicted tokens that join at once: bounds the table of costs at [B, Hkv, (M + BLOCK) / 2, (M + BLOCK) / 2].
 BLOCK = 1024
@@ -228,29 +235,25 @@ class Centroids(Evicted):
 
 
 def centroid_estimate(
-    q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None, mass: str = "cosh"
+    q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What attention over the set would return, and how much mass it would carry; `moment_estimate`, part by part.
+    """What attention over the set would return, and how much mass it would carry.
 
     With softcap c the logit of a part is c tanh(x / c), and its deviation is multiplied by 1 - tanh^2(x / c).
 
-    Args: q [B, Hq, T, D] post-RoPE; centroids of Hkv heads; scale: logit multiplier; mass: "jensen" or "cosh".
+    Args: q [B, Hq, T, D] post-RoPE; centroids of Hkv heads; scale: logit multiplier.
     Returns: value [B, Hq, T, Dv] (zero for an empty set) and log_mass [B, Hq, T] (-inf for an empty set).
-    Raises: FastKVError for another mass, or if Hq is not a multiple of Hkv.
+    Raises: FastKVError if Hq is not a multiple of Hkv.
     """
-    if mass not in MASSES:
-        raise FastKVError(f"mass must be one of {', '.join(MASSES)}, got {mass!r}; choose one of them")
     batch, num_heads, num, _ = q.shape
-    logit = centroid_logits(q, centroids, scale, softcap, mass)
+    logit = centroid_logits(q, centroids, scale, softcap)
     log_mass = logit.logsumexp(-1)
     top = log_mass.masked_fill(log_mass == float("-inf"), 0.0)[..., None]
     value = torch.exp(logit - top) @ centroids.values.to(logit.dtype)
     return value.reshape(batch, num_heads, num, -1), log_mass.reshape(batch, num_heads, num)
 
 
-def centroid_logits(
-    q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None, mass: str = "cosh"
-) -> Tensor:
+def centroid_logits(q: Tensor, centroids: Centroids, scale: float, softcap: float | None = None) -> Tensor:
     """The b_c of every query of a group, [B, Hkv, G * T, M], -inf for unused centroids; as in `centroid_estimate`."""
     batch, num_heads, _, dim = q.shape
     heads = centroids.count.shape[1]
@@ -263,8 +266,7 @@ def centroid_logits(
     if softcap is not None:
         bent = torch.tanh(logit / softcap)
         logit, slope = softcap * bent, 1 - bent * bent
-    if mass == "cosh":
-        sigma = (centroids.spread.to(dtype)[:, :, None] / count.clamp(min=1)).sqrt()
-        deviation = scale * slope * grouped.norm(dim=-1, keepdim=True) * sigma
-        logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
+    sigma = (centroids.spread.to(dtype)[:, :, None] / count.clamp(min=1)).sqrt()
+    deviation = scale * slope * grouped.norm(dim=-1, keepdim=True) * sigma
+    logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
     return torch.where(count > 0, count.log() + logit, float("-inf"))

@@ -7,21 +7,6 @@ gives
     value   f(q)  = v_mean + (scale / n) * S^T q             (Eq. 9)
     mass    log Z = log n + scale * q.k_mean <= log sum_j exp(s_j)   (Eq. 11, Jensen)
 
-Jensen's bound knows nothing of how far the logits lie apart. Let v = mean_j delta_j^2 = scale^2 q^T Sigma q, with
-Sigma = sum_j (k_j - k_mean)(k_j - k_mean)^T / n. If E is symmetric about its mean, every delta comes with its negative,
-so exp(delta) may be replaced by cosh(delta) = cosh(sqrt(delta^2)); cosh(sqrt(x)) is convex in x (its power series has
-positive coefficients only), and Jensen's inequality for x = delta^2 gives
-
-    mass    log Z = log n + s_mean + log cosh(sqrt(v)) <= log sum_j exp(s_j)
-
-which is tighter by log cosh(sqrt(v)) and exact for two opposite keys, the set with half its keys at each of s_mean +-
-sqrt(v). The value that belongs to this set saturates where the linear one explodes:
-
-    value   f(q)  = v_mean + tanh(sqrt(v)) / sqrt(v) * (scale / n) * S^T q
-
-`Moments.spread` holds the mean of the diagonal of n Sigma, one number instead of D^2. Then v is an approximation, and
-so is the bound, as it is for sets that are not symmetric.
-
 The paper keeps raw sums in half precision and subtracts at query time, which loses the correction to cancellation
 after some thousand evictions. Here the state is centred and in float32, and sets are merged with Chan's formula:
 order does not matter and the relative error stays near 1e-7.
@@ -29,14 +14,13 @@ order does not matter and the relative error stays near 1e-7.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import FastKVError, check_groups, check_shape
+from ..errors import check_groups, check_shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -101,7 +85,6 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-MASSES = ("jensen", "cosh")
 CHUNK = 4096  # pairs centred at once: bounds the float32 copies that a long prompt needs
 
 
@@ -118,7 +101,6 @@ class Moments(Evicted):
         cross: [B, Hkv, Dk, Dv], sum of (k - key_mean)(v - value_mean)^T; absent below order 1.
         slope: optional half-precision copy of cross / count, [B, Hkv, Dk, Dv]: what the decode kernel reads instead of
             cross. `copy_` and the eviction kernels refresh it; the reference does not read it.
-        spread: optional sum of (k - key_mean)^2, averaged over Dk, [B, Hkv, 1].
     """
 
     count: Tensor
@@ -126,7 +108,6 @@ class Moments(Evicted):
     value_mean: Tensor | None = None
     cross: Tensor | None = None
     slope: Tensor | None = None
-    spread: Tensor | None = None
 
     @classmethod
     def empty(
@@ -138,25 +119,16 @@ class Moments(Evicted):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         order: int | None = 1,
-        spread: bool = False,
     ) -> Moments:
-        """Moments of the empty set; spread: whether they know the mean square deviation of the keys."""
-        if spread and order is None:
-            raise FastKVError("a spread is around means, got spread with order None; choose order 0 or 1")
+        """Moments of the empty set."""
         keys, values = (
             torch.empty(batch, num_kv_heads, 0, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)
         )
-        return cls.of(keys, values, None, dtype, order, spread)
+        return cls.of(keys, values, None, dtype, order)
 
     @classmethod
     def of(
-        cls,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        dtype: torch.dtype,
-        order: int | None = 1,
-        spread: bool = False,
+        cls, keys: Tensor, values: Tensor, mask: Tensor | None, dtype: torch.dtype, order: int | None = 1
     ) -> Moments:
         """Moments of the pairs `keys` [B, Hkv, N, Dk], `values` [B, Hkv, N, Dv] where `mask` [B, Hkv, N] is true."""
         batch, heads, num, _ = keys.shape
@@ -171,14 +143,10 @@ class Moments(Evicted):
         inverse = 1 / count.clamp(min=1).to(dtype)[..., None]
         keys, values = inside(keys.to(dtype)), inside(values.to(dtype))
         key_mean, value_mean = keys.sum(2) * inverse, values.sum(2) * inverse
-        if order == 0 and not spread:
-            return cls(count, key_mean, value_mean)
-        keys = inside(keys - key_mean[:, :, None])
-        around = keys.square().sum(2).mean(-1, keepdim=True) if spread else None
         if order == 0:
-            return cls(count, key_mean, value_mean, spread=around)
-        values = inside(values - value_mean[:, :, None])
-        return cls(count, key_mean, value_mean, keys.transpose(-1, -2) @ values, spread=around)
+            return cls(count, key_mean, value_mean)
+        keys, values = inside(keys - key_mean[:, :, None]), inside(values - value_mean[:, :, None])
+        return cls(count, key_mean, value_mean, keys.transpose(-1, -2) @ values)
 
     @property
     def order(self) -> int | None:
@@ -191,7 +159,7 @@ class Moments(Evicted):
             return None
         if order >= 1 or self.cross is None:
             return self
-        return Moments(self.count, self.key_mean, self.value_mean, spread=self.spread)
+        return Moments(self.count, self.key_mean, self.value_mean)
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Moments:
         """Moments of this set and the given pairs together, in one pass over the pairs; arguments as in `Evicted`."""
@@ -206,14 +174,13 @@ class Moments(Evicted):
             part = slice(start, start + CHUNK)
             inside = None if mask is None else mask[:, :, part]
             pairs = (keys[:, :, part], values[:, :, part], inside, dtype)
-            total = total.merge(Moments.of(*pairs, self.order, self.spread is not None))
+            total = total.merge(Moments.of(*pairs, self.order))
         return total
 
     def merge(self, other: Moments) -> Moments:
         """Moments of the union of two disjoint sets (Chan et al. 1979).
 
-        With n = n_a + n_b and d = mean_b - mean_a: mean = mean_a + d n_b / n, S = S_a + S_b + (n_a n_b / n) d_k d_v^T,
-        and the spread grows by (n_a n_b / n) d_k^2 likewise.
+        With n = n_a + n_b and d = mean_b - mean_a: mean = mean_a + d n_b / n, S = S_a + S_b + (n_a n_b / n) d_k d_v^T.
         """
         count = self.count + other.count
         if self.key_mean is None:
@@ -222,14 +189,11 @@ class Moments(Evicted):
         share = (other.count.to(self.key_mean.dtype) / count.clamp(min=1))[..., None]
         key_step, value_step = other.key_mean - self.key_mean, other.value_mean - self.value_mean
         merged = Moments(count, self.key_mean + share * key_step, self.value_mean + share * value_step)
-        weight = self.count.to(share.dtype)[..., None] * share
         if self.cross is not None:
             assert other.cross is not None
+            weight = self.count.to(share.dtype)[..., None] * share
             step = key_step[..., :, None] * value_step[..., None, :]
             merged.cross = self.cross + other.cross + weight[..., None] * step
-        if self.spread is not None:
-            assert other.spread is not None
-            merged.spread = self.spread + other.spread + weight * key_step.square().mean(-1, keepdim=True)
         return merged
 
     def copy_(self, other: Moments) -> None:
@@ -241,39 +205,29 @@ class Moments(Evicted):
 
     def tensors(self) -> list[Tensor]:
         """The statistics that are present, in field order; `slope` follows from them and is not among them."""
-        return [t for t in (self.count, self.key_mean, self.value_mean, self.cross, self.spread) if t is not None]
+        return [t for t in (self.count, self.key_mean, self.value_mean, self.cross) if t is not None]
 
     def estimate(self, q: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-        """`moment_estimate` of as high an order as there is, with the tighter mass where the spread is known."""
+        """`moment_estimate` of as high an order as there is."""
         assert self.order is not None
-        return moment_estimate(q, self, scale, softcap, self.order, "jensen" if self.spread is None else "cosh")
+        return moment_estimate(q, self, scale, softcap, self.order)
 
     def log_mass(self, q: Tensor, scale: float, softcap: float | None = None) -> Tensor:
         """The mass of `estimate`, which needs the means only."""
-        means = Moments(self.count, self.key_mean, self.value_mean, spread=self.spread)
-        return means.estimate(q, scale, softcap)[1]
+        return Moments(self.count, self.key_mean, self.value_mean).estimate(q, scale, softcap)[1]
 
 
 def moment_estimate(
-    q: Tensor, moments: Moments, scale: float, softcap: float | None = None, order: int = 1, mass: str = "jensen"
+    q: Tensor, moments: Moments, scale: float, softcap: float | None = None, order: int = 1
 ) -> tuple[Tensor, Tensor]:
     """What attention over the evicted set would return, and how much mass it would carry (MomentKV Eqs. 9 and 11).
 
-    mass "jensen" is the paper's. mass "cosh" adds log cosh(sqrt(v)) to the log mass and multiplies the linear term by
-    tanh(sqrt(v)) / sqrt(v), where v = scale^2 sum_d q_d^2 spread_d / n is the variance of the evicted logits.
-
     With softcap c the logit is c tanh(x / c): the mass uses c tanh(x_mean / c) and the linear term is multiplied by the
-    slope 1 - tanh^2(x_mean / c), v by its square. Order 0 drops the linear term.
+    slope 1 - tanh^2(x_mean / c). Order 0 drops the linear term.
 
-    Args: q [B, Hq, T, D] post-RoPE; moments of Hkv heads; scale: logit multiplier; order: 0 or 1; mass: see above.
+    Args: q [B, Hq, T, D] post-RoPE; moments of Hkv heads; scale: logit multiplier; order: 0 or 1.
     Returns: value [B, Hq, T, Dv] (zero for an empty set) and log_mass [B, Hq, T] (-inf for an empty set).
-    Raises: FastKVError for another mass, or for "cosh" where the moments have no spread.
     """
-    if mass not in MASSES or (mass == "cosh" and moments.spread is None):
-        raise FastKVError(
-            f"mass must be one of {', '.join(MASSES)}, and cosh needs moments with a spread, got {mass!r} and spread "
-            f"{moments.spread}; make them with Moments.empty(..., spread=True)"
-        )
     assert moments.key_mean is not None and moments.value_mean is not None
     batch, num_heads, num, dim = q.shape
     heads = moments.count.shape[1]
@@ -286,13 +240,6 @@ def moment_estimate(
     if softcap is not None:
         bent = torch.tanh(logit / softcap)
         logit, slope = softcap * bent, 1 - bent * bent
-    if mass == "cosh":
-        assert moments.spread is not None
-        variance = (grouped.square() * moments.spread.to(dtype)[:, :, None]).sum(-1) / count.clamp(min=1)
-        deviation = scale * slope.abs() * variance.sqrt()
-        logit = logit + deviation + torch.log1p(torch.exp(-2 * deviation)) - math.log(2)  # log cosh without overflow
-        small = torch.finfo(dtype).tiny
-        slope = slope * torch.where(deviation > small, deviation.tanh() / deviation.clamp(min=small), 1)
     log_mass = torch.where(count > 0, count.log() + logit, float("-inf"))
     value = moments.value_mean.to(dtype)[:, :, None].expand(-1, -1, grouped.shape[2], -1)
     if order >= 1:

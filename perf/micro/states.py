@@ -76,8 +76,6 @@ def filled(
     for mean in (moments.key_mean, moments.value_mean):
         if mean is not None:
             mean.normal_(0, 0.1)
-    if moments.spread is not None:
-        moments.spread.uniform_(0, EVICTED)
     if moments.cross is not None:
         slope = (0.1 * torch.randn_like(moments.cross)).to(dtype)
         moments.cross.copy_(slope.float() * EVICTED)

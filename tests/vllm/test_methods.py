@@ -23,7 +23,6 @@ FILES = {
 CASES = {
     **{name: {"policy": FILES.get(name, name)} for name in fastkv.policies.names() if name not in DONE | NOT_SERVED},
     "mean": {"policy": "snapkv", "correction": "mean", "prefill_block": 64},
-    "cosh": {"policy": "keydiff", "correction": "cosh", "prefill_block": 64},
     "vector": {"policy": "snapkv", "correction": "vector+moments", "vector": str(FITTED / "vector.safetensors")},
     "adaptive heads": {"policy": "snapkv", "prefill_block": 64, "budget": {"tokens": 64, "heads": "adaptive"}},
     "heads alike": {"policy": "snapkv", "budget": {"tokens": 64, "heads": "uniform"}},
