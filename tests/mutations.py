@@ -1759,9 +1759,9 @@ MUTATIONS = [
     ),
     bug(
         "a prompt block multiplies with the leading bits of centroids",
-        "kernels/_evicted.py",
-        "_dot_terms(products, q, tl.trans(k), 3)\n            square",
-        "_dot_terms(products, q, tl.trans(k), 1)\n            square",
+        "kernels/prefill_attention.py",
+        "_dot_terms(products, q, tl.trans(_numbers(k, q.dtype)), 3)",
+        "_dot_terms(products, q, tl.trans(_numbers(k, q.dtype)), 1)",
         f"{PROMPTS}::test_centroids",
     ),
     bug(
