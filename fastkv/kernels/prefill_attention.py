@@ -95,7 +95,8 @@ HALF_CENTROIDS = {
 HALF_ATTENDED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # centroids beside flash-attn
 SINGLE = {  # float32, whose products take three terms of each operand
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 16, 4, 1, 32, 16)},
-    "": dict.fromkeys((16, 32, 64, 128), Tile(32, 64, 8, 2, 16, centroids=64)) | {256: Tile(16, 64, 8, 1, 16, 16, 16)},
+    "": dict.fromkeys((16, 32, 64), Tile(32, 64, 8, 2, 16))
+    | {128: Tile(16, 64, 8, 2, 16), 256: Tile(16, 32, 4, 1, 16, 16)},
 }
 # And what slots in 8 bits need, whose codes and numbers are in registers at once.
 HALF_CODES = {
@@ -104,7 +105,6 @@ HALF_CODES = {
     "hip": {256: Tile(128, 32, 4, 1, seed=16)},
 }
 HALF_CODES_CAPPED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # and a softcap, with which triton 3.6 spills
-SINGLE_CODES = {"": {128: Tile(16, 64, 8, 2, 16)}}
 # Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes. Of heads that are not here,
 # and of those of more than 64 numbers with a softcap, no tile does without spills.
 SMALL_PACKED = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2))
@@ -441,7 +441,7 @@ def tile_of(case: Case) -> Tile | None:
         (case.rows, HALF_ROWS),
         (case.order == CENTROIDS and case.attended, HALF_ATTENDED),
     ]
-    for asked, other in [(case.bits, SINGLE_CODES)] if single else special:
+    for asked, other in [] if single else special:
         sizes = sizes | (other.get(known, {}) if asked else {})
     tile = sizes[case.width]
     return replace(tile, keys=CAP_TILE_HIP) if case.capped and case.chip == "hip" else tile
