@@ -614,8 +614,10 @@ AOT: dict[str, list[Variant]] = {  # by module of fastkv.kernels
         *(of_peaks(peak_attention._peak_kernel, dim) for dim in (64, 80, 128, 256, 512)),
         of_peaks(peak_attention._lse_kernel, 128, sinks=True),
     ],
-    "prefill_attention": [
+    "_flash": [
         variant("prefill runs", _flash._runs_kernel, dict(CHUNK=_flash.CHUNK), wide=False, num_warps=4, arches=CUDA),
+    ],
+    "prefill_attention": [
         *(one for chip in (*CUDA, *HIP) for one in of_prefills(chip)),
         *(of_prefill(chip, 512, **more) for chip in CUDA for more in ({}, {"order": None})),
         *(of_prefill(chip, 512, order=CENTROIDS) for chip in CUDA),
