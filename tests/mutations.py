@@ -1140,23 +1140,23 @@ MUTATIONS = [
     bug(
         "a partial is stored after its ticket",
         "kernels/decode_attention.py",
-        """        _store_partial(parts, split, top, total, acc, PARTS, GROUP)
+        """        _store_partial(parts, number, top, total, acc, ALL, GROUP)
         _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
-        if tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+        if tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu") == splits + (PARTS - SPLITS) - 1:
 """,
         """        _barrier(HIP)
-        taken = tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu")
-        _store_partial(parts, split, top, total, acc, PARTS, GROUP)
+        taken = tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu")
+        _store_partial(parts, number, top, total, acc, ALL, GROUP)
         _barrier(HIP)
-        if taken == PARTS - 1:
+        if taken == splits + (PARTS - SPLITS) - 1:
 """,
         f"{RACES}[decode-6]",
     ),
     bug(
         "a ticket is taken before all threads have stored",
         "kernels/decode_attention.py",
-        "split, top, total, acc, PARTS, GROUP)\n        ",
-        "split, top, total, acc, PARTS, GROUP)\n        if SPLITS == 0:\n            ",
+        "number, top, total, acc, ALL, GROUP)\n        ",
+        "number, top, total, acc, ALL, GROUP)\n        if SPLITS == 0:\n            ",
         f"{RACES}[decode-6]",
     ),
     bug(
@@ -1169,29 +1169,29 @@ MUTATIONS = [
     bug(
         "tickets are not reset",
         "kernels/decode_attention.py",
-        "            tl.store(parts.tickets_ptr, 0)\n",
+        "            tl.store(tickets_ptr, 0)\n",
         "",
         f"{RACES}[decode-6]",
     ),
     bug(
         "who is last merges its own partial only",
         "kernels/decode_attention.py",
-        "(tl.arange(0, TILE.MERGE_P) < SPLITS)[None, :]",
-        "(tl.arange(0, TILE.MERGE_P) == split)[None, :]",
+        "(numbers < splits)[None, :]",
+        "(numbers == split)[None, :]",
         f"{RACES}[decode-6]",
     ),
     bug(
         "the last in number merges instead of the last to arrive",
         "kernels/decode_attention.py",
-        'if tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1:',
-        'tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu")\n        if split == PARTS - 1:',
+        'if tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu") == splits + (PARTS - SPLITS) - 1:',
+        'tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu")\n        if split == PARTS - 1:',
         f"{RACES}[decode-6]",
     ),
     bug(
         "two programs store their partials in the same place",
         "kernels/decode_attention.py",
-        "_store_partial(parts, split, top, total, acc,",
-        "_store_partial(parts, split // 2 * 2, top, total, acc,",
+        "_store_partial(parts, number, top, total, acc,",
+        "_store_partial(parts, number // 2 * 2, top, total, acc,",
         f"{RACES}[decode-6]",
     ),
     bug(
