@@ -12,6 +12,8 @@ Of 1,040 slots of a head (a budget of 1,024 and what arrives between evictions),
                   previous wait ended
     barriers      of all threads
 
+and of the program that takes longest where one of four heads has 4 in 7 of the slots;
+
 and in machine code of sm_90 what the loop over slots takes to issue, beside what its bytes take from memory:
 
     issue         instructions of the loop for 32 slots: cycles, as each of four schedulers has one warp of the program
@@ -43,6 +45,7 @@ from tests.ptx.harness import executed
 from tests.ptx.parse import Address, Operand, Register
 from tests.ptx.program import Program
 from tests.states import splits
+from tests.test_ragged_ops import deal, slab_of
 
 PROGRAMS, CENTROIDS, PER_CYCLE = 16, 63, 19.2
 FORMS = ("model", "int8", "fp8", "int4", "k8v4")
@@ -60,6 +63,10 @@ class Count:
         self.arriving: dict[int, int] = {}
         self.copies: list[int] = []
         self.done = False
+
+    def numbers(self) -> dict[str, int]:
+        """What is reported."""
+        return {"instructions": self.instructions, "waits": self.waits, "barriers": self.barriers}
 
     def note(self, program: Program, mask: Any) -> None:
         """Before an instruction, of which nothing is done where the mask is of no thread."""
@@ -118,9 +125,24 @@ def executed_counts() -> Table:
             driver.counts = {}
             plain = name in ("model", "moments", "centroids")
             (case if plain else codes.coded(case, name)).kernel(order=None if name in FORMS else 1)
-            count = driver.counts[min(driver.counts) if name in FORMS else max(driver.counts)]
-            found[name] = {"instructions": count.instructions, "waits": count.waits, "barriers": count.barriers}
+            found[name] = driver.counts[min(driver.counts) if name in FORMS else max(driver.counts)].numbers()
+        driver.counts = {}
+        with splits(4):
+            ragged().kernel(order=None)
+        found["longest head"] = max(driver.counts.values(), key=lambda one: one.instructions).numbers()
     return found
+
+
+def ragged() -> decode.Case:
+    """A step of four heads of which one has 4 in 7 of the slots; in four programs a head."""
+    lengths = (SLOTS, SLOTS // 4, SLOTS // 4, SLOTS // 4)
+    case = decode.Case.make(1, 4, 4, 128, max(lengths), torch.bfloat16, lengths, (0,))
+    exact = case.state.exact
+    starts, size = deal([list(lengths)])
+    for name in ("keys", "values", "positions"):
+        setattr(exact, name, slab_of(getattr(exact, name), starts, size))
+    exact.starts, exact.limit = starts, max(lengths)
+    return case
 
 
 def loop_counts() -> Table:

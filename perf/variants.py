@@ -190,7 +190,7 @@ def of_decode(
     """Of `fastkv.kernels.decode_attention`."""
     tile, num_warps, num_stages = decode_attention._constants(
         DTYPES[dtype], DTYPES[matrix], 8, groups, head_dim, SLOTS, splits, order, capped, arches == HIP,
-        slots != "model", slots in FOUR,
+        slots != "model", slots in FOUR, ragged,
     )  # fmt: skip
     given = dict.fromkeys(("k_ptr", "v_ptr", "positions_ptr", "seen_ptr"), append)
     given |= dict.fromkeys(("accs_ptr", "tops_ptr", "totals_ptr", "tickets_ptr"), splits > 1)

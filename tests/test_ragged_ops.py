@@ -80,7 +80,8 @@ def held_in(owned, spare):
 @settings(max_examples=examples(40))
 @given(**common)
 def test_decoding_equals_that_on_equal_slots(backend, step, owned, order, softcap, parts, seed):
-    """Results bit for bit; every slot of the slab that is not the new token's is as before."""
+    """Results bit for bit, or, of kernels that deal several programs to heads, but for the order of sums; every slot of
+    the slab that is not the new token's is as before."""
     torch.manual_seed(seed)
     batch, width = len(owned), max(map(max, owned))
     starts, size = deal(owned)
@@ -105,10 +106,12 @@ def test_decoding_equals_that_on_equal_slots(backend, step, owned, order, softca
     wide.exact.limit = wide.exact.filled = size
     with splits(parts):
         expected, got, unbounded = run(equal), run(state), run(wide)
-    for mine, theirs in zip(got, expected):
-        assert torch.equal(mine, theirs)
+    collected = state.exact.attention, slab_of(equal.exact.attention, starts, size)
+    error = 1e-6 if backend == "triton" and parts > 1 else 0
+    for mine, theirs in (*zip(got, expected), collected):
+        torch.testing.assert_close(mine, theirs, atol=error, rtol=error, equal_nan=True)
     torch.testing.assert_close(unbounded[0], got[0], atol=1e-5, rtol=1e-5)
-    for name in ("keys", "values", "positions", "attention"):
+    for name in ("keys", "values", "positions"):
         assert torch.equal(getattr(state.exact, name), slab_of(getattr(equal.exact, name), starts, size))
     assert torch.equal(state.exact.lengths, equal.exact.lengths) and torch.equal(state.seen, equal.seen)
 

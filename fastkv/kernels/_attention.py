@@ -273,22 +273,20 @@ def _store_partial(parts, part, top, total, acc, PARTS: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def _load_sums(
-    parts, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr
-):
-    """Tops and totals [M, BLOCK] of partials [FIRST, FIRST + COUNT) of a pair; beyond them those of nothing."""
-    rows, numbers = tl.arange(0, GROUP.M)[:, None], tl.arange(0, BLOCK)[None, :]
-    place, mask = rows * PARTS + FIRST + numbers, (rows < GROUP.G) & (numbers < COUNT)
+def _load_sums(parts, number, there, PARTS: tl.constexpr, GROUP: tl.constexpr):
+    """Tops and totals [M, BLOCK] of partials `number` [BLOCK]; those of nothing for what is not there."""
+    rows = tl.arange(0, GROUP.M)[:, None]
+    place, mask = rows * PARTS + number[None, :], (rows < GROUP.G) & there[None, :]
     tops = tl.load(parts.tops_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
     return tops, tl.load(parts.totals_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _load_accs(parts, cols, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Columns `cols` of the accs of partials [FIRST, FIRST + COUNT) of a pair: [BLOCK, M, cols]."""
-    numbers, rows = tl.arange(0, BLOCK)[:, None, None], tl.arange(0, GROUP.M)[None, :, None]
-    place = ((FIRST + numbers) * GROUP.G + rows) * GROUP.D + cols[None, None, :]
-    mask = (numbers < COUNT) & (rows < GROUP.G) & (cols < GROUP.D)[None, None, :]
+def _load_accs(parts, cols, number, there, GROUP: tl.constexpr):
+    """Columns `cols` of the accs of partials `number` [BLOCK] that are there: [BLOCK, M, cols]."""
+    rows = tl.arange(0, GROUP.M)[None, :, None]
+    place = (number[:, None, None] * GROUP.G + rows) * GROUP.D + cols[None, None, :]
+    mask = there[:, None, None] & (rows < GROUP.G) & (cols < GROUP.D)[None, None, :]
     return tl.load(parts.accs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
 
 
@@ -451,6 +449,30 @@ def _stretch(starts_ptr, pair, slots, HEADS: tl.constexpr):
         starts_ptr += (pair // HEADS) * (HEADS + 1) + pair % HEADS
         first = tl.load(starts_ptr)
         return (pair // HEADS) * slots + first, tl.load(starts_ptr + 1) - first
+
+
+@triton.jit
+def _dealt(starts_ptr, row, program, share_of, HEADS: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr):
+    """Which head of a sequence one of its HEADS * SPLITS programs works for, where heads have unequally many slots, and
+    as many programs as these need, at least one and at most MOST.
+
+    What a head holds would not do: it changes while programs begin.
+
+    Args: starts_ptr [B, HEADS + 1].  program: its number; -1 asks about head `share_of`.
+    Returns: the head, HEADS if there is nothing to do; its first program, and how many it has.
+    """
+    WIDTH: tl.constexpr = triton.next_power_of_2(HEADS)
+    head = tl.arange(0, WIDTH)
+    starts_ptr += row * (HEADS + 1) + head
+    here = head < HEADS
+    size = tl.load(starts_ptr + 1, mask=here, other=0) - tl.load(starts_ptr, mask=here, other=0)
+    share = tl.maximum(tl.cdiv(tl.sum(size, 0), HEADS * (SPLITS - 1)), tl.cdiv(tl.max(size, 0), MOST))
+    each = tl.where(here, tl.maximum(tl.cdiv(size, tl.maximum(share, 1)), 1), 0)
+    end = tl.sum(tl.where(head[:, None] <= head[None, :], each[:, None], 0), 0)
+    own = tl.where(program < 0, share_of, tl.sum((here & (end <= program)).to(tl.int32), 0))
+    mine = head == own
+    count = tl.sum(tl.where(mine, each, 0), 0)
+    return own, tl.sum(tl.where(mine, end, 0), 0) - count, count
 
 
 @triton.jit

@@ -41,6 +41,7 @@ from ._attention import (
     _attend_slots,
     _barrier,
     _count_token,
+    _dealt,
     _empty,
     _home,
     _in_scratch,
@@ -132,14 +133,26 @@ def _decode_attention_kernel(
     G: tl.constexpr = GROUP.G
     M: tl.constexpr = GROUP.M
     D: tl.constexpr = GROUP.D
+    DEALT: tl.constexpr = state.starts_ptr is not None and SPLITS > 1
+    ALL: tl.constexpr = PARTS * HEADS if DEALT else PARTS  # partials that lie together
     pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
-    results = _own_results(results, pair, GROUP)
     if rows_ptr is not None:
         if row == 0:
             if split == 0:
-                _store_nothing(results, GROUP)
+                _store_nothing(_own_results(results, pair, GROUP), GROUP)
             return
+    of_slots, splits, first_part = split < SPLITS, SPLITS, 0
+    if DEALT:
+        starts_ptr = _page(state.starts_ptr, row, page)
+        kv = (pair % HEADS).to(tl.int32)
+        program = tl.where(of_slots, kv * SPLITS + split, -1)
+        head, first_part, splits = _dealt(starts_ptr, own // HEADS, program, kv, HEADS, SPLITS, TILE.MERGE_P - 1)
+        if head == HEADS:
+            return
+        pair, own = pair - kv + head, own - kv + head
+        split = program - first_part
+    results = _own_results(results, pair, GROUP)
     state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
     evicted = EvictedPointers(*[p if p is None else _page(p, row, page) for p in evicted])
     base, capacity = _stretch(state.starts_ptr, own, sizes.slots, HEADS)
@@ -163,15 +176,15 @@ def _decode_attention_kernel(
 
     top, total, acc = _empty(M, GROUP.BLOCK_D)
 
-    if split < SPLITS:
+    if of_slots:
         q = _load_query(q_ptr, GROUP)
-        last = split == SPLITS - 1  # whose share is the smallest
+        last = split == splits - 1  # whose share is the smallest
         if token.k_ptr is not None:  # loaded before anything has to be waited for
             k = _load_token(token.k_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
             v = _load_token(token.v_ptr + pair * D, last, q_ptr.dtype.element_ty, GROUP)
         rest = _turned_rest(q, slots.key_scales_ptr, D)
         q = _turned_query(q, slots.key_scales_ptr, D)
-        share = tl.cdiv(length, SPLITS)
+        share = tl.cdiv(length, splits)
         start = split * share
         stop = tl.minimum(start + share, length)
         top, total, acc = _attend_slots(
@@ -211,20 +224,29 @@ def _decode_attention_kernel(
             _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
     else:
         if evicted.key_mean_ptr is not None:
-            if split == SPLITS:
+            if not of_slots:
                 top, total, acc = _evicted_partial(
                     q_ptr, evicted, own, count, sizes.centroids, scaling, GROUP, TILE.BLOCK_K, TILE.BLOCK_C
                 )
-        parts = _own_parts(parts, pair, PARTS, GROUP)
-        _store_partial(parts, split, top, total, acc, PARTS, GROUP)
+        tickets_ptr = parts.tickets_ptr + pair
+        number, numbers = split, tl.arange(0, TILE.MERGE_P)
+        there, with_slots = numbers < splits + (PARTS - SPLITS), (numbers < splits)[None, :]
+        if DEALT:
+            parts = _own_parts(parts, pair // HEADS, ALL, GROUP)
+            rest = HEADS * SPLITS + (pair % HEADS).to(tl.int32)
+            number = tl.where(split < 0, rest, first_part + split)
+            numbers = tl.where(numbers < splits, first_part + numbers, rest)
+        else:
+            parts = _own_parts(parts, pair, ALL, GROUP)
+        _store_partial(parts, number, top, total, acc, ALL, GROUP)
         _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
-        if tl.atomic_add(parts.tickets_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
-            heads, of_slots = tl.arange(0, MERGE.M), (tl.arange(0, TILE.MERGE_P) < SPLITS)[None, :]
-            tops, totals = _load_sums(parts, 0, PARTS, TILE.MERGE_P, PARTS, MERGE)
-            accs = _load_accs(parts, tl.arange(0, MERGE_D), 0, PARTS, TILE.MERGE_P, MERGE)
+        if tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu") == splits + (PARTS - SPLITS) - 1:
+            heads = tl.arange(0, MERGE.M)
+            tops, totals = _load_sums(parts, numbers, there, ALL, MERGE)
+            accs = _load_accs(parts, tl.arange(0, MERGE_D), numbers, there, MERGE)
             nothing = -float("inf")
-            all_top, all_total, shares = _merge_sums(tl.where(of_slots, tops, nothing), totals)
-            moment_top, moment_total, moment_share = _merge_sums(tl.where(of_slots, nothing, tops), totals)
+            all_top, all_total, shares = _merge_sums(tl.where(with_slots, tops, nothing), totals)
+            moment_top, moment_total, moment_share = _merge_sums(tl.where(with_slots, nothing, tops), totals)
             lse2, weight, moment_weight = _mix(all_top, all_total, moment_top, moment_total)
             if sink_ptr is not None:
                 lse2, rest = _sink(sink_ptr, lse2, MERGE)
@@ -233,7 +255,7 @@ def _decode_attention_kernel(
             for first in tl.static_range(0, D, MERGE_D):
                 part = first + tl.arange(0, MERGE_D)
                 if first > 0:
-                    accs = _load_accs(parts, part, 0, PARTS, TILE.MERGE_P, MERGE)
+                    accs = _load_accs(parts, part, numbers, there, MERGE)
                 place, mask = heads[:, None] * D + part[None, :], (heads < G)[:, None] & (part < D)[None, :]
                 mixed = _merge_accs(accs, weights)
                 tl.store(results.out_ptr + place, mixed.to(results.out_ptr.dtype.element_ty), mask=mask)
@@ -245,17 +267,18 @@ def _decode_attention_kernel(
                 )
             if token.k_ptr is not None:
                 _count_token(state.lengths_ptr, state.seen_ptr, own, held, HEADS)
-            tl.store(parts.tickets_ptr, 0)
+            tl.store(tickets_ptr, 0)
 
 
 def _constants(
     dtype: torch.dtype, matrix: torch.dtype | None, heads: int, groups: int, head_dim: int, slots: int, programs: int,
-    order: int | None, capped: bool, hip: bool, coded: bool, packed: bool,
+    order: int | None, capped: bool, hip: bool, coded: bool, packed: bool, ragged: bool,
 ) -> tuple[DecodeTile, int, int]:  # fmt: skip
     """Tile, warps and pipeline stages.
 
     matrix: dtype of the moment matrix, or of the means of centroids; slots: of a head; programs: see `num_programs`;
-    order: of the moments, CENTROIDS or None; coded: whether slots hold codes; packed: of 4 bits.
+    order: of the moments, CENTROIDS or None; coded: whether slots hold codes; packed: of 4 bits; ragged: whether heads
+    have unequally many.
     """
     padded = pow2(head_dim, 64)
     programs = max(programs, 2) if packed and padded > 128 else programs  # one alone has to spill registers
@@ -282,10 +305,11 @@ def _constants(
         block_k = padded
     block_c = MIN_ROWS if exact else BLOCK_C[max(padded, 128)]
     merge_rows = pow2(groups)
-    merge_dims = min(padded, max(16, MERGE_TILE // (pow2(parts) * merge_rows)))
+    most = pow2(parts) * (4 if ragged and splits > 1 else 1)  # partials of a head
+    merge_dims = min(padded, max(16, MERGE_TILE // (most * merge_rows)))
     tile = DecodeTile(
         heads, Group(groups, MIN_ROWS, head_dim, padded), Group(groups, merge_rows, head_dim, merge_dims), block_n,
-        block_k, block_c, attention_slots(merge_rows), splits, parts, pow2(parts),
+        block_k, block_c, attention_slots(merge_rows), splits, parts, most,
     )  # fmt: skip
     wide = padded > 256 or (padded == 256 and (tight or dtype == torch.float32))
     return tile, 8 if wide else 4, num_stages
@@ -332,7 +356,7 @@ def decode_step(
     matrix = evicted.key_mean_ptr if known.order == CENTROIDS else evicted.matrix_ptr
     tile, num_warps, num_stages = _constants(
         q.dtype, None if matrix is None else matrix.dtype, heads, groups, dim, slots.limit, programs, known.order,
-        spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4,
+        spec.softcap is not None, on_hip(), not slots.format.plain, slots.format.values.bits == 4, starts is not None,
     )  # fmt: skip
     room, several = Workspace.of(state.scratch), tile.PARTS > 1
     if room is None and (several or collects):

@@ -275,8 +275,10 @@ def _vector_decode_kernel(
 
     _barrier(HIP)  # orders every thread's stores before the ticket; Triton <= 3.8 would not
     if tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
-        exact_tops, exact_totals = _load_sums(parts, 0, SPLITS, SPLITS, PARTS, GROUP)
-        approx_tops, approx_totals = _load_sums(parts, SPLITS, APPROX, APPROX, PARTS, GROUP)
+        of_slots, of_keys = tl.arange(0, SPLITS), SPLITS + tl.arange(0, APPROX)
+        of_rest = SPLITS + APPROX + tl.arange(0, 1)
+        exact_tops, exact_totals = _load_sums(parts, of_slots, of_slots >= 0, PARTS, GROUP)
+        approx_tops, approx_totals = _load_sums(parts, of_keys, of_keys >= 0, PARTS, GROUP)
         exact_top, exact_total, shares = _merge_sums(exact_tops, exact_totals)
         approx_top, approx_total, approx_shares = _merge_sums(approx_tops, approx_totals)
         held_lse2, exact_factor, approx_factor = _mix(exact_top, exact_total, approx_top, approx_total)
@@ -284,7 +286,7 @@ def _vector_decode_kernel(
         held_top = tl.where(held_total > 0, held_lse2, -float("inf"))
         moment_top, moment_total = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
         if evicted.key_mean_ptr is not None:
-            last_top, last_total = _load_sums(parts, SPLITS + APPROX, 1, 1, PARTS, GROUP)
+            last_top, last_total = _load_sums(parts, of_rest, of_rest >= 0, PARTS, GROUP)
             moment_top, moment_total, _ = _merge_sums(last_top, last_total)
         lse2, held_factor, moment_factor = _mix(held_top, held_total, moment_top, moment_total)
         if sink_ptr is not None:
@@ -297,7 +299,7 @@ def _vector_decode_kernel(
         for begin in range(0, D, MERGE_D):
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
-            accs = _load_accs(parts, part, SPLITS, APPROX, APPROX, GROUP)
+            accs = _load_accs(parts, part, of_keys, of_keys >= 0, GROUP)
             tl.store(merged_ptr + place, _merge_accs(accs, approx_shares) * approx_factor[:, None], mask=mask)
         _barrier(HIP)  # merged keys are written before other threads read them
         weight_ptr = recovery.weight_ptr + (pair % HEADS) * D * D
@@ -305,7 +307,7 @@ def _vector_decode_kernel(
             part = begin + tl.arange(0, MERGE_D)
             place, mask = rows[:, None] * D + part[None, :], (rows < G)[:, None] & (part < D)[None, :]
             dtype: tl.constexpr = q_ptr.dtype.element_ty
-            accs = _load_accs(parts, part, 0, SPLITS, SPLITS, GROUP)
+            accs = _load_accs(parts, part, of_slots, of_slots >= 0, GROUP)
             mixed = _weigh_keys(merged_ptr, weight_ptr, part, dtype, G, M, D, TILE.BLOCK_K, MERGE_D)
             mixed += _merge_accs(accs, shares) * exact_factor[:, None]
             mixed *= held_factor[:, None]

@@ -54,7 +54,9 @@ class Region:
 
     def __init__(self, tensor: Tensor, base: int, known: np.ndarray | None) -> None:
         storage = tensor.untyped_storage()
-        self.base, self.known, self.names = base + storage.data_ptr() % 256, known, [""]
+        moved = known is not None and len(known) != storage.nbytes()  # what was here when somebody noted it
+        self.base, self.names = base + storage.data_ptr() % 256, [""]
+        self.known = None if moved else known
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         self.owner, self.stored = np.zeros(len(self.data), np.int16), np.zeros(len(self.data), bool)
 
