@@ -79,7 +79,7 @@ class Tile:
 
 # By padded head_dim. No warp computes a part of q k^T that another one does (perf.aot).
 SMALL = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 3))
-WIDE = {512: Tile(32, 64, 8, 2, 128, 16, centroids=16)}
+WIDE = {512: Tile(32, 64, 8, 2, 64, 16, centroids=16)}
 HALF = {  # by chip, see `chip_of`; others have less shared memory than these, or none
     "90": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2, 128, 16)},
     "100": SMALL | WIDE | {128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2, seed=16)},
@@ -92,7 +92,9 @@ HALF = {  # by chip, see `chip_of`; others have less shared memory than these, o
 HALF_CENTROIDS = {
     "100": {256: Tile(32, 64, 8, 2, seed=16)},
 }  # fmt: skip
-HALF_ATTENDED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # centroids beside flash-attn
+HALF_ATTENDED = {  # centroids beside flash-attn
+    "90": {256: Tile(64, 64, 8, 2, 128, 16)}, "": {128: Tile(64, 64, 8, 2, seed=16)},
+}  # fmt: skip
 SINGLE = {  # float32, whose products take three terms of each operand
     "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 1, 32)) | {256: Tile(128, 16, 4, 1, 32, 16)},
     "": dict.fromkeys((16, 32, 64), Tile(32, 64, 8, 2, 16))
@@ -108,7 +110,7 @@ HALF_CODES_CAPPED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # and a softcap, w
 # Slots in 4 bits: rotated queries are in registers whole, beside numbers that were codes. Of heads that are not here,
 # and of those of more than 64 numbers with a softcap, no tile does without spills.
 SMALL_PACKED = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2))
-WIDE_PACKED = SMALL_PACKED | {128: Tile(128, 32, 8, 2, seed=16)}
+WIDE_PACKED = SMALL_PACKED | {128: Tile(128, 32, 8, 2, seed=16, centroids=16)}
 HALF_PACKED = {
     "90": WIDE_PACKED, "100": WIDE_PACKED, "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)),
     "": SMALL_PACKED,
