@@ -1,7 +1,7 @@
 """Count what the programs of a decode step do: instructions, waits and barriers. Needs no GPU.
 
     python -m perf.counts                                            a table
-    python -m perf.counts --label before --out perf/results/kernel_counts.json
+    python -m perf.counts --label before --out perf/results/counts/kernels.json
                                                                      also kept as JSON, under that name
 
 Of 1,040 slots of a head (a budget of 1,024 and what arrives between evictions), head_dim 128, 4 query heads, bf16, in
