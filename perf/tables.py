@@ -19,7 +19,8 @@ NONE = "not measured"
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Every result file by name, without those of dry runs; what names a case stands beside what was measured of it."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    known = {name: file for name, file in files.items() if "dry_run" not in file.get("environment", {})}
+    rows = {name: file for name, file in files.items() if "rows" in file}  # not pytest-benchmark's micro.json
+    known = {name: file for name, file in rows.items() if "dry_run" not in file.get("environment", {})}
     return {name: file | {"rows": [row.get("case", {}) | row for row in file["rows"]]} for name, file in known.items()}
 
 

@@ -175,7 +175,7 @@ def test_text_that_goes_on_is_read_only_by_policies_that_are_missing(place, load
     assert [row["policy"] for row in page.rows_of(place / "onward_2048.jsonl")] == ["keydiff", "streaming"]
     page.write(place, leaderboard.TABLES)
     text = page.PAGE.read_text()
-    assert "## Onward, at 50 % removed" in text and "1 texts of each source" in text
+    assert "## Onward, at 50 % removed" in text and "Texts of each source: 1;" in text
     assert text.count("| `streaming` |") == 1 and "| prose | reference | docstrings | code |" in text
 
 

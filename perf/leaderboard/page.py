@@ -185,7 +185,7 @@ def ahead(rows: list[dict[str, Any]], table: Table) -> list[str]:
                 f"## {table.title}, at {100 * (1 - keep):g} % removed\n\nText that goes on is decoded token by token, "
                 "in the bytes that were left of the prompt. KL from the full cache's next tokens in nats, mean over "
                 f"tokens {' · '.join(onward.PARTS)} after the prompt; how often the most likely token is the full "
-                f"cache's; and by how much perplexity grows. {len(finished)} texts of each source; "
+                f"cache's; and by how much perplexity grows. Texts of each source: {len(finished)}; "
                 f"{where_of(whole)}.\n\n"
                 f"{onward_table(whole)}"
             )
