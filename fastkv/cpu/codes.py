@@ -74,7 +74,7 @@ class Token(Structure):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, slots: Slots, seen: Tensor) -> Token:
-        """k, v [B, Hkv, 1, D], contiguous and as `rows_for` makes them."""
+        """k, v [B, Hkv, 1, D], contiguous, in the dtype of plain slots, else fp32."""
         assert slots.positions is not None
         batch, *head = slots.positions.stride()[:-1]
         pointers = k.data_ptr(), v.data_ptr(), slots.positions.data_ptr(), seen.data_ptr()
