@@ -241,10 +241,10 @@ class LayerCache:
     def step_shared(self, q: Tensor, how: Attends) -> Tensor:
         """Attention of another layer's query [B, Hq, 1, D] over everything so far, after `step`: [B, Hq, 1, Dv]."""
         state, rule = self._held()
-        out, _, _ = ops.decode_step(q[:, :, 0].contiguous(), None, None, state, rule.attending(how).spec)
+        out, _, _ = ops.decode_step(q.squeeze(2).contiguous(), None, None, state, rule.attending(how).spec)
         if self._looked() and self.workspace.clock.now.evicts:
             evict(state, rule)
-        return out[:, :, None]
+        return out.unsqueeze(2)
 
     def attend_shared(self, q: Tensor, how: Attends, stock: Stock) -> Tensor:
         """Attention of another layer's last queries [B, Hq, <= T, D] over the block of `read` and what came before.

@@ -455,7 +455,8 @@ void attend(const Attention& all) {
     std::vector<int64_t> begins;  // of each place, among the parts
     for (int64_t place = 0; place < places; ++place) {
         begins.push_back(parts.size());
-        int64_t length = std::min<int64_t>(all.lengths[place / all.heads * all.length_stride + place % all.heads], all.slots);
+        int64_t held = all.lengths[place / all.heads * all.length_stride + place % all.heads];
+        int64_t length = std::min(held, all.slots);
         for (int64_t first = 0; first < length; first += STRETCH)
             parts.push_back({place, first, std::min(first + STRETCH, length)});
     }

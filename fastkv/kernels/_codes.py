@@ -89,32 +89,23 @@ FP8_FP16 = tl.constexpr("""
 # And four codes of 4 bits, the bytes of $2 from bit $3 on, as s (c - z): s is in $7 and $8, -(z + 128), or -(z + 1024)
 # in fp16, in $9 and $10.
 # The difference is exact, so that a number is rounded once.
-INT4_BF16 = tl.constexpr("""
+INT4 = """
 \t{ .reg .b32 %w<4>;
 \tshr.u32 %w0, $2, $3;
 \tand.b32 %w0, %w0, 0x0F0F0F0F;
-\tmov.b32 %w2, 0x3F803F80;  // 1
+\tmov.b32 %w2, ONE;
 \tmov.b32 %w3, 0x80008000;  // -0
-\tprmt.b32 %w1, %w0, 0x43434343, 0x4140;
-\tprmt.b32 %w0, %w0, 0x43434343, 0x4342;
-\tfma.rn.bf16x2 %w1, %w1, %w2, $9;
-\tfma.rn.bf16x2 %w0, %w0, %w2, $10;
-\tfma.rn.bf16x2 $0, %w1, $7, %w3;
-\tfma.rn.bf16x2 $1, %w0, $8, %w3; }
-""")
-INT4_FP16 = tl.constexpr("""
-\t{ .reg .b32 %w<4>;
-\tshr.u32 %w0, $2, $3;
-\tand.b32 %w0, %w0, 0x0F0F0F0F;
-\tmov.b32 %w2, 0x3C003C00;  // 1
-\tmov.b32 %w3, 0x80008000;  // -0
-\tprmt.b32 %w1, %w0, 0x64646464, 0x4140;
-\tprmt.b32 %w0, %w0, 0x64646464, 0x4342;
-\tfma.rn.f16x2 %w1, %w1, %w2, $9;
-\tfma.rn.f16x2 %w0, %w0, %w2, $10;
-\tfma.rn.f16x2 $0, %w1, $7, %w3;
-\tfma.rn.f16x2 $1, %w0, $8, %w3; }
-""")
+\tprmt.b32 %w1, %w0, UPPER, 0x4140;
+\tprmt.b32 %w0, %w0, UPPER, 0x4342;
+\tfma.rn.TYPE %w1, %w1, %w2, $9;
+\tfma.rn.TYPE %w0, %w0, %w2, $10;
+\tfma.rn.TYPE $0, %w1, $7, %w3;
+\tfma.rn.TYPE $1, %w0, $8, %w3; }
+"""
+INT4_BF16, INT4_FP16 = (
+    tl.constexpr(INT4.replace("TYPE", kind).replace("ONE", one).replace("UPPER", upper))
+    for kind, one, upper in (("bf16x2", "0x3F803F80", "0x43434343"), ("f16x2", "0x3C003C00", "0x64646464"))
+)
 
 
 @triton.constexpr_function

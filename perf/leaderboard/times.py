@@ -29,13 +29,8 @@ def timed(model: Any, ids: Tensor, cache: Any) -> tuple[float, float]:
     """Seconds of reading `ids` [1, N], and the median of some steps after it."""
     begun = time.perf_counter()
     out = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-    read, steps = time.perf_counter() - begun, []
-    for _ in range(STEPS):
-        fed = out.logits[:, -1].argmax(-1, keepdim=True)
-        begun = time.perf_counter()
-        out = model(fed, **{CACHE: out[CACHE]}, use_cache=True, logits_to_keep=1)
-        steps.append(time.perf_counter() - begun)
-    return read, statistics.median(steps)
+    read = time.perf_counter() - begun
+    return read, stepped(model, ids[:, :1], out[CACHE])
 
 
 @torch.no_grad()
