@@ -6,13 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import ops, reference
-from fastkv.cpu import codes as slot_codes
 from fastkv.cpu import compiled, joins, peaks
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids, unpack
 
 from .conftest import examples
-from .states import copied, make_spec, make_state, sinks
+from .states import compiled_step, copied, make_spec, make_state, sinks
 
 SCALE = 0.3
 CASES = settings(max_examples=examples(300), deadline=None)
@@ -112,6 +111,23 @@ def test_a_step_without_a_token(problem, watched, parts):
         results.append((*out, state.exact.lengths, *([state.exact.attention] if watched else [])))
     for one, other in zip(*results):
         close(one, other, 4e-5)
+
+
+@pytest.mark.parametrize("name", ["exact.keys", "exact.lengths", "seen", "centroids.keys", "centroids.count"])
+def test_a_step_follows_tensors_that_were_replaced(name):
+    """What was found out about a layer's tensors is found anew for others."""
+    known = Centroids.empty(2, 3, 4, 16, 16).add(torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16))
+    keys, lengths = torch.randn(2, 3, 8, 16), torch.full((2, 3), 4, dtype=torch.int32)
+    state = make_state(keys, keys.clone(), lengths, torch.zeros(2, 3, 8, dtype=torch.int32), parts=known)
+    q, k, spec = torch.randn(2, 6, 16), torch.randn(2, 3, 1, 16), make_spec(SCALE, correction="centroids")
+    cpu.decode_step(q, k, k, state, spec)
+    tensor = dict(state.named_tensors())[name]
+    state.replace(name, tensor * 2 if tensor.is_floating_point() else tensor - 1)
+    theirs = copied(state)
+    want = reference.decode_step(q, k, k, theirs, spec)
+    for found, expected in zip(cpu.decode_step(q, k, k, state, spec), want):
+        close(found, expected, 1e-5)
+    assert torch.equal(state.seen, theirs.seen) and torch.equal(state.exact.lengths, theirs.exact.lengths)
 
 
 @CASES
@@ -325,18 +341,20 @@ def test_stretches_of_a_head_add_up(dtype, ragged):
         for slab, rows in zip(slabs, (keys, values, bias)):
             reference.pack(slab, starts, rows)
         slots = reference.Slots(*slabs[:2], lengths, starts=starts, bias=slabs[2], limit=450)
-    assert slot_codes.attends(slots, 32)
-    q, weights = torch.randn(2, 3, 5, 32, generator=random), torch.full((2, 3, 5, 450), torch.nan)
+    q, received = torch.randn(2, 3, 5, 32, generator=random), torch.ones(slots.bias.shape)
     logits = SCALE * q.double() @ keys.double().mT + bias[:, :, None]
     logits = logits.masked_fill(torch.arange(450) >= lengths[..., None, None], -torch.inf)
     want = logits.softmax(-1).nan_to_num(0.0)
-    out, lse = slot_codes.attend(q, slots, SCALE, weights)
-    close(weights, want, 4e-6)
+    out, lse = compiled_step(q, slots, SCALE, received)
+    used = torch.arange(450) < lengths[..., None]
+    given_to = reference.unpack(received, starts, 450) if ragged else received
+    close((given_to - 1).masked_fill(~used, 0.0), want.mean(2), 4e-6)
+    assert ragged or bool((given_to[~used] == 1).all())
     close(out, want @ values.double(), 4e-6)
     close(lse, logits.logsumexp(-1), 4e-6)
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
-    assert all(map(torch.equal, slot_codes.attend(q, slots, SCALE, None), (out, lse)))
+    assert all(map(torch.equal, compiled_step(q, slots, SCALE), (out, lse)))
     torch.set_num_threads(threads)
 
 

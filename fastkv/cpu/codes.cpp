@@ -2,13 +2,15 @@
 //
 // Threads share a head's slots, a stretch at a time, so that the longest head does not decide. A stretch is read a tile
 // at a time: a number becomes fp32 in the nearest cache, once for all queries of the head. int4: queries are turned
-// instead of keys, sums instead of values. Sums depend on neither threads nor batch.
+// instead of keys, sums instead of values. What stands for the evicted tokens joins as one more stretch. Sums depend on
+// neither threads nor batch.
 
 namespace {
 
 constexpr int TILE = 16;    // slots read at a time
 constexpr int STRETCH = 128;  // slots that a thread takes at a time
 constexpr int AT_ONCE = 4;  // queries for which a decoded vector is used while it is in a register
+constexpr int64_t ALONE = 1 << 18;  // products of a step, below which waking a thread takes longer than they do
 constexpr int GROUP = 32;   // numbers of a row of int4 that share a scale
 constexpr int LONGEST = 512;           // numbers of a row
 constexpr float FAR = 1 << 20;         // codes so far from any are all clamped
@@ -230,18 +232,35 @@ struct Token {
     double root;
 };
 
-// queries, out [batch, heads, rows, dim], lse [batch, heads, rows], lengths [batch, heads], whose heads lie side by
-// side; or none: weights [batch, heads, rows, slots], bias [batch, heads, slots] of logits, starts [batch, heads + 1] of
-// heads that own stretches of one row.
+// What stands for the evicted tokens of every head, or nothing: centroids [batch, heads, number, dim] with count and
+// spread [batch, heads, number], means in fp32 or bfloat16 (`halves`); or moments (`cross`: [batch, heads, dim, dim], or
+// none), whose number is 0, with `whole`, their count. Everything of a head lies side by side; strides in bytes, of
+// batch rows, in the order of the pointers.
+struct Evicted {
+    const uint8_t *keys, *values, *count, *spread, *whole, *cross;
+    int64_t strides[6], number, halves;
+};
+
+// queries, out [batch, heads, rows, dim], lse and mass (of the evicted) [batch, heads, rows], lengths [batch, heads],
+// whose heads lie side by side; or none: bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that
+// own stretches of one row (strides of lengths and starts in elements, of batch rows), sinks [heads, rows], received: what slots have received, with strides in elements.
 struct Attention {
     Coded keys, values;
     Token token;
+    Evicted evicted;
     int32_t* lengths;
     const int32_t* starts;
-    const float *queries, *bias;
-    float *out, *lse, *weights;
-    int64_t batch, heads, rows, dim, slots, threads, length_stride;
+    const float *queries, *bias, *sinks;
+    float *out, *lse, *mass, *received;
+    int64_t received_strides[2];
+    int64_t batch, heads, rows, dim, slots, threads, length_stride, start_stride;
     float scale, root;
+
+    // Where the slots of a head begin in its row, and those of the next; null where heads do not share a row.
+    const int32_t* stretch_of(int64_t batch, int64_t head) const {
+        return starts ? starts + batch * start_stride + head : nullptr;
+    }
+    int64_t first_of(int64_t batch, int64_t head) const { return starts ? *stretch_of(batch, head) : 0; }
 };
 }
 
@@ -256,65 +275,71 @@ template <typename Keys, typename Values>
 class Stretch {
     const Attention& all;
     int64_t batch, head, place, first_slot, begin, length, width;  // width: length in whole tiles
-    std::vector<float>&tile, &queries, &parts, &weights;
+    std::vector<float>&room, &queries;
+    float* weights;
 
-    // The next slots, at most TILE, decoded; zeros after the last.
+    // The next slots, at most TILE, decoded, or where they lie; zeros after the last.
     template <typename Format>
-    void read(const Coded& from, int64_t first) {
+    const float* read(const Coded& from, int64_t first) {
         int64_t count = std::min<int64_t>(length - first, TILE);
+        if (std::is_same<Format, Float32>::value && count == TILE && from.code_strides[2] == all.dim * 4)
+            return reinterpret_cast<const float*>(from.codes_at(batch, head, first_slot + first));
+        float* tile = room.data();
         for (int64_t i = 0, slot = first_slot + first; i < count; ++i, ++slot)
-            Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), &tile[i * all.dim],
+            Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), tile + i * all.dim,
                          all.dim);
-        for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(&tile[i], Floats{});
+        for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(tile + i, Floats{});
+        return tile;
     }
 
     // Products of N queries with the tile's rows, to out[n * width + row].
     template <int N>
-    void multiply(const float* query, float* out) {
-        for (int first = 0; first < TILE; first += AT_ONCE) {
-            Floats sums[N][AT_ONCE];
-            for (int n = 0; n < N; ++n)
-                for (int j = 0; j < AT_ONCE; ++j) sums[n][j] = Floats{};
-            for (int64_t i = 0; i < all.dim; i += WIDE) {
-                Floats rows[AT_ONCE];
-                for (int j = 0; j < AT_ONCE; ++j) rows[j] = floats(&tile[(first + j) * all.dim + i]);
-                for (int n = 0; n < N; ++n) {
-                    Floats numbers = floats(query + n * all.dim + i);
-                    for (int j = 0; j < AT_ONCE; ++j) sums[n][j] += numbers * rows[j];
+    void multiply(const float* tile, const float* query, float* out) {
+        constexpr int ROWS = std::min(4, std::max(1, SUMS / (N * PIECES) & ~1));  // at a time
+        for (int first = 0; first < TILE; first += ROWS) {
+            Native sums[N][ROWS][PIECES] = {};
+            for (int64_t i = 0; i < all.dim; i += WIDE)
+                for (int p = 0; p < PIECES; ++p) {
+                    Native rows[ROWS];
+                    for (int j = 0; j < ROWS; ++j) rows[j] = native(tile + (first + j) * all.dim + i + p * NATIVE);
+                    for (int n = 0; n < N; ++n) {
+                        Native numbers = native(query + n * all.dim + i + p * NATIVE);
+                        for (int j = 0; j < ROWS; ++j) sums[n][j][p] += numbers * rows[j];
+                    }
                 }
-            }
             for (int n = 0; n < N; ++n)
-                for (int j = 0; j < AT_ONCE; ++j) store(&parts[(n * TILE + first + j) * WIDE], sums[n][j]);
+                for (int j = 0; j < ROWS; ++j) out[n * width + first + j] = total(sums[n][j]);
         }
-        for (int n = 0; n < N; ++n)
-            for (int j = 0; j < TILE; ++j) out[n * width + j] = total(&parts[(n * TILE + j) * WIDE]);
     }
 
-    // Adds to out [N, dim] the tile's rows times weights[n * width + row], V vectors at a time from number i on.
-    template <int N, int V>
-    int64_t add(const float* weights, int64_t i, float* out) {
-        for (; i + V * WIDE <= all.dim; i += V * WIDE) {
-            Floats sums[N][V];
-            for (int n = 0; n < N; ++n)
-                for (int v = 0; v < V; ++v) sums[n][v] = floats(out + n * all.dim + i + v * WIDE);
-            for (int j = 0; j < TILE; ++j) {
-                Floats rows[V];
-                for (int v = 0; v < V; ++v) rows[v] = floats(&tile[j * all.dim + i + v * WIDE]);
-                for (int n = 0; n < N; ++n)
-                    for (int v = 0; v < V; ++v) sums[n][v] += weights[n * width + j] * rows[v];
-            }
-            for (int n = 0; n < N; ++n)
-                for (int v = 0; v < V; ++v) store(out + n * all.dim + i + v * WIDE, sums[n][v]);
-        }
-        return i;
-    }
-
+    // Adds to out [N, dim] the tile's rows times weights[n * width + row].
     template <int N>
-    void add(const float* weights, float* out) {
-        add<N, 1>(weights, add<N, 2>(weights, 0, out), out);
+    void add(const float* tile, const float* weights, float* out) {
+        for (int64_t i = 0; i < all.dim; i += WIDE) {
+            Native sums[N][PIECES];
+            for (int n = 0; n < N; ++n)
+                for (int p = 0; p < PIECES; ++p) sums[n][p] = native(out + n * all.dim + i + p * NATIVE);
+            for (int j = 0; j < TILE; ++j)
+                for (int p = 0; p < PIECES; ++p) {
+                    Native row = native(tile + j * all.dim + i + p * NATIVE);
+                    for (int n = 0; n < N; ++n) sums[n][p] += weights[n * width + j] * row;
+                }
+            for (int n = 0; n < N; ++n)
+                for (int p = 0; p < PIECES; ++p) store_native(out + n * all.dim + i + p * NATIVE, sums[n][p]);
+        }
     }
 
-    int64_t at_once(int64_t row) const { return all.rows - row < AT_ONCE ? 1 : AT_ONCE; }
+    // Calls some(row, N) for the first of N queries, of all of them: N is AT_ONCE, then how many are left.
+    template <typename Some>
+    void grouped(Some some) {
+        int64_t row = 0;
+        for (; row + AT_ONCE <= all.rows; row += AT_ONCE) some(row, std::integral_constant<int, AT_ONCE>());
+        switch (all.rows - row) {
+            case 3: return some(row, std::integral_constant<int, 3>());
+            case 2: return some(row, std::integral_constant<int, 2>());
+            case 1: return some(row, std::integral_constant<int, 1>());
+        }
+    }
 
     // The weights become e^(weight - the largest), 0 where that is -inf; returns the largest and sets their sum.
     float exponentials(float* row, float* sum) {
@@ -341,17 +366,16 @@ class Stretch {
     }
 
   public:
-    typedef std::vector<float> Room[4];  // of a thread, used again from stretch to stretch
+    typedef std::vector<float> Room[2];  // of a thread, used again from stretch to stretch
 
-    Stretch(const Attention& all, const Part& part, Room& room)
+    // weights: room for [rows, STRETCH] numbers.
+    Stretch(const Attention& all, const Part& part, Room& rooms, float* weights)
         : all(all), batch(part.place / all.heads), head(part.place % all.heads), place(part.place),
-          first_slot((all.starts ? all.starts[place + batch] : 0) + part.first), begin(part.first),
-          length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), tile(room[0]), queries(room[1]),
-          parts(room[2]), weights(room[3]) {
-        tile.resize(TILE * all.dim);
+          first_slot(all.first_of(batch, head) + part.first), begin(part.first),
+          length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), room(rooms[0]), queries(rooms[1]),
+          weights(weights) {
+        room.resize(TILE * all.dim);
         queries.assign(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim);
-        parts.resize(AT_ONCE * TILE * WIDE);
-        weights.resize(all.rows * width);
     }
 
     // out [rows, dim]: the sum of values, each times e^(logit - top); tops and sums [rows]: of these weights.
@@ -363,55 +387,180 @@ class Stretch {
             for (int64_t i = 0; i < dim; i += WIDE) store(query + i, floats(query + i) * all.scale);
         }
         for (int64_t first = 0; first < length; first += TILE) {
-            read<Keys>(all.keys, first);
-            for (int64_t row = 0, some; row < rows; row += some) {
-                some = at_once(row);
-                float *query = &queries[row * dim], *to = &weights[row * width + first];
-                some == 1 ? multiply<1>(query, to) : multiply<AT_ONCE>(query, to);
-            }
+            const float* tile = read<Keys>(all.keys, first);
+            grouped([&](int64_t row, auto some) {
+                multiply<decltype(some)::value>(tile, &queries[row * dim], weights + row * width + first);
+            });
         }
         for (int64_t row = 0; row < rows; ++row) {
-            float* mine = &weights[row * width];
+            float* mine = weights + row * width;
             const float* bias = all.bias ? all.bias + place * all.slots + begin : nullptr;
             for (int64_t i = 0; bias && i < length; ++i) mine[i] += bias[i];
             for (int64_t i = length; i < width; ++i) mine[i] = -__builtin_inff();
             tops[row] = exponentials(mine, sums + row);
-            if (all.weights) std::copy(mine, mine + length, all.weights + (place * rows + row) * all.slots + begin);
         }
         for (int64_t first = 0; first < length; first += TILE) {
-            read<Values>(all.values, first);
-            for (int64_t row = 0, some; row < rows; row += some) {
-                some = at_once(row);
-                const float* mine = &weights[row * width + first];
-                some == 1 ? add<1>(mine, out + row * dim) : add<AT_ONCE>(mine, out + row * dim);
-            }
+            const float* tile = read<Values>(all.values, first);
+            grouped([&](int64_t row, auto some) {
+                add<decltype(some)::value>(tile, weights + row * width + first, out + row * dim);
+            });
         }
     }
 };
 
-// What the stretches of a head add up to: `number` of them, of which `outs`, `tops` and `sums` lie one behind another.
+// Adds to a row of dim numbers another one, times a weight.
+inline void add(float* row, int64_t dim, const float* other, float weight) {
+    for (int64_t i = 0; i < dim; i += NATIVE) store_native(row + i, native(row + i) + weight * native(other + i));
+}
+
+inline void scale(float* row, int64_t dim, float by) {
+    for (int64_t i = 0; i < dim; i += NATIVE) store_native(row + i, native(row + i) * by);
+}
+
+// What attention over the evicted tokens of a head would give: `reference.centroid_estimate`, `moment_estimate`.
+class Estimate {
+    const Attention& all;
+    const Evicted& from;
+    int64_t dim, number, padded;
+    const float *key_mean, *value_mean, *cross;  // of moments
+    float count;
+    std::vector<float> keys, values, biases, widths, logits;
+
+    const uint8_t* at(const uint8_t* part, int which, int64_t place, int64_t bytes) const {
+        return part + place / all.heads * from.strides[which] + place % all.heads * bytes;
+    }
+    const float* numbers_at(const uint8_t* part, int which, int64_t place, int64_t numbers) const {
+        return reinterpret_cast<const float*>(at(part, which, place, numbers * 4));
+    }
+
+    void read(const uint8_t* means, std::vector<float>& to) const {
+        to.resize(number * dim);
+        for (int64_t i = 0; i < number; ++i) {
+            if (from.halves)
+                Bfloat16::read(means + i * dim * 2, nullptr, &to[i * dim], dim);
+            else
+                Float32::read(means + i * dim * 4, nullptr, &to[i * dim], dim);
+        }
+    }
+
+    float product(const float* one, const float* other) const {
+        Native sums[PIECES] = {};
+        for (int64_t i = 0; i < dim; i += WIDE)
+            for (int p = 0; p < PIECES; ++p) sums[p] += native(one + i + p * NATIVE) * native(other + i + p * NATIVE);
+        return total(sums);
+    }
+
+  public:
+    Estimate(const Attention& all, int64_t place) : all(all), from(all.evicted), dim(all.dim), number(from.number) {
+        if (!number) {
+            key_mean = numbers_at(from.keys, 0, place, dim);
+            value_mean = numbers_at(from.values, 1, place, dim);
+            cross = from.cross ? numbers_at(from.cross, 5, place, dim * dim) : nullptr;
+            count = float(*reinterpret_cast<const int64_t*>(at(from.whole, 4, place, sizeof(int64_t))));
+            return;
+        }
+        const int64_t size = from.halves ? 2 : 4;
+        read(at(from.keys, 0, place, number * dim * size), keys);
+        read(at(from.values, 1, place, number * dim * size), values);
+        padded = (number + WIDE - 1) / WIDE * WIDE;
+        biases.assign(padded, -__builtin_inff());
+        widths.assign(padded, 0.0f);
+        logits.resize(padded);
+        const float* counts = numbers_at(from.count, 2, place, number);
+        const float* spread = numbers_at(from.spread, 3, place, number);
+        for (int64_t i = 0; i < number; ++i) {
+            biases[i] = __builtin_logf(counts[i] / 2);  // -inf for an unused centroid
+            widths[i] = __builtin_sqrtf(spread[i] / std::max(counts[i], 1.0f)) * __builtin_fabsf(all.scale);
+        }
+    }
+
+    // The log of the mass for a query [dim]; adds nothing to value [dim], of zeros, where that is -inf.
+    float operator()(const float* query, float* value) {
+        if (!number) {
+            if (!(count > 0)) return -__builtin_inff();
+            std::copy(value_mean, value_mean + dim, value);
+            for (int64_t i = 0; cross && i < dim; ++i) add(value, dim, cross + i * dim, query[i] * all.scale / count);
+            return __builtin_logf(count) + all.scale * product(query, key_mean);
+        }
+        const float size = __builtin_sqrtf(product(query, query));
+        std::copy(biases.begin(), biases.end(), logits.begin());
+        for (int64_t i = 0; i < number; ++i) logits[i] += all.scale * product(query, &keys[i * dim]);
+        float top = -__builtin_inff(), sum = 0;
+        for (int64_t i = 0; i < padded; i += WIDE) {  // log cosh x + log 2 = x + log(1 + e^-2x), x >= 0
+            Floats deviation = size * floats(&widths[i]), folded = exponential(-2 * deviation);
+            for (int j = 0; j < WIDE; ++j) folded[j] = __builtin_log1pf(folded[j]);
+            store(&logits[i], floats(&logits[i]) + deviation + folded);
+        }
+        for (int64_t i = 0; i < number; ++i) top = std::max(top, logits[i]);
+        if (top == -__builtin_inff()) return top;
+        for (int64_t i = 0; i < padded; i += WIDE) {
+            Floats weights = exponential(floats(&logits[i]) - top);
+            store(&logits[i], weights);
+            sum += total_of(weights);
+        }
+        for (int64_t i = 0; i < number; ++i) add(value, dim, &values[i * dim], logits[i] / sum);
+        return top + __builtin_logf(sum);
+    }
+};
+
+// log(e^one + e^other), where -inf stands for nothing.
+inline float together(float one, float other) {
+    float top = std::max(one, other);
+    return top == -__builtin_inff() ? top : top + __builtin_logf(__builtin_expf(one - top) + __builtin_expf(other - top));
+}
+
+inline float share_of(float part, float total) { return total == -__builtin_inff() ? 0 : __builtin_expf(part - total); }
+
+// What the stretches of a head add up to, with what stands for the evicted and a sink: `number` of them, of which outs,
+// tops, sums and weights lie one behind another.
 template <typename Values>
-void join(const Attention& all, const Part* parts, int64_t number, const float* outs, const float* tops,
-          const float* sums) {
-    const int64_t rows = all.rows, dim = all.dim, place = parts->place;
+void join(const Attention& all, int64_t place, const Part* parts, int64_t number, const float* outs, const float* tops,
+          const float* sums, const float* weights) {
+    const int64_t rows = all.rows, dim = all.dim, batch = place / all.heads, head = place % all.heads;
+    std::vector<float> shares(number), mine(dim), value(dim);
+    std::optional<Estimate> estimate;
+    if (all.evicted.keys) estimate.emplace(all, place);
     for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = place * rows + row;
         float top = -__builtin_inff(), sum = 0;
         for (int64_t part = 0; part < number; ++part) top = std::max(top, tops[part * rows + row]);
-        std::vector<float> shares(number), mine(dim);
         for (int64_t part = 0; part < number; ++part) {
-            shares[part] = __builtin_expf(tops[part * rows + row] - top);
+            shares[part] = share_of(tops[part * rows + row], top);
             sum += shares[part] * sums[part * rows + row];
         }
-        all.lse[place * rows + row] = top + __builtin_logf(sum);
+        const float lse = sum > 0 ? top + __builtin_logf(sum) : -__builtin_inff();
+        std::fill(mine.begin(), mine.end(), 0.0f);
         for (int64_t part = 0; part < number; ++part) {
-            float share = shares[part] / sum;
-            const float* out = outs + (part * rows + row) * dim;
-            for (int64_t i = 0; i < dim; i += WIDE) store(&mine[i], floats(&mine[i]) + floats(out + i) * share);
-            float* weights = all.weights + (place * rows + row) * all.slots;
-            for (int64_t i = parts[part].first; all.weights && i < parts[part].last; ++i) weights[i] *= share;
+            shares[part] = sum > 0 ? shares[part] / sum : 0;
+            add(&mine[0], dim, outs + (part * rows + row) * dim, shares[part]);
         }
         if (Values::TURNED) SINGLE.turn(&mine[0], dim, all.root);
-        std::copy(mine.begin(), mine.end(), all.out + (place * rows + row) * dim);
+        float mass = -__builtin_inff(), total = lse, kept = 1;
+        if (estimate) {
+            std::fill(value.begin(), value.end(), 0.0f);
+            mass = (*estimate)(all.queries + at * dim, &value[0]);
+            total = together(lse, mass);
+            kept = share_of(lse, total);
+            scale(&mine[0], dim, kept);
+            add(&mine[0], dim, &value[0], share_of(mass, total));
+        }
+        if (all.sinks) {
+            const float sunk = share_of(total, together(total, all.sinks[head * rows + row]));
+            scale(&mine[0], dim, sunk);
+            kept *= sunk;
+        }
+        all.lse[at] = lse;
+        all.mass[at] = mass;
+        std::copy(mine.begin(), mine.end(), all.out + at * dim);
+        if (!all.received) continue;
+        float* received = all.received + batch * all.received_strides[0] +
+                          (all.starts ? all.first_of(batch, head) : head * all.received_strides[1]);
+        for (int64_t part = 0; part < number; ++part) {
+            const int64_t length = parts[part].last - parts[part].first, width = (length + TILE - 1) / TILE * TILE;
+            const float* given = weights + part * rows * STRETCH + row * width;
+            const float share = shares[part] * kept / rows;
+            for (int64_t i = 0; i < length; ++i) received[parts[part].first + i] += given[i] * share;
+        }
     }
 }
 
@@ -435,7 +584,7 @@ void append(const Attention& all) {
         int64_t& seen = token.seen[batch * token.seen_stride];
         for (int64_t head = 0; head < all.heads; ++head) {
             int64_t place = batch * all.heads + head;
-            const int32_t* owned = all.starts ? all.starts + place + batch : nullptr;
+            const int32_t* owned = all.stretch_of(batch, head);
             int32_t& length = all.lengths[batch * all.length_stride + head];
             if (length >= (owned ? owned[1] - owned[0] : token.room)) continue;
             int64_t slot = (owned ? owned[0] : 0) + length++;
@@ -461,30 +610,26 @@ void attend(const Attention& all) {
             parts.push_back({place, first, std::min(first + STRETCH, length)});
     }
     begins.push_back(parts.size());
+    int64_t products = 0;
+    for (const Part& part : parts) products += (part.last - part.first) * rows * all.dim;
     std::vector<float> outs(parts.size() * rows * all.dim), tops(parts.size() * rows), sums(parts.size() * rows);
-#pragma omp parallel num_threads(all.threads)
+    std::vector<float> weights(all.received ? parts.size() * rows * STRETCH : 0);
+#pragma omp parallel num_threads(products < ALONE ? 1 : all.threads)
     {
         typename Stretch<Keys, Values>::Room room;
+        std::vector<float> own(all.received ? 0 : rows * STRETCH);
 #pragma omp for schedule(dynamic)
-        for (size_t part = 0; part < parts.size(); ++part)
-            Stretch<Keys, Values>(all, parts[part], room)
+        for (size_t part = 0; part < parts.size(); ++part) {
+            float* mine = all.received ? &weights[part * rows * STRETCH] : own.data();
+            Stretch<Keys, Values>(all, parts[part], room, mine)
                 .attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
+        }
 #pragma omp for
         for (int64_t place = 0; place < places; ++place) {
-            int64_t first = begins[place], number = begins[place + 1] - first;
-            if (all.weights) {  // of slots that are not in use: 0
-                int64_t length = number ? parts[first + number - 1].last : 0;
-                for (int64_t row = 0; row < rows; ++row)
-                    std::fill(all.weights + (place * rows + row) * all.slots + length,
-                              all.weights + (place * rows + row + 1) * all.slots, 0.0f);
-            }
-            if (number) {
-                join<Values>(all, &parts[first], number, &outs[first * rows * all.dim], &tops[first * rows],
-                             &sums[first * rows]);
-                continue;
-            }
-            std::fill_n(all.out + place * rows * all.dim, rows * all.dim, 0.0f);
-            std::fill_n(all.lse + place * rows, rows, -__builtin_inff());
+            const int64_t first = begins[place];
+            join<Values>(all, place, parts.data() + first, begins[place + 1] - first, outs.data() + first * rows * all.dim,
+                         tops.data() + first * rows, sums.data() + first * rows,
+                         weights.data() + first * rows * STRETCH);
         }
     }
 }

@@ -1,4 +1,4 @@
-"""A decode step's attention to slots, plain or codes, on a CPU, compiled from codes.cpp on first use.
+"""A decode step on a CPU, over slots that are plain or codes, compiled from codes.cpp on first use.
 
 torch decodes 8 and 4 bits before it multiplies, which takes longer than attention; copies heads of unequal length to
 equal ones; and converts all of bfloat16 to float32. Without a C++ compiler (`compiled`), and for float16, it does all
@@ -8,17 +8,26 @@ that.
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_float, c_int64, c_void_p
-from functools import cache, lru_cache
+from functools import cache
+from operator import is_
 
 import torch
 from torch import Tensor
 
-from ..reference import RowFormat, Slots, Stored
+from .. import reference
+from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Slots, Spec, Stored
 from . import compiled
 
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
 PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+MEANS = (torch.float32, torch.bfloat16)  # of centroids
 Three = c_int64 * 3
+POINTERS = ("keys", "values", "count", "spread", "whole", "cross")  # of what stands for the evicted, in C++ and here
+MIXED = {
+    Centroids: {"count": "count", "keys": "keys", "values": "values", "spread": "spread"},
+    Moments: {"whole": "count", "keys": "key_mean", "values": "value_mean", "cross": "cross"},
+}
+Place = tuple[int, int, tuple[int, ...]]  # of a tensor: its address, bytes of a number, strides
 
 
 class Coded(Structure):
@@ -27,28 +36,20 @@ class Coded(Structure):
     _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
 
     @staticmethod
-    def of(codes: Tensor, scales: Tensor | None) -> Coded:
+    def of(codes: Place, scales: Place | None) -> Coded:
         """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
         have no scales.
         """
-        return _coded(*_place(codes), *(_place(scales) if scales is not None else (None, 0, ())), codes.ndim == 3)
+        strides = []
+        for _, size, (batch, *rest) in (codes, scales or (None, 0, codes[2])):
+            head, slot = (0, rest[0]) if len(codes[2]) == 3 else rest[:2]
+            strides.append(Three(size * batch, size * head, size * slot))
+        return Coded(codes[0], scales and scales[0], *strides)
 
 
-def _place(part: Tensor) -> tuple[int, int, tuple[int, ...]]:
+def place_of(part: Tensor) -> Place:
+    """Where a tensor lies."""
     return part.data_ptr(), part.element_size(), part.stride()
-
-
-@lru_cache(maxsize=1024)
-def _coded(
-    codes: int, code_size: int, code_strides: tuple[int, ...],
-    scales: int | None, scale_size: int, scale_strides: tuple[int, ...], shared: bool,
-) -> Coded:  # fmt: skip
-    """Of places; every step of a layer asks for the same."""
-    strides = []
-    for size, (batch, *rest) in ((code_size, code_strides), (scale_size, scale_strides or (0, 0, 0))):
-        head, slot = (0, rest[0]) if shared else rest[:2]
-        strides.append(Three(size * batch, size * head, size * slot))
-    return Coded(codes, scales, *strides)
 
 
 class Rows(Structure):
@@ -72,14 +73,15 @@ class Token(Structure):
         ("root", c_double),
     )
 
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, slots: Slots, seen: Tensor) -> Token:
-        """k, v [B, Hkv, 1, D], contiguous, in the dtype of plain slots, else fp32."""
-        assert slots.positions is not None
-        batch, *head = slots.positions.stride()[:-1]
-        pointers = k.data_ptr(), v.data_ptr(), slots.positions.data_ptr(), seen.data_ptr()
-        strides = (c_int64 * 2)(batch, *head)
-        return cls(*pointers, strides, seen.stride(0), slots.keys.shape[-2], root(k.shape[-1]))
+
+class EvictedMeans(Structure):
+    """`Evicted` of codes.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in POINTERS),
+        ("strides", c_int64 * len(POINTERS)),
+        *((name, c_int64) for name in ("number", "halves")),
+    )
 
 
 class Attention(Structure):
@@ -88,28 +90,19 @@ class Attention(Structure):
     _fields_ = (
         *((name, Coded) for name in ("keys", "values")),
         ("token", Token),
-        *((name, c_void_p) for name in ("lengths", "starts", "queries", "bias", "out", "lse", "weights")),
+        ("evicted", EvictedMeans),
+        *((name, c_void_p) for name in ("lengths", "starts", "queries", "bias", "sinks", "out", "lse", "mass")),
+        ("received", c_void_p),
+        ("received_strides", c_int64 * 2),
         *((name, c_int64) for name in ("batch", "heads", "rows", "dim", "slots", "threads", "length_stride")),
+        ("start_stride", c_int64),
         *((name, c_float) for name in ("scale", "root")),
     )
-
-
-NOTHING = Token()
 
 
 def serves(form: RowFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
     return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
-
-
-def attends(slots: Slots, dim: int) -> bool:
-    """Whether `attend` can be used for these slots. The first question compiles."""
-    if not slots.format.plain:
-        return serves(slots.format.keys, dim)
-    keys, values = slots.keys, slots.values
-    alike = values is not None and values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
-    fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
-    return fits and compiled.available("codes")
 
 
 @cache
@@ -134,7 +127,7 @@ def encode(form: RowFormat, rows: Tensor) -> Stored:
     rows, place = rows.float().contiguous(), rows.ndim - 1
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
-    coded = Coded.of(in_four(codes, place), in_four(scales, place))  # views
+    coded = Coded.of(*(place_of(in_four(part, place)) for part in (codes, scales)))  # views
     compiled.call("codes", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
     return codes, scales
 
@@ -147,63 +140,137 @@ def decode(form: RowFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
     parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
-    compiled.call("codes", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*parts)))
+    compiled.call("codes", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*map(place_of, parts))))
     return rows.to(dtype)
 
 
-def appends(slots: Slots, seen: Tensor) -> bool:
-    """Whether `attend` can store a token, too, where it can be used."""
-    positions, lengths = slots.positions, slots.lengths
-    plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
-    counted = lengths.dtype == torch.int32 and lengths.stride(-1) == 1 and seen.dtype == torch.int64
-    ours = torch.is_inference_mode_enabled() or not lengths.is_inference()  # PyTorch refuses to write to others
-    return plain and counted and ours and slots.bias is None
+class Standing:
+    """What is the same in every step of a layer, found once for the tensors it has.
 
-
-def attend(
-    q: Tensor,
-    slots: Slots,
-    scale: float,
-    weights: Tensor | None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of the G query heads of each KV head to its slots in use, as `attends` says.
-
-    Args: q [B, Hkv, G, D] in any float dtype.  weights: None, or where they are written, fp32 [B, Hkv, G, N].
-        k, v [B, Hkv, 1, D], seen [B]: a token that is appended first, as `appends` says, and `seen` is then one more.
-    Returns: out [B, Hkv, G, D] and lse [B, Hkv, G], fp32.
+    Attributes: tensors: that it was found for.  attention: with their addresses; None where `step` cannot be used.
+        takes: whether a token can be stored in that call, too.
     """
-    (batch, heads, rows, dim), number, lengths, starts = q.shape, slots.filled, slots.lengths, slots.starts
-    if lengths.dtype != torch.int32 or lengths.stride(-1) != 1:  # an operator may be given other integers
-        lengths = lengths.to(torch.int32).contiguous()
-    if starts is not None:
-        starts = starts.to(torch.int32).contiguous()
-    queries, bias = q.float().contiguous(), slots.biases(number)
+
+    def __init__(self, tensors: tuple[Tensor | None, ...], state: LayerState, known: Evicted | None, dim: int) -> None:
+        self.tensors, self.attention, self.takes, slots = tensors, None, False, state.exact
+        if not (attends(slots, dim) and mixes(known)):
+            return
+        self.attention = given = Attention(
+            Coded.of(place_of(slots.keys), None if slots.key_scales is None else place_of(slots.key_scales)),
+            Coded.of(place_of(slots.values), None if slots.value_scales is None else place_of(slots.value_scales)),  # type: ignore[arg-type]
+        )
+        lengths, starts, received, positions = slots.lengths, slots.starts, slots.attention, slots.positions
+        given.lengths, given.length_stride = lengths.data_ptr(), lengths.stride(0)
+        if starts is not None:
+            given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+        if received is not None:
+            given.received, given.received_strides = received.data_ptr(), (c_int64 * 2)(*received.stride()[:2])
+        plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
+        if positions is not None and plain and slots.bias is None:
+            *strides, _ = positions.stride()
+            given.token = Token(None, None, positions.data_ptr(), state.seen.data_ptr(), (c_int64 * 2)(*strides))
+            given.token.seen_stride, given.token.root = state.seen.stride(0), root(dim)
+            given.token.room, self.takes = slots.keys.shape[-2], True
+        for name, part in () if known is None else MIXED[type(known)].items():
+            tensor = getattr(known, part)
+            if tensor is not None:
+                setattr(given.evicted, name, tensor.data_ptr())
+                given.evicted.strides[POINTERS.index(name)] = tensor.element_size() * tensor.stride(0)
+        if isinstance(known, Centroids):
+            given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
+        given.batch, given.heads, given.dim, given.root = *lengths.shape, dim, root(dim)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Standing:
+        return self  # the copy has other tensors, and finds its own
+
+
+def attends(slots: Slots, dim: int) -> bool:
+    """Whether `step` can attend to these slots. The first question compiles."""
+    keys, values, lengths = slots.keys, slots.values, slots.lengths
+    owned = [lengths] if slots.starts is None else [lengths, slots.starts]
+    if any(part.dtype != torch.int32 or part.stride(-1) != 1 for part in owned):
+        return False
+    if not slots.format.plain:
+        return serves(slots.format.keys, dim)
+    alike = values is not None and values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
+    fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
+    return fits and compiled.available("codes")
+
+
+def mixes(known: Evicted | None) -> bool:
+    """Whether `step` can mix that into attention: what each head has of it lies in one piece."""
+    if known is None:
+        return True
+    if isinstance(known, Centroids):
+        fits = known.keys.dtype in MEANS and known.values.dtype == known.keys.dtype
+    else:
+        fits = isinstance(known, Moments) and known.key_mean is not None and known.key_mean.dtype == torch.float32
+    return fits and all(tensor[0].is_contiguous() for tensor in known.tensors())
+
+
+def standing(state: LayerState, known: Evicted | None, dim: int) -> Standing:
+    """Of a state and what is known of its evicted tokens; it stays with the state until that has other tensors."""
+    slots, found = state.exact, state.standing
+    parts = () if known is None else tuple(getattr(known, part) for part in MIXED.get(type(known), {}).values())
+    tensors = (
+        *(slots.keys, slots.values, slots.key_scales, slots.value_scales, slots.lengths, slots.starts),
+        *(slots.attention, slots.positions, slots.bias, state.seen, *parts),
+    )
+    if found is None or len(found.tensors) != len(tensors) or not all(map(is_, found.tensors, tensors)):
+        state.standing = found = Standing(tensors, state, known, dim)
+    return found
+
+
+def step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`reference.decode_step`, without a softcap; None where it has to be done otherwise, and nothing has happened."""
+    (batch, num_heads, dim), slots = q.shape, state.exact
+    found = standing(state, spec.evicted(state), dim)
+    if found.attention is None:
+        return None
+    given = Attention.from_buffer_copy(found.attention)
+    rows = q.float().contiguous()
+    out = torch.empty_like(rows)
+    lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
+    given.queries, given.out, given.lse, given.mass = (t.data_ptr() for t in (rows, out, lse, mass))
+    if k is not None and v is not None:
+        lengths = slots.lengths
+        # PyTorch refuses to write to tensors of inference mode outside of it.
+        if found.takes and (torch.is_inference_mode_enabled() or not lengths.is_inference()):
+            stored = slots.keys.dtype if slots.format.plain else torch.float32
+            k, v = k.to(stored).contiguous(), v.to(stored).contiguous()
+            given.token.keys, given.token.values = k.data_ptr(), v.data_ptr()
+        else:
+            append(slots, k, v, state.seen)
+            state.seen.add_(1)
+    bias, sinks = slots.biases(slots.filled), state.sink_logits
     if bias is not None:
         bias = bias.float().contiguous()
-    out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, q.shape[:3]))
-    assert slots.values is not None
-    token = NOTHING
-    if k is not None and v is not None and seen is not None:
-        stored = slots.keys.dtype if slots.format.plain else torch.float32
-        k, v = k.to(stored).contiguous(), v.to(stored).contiguous()
-        token = Token.of(k, v, slots, seen)
-    given = Attention(
-        Coded.of(slots.keys, slots.key_scales),
-        Coded.of(slots.values, slots.value_scales),
-        token,
-        lengths.data_ptr(),
-        None if starts is None else starts.data_ptr(),
-        queries.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        None if weights is None else weights.data_ptr(),
-        *(batch, heads, rows, dim, number, torch.get_num_threads(), lengths.stride(0)),
-        *(scale, root(dim)),
-    )
+        given.bias = bias.data_ptr()
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+        given.sinks = sinks.data_ptr()
+    given.rows, given.slots, given.scale = num_heads // given.heads, slots.filled, spec.scale
+    given.threads = torch.get_num_threads()
     name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
     compiled.call("codes", f"attend_{name}", given)
-    return out, lse
+    return out.to(q.dtype), lse, mass
+
+
+def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
+    """`reference.append`, by whole rows where all heads have one length."""
+    length = common(slots.lengths) if slots.starts is None else None
+    if length is None:
+        reference.append(slots, k, v, position)
+        return
+    new = slots.encoded(k, v, position[:, None, None])
+    for name, rows in slots.moving().items():
+        rows.select(2, length).copy_(new[name].select(2, 0))
+    slots.lengths.add_(1)
+
+
+def common(lengths: Tensor) -> int | None:
+    """The length of every head, None if they differ. Looking costs a CPU less than one small operator."""
+    first, *others = lengths.flatten().tolist()
+    return first if others.count(first) == len(others) else None

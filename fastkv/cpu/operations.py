@@ -122,12 +122,6 @@ def showing(visible: Tensor) -> Tensor:
     return torch.full_like(visible, float("-inf"), dtype=torch.float32).masked_fill_(visible, 0.0)
 
 
-def common(lengths: Tensor) -> int | None:
-    """The length of every head, None if they differ. Looking costs a CPU less than one small operator."""
-    first, *others = lengths.flatten().tolist()
-    return first if others.count(first) == len(others) else None
-
-
 @cache
 def edge(slots: int) -> Tensor:
     """0 so many times, then -inf: each mask for one common length is a stretch of it."""
@@ -142,33 +136,28 @@ def decode_step(
     """
     if state.rows is not None:
         return decode_step_of_rows(q, k, v, state, spec)
-    slots = state.exact
-    empty = k is None and not bool(slots.lengths.all())
-    if empty or state.approx is not None or not serves(q, _value_dim(slots), spec.softcap):
+    (batch, num_heads, dim), slots, known = q.shape, state.exact, spec.evicted(state)
+    if state.approx is not None or not serves(q, _value_dim(slots), spec.softcap):
         return reference.decode_step(q, k, v, state, spec)
-    (batch, num_heads, dim), heads, num = q.shape, state.heads, slots.filled
-    groups, weights = num_heads // heads, None
-    rows = q.reshape(batch, heads, groups, dim)
-    compiled = slot_codes.attends(slots, dim)
-    if k is not None and v is not None and not (compiled and slot_codes.appends(slots, state.seen)):
-        append(slots, k, v, state.seen)
+    compiled = slot_codes.step(q, k, v, state, spec)
+    if compiled is not None:
+        return compiled
+    if k is not None and v is not None:
+        slot_codes.append(slots, k, v, state.seen)
         state.seen.add_(1)
-        k = None
-    if compiled:
-        weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
-        out, lse = slot_codes.attend(rows, slots, spec.scale, weights, k, v, state.seen)
+    elif not bool(slots.lengths.all()):
+        return reference.decode_step(q, k, v, state, spec)
+    num, weights, groups = slots.filled, None, num_heads // state.heads
+    rows = q.reshape(batch, -1, groups, dim)
+    length = slot_codes.common(slots.lengths) if slots.starts is None else None
+    mask = adding(unused(slots.lengths, num, 1, length), slots.biases(num))
+    pairs = slots["keys"], slots["values"]
+    if slots.attention is None:
+        out, lse = attend(rows, *pairs, spec.scale, mask)
     else:
-        length = common(slots.lengths) if slots.starts is None else None
-        mask = adding(unused(slots.lengths, num, 1, length), slots.biases(num))
-        pairs = slots["keys"], slots["values"]
-        if slots.attention is None:
-            out, lse = attend(rows, *pairs, spec.scale, mask)
-        else:
-            out, lse, weights = observed(rows, *pairs, spec.scale, mask)
-    known, total = spec.evicted(state), lse
-    if known is None:
-        evicted = torch.full_like(lse, float("-inf"))
-    else:
+        out, lse, weights = observed(rows, *pairs, spec.scale, mask)
+    evicted, total = torch.full_like(lse, float("-inf")), lse
+    if known is not None:
         value, evicted = mixed_in(q[:, :, None], known, spec)
         value, evicted = value.reshape(out.shape), evicted.reshape(lse.shape)
         out, total = merge_partials(out, lse, value, evicted)
@@ -229,18 +218,6 @@ def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: to
     return slot_codes.decode(form, codes, scales, dtype)
 
 
-def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
-    """`reference.append`, by whole rows where all heads have one length."""
-    length = common(slots.lengths) if slots.starts is None else None
-    if length is None:
-        reference.append(slots, k, v, position)
-        return
-    new = slots.encoded(k, v, position[:, None, None])
-    for name, rows in slots.moving().items():
-        rows.select(2, length).copy_(new[name].select(2, 0))
-    slots.lengths.add_(1)
-
-
 def window_attention(
     q: Tensor,
     keys: Tensor,
@@ -289,7 +266,7 @@ def prefill_attention(
     out, lse = attend(q, k, v, spec.scale, showing(valid)[:, None, None], causal=True)
     lse = lse.masked_fill((valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:
-        mask = unused(lengths, keys.shape[2], groups, common(lengths))
+        mask = unused(lengths, keys.shape[2], groups, slot_codes.common(lengths))
         past, past_lse = attend(q, keys, values, spec.scale, adding(mask, state.exact.biases(keys.shape[2]), groups))
         empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
         out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))

@@ -3,16 +3,29 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr int WIDE = 16;  // numbers of a vector
 
+// Of a vector of the processor's own: gcc keeps longer ones in memory where a loop has several.
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16, SUMS = 24;  // and how many sums its registers hold beside what is added
+#elif defined(__AVX__)
+constexpr int NATIVE = 8, SUMS = 12;
+#else
+constexpr int NATIVE = 4, SUMS = 24;
+#endif
+constexpr int PIECES = WIDE / NATIVE;
+
 // Vectors in memory, wherever they begin.
 #define LANES(type, name, count) \
     typedef type name __attribute__((vector_size(sizeof(type) * (count)), aligned(1), may_alias))
 LANES(float, Floats, WIDE);
+LANES(float, Native, NATIVE);
 LANES(float, Half, WIDE / 2);
 LANES(float, Quarter, WIDE / 4);
 LANES(double, Doubles, WIDE / 2);
@@ -23,6 +36,8 @@ LANES(uint8_t, Bytes, WIDE);
 inline Floats floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 inline Bytes bytes(const uint8_t* at) { return *reinterpret_cast<const Bytes*>(at); }
 inline void store(float* at, Floats lanes) { *reinterpret_cast<Floats*>(at) = lanes; }
+inline Native native(const float* at) { return *reinterpret_cast<const Native*>(at); }
+inline void store_native(float* at, Native lanes) { *reinterpret_cast<Native*>(at) = lanes; }
 
 // Of bytes that something was done to: gcc widens those that it has just read one after another.
 inline Ints widened(Bytes codes) { return __builtin_convertvector(codes, Ints); }
@@ -46,6 +61,12 @@ inline float total(const float* at) {
     *reinterpret_cast<Half*>(eight) = *reinterpret_cast<const Half*>(at) + *reinterpret_cast<const Half*>(at + 8);
     Quarter four = *reinterpret_cast<Quarter*>(eight) + *reinterpret_cast<Quarter*>(eight + 4);
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline float total(const Native (&pieces)[PIECES]) {
+    float parts[WIDE];
+    for (int p = 0; p < PIECES; ++p) store_native(parts + p * NATIVE, pieces[p]);
+    return total(parts);
 }
 
 inline float total_of(Floats lanes) {

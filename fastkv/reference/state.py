@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -223,6 +223,7 @@ class LayerState:
         rows: [B] int64, the state row of each batch row; None: batch row b lives in state row b. Row 0 is nobody's: it
             stands for batch rows that an operation is to pass over, as often as needed; their results mean nothing.
             All others differ. With rows, tensors may be views of pages, whose first axis has a stride of its own.
+        standing: what a backend has found out about these tensors, for the next step; None for nothing.
     """
 
     exact: Slots
@@ -234,6 +235,7 @@ class LayerState:
     scratch: list[Tensor] = field(default_factory=list)
     sink_logits: Tensor | None = None
     rows: Tensor | None = None
+    standing: Any = None
     BORROWED: ClassVar = ("sink_logits", "rows")  # tensors that belong to the model, or to a batch
 
     @property
