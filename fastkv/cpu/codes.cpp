@@ -1,4 +1,4 @@
-// Slots on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, attention of a decode step to slots.
+// Slots on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, a decode step over slots, and which of them stay.
 //
 // Threads share a head's slots, a stretch at a time, so that the longest head does not decide. A stretch is read a tile
 // at a time: a number becomes fp32 in the nearest cache, once for all queries of the head. int4: queries are turned
@@ -261,6 +261,21 @@ struct Attention {
         return starts ? starts + batch * start_stride + head : nullptr;
     }
     int64_t first_of(int64_t batch, int64_t head) const { return starts ? *stretch_of(batch, head) : 0; }
+};
+
+// A tensor with a row of so many bytes for every token; strides in bytes, of batch rows, heads and slots.
+struct Moving {
+    uint8_t* rows;
+    int64_t strides[3], size;
+};
+
+// kept [batch, heads, slots]: which tokens stay; lengths and starts as in Attention.
+struct Leaving {
+    Moving parts[6];
+    int32_t* lengths;
+    const int32_t* starts;
+    const uint8_t* kept;
+    int64_t number, batch, heads, slots, length_stride, start_stride;
 };
 }
 
@@ -634,6 +649,30 @@ void attend(const Attention& all) {
     }
 }
 
+// The last tokens that stay move into the slots of the first that leave.
+void leave(const Leaving& all) {
+    for (int64_t place = 0; place < all.batch * all.heads; ++place) {
+        const int64_t batch = place / all.heads, head = place % all.heads;
+        int32_t& length = all.lengths[batch * all.length_stride + head];
+        const uint8_t* kept = all.kept + place * all.slots;
+        const int64_t first = all.starts ? all.starts[batch * all.start_stride + head] : 0;
+        int64_t hole = 0, last = length;
+        while (true) {
+            while (hole < last && kept[hole]) ++hole;
+            while (hole < last && !kept[last - 1]) --last;
+            if (hole >= last) break;
+            --last;
+            for (int64_t i = 0; i < all.number; ++i) {
+                const Moving& part = all.parts[i];
+                uint8_t* rows = part.rows + batch * part.strides[0] + head * part.strides[1] + first * part.strides[2];
+                std::memcpy(rows + hole * part.strides[2], rows + last * part.strides[2], part.size);
+            }
+            ++hole;
+        }
+        length = int32_t(last);
+    }
+}
+
 template <typename Format>
 void each(const Rows& all, bool encode) {
     const Coded& coded = all.coded;
@@ -667,6 +706,7 @@ void each(const Rows& all, bool encode) {
     void decode_##name(const Rows* all) { each<Format>(*all, false); }
 
 extern "C" {
+void leave_slots(const Leaving* all) { leave(*all); }
 READ(float32, Float32, Float32)
 READ(bfloat16, Bfloat16, Bfloat16)
 READ(k8v4, Scaled<Int8>, Int4)

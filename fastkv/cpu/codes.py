@@ -100,6 +100,35 @@ class Attention(Structure):
     )
 
 
+class Moving(Structure):
+    """`Moving` of codes.cpp."""
+
+    _fields_ = (("rows", c_void_p), ("strides", Three), ("size", c_int64))
+
+    @classmethod
+    def of(cls, part: Tensor, shared: bool) -> Moving | None:
+        """Of rows [B, Hkv, C, ...], or [B, S, ...] of heads that share slots; None where a row is in several pieces."""
+        axes = 2 if shared else 3
+        size, strides = part.element_size(), part.stride()
+        numbers = 1
+        for more, stride in zip(part.shape[: axes - 1 : -1], strides[: axes - 1 : -1]):
+            if stride != numbers:
+                return None
+            numbers *= more
+        of_head = (0, strides[1]) if shared else strides[1:3]
+        return cls(part.data_ptr(), Three(*(size * stride for stride in (strides[0], *of_head))), size * numbers)
+
+
+class Leaving(Structure):
+    """`Leaving` of codes.cpp."""
+
+    _fields_ = (
+        ("parts", Moving * len(Slots.MOVING)),
+        *((name, c_void_p) for name in ("lengths", "starts", "kept")),
+        *((name, c_int64) for name in ("number", "batch", "heads", "slots", "length_stride", "start_stride")),
+    )
+
+
 def serves(form: RowFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
     return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
@@ -186,9 +215,8 @@ class Standing:
 
 def attends(slots: Slots, dim: int) -> bool:
     """Whether `step` can attend to these slots. The first question compiles."""
-    keys, values, lengths = slots.keys, slots.values, slots.lengths
-    owned = [lengths] if slots.starts is None else [lengths, slots.starts]
-    if any(part.dtype != torch.int32 or part.stride(-1) != 1 for part in owned):
+    keys, values = slots.keys, slots.values
+    if not owned_as_expected(slots):
         return False
     if not slots.format.plain:
         return serves(slots.format.keys, dim)
@@ -230,7 +258,7 @@ def step(
     if found.attention is None:
         return None
     given = Attention.from_buffer_copy(found.attention)
-    rows = q.float().contiguous()
+    rows = dense(q, torch.float32)
     out = torch.empty_like(rows)
     lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
     given.queries, given.out, given.lse, given.mass = (t.data_ptr() for t in (rows, out, lse, mass))
@@ -239,23 +267,55 @@ def step(
         # PyTorch refuses to write to tensors of inference mode outside of it.
         if found.takes and (torch.is_inference_mode_enabled() or not lengths.is_inference()):
             stored = slots.keys.dtype if slots.format.plain else torch.float32
-            k, v = k.to(stored).contiguous(), v.to(stored).contiguous()
+            k, v = dense(k, stored), dense(v, stored)
             given.token.keys, given.token.values = k.data_ptr(), v.data_ptr()
         else:
             append(slots, k, v, state.seen)
             state.seen.add_(1)
     bias, sinks = slots.biases(slots.filled), state.sink_logits
     if bias is not None:
-        bias = bias.float().contiguous()
+        bias = dense(bias, torch.float32)
         given.bias = bias.data_ptr()
     if sinks is not None:
-        sinks = sinks.detach().float().contiguous()
+        sinks = dense(sinks.detach(), torch.float32)
         given.sinks = sinks.data_ptr()
     given.rows, given.slots, given.scale = num_heads // given.heads, slots.filled, spec.scale
     given.threads = torch.get_num_threads()
     name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
     compiled.call("codes", f"attend_{name}", given)
-    return out.to(q.dtype), lse, mass
+    return dense(out, q.dtype), lse, mass
+
+
+def dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous rows of that dtype. To ask first is quicker than a conversion that has nothing to do."""
+    return (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()
+
+
+def leave(slots: Slots, kept: Tensor) -> bool:
+    """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first N slots of every head, all of
+    those in use among them. A token that stays in a slot before the new length is not moved.
+
+    Returns: whether it was done; without a compiler, and where tensors have gaps, nothing happens.
+    """
+    lengths, starts = slots.lengths, slots.starts
+    found = [Moving.of(part, starts is not None) for part in slots.moving().values()]
+    parts = [part for part in found if part is not None]
+    if len(parts) < len(found) or not owned_as_expected(slots) or not compiled.available("codes"):
+        return False
+    kept = kept.contiguous()
+    rows = (Moving * len(Slots.MOVING))(*parts)
+    given = Leaving(rows, lengths.data_ptr(), None, kept.data_ptr(), len(parts), *kept.shape)
+    given.length_stride = lengths.stride(0)
+    if starts is not None:
+        given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+    compiled.call("codes", "leave_slots", given)
+    return True
+
+
+def owned_as_expected(slots: Slots) -> bool:
+    """Whether what says which slots are whose, and which are in use, is what C++ expects: int32, heads side by side."""
+    owned = [slots.lengths] if slots.starts is None else [slots.lengths, slots.starts]
+    return all(part.dtype == torch.int32 and part.stride(-1) == 1 for part in owned)
 
 
 def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:

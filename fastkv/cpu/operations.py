@@ -342,36 +342,20 @@ def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tens
 
 
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
-    """`reference.evict`: for heads of equally many slots, survivors among the last slots move into the holes."""
-    exact, moments, tokens = state.exact, state.moments, spec.tokens
-    positions, lengths = exact.positions, exact.lengths
-    assert positions is not None
-    # Rows are addressed by their place in memory.
-    if exact.starts is not None or not all(part.is_contiguous() for part in (*exact.moving().values(), lengths)):
-        reference.evict(scores, kept, state, spec)
-        return
-    slots = positions.shape[-1]
-    if slots <= tokens:
-        return
-    used = torch.arange(slots, device="cpu") < lengths[..., None]
-    # The last of the order leave, unless they are no tokens, which come after all that are.
-    if kept is None:
-        guard = reference.protected(positions, state.seen, spec.sinks, spec.recent)
-        order = reference.places(scores, positions, used, guard)
-        leaving = order.topk(slots - tokens, dim=-1).indices.sort(-1).values
+    """`reference.evict`: only tokens that leave are copied out, and only those that fill their slots are moved."""
+    slots, moments, num = state.exact, state.moments, scores.shape[-1]
+    chosen = reference.select_slots(scores, state, spec).kept if kept is None else kept
+    gone = (torch.arange(num, device="cpu") < slots.lengths[..., None]) & ~chosen
+    most = int(gone.sum(-1).max())
+    if moments.key_mean is None or not most:
+        after = Moments(moments.count + gone.sum(-1))
     else:
-        leaving = kept.to(torch.uint8).argsort(dim=-1, stable=True)[..., : slots - tokens]
-    gone = hiding(used.gather(-1, leaving))
-    moments.copy_(moments.add(*exact.pairs_at(leaving), gone))
-    # As many slots beyond `tokens` stay as there are holes before it. The holes come first in `target`, the slots that
-    # stay first in `source`; what follows in both are the slots beyond that leave, each onto itself.
-    stays = torch.ones_like(used, dtype=torch.uint8).scatter_(-1, leaving, 0)[..., tokens:]
-    source = reference.flat_index(stays.argsort(dim=-1, descending=True, stable=True) + tokens, slots)
-    target = reference.flat_index(leaving, slots)
-    for part in exact.moving().values():
-        rows = part.flatten(0, 2)  # a view: the slots are contiguous
-        rows.index_copy_(0, target, rows.index_select(0, source))
-    lengths.clamp_(max=tokens)
+        leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
+        after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
+    if slot_codes.leave(slots, chosen):
+        moments.copy_(after)
+    else:
+        reference.evict(scores, chosen, state, spec)
 
 
 def remember(

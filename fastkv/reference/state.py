@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .gather import rows_at, unpack
+from .gather import rows_at, slots_at, unpack
 from .moments import Evicted, Moments
 from .slots import PLAIN, SPECIFIED, Codec, SlotFormat, Stored
 
@@ -111,8 +111,12 @@ class Slots:
         return {**rows, **rest}  # type: ignore[dict-item]
 
     def pairs_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, decoded, of the slots at index [B, Hkv, m] of heads of equally many."""
-        rows = {name: rows_at(part, index) for name, part in self.moving().items() if name in self.PAIRS}
+        """Keys and values, decoded, of the slots at index [B, Hkv, m], counted from the first of each head."""
+        pairs = {name: part for name, part in self.moving().items() if name in self.PAIRS}
+        if self.starts is None:
+            rows = {name: rows_at(part, index) for name, part in pairs.items()}
+        else:
+            rows = {name: slots_at(part, self.starts, index) for name, part in pairs.items()}
         keys = self.decode("keys", rows["keys"], rows.get("key_scales"))
         if self.values is None:
             return keys, keys[..., : self.value_dim]
