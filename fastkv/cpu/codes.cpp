@@ -358,25 +358,19 @@ class Stretch {
 
     // The weights become e^(weight - the largest), 0 where that is -inf; returns the largest and sets their sum.
     float exponentials(float* row, float* sum) {
-        float lanes[WIDE], top = -__builtin_inff();
-        Floats tops = floats(row), whole = {};
-        for (int64_t i = WIDE; i < width; i += WIDE) {
-            Floats some = floats(row + i);
-            tops = some > tops ? some : tops;
-        }
-        store(lanes, tops);
-        for (float one : lanes) top = one > top ? one : top;
+        const float top = largest_of(row, width, -__builtin_inff());
         if (top == -__builtin_inff()) {
             std::fill_n(row, width, 0.0f);
             return *sum = 0, top;
         }
-        for (int64_t i = 0; i < width; i += WIDE) {
-            Floats some = exponential(floats(row + i) - top);
-            store(row + i, some);
-            whole += some;
-        }
-        store(lanes, whole);
-        *sum = total(lanes);
+        Native whole[PIECES] = {};
+        for (int64_t i = 0; i < width; i += WIDE)
+            for (int p = 0; p < PIECES; ++p) {
+                Native some = exponential(native(row + i + p * NATIVE) - top);
+                store_native(row + i + p * NATIVE, some);
+                whole[p] += some;
+            }
+        *sum = total(whole);
         return top;
     }
 
@@ -500,18 +494,17 @@ class Estimate {
         const float size = __builtin_sqrtf(product(query, query));
         std::copy(biases.begin(), biases.end(), logits.begin());
         for (int64_t i = 0; i < number; ++i) logits[i] += all.scale * product(query, &keys[i * dim]);
-        float top = -__builtin_inff(), sum = 0;
-        for (int64_t i = 0; i < padded; i += WIDE) {  // log cosh x + log 2 = x + log(1 + e^-2x), x >= 0
-            Floats deviation = size * floats(&widths[i]), folded = exponential(-2 * deviation);
-            for (int j = 0; j < WIDE; ++j) folded[j] = __builtin_log1pf(folded[j]);
-            store(&logits[i], floats(&logits[i]) + deviation + folded);
+        for (int64_t i = 0; i < padded; i += NATIVE) {  // log cosh x + log 2 = x + log(1 + e^-2x), x >= 0
+            Native deviation = size * native(&widths[i]), folded = exponential(-2 * deviation);
+            for (int j = 0; j < NATIVE; ++j) folded[j] = __builtin_log1pf(folded[j]);
+            store_native(&logits[i], native(&logits[i]) + deviation + folded);
         }
-        for (int64_t i = 0; i < number; ++i) top = std::max(top, logits[i]);
+        const float top = largest_of(&logits[0], padded, -__builtin_inff());
         if (top == -__builtin_inff()) return top;
-        for (int64_t i = 0; i < padded; i += WIDE) {
-            Floats weights = exponential(floats(&logits[i]) - top);
-            store(&logits[i], weights);
-            sum += total_of(weights);
+        float sum = 0;
+        for (int64_t i = 0; i < padded; i += NATIVE) {
+            store_native(&logits[i], exponential(native(&logits[i]) - top));
+            for (int j = 0; j < NATIVE; ++j) sum += logits[i + j];
         }
         for (int64_t i = 0; i < number; ++i) add(value, dim, &values[i * dim], logits[i] / sum);
         return top + __builtin_logf(sum);
