@@ -30,7 +30,6 @@ REMEMBERS = {  # what of an evicted token there still is, by correction
     "none": "nothing of it is remembered",
     "moments": "it is part of the mean and the covariance of all evicted tokens",
     "centroids": "it is part of a centroid",
-    "ridge": "the values of what stayed were refitted to its attention",
     "matching": "biases and values of what stayed were fitted to its attention",
 }
 
