@@ -90,6 +90,8 @@ def rope(*sections):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}}
 
 
+# Two layers of full attention have keys of their own, and the second shares them with two others.
+SHARED = {"num_hidden_layers": 6, "layer_types": [SLIDING[1], *SLIDING[:2]] * 2, "num_kv_shared_layers": 3}
 GEMMA4 = {"num_kv_shared_layers": 0, "global_head_dim": 32}
 LLAMA4_VISION = {"intermediate_size": 128}  # four patches in one
 LLAMA4_VISION |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32)
@@ -178,7 +180,7 @@ VARIANTS = {
     kind.name: kind
     for kind in (
         Kind("gemma3n_text", "shared-keys", {"num_kv_shared_layers": 2}),
-        Kind("gemma4_text", "shared-keys", {"num_kv_shared_layers": 2}),
+        Kind("gemma4_text", "shared-keys", SHARED),
         Kind("mllama", "cross-attention", {"cross_attention_layers": [1]}),
         Kind("mistral", "windows-only", {"sliding_window": 8}),
     )
