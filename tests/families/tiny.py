@@ -125,7 +125,7 @@ CHANGES = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "zaya": {"num_experts_per_tok": 1},
     "qwen2_vl": {**rope(4, 2, 2), "vision_config": {"hidden_size": 64}},
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {"vision_config": {"deepstack_visual_indexes": [0, 1]}}),
+    **{key: {"vision_config": {"deepstack_visual_indexes": [0, 1]}} for key in ("qwen3_vl", "qwen3_vl_moe")},
     **dict.fromkeys(("qwen2_5_vl", "paddleocr_vl", "glm4v", "glm46v"), rope(4, 2, 2)),
     "glmga": rope(4, 2, 2),
     "glm4v_moe": {"head_dim": 32, **rope(4, 2, 2)},
