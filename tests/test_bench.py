@@ -11,13 +11,11 @@ import torch
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.lab.bench import command
-from fastkv.lab.bench.clock import Memory, decode
-from fastkv.lab.bench.command import Bench, add_arguments, cases_of, checked
-from fastkv.lab.bench.measure import Case, Settings, Timed, contender, measure, warm_up
-from fastkv.lab.bench.shapes import SHAPES, Shape, fitting, working_bytes
+from fastkv.lab import bench as command
+from fastkv.lab.bench import Bench, Case, Settings, Timed, add_arguments, cases_of, checked, contender, measure, warm_up
 from fastkv.lab.cli import main
 from fastkv.lab.common import FULL
+from fastkv.lab.shapes import SHAPES, Memory, Shape, decode, fitting, working_bytes
 
 CPU = torch.device("cpu")
 TOY = Shape("llama", (97, 32, 48, 2, 4, 2, 16), (("tie_word_embeddings", False),))
@@ -90,7 +88,7 @@ def test_peaks_see_what_was_freed_and_start_at_zero():
 
 
 def test_a_system_that_does_not_say_has_no_peak(monkeypatch):
-    monkeypatch.setattr("fastkv.lab.bench.clock.forget_peak", lambda: False)
+    monkeypatch.setattr("fastkv.lab.shapes.forget_peak", lambda: False)
     assert Memory(CPU).peak() is None
 
 

@@ -14,7 +14,7 @@ import fastkv
 from fastkv.lab import asking, demo
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.recording import cache_bytes
+from fastkv.lab.reading import cache_bytes
 
 from .pairwise import each
 from .processes import of_module, run

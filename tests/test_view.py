@@ -24,9 +24,24 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import fidelity
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.view.command import RECENT, REMEMBERS, SINKS, Text, backend_of, found, page_of, pieces_of
-from fastkv.lab.view.page import FINE, LEVELS, TEMPLATE, TOP, coded, packed, written
-from fastkv.lab.view.trace import Full, Reading, Trace, follow, read_full, trace
+from fastkv.lab.trace import Full, Reading, Trace, follow, read_full, trace
+from fastkv.lab.view import (
+    FINE,
+    LEVELS,
+    RECENT,
+    REMEMBERS,
+    SINKS,
+    TEMPLATE,
+    TOP,
+    Text,
+    backend_of,
+    coded,
+    found,
+    packed,
+    page_of,
+    pieces_of,
+    written,
+)
 
 from .browser import Browser, find
 from .families import tiny

@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from fastkv import policies
 from fastkv.lab import haystack
 from fastkv.lab.fit_context import Sample
-from fastkv.lab.recording import cache_bytes, kept_tokens, record_attention
+from fastkv.lab.reading import cache_bytes, kept_tokens, record_attention
 
 NAMES_OF_THINGS = ("key_first", "key_second", "nouns", "plurals", "places", "adjectives", "times")
 KEY_FIRST, KEY_SECOND, NOUNS, PLURALS, PLACES, ADJECTIVES, TIMES = map(haystack.WORDS.get, NAMES_OF_THINGS)

@@ -33,8 +33,7 @@ from ..config import POLICY
 from ..integrations.transformers import modules
 from ..integrations.transformers.stock import CACHE
 from . import asking, common, facts, texts
-from .reading import Reading
-from .recording import cache_bytes
+from .reading import Reading, cache_bytes
 
 DOCUMENT = Path(__file__).with_name("flight.txt")
 TITLE = "The First Years of Flight"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from fastkv.lab.bench.clock import Step
+from fastkv.lab.shapes import Step
 
 from .cases import Case
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastkv.lab.bench.clock import Memory, decode, now
+from fastkv.lab.shapes import Memory, decode, now
 
 from . import models
 from .cases import Case
