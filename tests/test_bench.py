@@ -198,32 +198,3 @@ def test_a_model_that_was_cut_says_so(monkeypatch):
     monkeypatch.setattr(Shape, "build", lambda self, device, dtype: self.layers)
     layers, name = command.load(options_of("--shape=llama-small", "--contexts=256"), CPU)
     assert 1 <= layers < 4 and name == f"llama-small, random weights, {layers} of 4 layers, which is what fits 0.0 GiB"
-
-
-@pytest.mark.parametrize(
-    "arguments, names",
-    [
-        (["--shape", "nope"], "llama-3.1-8b"),
-        (["--model", "x", "--shape", "llama-small"], "--model or --shape"),
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--contexts", "1"], "contexts"),
-        (["--contexts", "300000"], "262144"),
-        (["--budgets", "8"], "sinks"),
-        (["--policies", "nope"], "momentkv"),
-        (["--policies", "kvzip"], "prefill_block"),
-        (["--prefill-block", "-3"], "prefill-block"),
-        (["--batch", "0"], "batch"),
-        (["--minutes", "0"], "minutes"),
-        (["--rounds", "many"], "many"),
-        *([] if torch.cuda.is_available() else [(["--graphs"], "CUDA")]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_path):
-    try:
-        code = main(["bench", *arguments, "--out", str(tmp_path / "out")])
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    assert code == 2 and len(said.err.splitlines()) == 1 and names in said.err
-    assert not (tmp_path / "out").exists()

@@ -520,42 +520,6 @@ def test_assumption_holds(name):
 # The checks can fail, and then say one sentence.
 
 
-def test_a_renamed_method_is_one_sentence(monkeypatch):
-    from transformers.cache_utils import Cache
-
-    monkeypatch.delattr(Cache, "get_mask_sizes")
-    found = complaint("cache_passes_mask_sizes_on")
-    assert "Cache.get_mask_sizes no longer asks the layer" in found and "transformers/layer.py" in found
-    assert "\n" not in found
-
-
-def test_a_new_abstract_method_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(FastKVLayer, "__abstractmethods__", frozenset({"defragment"}))
-    assert "new abstract method" in complaint("layers_are_complete")
-
-
-def test_a_moved_argument_is_one_sentence(monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    stock = modeling_llama.LlamaAttention.forward
-
-    def renamed(self, hidden_states, moved=None, **kwargs):
-        return stock(self, hidden_states, **{CACHE: moved}, **kwargs)
-
-    layer = modeling_llama.LlamaDecoderLayer.forward
-    source = inspect.getsource(layer)
-    assert f"{CACHE}={CACHE}" in source, "the decoder layer passes the cache by keyword"
-    monkeypatch.setattr(
-        modeling_llama.LlamaDecoderLayer,
-        "forward",
-        lambda self, hidden_states, **kwargs: self.self_attn(
-            hidden_states, moved=kwargs.pop(CACHE, None), **{k: v for k, v in kwargs.items() if k != "use_cache"}
-        )[0],
-    )
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", renamed)
-    assert "the cache by keyword" in complaint("attention_is_given_the_cache")
-
-
 def test_a_mask_that_is_made_again_is_one_sentence(monkeypatch):
     from transformers import masking_utils
 
