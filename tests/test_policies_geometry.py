@@ -379,12 +379,7 @@ ROPE = {
     "default": {},
     "linear": {"factor": 2.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
 }
 
 

@@ -7,16 +7,7 @@ from typing import Any
 
 from ..errors import FastKVError
 from .attentionmatching import AttentionMatching
-from .base import (
-    LayerFacts,
-    MomentUse,
-    Policy,
-    QueryStatistics,
-    Reread,
-    SecondReading,
-    Shares,
-    Signals,
-)
+from .base import LayerFacts, MomentUse, Policy, QueryStatistics, Reread, SecondReading, Shares, Signals
 from .baselines import KNorm, Random, Streaming
 from .compactor import Compactor, Leverage, NonCausal
 from .criticalkv import CriticalKV
