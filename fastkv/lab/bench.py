@@ -21,21 +21,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
 
 from .. import policies
 from ..api import patched
 from ..budget import Budget
 from ..config import EVICT_EVERY
 from ..errors import FastKVError
-from ..integrations.transformers import stock
-from ..integrations.transformers.cache import FastKVCache
-from ..integrations.transformers.cuda_graphs import capture_decode
 from ..policies import Policy
 from . import common
 from .common import FULL
+from .contenders import Compressed, Full, Timed, timed, warm_up
 from .equal_bytes import equal_bytes
-from .shapes import SHAPES, Memory, Step, decode, fitting, now, working_bytes
+from .shapes import SHAPES, fitting, working_bytes
 
 # One measurement.
 
@@ -74,114 +71,16 @@ class Case:
     batch: int
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One measurement.
-
-    Attributes:
-        first: seconds to the first token.  steps: milliseconds per further token, one number a sample.
-        peak: most bytes above the weights while the prompt was read and tokens were decoded; None if unknown.
-        resident: bytes that the cache holds on to at the end.  kept: tokens per KV head in it, the most of all layers.
-    """
-
-    first: float
-    steps: list[float]
-    peak: int | None
-    resident: int
-    kept: int
-
-
-class FullCache:
-    """The stock model: everything is kept, and a prompt is read at once."""
-
-    def __init__(self, model: Any, settings: Settings) -> None:
-        self.model, self.settings = model, settings
-
-    def new(self, length: int) -> Any:
-        """An empty cache for a prompt of that length and what is decoded after it."""
-        config = self.model.config.get_text_config(decoder=True)
-        if self.settings.graphs:
-            return StaticCache(config=config, max_cache_len=length + self.settings.room)
-        return DynamicCache(config=config)
-
-    def step(self, cache: Any, batch: int) -> Step:
-        """Decodes one token of every sequence."""
-        model = self.model
-        if self.settings.graphs:
-            model = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        return lambda token, position: model(token, **{stock.CACHE: cache}, position_ids=position).logits
-
-    def resident(self, cache: Any) -> int:
-        """Bytes that the cache holds on to."""
-        if self.settings.graphs:
-            return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return sum(stock.nbytes(layer) for layer in cache.layers)
-
-    def kept(self, cache: Any) -> int:
-        """Tokens per KV head, the most of all layers."""
-        return int(cache.get_seq_length())
-
-
-class CompressedCache(FullCache):
-    """A patched model, which brings its cache."""
-
-    def new(self, length: int) -> FastKVCache:
-        """An empty cache; the length does not matter."""
-        return FastKVCache(self.model)
-
-    def step(self, cache: Any, batch: int) -> Step:
-        """Decodes one token of every sequence."""
-        if not self.settings.graphs:
-            return super().step(cache, batch)
-        replay = capture_decode(self.model, cache, batch)
-        return lambda token, position: replay(token)
-
-    def resident(self, cache: Any) -> int:
-        """What the cache itself says: slots, positions, scores, what is remembered of evicted tokens, scratch."""
-        return cache.nbytes()
-
-    def kept(self, cache: Any) -> int:
-        """Tokens per KV head, the most of all layers."""
-        return max(int(layer.state.stored.max()) for layer in cache.compressed)
-
-
 @contextmanager
-def contender(model: Any, policy: str | Policy, budget: int, settings: Settings) -> Iterator[FullCache]:
+def contender(model: Any, policy: str | Policy, budget: int, settings: Settings) -> Iterator[Full]:
     """The model with that cache, for the length of a with block. Raises FastKVError if the model is refused."""
     if policy == FULL:
-        yield FullCache(model, settings)
+        yield Full(model, "compiled" if settings.graphs else "eager", settings.room)
         return
     static = True if settings.graphs else None
     how = {"prefill_block": settings.block, "evict_every": settings.period, "slots": settings.slots}
     with patched(model, policy, Budget(tokens=budget, heads=settings.heads), static=static, **how):
-        yield CompressedCache(model, settings)
-
-
-@torch.no_grad()
-def measure(mine: FullCache, ids: Tensor) -> Timed:
-    """Read prompts [B, N] and decode greedily after them; steps of the first period are not timed: they compile."""
-    settings, memory = mine.settings, Memory(ids.device)
-    cache = mine.new(ids.shape[1])
-    start = now()
-    token = mine.model(ids, **{stock.CACHE: cache}, logits_to_keep=1).logits[:, -1:].argmax(-1)
-    first = now() - start
-    position = torch.full_like(token, ids.shape[1])
-    step = mine.step(cache, len(ids))
-    token = decode(step, token, position, settings.period + 1)
-    steps = []
-    for _ in range(settings.samples):
-        start = now()
-        token = decode(step, token, position, settings.period)
-        steps.append((now() - start) / settings.period * 1e3)
-    return Timed(first, steps, memory.peak(), mine.resident(cache), mine.kept(cache))
-
-
-@torch.no_grad()
-def warm_up(mine: FullCache, ids: Tensor) -> None:
-    """Read prompts [B, N] and decode one token, so that kernels are compiled and chosen before a clock runs."""
-    cache = mine.new(ids.shape[1])
-    mine.model(ids, **{stock.CACHE: cache}, logits_to_keep=1)
-    mine.model(ids[:, :1], **{stock.CACHE: cache})
+        yield Compressed(model, "captured" if settings.graphs else "eager")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -424,7 +323,8 @@ class Bench:
                     start = time.perf_counter()
                     warm_up(mine, self.prompt(case)[:, : 2 * max(case.budget, 512)])
                     self.warm[case] = time.perf_counter() - start
-                self.timed.setdefault(case, []).append(measure(mine, self.prompt(case)))
+                found = timed(mine, self.prompt(case), self.settings.samples, self.settings.period)
+                self.timed.setdefault(case, []).append(found)
         except torch.OutOfMemoryError:
             self.refused[case] = "out of memory"
             torch.cuda.empty_cache()
@@ -480,7 +380,7 @@ def steps_of(timed: Sequence[Timed]) -> list[float]:
 
 
 COLUMNS: common.Columns = {
-    "kept": ("kept", "{}", "tokens per KV head in the cache at the end"),
+    "kept": ("kept", "{}", "tokens per KV head in the cache after the prompt"),
     "first": ("first s", "{:.2f}", "time to the first token: the whole prompt"),
     "step": ("ms/token", "{:.2f}", "milliseconds per further token of every sequence, evictions included"),
     "spread": ("p20-p80", "{}", "of the samples, each a whole eviction period"),
