@@ -367,8 +367,8 @@ def sentence(match):
 def test_refusals():
     with sentence("slots must be one of auto, int8, fp8, int4, k8v4, got 'int2'"):
         module("int2")
-    with sentence("correction='ridge' changes values"):
-        module("int8", policy="grkv")
+    with sentence("correction='vector' stores keys without their values"):
+        module("int8", correction="vector")
     layer = FastKVAttention(4, 2, 48, "keydiff", 64, slots="int4")
     with sentence("slots='int4' needs keys and values of a multiple of 32 numbers, got 48"):
         layer.allocate(1)
@@ -385,7 +385,7 @@ def test_plain_is_the_default():
 # Whole layers and models.
 
 
-@pytest.mark.parametrize("name,slots", list(zip([name for name in NAMES if name != "grkv"], itertools.cycle(CODED))))
+@pytest.mark.parametrize("name,slots", list(zip(NAMES, itertools.cycle(CODED))))
 def test_every_policy_conserves(name, slots, tmp_path):
     model = build(**WIDE)
     for block in (None, 16) if name in IN_BLOCKS else (None,):
@@ -579,7 +579,6 @@ def test_codes_do_not_depend_on_autocast():
         (64, {}, "model"),
         (Budget(keep=0.5), {}, "model"),
         ("2x", {"slots": "model"}, "model"),
-        ("2x", {"correction": "ridge"}, "model"),
         (Budget(bytes=200_000, sinks=2, recent=4), {"correction": "moments"}, "int8"),
     ],
     ids=str,

@@ -36,22 +36,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from fastkv import policies
 from fastkv.lab import haystack
 from fastkv.lab.fit_context import Sample
-from fastkv.lab.recording import cache_bytes, kept_tokens, record_attention
-from fastkv.lab.words import (
-    ADJECTIVES,
-    ADVERBS,
-    CONJUNCTIONS,
-    INTRANSITIVE,
-    KEY_FIRST,
-    KEY_SECOND,
-    NOUNS,
-    PLACES,
-    PLURALS,
-    PREPOSITIONS,
-    PRONOUNS,
-    TIMES,
-    TRANSITIVE,
-)
+from fastkv.lab.reading import cache_bytes, kept_tokens, record_attention
+
+NAMES_OF_THINGS = ("key_first", "key_second", "nouns", "plurals", "places", "adjectives", "times")
+KEY_FIRST, KEY_SECOND, NOUNS, PLURALS, PLACES, ADJECTIVES, TIMES = map(haystack.WORDS.get, NAMES_OF_THINGS)
+OTHERS = ("adverbs", "intransitive", "transitive", "prepositions", "pronouns", "conjunctions")
+ADVERBS, INTRANSITIVE, TRANSITIVE, PREPOSITIONS, PRONOUNS, CONJUNCTIONS = map(haystack.WORDS.get, OTHERS)
 
 MODEL_DIR = Path(__file__).parent / "fixtures" / "model"
 MODEL = str(MODEL_DIR)  # on a command line

@@ -65,8 +65,7 @@ def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
     seconds = time.perf_counter() - begun
     found: list[tuple[facts.Question, list[int]]] = []
     for question, spoken in zip(
-        sample.questions,
-        generated(model, tokenizer, full_cache(reading, len(sample.questions)), sample.questions),
+        sample.questions, generated(model, tokenizer, full_cache(reading, len(sample.questions)), sample.questions)
     ):
         end = next((n for n in range(1, len(spoken) + 1) if answers_to(tokenizer, question, spoken[:n])), None)
         if end is not None:
