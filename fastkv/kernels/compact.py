@@ -56,7 +56,7 @@ class PlanPointers(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Constants of a launch: sizes of keys and values, padded ones BK and BV; ROWS and, of values, COLUMNS at a time."""
+    """Constants of a launch: sizes of keys and values, padded BK and BV; rows at a time, columns of values."""
 
     HEADS: int
     DK: int
