@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import FastKVError, check_groups, check_shape
 from ._arguments import Scaling
 from ._attention import LOG2E, _add_sink, _dot, _logits2
-from ._launch import check_head_dim, check_like, pow2, stages
+from ._launch import check_head_dim, check_like, on_hip, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -192,7 +192,7 @@ def noncausal_attention_mass(
     sizes = (Scaling(scale, softcap), num, chunk, *q.stride()[:3], *keys.stride()[:3])
     flags = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "HAS_ORDER": mask is not None}
     chunks = triton.cdiv(num, chunk)
-    if block <= ON_CHIP and block * width <= _room(q.element_size(), torch.version.hip is not None):
+    if block <= ON_CHIP and block * width <= _room(q.element_size(), on_hip()):
         rows, warps = SINGLE[width]
         _single_kernel[(chunks, batch * heads)](
             *inputs,
