@@ -1,7 +1,10 @@
 """What an operator is told: metrics of requests that ended, and what fits. What a request may not ask for."""
 
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import _load_custom_logitsprocs
+from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_plugins
 
 from fastkv.config import Config
 from fastkv.integrations.vllm.backend import Compression, compressed
@@ -48,3 +51,12 @@ def test_requests_may_have_arguments_for_others(given):
     RequestArguments.validate_params(SamplingParams(extra_args=given))
     with pytest.raises(ValueError, match="all requests have the server's settings for fastkv, got fastkv_budget=3 for"):
         RequestArguments.validate_params(SamplingParams(extra_args={**(given or {}), "fastkv_budget": 3}))
+
+
+def test_both_model_runners_take_the_plugin():
+    """Each refuses all plugins that lack its own interface, and vLLM with them."""
+    for loaded in (_load_custom_logitsprocs([]), _load_v2_logitsprocs_plugins()):
+        assert loaded == [RequestArguments]
+    newer = RequestArguments(None, None)
+    logits = torch.zeros(2, 3)
+    assert newer.add_request(0, SamplingParams()) is False and newer.apply(logits, None) is logits

@@ -6,14 +6,18 @@ from typing import Any
 
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as NewerProcessor
 
 from . import settings
 
 
-class RequestArguments(LogitsProcessor):
-    """Looks at the arguments of a request and leaves logits alone: `vllm.logits_processors` are what vLLM lets look."""
+class RequestArguments(LogitsProcessor, NewerProcessor):
+    """Looks at the arguments of a request and leaves logits alone: `vllm.logits_processors` are what vLLM lets look.
 
-    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+    It has the interfaces of both of vLLM's model runners: each refuses to start beside a plugin without its own.
+    """
+
+    def __init__(self, vllm_config: Any, *rest: Any) -> None:
         """Arguments are vLLM's."""
 
     @classmethod
@@ -26,7 +30,11 @@ class RequestArguments(LogitsProcessor):
                     "them; leave it out"
                 )
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Whether its logits change: never."""
+        return False
+
+    def apply(self, logits: Tensor, *rest: Any) -> Tensor:
         """The logits as they are."""
         return logits
 
