@@ -362,7 +362,7 @@ def test_stretches_of_a_head_add_up(dtype, ragged):
 
 
 @pytest.mark.parametrize("why", ["softcap", "float64", "values of another size", "backend"])
-def test_the_reference_does_what_the_fused_kernel_cannot(why, monkeypatch):
+def test_the_reference_does_what_neither_torch_nor_a_compiled_step_can(why, monkeypatch):
     dtype = torch.float64 if why == "float64" else torch.float32
     q, keys = torch.randn(2, 4, 16, dtype=dtype), torch.randn(2, 2, 9, 16, dtype=dtype)
     values = torch.randn(2, 2, 9, 24 if why == "values of another size" else 16, dtype=dtype)
@@ -370,7 +370,7 @@ def test_the_reference_does_what_the_fused_kernel_cannot(why, monkeypatch):
     assert cpu.serves(q.float(), 16, None)
     assert cpu.serves(q, values.shape[-1], softcap) == (why == "backend")
     k, v = keys[:, :, :1].clone(), values[:, :, :1].clone()
-    monkeypatch.setattr(cpu, "attend", None)  # the backend "reference" does not even ask
+    monkeypatch.setattr(compiled, "call", None)  # the backend "reference" does not even ask
     spec = make_spec(SCALE, softcap, backend="reference" if why == "backend" else "auto")
     lengths = torch.full((2, 2), 8, dtype=torch.int32)
     state = make_state(keys, values, lengths, torch.zeros(2, 2, 9, dtype=torch.int32), torch.full((2,), 8))

@@ -122,7 +122,7 @@ struct E4m3 {
     }
 };
 
-// Rows as they are, of fp32 or bfloat16.
+// Rows as they are, of fp32, bfloat16 or fp16.
 struct Float32 {
     static constexpr bool TURNED = false;
     typedef float Plain;
@@ -140,6 +140,21 @@ struct Bfloat16 {
         for (int64_t i = 0; i < dim; i += WIDE) {
             Shorts halves = *reinterpret_cast<const Shorts*>(codes + 2 * i);
             store(row + i, (Floats)(__builtin_convertvector(halves, Ints) << 16));
+        }
+    }
+};
+
+struct Float16 {
+    static constexpr bool TURNED = false;
+    typedef uint16_t Plain;
+
+    static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
+        for (int64_t i = 0; i < dim; i += NATIVE) {
+            NativeInts bits = __builtin_convertvector(*reinterpret_cast<const NativeShorts*>(codes + 2 * i), NativeInts);
+            NativeInts size = bits & 0x7FFF, sign = (bits & 0x8000) << 16;
+            Native number = (Native)(size << 13) * 0x1p112f;  // exponents less 112; exact below normal numbers, too
+            NativeInts beyond = (size << 13) | 0x7F800000;    // infinities and what is no number
+            store_native(row + i, (Native)((size < 0x7C00 ? (NativeInts)number : beyond) | sign));
         }
     }
 };
@@ -702,6 +717,7 @@ extern "C" {
 void leave_slots(const Leaving* all) { leave(*all); }
 READ(float32, Float32, Float32)
 READ(bfloat16, Bfloat16, Bfloat16)
+READ(float16, Float16, Float16)
 READ(k8v4, Scaled<Int8>, Int4)
 FORMAT(int8, Scaled<Int8>)
 FORMAT(fp8, Scaled<E4m3>)

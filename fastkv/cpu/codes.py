@@ -1,8 +1,8 @@
 """A decode step on a CPU, over slots that are plain or codes, compiled from codes.cpp on first use.
 
 torch decodes 8 and 4 bits before it multiplies, which takes longer than attention; copies heads of unequal length to
-equal ones; and converts all of bfloat16 to float32. Without a C++ compiler (`compiled`), and for float16, it does all
-that.
+equal ones; converts all of 16 bits to float32; and is called a dozen times. Without a C++ compiler (`compiled`) the
+reference does all that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Slot
 from . import compiled
 
 WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
-PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MEANS = (torch.float32, torch.bfloat16)  # of centroids
 Three = c_int64 * 3
 POINTERS = ("keys", "values", "count", "spread", "whole", "cross")  # of what stands for the evicted, in C++ and here
@@ -216,11 +216,11 @@ class Standing:
 def attends(slots: Slots, dim: int) -> bool:
     """Whether `step` can attend to these slots. The first question compiles."""
     keys, values = slots.keys, slots.values
-    if not owned_as_expected(slots):
+    if values is None or slots.value_dim != dim or not owned_as_expected(slots):
         return False
     if not slots.format.plain:
         return serves(slots.format.keys, dim)
-    alike = values is not None and values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
+    alike = values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
     fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
     return fits and compiled.available("codes")
 
@@ -252,8 +252,12 @@ def standing(state: LayerState, known: Evicted | None, dim: int) -> Standing:
 def step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`reference.decode_step`, without a softcap; None where it has to be done otherwise, and nothing has happened."""
+    """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: with a softcap, tokens
+    without values, float64, and what `Standing` refuses.
+    """
     (batch, num_heads, dim), slots = q.shape, state.exact
+    if state.approx is not None or spec.softcap is not None or q.dtype == torch.float64:
+        return None
     found = standing(state, spec.evicted(state), dim)
     if found.attention is None:
         return None
@@ -270,7 +274,7 @@ def step(
             k, v = dense(k, stored), dense(v, stored)
             given.token.keys, given.token.values = k.data_ptr(), v.data_ptr()
         else:
-            append(slots, k, v, state.seen)
+            reference.append(slots, k, v, state.seen)
             state.seen.add_(1)
     bias, sinks = slots.biases(slots.filled), state.sink_logits
     if bias is not None:
@@ -316,21 +320,3 @@ def owned_as_expected(slots: Slots) -> bool:
     """Whether what says which slots are whose, and which are in use, is what C++ expects: int32, heads side by side."""
     owned = [slots.lengths] if slots.starts is None else [slots.lengths, slots.starts]
     return all(part.dtype == torch.int32 and part.stride(-1) == 1 for part in owned)
-
-
-def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
-    """`reference.append`, by whole rows where all heads have one length."""
-    length = common(slots.lengths) if slots.starts is None else None
-    if length is None:
-        reference.append(slots, k, v, position)
-        return
-    new = slots.encoded(k, v, position[:, None, None])
-    for name, rows in slots.moving().items():
-        rows.select(2, length).copy_(new[name].select(2, 0))
-    slots.lengths.add_(1)
-
-
-def common(lengths: Tensor) -> int | None:
-    """The length of every head, None if they differ. Looking costs a CPU less than one small operator."""
-    first, *others = lengths.flatten().tolist()
-    return first if others.count(first) == len(others) else None

@@ -21,7 +21,6 @@ from ..reference import (
     LayerState,
     Moments,
     RowFormat,
-    Slots,
     Spec,
     Stored,
     merge_partials,
@@ -35,16 +34,12 @@ FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 
 
-def serves(q: Tensor, value_dim: int | None, softcap: float | None) -> bool:
-    """Whether attention of q [..., D] to values of `value_dim` numbers, None for values inside keys or none, can run
-    here; the reference does what cannot.
+def serves(q: Tensor, value_dim: int, softcap: float | None) -> bool:
+    """Whether attention of q [..., D] to values of `value_dim` numbers can be torch's fused one; the reference does
+    what cannot.
     """
     plain = softcap is None and q.dtype in DTYPES and q.shape[-1] == value_dim
     return plain and fused_as_expected()
-
-
-def _value_dim(slots: Slots) -> int | None:
-    return None if slots.values is None else slots.value_dim
 
 
 @cache
@@ -88,23 +83,8 @@ def attend(
     return out, lse
 
 
-def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend`, and the weights [B, Hkv, T, N], for as many heads of queries as of keys."""
-    shape, slots = q.shape, keys.shape[2]
-    q, keys, values = (rows.float().reshape(-1, *rows.shape[2:]) for rows in (q, keys, values))
-    logits = torch.baddbmm(mask.view(-1, 1, slots), q, keys.transpose(1, 2), alpha=scale)
-    weights = logits.softmax(-1)
-    lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
-    out = torch.bmm(weights, values)
-    return out.view(*shape[:3], -1), lse.view(shape[:3]), weights.view(*shape[:3], slots)
-
-
-def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tensor:
-    """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]; [1, 1, 1, slots] if all have one
-    `length` in common.
-    """
-    if length is not None:
-        return edge(slots)[slots - length : 2 * slots - length].view(1, 1, 1, slots)
+def unused(lengths: Tensor, slots: int, groups: int) -> Tensor:
+    """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]."""
     return showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
 
 
@@ -122,51 +102,14 @@ def showing(visible: Tensor) -> Tensor:
     return torch.full_like(visible, float("-inf"), dtype=torch.float32).masked_fill_(visible, 0.0)
 
 
-@cache
-def edge(slots: int) -> Tensor:
-    """0 so many times, then -inf: each mask for one common length is a stretch of it."""
-    return showing(torch.arange(2 * slots, device="cpu") < slots)
-
-
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_step`: what it does not do here are a softcap, tokens without values, heads without tokens and
-    float64.
-    """
+    """`reference.decode_step`, in one compiled call where there is one."""
     if state.rows is not None:
         return decode_step_of_rows(q, k, v, state, spec)
-    (batch, num_heads, dim), slots, known = q.shape, state.exact, spec.evicted(state)
-    if state.approx is not None or not serves(q, _value_dim(slots), spec.softcap):
-        return reference.decode_step(q, k, v, state, spec)
-    compiled = slot_codes.step(q, k, v, state, spec)
-    if compiled is not None:
-        return compiled
-    if k is not None and v is not None:
-        slot_codes.append(slots, k, v, state.seen)
-        state.seen.add_(1)
-    elif not bool(slots.lengths.all()):
-        return reference.decode_step(q, k, v, state, spec)
-    num, weights, groups = slots.filled, None, num_heads // state.heads
-    rows = q.reshape(batch, -1, groups, dim)
-    length = slot_codes.common(slots.lengths) if slots.starts is None else None
-    mask = adding(unused(slots.lengths, num, 1, length), slots.biases(num))
-    pairs = slots["keys"], slots["values"]
-    if slots.attention is None:
-        out, lse = attend(rows, *pairs, spec.scale, mask)
-    else:
-        out, lse, weights = observed(rows, *pairs, spec.scale, mask)
-    evicted, total = torch.full_like(lse, float("-inf")), lse
-    if known is not None:
-        value, evicted = mixed_in(q[:, :, None], known, spec)
-        value, evicted = value.reshape(out.shape), evicted.reshape(lse.shape)
-        out, total = merge_partials(out, lse, value, evicted)
-    if state.sink_logits is not None:
-        out, total = with_sink(out, total, state.sink_logits.view(lse.shape[1:]))
-    if weights is not None and slots.attention is not None:
-        share = torch.exp(lse - total) / groups
-        reference.collect(slots, (share[:, :, None] @ weights)[:, :, 0])
-    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, num_heads), evicted.reshape(batch, num_heads)
+    found = slot_codes.step(q, k, v, state, spec)
+    return reference.decode_step(q, k, v, state, spec) if found is None else found
 
 
 def decode_step_of_rows(
@@ -266,7 +209,7 @@ def prefill_attention(
     out, lse = attend(q, k, v, spec.scale, showing(valid)[:, None, None], causal=True)
     lse = lse.masked_fill((valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:
-        mask = unused(lengths, keys.shape[2], groups, slot_codes.common(lengths))
+        mask = unused(lengths, keys.shape[2], groups)
         past, past_lse = attend(q, keys, values, spec.scale, adding(mask, state.exact.biases(keys.shape[2]), groups))
         empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
         out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))

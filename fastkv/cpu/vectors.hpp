@@ -27,6 +27,7 @@ constexpr int PIECES = WIDE / NATIVE;
 LANES(float, Floats, WIDE);
 LANES(float, Native, NATIVE);
 LANES(int32_t, NativeInts, NATIVE);
+LANES(uint16_t, NativeShorts, NATIVE);
 LANES(float, Half, WIDE / 2);
 LANES(float, Quarter, WIDE / 4);
 LANES(double, Doubles, WIDE / 2);
