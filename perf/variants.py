@@ -399,7 +399,7 @@ class Variant:
     @property
     def wide(self) -> bool:
         """Whether loads of 16 bytes are expected."""
-        whole = self.of == "select.select" and self.constant("SINGLE")  # rows of any length
+        whole = self.of == "select.select" and self.source.signature["key_ptr"] == "constexpr"  # rows of any length
         ragged = self.of == "evict.candidates" and "ragged" in self.given
         return not (whole or ragged or self.of in NUMBERS)
 
