@@ -50,10 +50,8 @@ class Text:
 
 def full_cache(reading: Reading, rows: int = 1) -> DynamicCache:
     """transformers' cache of a text that was read, `rows` times."""
-    cache = DynamicCache()
-    for index, layer in enumerate(reading.layers):
-        k, v = (tensor.repeat(rows, 1, 1, 1) for tensor in layer.tokens[1:3])
-        cache.update(k, v, index)
+    cache = reading.full()
+    cache.batch_repeat_interleave(rows)
     return cache
 
 
