@@ -4,7 +4,6 @@ import re
 import shlex
 from argparse import Namespace
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,10 @@ from rich.console import Console
 import fastkv
 from fastkv.lab import asking, demo
 from fastkv.lab.cli import main
-from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
 from fastkv.lab.reading import cache_bytes
 
-from .pairwise import each
 from .processes import of_module, run
-from .toy import MODEL, generate, load, make_questions, measure, policy_of, relative_error
+from .toy import MODEL, generate, load
 from .toy import text as toy_text
 
 OPTIONS = ("--model", "--text", "--ask", "--context", "--budgets", "--picture", "--quick")
@@ -210,59 +207,3 @@ def test_the_demo_asks_as_if_each_question_were_the_only_one(bundled):
         answers = [tokenizer(answer, add_special_tokens=False).input_ids for answer in sample.answers]
         if isinstance(how, nullcontext):
             assert together[0] == answers[0] and together[2] == answers[2]
-
-
-@pytest.mark.parametrize("task", ["facts", "pairs", "hops"])
-@pytest.mark.parametrize("block", [None, 128], ids=["whole", "blocks"])
-def test_an_answer_is_right_exactly_if_generate_gives_it(bundled, task, block):
-    model, tokenizer = bundled
-    asked = make_questions(tokenizer, task, 256, 4, seed=7)
-    new = asked.answers.shape[1]
-    with fastkv.patched(model, "snapkv", fastkv.Budget(tokens=64, recent=16), prefill_block=block):
-        written = model.generate(
-            asked.prompts, attention_mask=torch.ones_like(asked.prompts), max_new_tokens=new, do_sample=False
-        )[:, asked.prompts.shape[1] :]
-        written = torch.nn.functional.pad(written, (0, new - written.shape[1]), value=tokenizer.pad_token_id)
-        assert torch.equal(measure(model, asked).right, (written == asked.answers).all(-1))
-        # The same, whatever the model has learned: what it writes is right, and anything else is wrong.
-        itself = measure(model, replace(asked, answers=written)).right
-        assert torch.equal(itself, (written != tokenizer.pad_token_id).all(-1)) and itself.any()
-        other = written.clone()
-        other[:, -1] = (other[:, -1] + 1) % model.config.vocab_size
-        assert not measure(model, replace(asked, answers=other)).right.any()
-
-
-def test_questions_to_one_text_are_questions_to_copies_of_it(bundled):
-    """Read and compressed once for all of them, or once for each."""
-    model, tokenizer = bundled
-    together = make_questions(tokenizer, "facts", 256, 2, seed=3, each=3)
-    assert torch.equal(together.prompts[0, : -together.question], together.prompts[2, : -together.question])
-    assert not torch.equal(together.prompts[2, : -together.question], together.prompts[3, : -together.question])
-    with fastkv.patched(model, "fastkv", fastkv.Budget(tokens=64, recent=16)):
-        once = measure(model, together, question_later=True)
-        apart = measure(model, replace(together, each=1), question_later=True)
-    assert torch.equal(once.right, apart.right) and once.nbytes == apart.nbytes
-    torch.testing.assert_close(once.attention, apart.attention)
-
-
-def test_nothing_evicted_has_no_error(bundled):
-    model, tokenizer = bundled
-    asked = make_questions(tokenizer, "facts", 128, 2, seed=0)
-    full = measure(model, asked)
-    with fastkv.patched(model, "momentkv", 256):
-        same = measure(model, asked)
-    assert relative_error(same.attention, full.attention) < 1e-5
-    assert torch.equal(same.right, full.right)
-
-
-@pytest.mark.parametrize("policy", each(fastkv.policies.names(), often=("expected-attention",)))
-def test_equal_bytes_are_equal(bundled, policy):
-    model, tokenizer = bundled
-    asked = make_questions(tokenizer, "facts", 256, 2, seed=0)
-    sizes = {}
-    for name in ("streaming", policy):
-        budget = equal_bytes(model.config, 96, model.dtype, sinks=4, recent=16)
-        with fastkv.patched(model, policy_of(name), budget, evict_every=EVICT_EVERY, slots="model"):
-            sizes[name] = measure(model, asked).nbytes
-    slot = sizes["streaming"] / (96 + EVICT_EVERY)
-    assert sizes["streaming"] - slot * 1.1 <= sizes[policy] <= sizes["streaming"]
