@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastkv import corrections
 from fastkv.cache.pages import PageFormat
-from fastkv.cpu import codes
+from fastkv.cpu import slots as compiled
 from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
 from fastkv.policies import LayerFacts, Signals
@@ -146,6 +146,6 @@ def compiled_step(q, slots, scale, received=None):
     slots.attention = received
     counted = Moments(torch.zeros(slots.lengths.shape, dtype=torch.int64))
     state = LayerState(slots, torch.zeros(len(q), dtype=torch.int64), counted)
-    out, lse, mass = codes.step(q.flatten(1, 2), None, None, state, Spec(scale))
+    out, lse, mass = compiled.step(q.flatten(1, 2), None, None, state, Spec(scale))
     assert bool((mass == -torch.inf).all())
     return out.view(q.shape), lse.view(q.shape[:3])

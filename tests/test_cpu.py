@@ -321,10 +321,10 @@ def test_windows_of_rows_are_what_they_are_alone(mixed):
     assert all(torch.equal(together[row], window([row])[0]) for row in range(3))
 
 
-SLOTS = compiled.library("codes")
+SLOTS = compiled.library("slots")
 
 
-@pytest.mark.skipif(isinstance(SLOTS, str), reason=f"codes.cpp: {SLOTS}")
+@pytest.mark.skipif(isinstance(SLOTS, str), reason=f"slots.cpp: {SLOTS}")
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stretches_of_a_head_add_up(dtype, ragged):

@@ -1,4 +1,4 @@
-"""How a CPU does it fast: a decode step's attention where slots lie (`codes`), torch's fused attention for prompts,
+"""How a CPU does it fast: a decode step's attention where slots lie (`slots`), torch's fused attention for prompts,
 estimates of the evicted in few operators, evictions that touch only the tokens that leave.
 
 Each function has the arguments and results of the one of that name in `reference`, which says what they mean and does
@@ -26,8 +26,8 @@ from ..reference import (
     merge_partials,
     with_sink,
 )
-from . import codes as slot_codes
 from . import joins, peaks
+from . import slots as compiled_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLLOWS_ROWS = ("decode_step",)
@@ -108,7 +108,7 @@ def decode_step(
     """`reference.decode_step`, in one compiled call where there is one."""
     if state.rows is not None:
         return decode_step_of_rows(q, k, v, state, spec)
-    found = slot_codes.step(q, k, v, state, spec)
+    found = compiled_slots.step(q, k, v, state, spec)
     return reference.decode_step(q, k, v, state, spec) if found is None else found
 
 
@@ -149,16 +149,16 @@ def runs_of(rows: list[int]) -> list[list[int]]:
 
 def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
     """`Codec.encode`."""
-    if not slot_codes.serves(form, rows.shape[-1]):
+    if not compiled_slots.serves(form, rows.shape[-1]):
         return form.encode(rows)
-    return slot_codes.encode(form, rows)
+    return compiled_slots.encode(form, rows)
 
 
 def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`Codec.decode`."""
-    if scales is None or not slot_codes.serves(form, form.dim(codes.shape[-1])):
+    if scales is None or not compiled_slots.serves(form, form.dim(codes.shape[-1])):
         return form.decode(codes, scales).to(dtype)
-    return slot_codes.decode(form, codes, scales, dtype)
+    return compiled_slots.decode(form, codes, scales, dtype)
 
 
 def window_attention(
@@ -295,7 +295,7 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
     else:
         leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
         after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
-    if slot_codes.leave(slots, chosen):
+    if compiled_slots.leave(slots, chosen):
         moments.copy_(after)
     else:
         reference.evict(scores, chosen, state, spec)

@@ -1,4 +1,4 @@
-"""A decode step on a CPU, over slots that are plain or codes, compiled from codes.cpp on first use.
+"""A decode step on a CPU, over slots that are plain or codes, compiled from slots.cpp on first use.
 
 torch decodes 8 and 4 bits before it multiplies, which takes longer than attention; copies heads of unequal length to
 equal ones; converts all of 16 bits to float32; and is called a dozen times. Without a C++ compiler (`compiled`) the
@@ -31,7 +31,7 @@ Place = tuple[int, int, tuple[int, ...]]  # of a tensor: its address, bytes of a
 
 
 class Coded(Structure):
-    """`Coded` of codes.cpp."""
+    """`Coded` of slots.cpp."""
 
     _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
 
@@ -53,7 +53,7 @@ def place_of(part: Tensor) -> Place:
 
 
 class Rows(Structure):
-    """`Rows` of codes.cpp."""
+    """`Rows` of slots.cpp."""
 
     _fields_ = (
         ("coded", Coded),
@@ -64,7 +64,7 @@ class Rows(Structure):
 
 
 class Token(Structure):
-    """`Token` of codes.cpp."""
+    """`Token` of slots.cpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "positions", "seen")),
@@ -75,7 +75,7 @@ class Token(Structure):
 
 
 class EvictedMeans(Structure):
-    """`Evicted` of codes.cpp."""
+    """`Evicted` of slots.cpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in POINTERS),
@@ -85,7 +85,7 @@ class EvictedMeans(Structure):
 
 
 class Attention(Structure):
-    """`Attention` of codes.cpp."""
+    """`Attention` of slots.cpp."""
 
     _fields_ = (
         *((name, Coded) for name in ("keys", "values")),
@@ -101,7 +101,7 @@ class Attention(Structure):
 
 
 class Moving(Structure):
-    """`Moving` of codes.cpp."""
+    """`Moving` of slots.cpp."""
 
     _fields_ = (("rows", c_void_p), ("strides", Three), ("size", c_int64))
 
@@ -120,7 +120,7 @@ class Moving(Structure):
 
 
 class Leaving(Structure):
-    """`Leaving` of codes.cpp."""
+    """`Leaving` of slots.cpp."""
 
     _fields_ = (
         ("parts", Moving * len(Slots.MOVING)),
@@ -131,7 +131,7 @@ class Leaving(Structure):
 
 def serves(form: RowFormat, dim: int) -> bool:
     """Whether rows of `dim` numbers are handled here. The first question compiles."""
-    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("codes")
+    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("slots")
 
 
 @cache
@@ -157,7 +157,7 @@ def encode(form: RowFormat, rows: Tensor) -> Stored:
     codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
     assert scales is not None
     coded = Coded.of(*(place_of(in_four(part, place)) for part in (codes, scales)))  # views
-    compiled.call("codes", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
+    compiled.call("slots", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
     return codes, scales
 
 
@@ -169,7 +169,7 @@ def decode(form: RowFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
     parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
-    compiled.call("codes", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*map(place_of, parts))))
+    compiled.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*map(place_of, parts))))
     return rows.to(dtype)
 
 
@@ -222,7 +222,7 @@ def attends(slots: Slots, dim: int) -> bool:
         return serves(slots.format.keys, dim)
     alike = values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
     fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
-    return fits and compiled.available("codes")
+    return fits and compiled.available("slots")
 
 
 def mixes(known: Evicted | None) -> bool:
@@ -286,7 +286,7 @@ def step(
     given.rows, given.slots, given.scale = num_heads // given.heads, slots.filled, spec.scale
     given.threads = torch.get_num_threads()
     name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
-    compiled.call("codes", f"attend_{name}", given)
+    compiled.call("slots", f"attend_{name}", given)
     return dense(out, q.dtype), lse, mass
 
 
@@ -304,7 +304,7 @@ def leave(slots: Slots, kept: Tensor) -> bool:
     lengths, starts = slots.lengths, slots.starts
     found = [Moving.of(part, starts is not None) for part in slots.moving().values()]
     parts = [part for part in found if part is not None]
-    if len(parts) < len(found) or not owned_as_expected(slots) or not compiled.available("codes"):
+    if len(parts) < len(found) or not owned_as_expected(slots) or not compiled.available("slots"):
         return False
     kept = kept.contiguous()
     rows = (Moving * len(Slots.MOVING))(*parts)
@@ -312,7 +312,7 @@ def leave(slots: Slots, kept: Tensor) -> bool:
     given.length_stride = lengths.stride(0)
     if starts is not None:
         given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
-    compiled.call("codes", "leave_slots", given)
+    compiled.call("slots", "leave_slots", given)
     return True
 
 

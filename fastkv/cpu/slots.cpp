@@ -1,4 +1,4 @@
-// Slots on a CPU (`fastkv.cpu.codes`): rows to codes, codes to rows, a decode step over slots, and which of them stay.
+// Slots on a CPU (`fastkv.cpu.slots`): rows to codes, codes to rows, a decode step over slots, and which of them stay.
 //
 // Threads share a head's slots, a stretch at a time, so that the longest head does not decide. A stretch is read a tile
 // at a time: a number becomes fp32 in the nearest cache, once for all queries of the head. int4: queries are turned
