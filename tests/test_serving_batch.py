@@ -63,7 +63,7 @@ def read_in(part):
     for blocks in part.prompts:
         assert blocks.valid.sum(-1).tolist() == list(blocks.lengths)
         tokens, own = blocks.tokens.view(blocks.valid.shape), blocks.own.tolist()
-        assert tokens[blocks.valid].tolist() == own == blocks.tokens[blocks.places].tolist()
+        assert tokens[blocks.valid].tolist() == own == tokens[blocks.sequence, blocks.within].tolist()
         for row, length, done, places in zip(blocks.index.tolist(), blocks.lengths, blocks.before, tokens):
             start = int(places[0])
             assert places.tolist() == [*range(start, start + length), *[start] * (len(places) - length)]

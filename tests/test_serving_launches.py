@@ -17,9 +17,9 @@ from .test_serving_batch import described, only
 
 HQ, HKV, DIM, BLOCK, EVERY = 8, 2, 32, 64, 16
 LAUNCHES = {  # of a step in which prompts begin, of one that reads their ends, before one where an eviction is due
-    "keydiff": (33, 47, 11),
-    "momentkv": (45, 106, 17),
-    "snapkv": (36, 80, 10),
+    "keydiff": (29, 42, 7),
+    "momentkv": (41, 101, 12),
+    "snapkv": (32, 75, 5),
 }
 
 

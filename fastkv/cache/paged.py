@@ -115,7 +115,8 @@ class PagedBlocks:
     Attributes: lengths, before: how many tokens of each, and how many it had read; what the host knows.
         index: [R] int64, the rows.  valid: [R, T] bool, false for padding, which comes last.
         tokens: [R * T] int64, which token of the engine's batch is where; the sequence's first where there is padding.
-        own: [N] int64, the tokens of the batch that are read, and places: [N] int64, where.
+        own: [N] int64, the tokens of the batch that are read; of each, which of the R sequences it belongs to, and
+        which of its T tokens it is, sequence and within: [N] int64.
     """
 
     lengths: Sequence[int]
@@ -124,7 +125,8 @@ class PagedBlocks:
     valid: Tensor
     tokens: Tensor
     own: Tensor
-    places: Tensor
+    sequence: Tensor
+    within: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], before: Sequence[int], numbers: Sequence[Tensor] | Tensor) -> PagedBlocks:
@@ -138,8 +140,8 @@ class PagedBlocks:
         tokens = starts[:, None] + torch.where(valid, places, 0)
         sequence = torch.arange(len(lengths), device=index.device).repeat_interleave(counts, output_size=total)
         within = torch.arange(total, device=index.device) - (counts.cumsum(0) - counts)[sequence]
-        own, there = starts[sequence] + within, sequence * longest + within
-        return cls(lengths, before, index, valid, tokens.flatten(), own, there)
+        own = starts[sequence] + within
+        return cls(lengths, before, index, valid, tokens.flatten(), own, sequence, within)
 
     def gathered(self, part: Tensor) -> Tensor:
         """Of all tokens of the batch, [..., H, D], these: [R, H, T, D]."""
@@ -199,7 +201,7 @@ class PagedLayer:
         result, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
         chosen.put(own)
-        out.index_copy_(0, blocks.own, result.transpose(1, 2).flatten(0, 1).index_select(0, blocks.places))
+        out.index_copy_(0, blocks.own, result.transpose(1, 2)[blocks.sequence, blocks.within])
 
     def _limit(self, slots: Slots, blocks: PagedBlocks) -> int:
         """Slots of the head that has most. The host waits for the device where heads have traded slots."""
