@@ -104,17 +104,17 @@ def test_nor_do_pages(name, heads, monkeypatch):
     pages = torch.empty(5, rule.form.nbytes, dtype=torch.uint8, device="meta")
     layer = PagedLayer(rule, pages, 4, 0.3, None, shared)
 
-    def tokens(batch, num):
-        return tuple(torch.empty(batch, heads, num, 16, device="meta") for heads in (4, 2, 2))
+    def tokens(num):
+        return tuple(torch.empty(num, heads, 16, device="meta") for heads in (4, 2, 2))
 
     monkeypatch.setattr(torch, "tensor", None)  # numbers of the host that it sends, where the mode sees nothing
     with Crossings() as crossings:
-        two = torch.empty(2, dtype=torch.int64, device="meta")
-        layer.clear([1, 2], two)
-        blocks = PagedBlocks.of([1, 2], [8, 7], two, two)
-        for _ in range(3 if heads == "uniform" else 1):  # heads that trade slots wait when they do
-            layer.read(blocks, *tokens(2, 8))
-        q, k, v = tokens(3, 1)
+        numbers = torch.empty(3, 2, dtype=torch.int64, device="meta")
+        for turn in range(3 if heads == "uniform" else 1):  # heads that trade slots wait when they do
+            layer.clear(numbers[0])
+            q, k, v = tokens(15)
+            layer.read(PagedBlocks.of([8, 7], [8 * turn] * 2, numbers), q, k, v, torch.empty_like(q))
         rows = torch.empty(3, dtype=torch.int64, device="meta")
-        layer.step(rows, q[:, :, 0], k, v, rows[:2])
+        layer.evict(rows[:2])
+        layer.step(rows, *tokens(3))
     assert not crossings.found

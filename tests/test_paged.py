@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from fastkv import Budget, FastKVError, HeadShares, ops
 from fastkv.cache.layer import LayerCache
@@ -59,29 +58,34 @@ def alone(config, prompt, steps):
     )
 
 
-def blocks_of(rows, lengths):
-    return PagedBlocks.of(rows, lengths, torch.tensor(rows), torch.tensor(lengths))
+def read_blocks(layer, rows, before, blocks):
+    """The outputs [1, Hq, T, D] of blocks of prompts, (q, k, v) of each, which lie among other tokens of a batch.
+
+    Heads lie beside each other in every token, as an engine has them.
+    """
+    layer.clear(torch.tensor([row for row, done in zip(rows, before) if not done], dtype=torch.int64))
+    gap = torch.full((1, HQ, 1, DIM), float("nan"))
+    parts = [
+        [one for i in range(len(rows)) for one in (gap[:, : blocks[i][n].shape[1]], blocks[i][n])] for n in range(3)
+    ]
+    flat = [torch.cat(part, 2)[0].transpose(0, 1).contiguous() for part in parts]
+    lengths = [q.shape[2] for q, _, _ in blocks]
+    starts = [1 + i + sum(lengths[:i]) for i in range(len(rows))]
+    numbers = torch.tensor([rows, starts, lengths])
+    out = torch.full_like(flat[0], 7.0)
+    layer.read(PagedBlocks.of(lengths, before, numbers), *flat, out)
+    assert (out[[start - 1 for start in starts]] == 7).all()  # other tokens stay
+    return [out[start : start + length].transpose(0, 1)[None] for start, length in zip(starts, lengths)]
 
 
 def read(layer, row, prompt):
-    """In blocks, whose heads lie beside each other in every token, as an engine has them."""
-    layer.clear([row], torch.tensor([row]))
-    parts = [part.transpose(1, 2).contiguous().split(BLOCK, 1) for part in prompt]
-    return torch.cat([read_block(layer, row, *(part.transpose(1, 2) for part in block)) for block in zip(*parts)], 2)
-
-
-def read_block(layer, row, q, k, v):
-    return layer.read(blocks_of([row], [q.shape[2]]), q, k, v)
-
-
-def padded(part, length):
-    """[1, H, T, D], with NaN behind its tokens."""
-    return pad(part, (0, 0, 0, length - part.shape[2]), value=float("nan"))
+    """A prompt in blocks: its output."""
+    parts = list(zip(*(part.split(BLOCK, 2) for part in prompt)))
+    return torch.cat([read_blocks(layer, [row], [i * BLOCK], [part])[0] for i, part in enumerate(parts)], 2)
 
 
 def read_together(layer, rows, prompts):
-    """Blocks of all that are there at once, padded with NaN, where prompt i arrives in turn i: the output of each."""
-    layer.clear(rows, torch.tensor(rows))
+    """Blocks of all that are there at once, where prompt i arrives in turn i: the output of each."""
     found = [[] for _ in rows]
     for turn in range(sum(-(-prompt[0].shape[2] // BLOCK) for prompt in prompts)):
         at = [(turn - i) * BLOCK for i in range(len(rows))]
@@ -89,18 +93,16 @@ def read_together(layer, rows, prompts):
         if not there:
             break
         cut = [[part[:, :, at[i] : at[i] + BLOCK] for part in prompts[i]] for i in there]
-        lengths = [parts[0].shape[2] for parts in cut]
-        whole = [[padded(part, max(lengths)) for part in parts] for parts in zip(*cut)]
-        out = layer.read(blocks_of([rows[i] for i in there], lengths), *map(torch.cat, whole))
-        for i, own, length in zip(there, out, lengths):
-            found[i].append(own[None, :, :length])
+        for i, own in zip(there, read_blocks(layer, [rows[i] for i in there], [at[i] for i in there], cut)):
+            found[i].append(own)
     return [torch.cat(parts, 2) for parts in found]
 
 
 def step(layer, rows, steps, at, due=()):
-    """One token of each sequence, at its own place; those of the rows that are due evict."""
-    q, k, v = (torch.cat([given[i][:, :, [place]] for given, place in zip(steps, at)]) for i in range(3))
-    return layer.step(torch.tensor(rows), q[:, :, 0].contiguous(), k, v, torch.tensor(due, dtype=torch.int64))
+    """Those of the rows that are due evict; then one token of each sequence, at its own place."""
+    layer.evict(torch.tensor(due, dtype=torch.int64))
+    q, k, v = (torch.cat([given[i][:, :, place] for given, place in zip(steps, at)]) for i in range(3))
+    return layer.step(torch.tensor(rows), q, k, v)
 
 
 CASES = {
@@ -172,20 +174,22 @@ def test_prompts_that_are_read_together_do_not_depend_on_each_other(case):
     for out, (wanted, _) in zip(read_together(layer, rows, prompts), expected):
         torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
     for at in range(4):
-        out = step(layer, rows, steps, [at] * 3, rows if (at + 1) % EVERY == 0 else ())
+        out = step(layer, rows, steps, [at] * 3, rows if at and at % EVERY == 0 else ())
         wanted = torch.cat([after[:, :, at] for _, after in expected])
         torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_launches_do_not_depend_on_how_many_prompts_are_read():
-    """Of kernels and of operators, where something leaves; one alone is read where it lies."""
+    """Of kernels and of operators, where something leaves."""
     found = []
     for number in (2, 3):
         layer, rows = paged(config_of("snapkv", "centroids", 12, "triton")), [3, 1, 4][:number]
         read_together(layer, rows, [tokens(2 * BLOCK, seed) for seed in range(number)])
-        given, blocks = [part.repeat(number, 1, 1, 1) for part in tokens(BLOCK, 9)], blocks_of(rows, [BLOCK] * number)
+        numbers = torch.tensor([rows, [BLOCK * i for i in range(number)], [BLOCK] * number])
+        blocks = PagedBlocks.of([BLOCK] * number, [2 * BLOCK] * number, numbers)
+        given = [part[0].transpose(0, 1) for part in tokens(BLOCK * number, 9)]
         with recorded() as launches, Operators() as operators:
-            layer.read(blocks, *given)
+            layer.read(blocks, *given, torch.empty_like(given[0]))
         found.append((len(launches), operators.found))
     assert found[0] == found[1] and found[0][0] > 3
 
@@ -220,7 +224,7 @@ def test_a_page_that_was_used_is_forgotten():
     step(layer, [2], [tokens(1, 4)], [0])
     expected = alone(config, prompt, steps)
     torch.testing.assert_close(read(layer, 2, prompt), expected[0], atol=1e-5, rtol=1e-5)
-    out = torch.cat([step(layer, [2], [steps], [i], [2] * ((i + 1) % EVERY == 0))[:, :, None] for i in range(4)], 2)
+    out = torch.cat([step(layer, [2], [steps], [i], [2] * (i and i % EVERY == 0))[:, :, None] for i in range(4)], 2)
     torch.testing.assert_close(out, expected[1], atol=1e-5, rtol=1e-5)
 
 
@@ -247,29 +251,26 @@ def test_a_copied_page_goes_on_as_the_first(case, blocks):
     names = layer.state.named_tensors
     for _, part in names():
         part[3] = part[2]
-    outputs = {}
+    outputs, parts = {}, list(zip(*(part.split(BLOCK, 2) for part in rest)))
     for row in (2, 3):
-        if row == 3:
-            layer.resume(3, blocks * BLOCK)
-        parts = zip(*(part.split(BLOCK, 2) for part in rest))
-        outputs[row] = [read_block(layer, row, *(part.contiguous() for part in block)) for block in parts]
+        outputs[row] = [*(read_blocks(layer, [row], [(blocks + i) * BLOCK], [part])[0] for i, part in enumerate(parts))]
     for at in range(6):
         for row in (2, 3):
-            outputs[row].append(step(layer, [row], [steps], [at], [row] * ((at + 1) % EVERY == 0)))
+            outputs[row].append(step(layer, [row], [steps], [at], [row] * (at > 0 and at % EVERY == 0)))
     assert all(torch.equal(first, second) for first, second in zip(outputs[2], outputs[3], strict=True))
     assert all(torch.equal(part[2], part[3]) for _, part in names())
 
 
 def test_the_host_knows_when_sequences_are_due():
-    """Every `period` steps after the last block of a prompt, and nothing of sequences it never heard of."""
+    """Before the step that follows `period` steps after a prompt, and nothing of sequences it never heard of."""
     clock = PagedClock(4)
     for name, blocks in ((7, (8, 13)), (2, (6,))):
         for seen in blocks:
             clock.read(name, seen)
-    assert [clock.due([2, 7, 5], [6 + i, 13 + i, 4 * i]) for i in range(1, 6)] == [[], [], [], [0, 1], []]
-    assert clock.due([7, 2], [17, 9]) == [0]
+    assert [clock.due([2, 7, 5], [6 + i, 13 + i, 4 * i]) for i in range(1, 7)] == [[], [], [], [], [0, 1], []]
+    assert clock.due([7, 2], [18, 9]) == [0]
     clock.read(7, 3)  # somebody else
-    assert clock.due([7], [17]) == [] and clock.due([7], [11]) == [0]
+    assert clock.due([7], [18]) == [] and clock.due([7], [12]) == [0]
 
 
 @pytest.mark.parametrize("policy, correction", [("noncausal", "centroids"), ("momentkv", "auto"), ("keydiff", "auto")])
@@ -329,7 +330,7 @@ def test_what_one_batch_leaves_in_scratch_is_nothing_to_another():
         read(layer, row, prompt)
     found = [[], [], []]
     for at, batch in [(0, [0, 1, 2]), (1, [0]), (1, [1, 2]), (2, [2, 0]), (2, [1]), (3, [1, 0, 2])]:
-        due = [rows[b] for b in batch if (at + 1) % EVERY == 0]
+        due = [rows[b] for b in batch if at and at % EVERY == 0]
         out = step(layer, [rows[b] for b in batch], [steps[b] for b in batch], [at] * len(batch), due)
         assert not tickets.any()
         for b, own in zip(batch, out):

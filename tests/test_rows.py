@@ -229,12 +229,13 @@ def paged(policy, correction="auto"):
     rule = PagedRule.of(config, 0, 0, 1, keys, keys, shared)
     made = PagedLayer(rule, torch.zeros(5, rule.form.nbytes, dtype=torch.uint8), 4, 0.3, None, shared)
     rows = torch.tensor([3, 1])
-    made.clear([3, 1], rows)
+    made.clear(rows)
+    for turn in range(3):
+        blocks = PagedBlocks.of([8, 8], [8 * turn] * 2, torch.stack([rows, torch.tensor([0, 8]), torch.tensor([8, 8])]))
+        q = normal(16, 4, 16)
+        made.read(blocks, q, *normal(2, 16, 2, 16), torch.empty_like(q))
     for _ in range(3):
-        blocks = PagedBlocks.of([3, 1], [8, 8], rows, torch.tensor([8, 8]))
-        made.read(blocks, normal(2, 4, 8, 16), *normal(2, 2, 2, 8, 16))
-    for _ in range(3):
-        made.step(torch.tensor([3, 1]), normal(2, 4, 16), *normal(2, 2, 2, 1, 16), torch.empty(0, dtype=torch.int64))
+        made.step(rows, normal(2, 4, 16), *normal(2, 2, 2, 16))
     return made
 
 

@@ -11,19 +11,36 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastkv import FastKVError
 from fastkv.config import Config
 from fastkv.integrations.vllm import batch as batches
-from fastkv.integrations.vllm.batch import Batcher, Block
+from fastkv.integrations.vllm.batch import Batcher
 
-BLOCK, EVERY = 8, 3
-
-
-def batcher(block=BLOCK, repeats=True, copies=False):
-    return Batcher(Config.make("keydiff", 64, block, EVERY, "auto", "auto", None), repeats, copies)
+BLOCK, EVERY, SEQUENCES = 8, 3, 80
 
 
-def described(sequences, device="cpu", named=True, padded=0):
-    """As vLLM describes a step. Sequences: (place in its table, page, prompt, tokens before, tokens now) of each."""
+def batcher(block=BLOCK, **options):
+    return Batcher(Config.make("keydiff", 64, block, EVERY, "auto", "auto", None), SEQUENCES, **options)
+
+
+def only(batch):
+    """What the layers are told where all sequences have the same settings."""
+    ((kind, part),) = batch.items()
+    assert kind is None
+    return part
+
+
+def placed(part):
+    """Rows that decode, with the place of the token of each."""
+    places = range(len(part.rows)) if part.places is None else part.places.tolist()
+    return list(zip(part.rows.tolist(), places))
+
+
+def described(sequences, device="cpu", named=True, padded=0, captured=False):
+    """As vLLM describes a step. Sequences: (place in its table, page, prompt, tokens before, tokens now) of each.
+
+    padded: so many sequences without tokens.  captured: whether they have rows of the queries nevertheless.
+    """
     counts = torch.tensor([now for *_, now in sequences] + [0] * padded)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     seen = torch.tensor([before + now for *_, before, now in sequences] + [0] * padded, dtype=torch.int32)
@@ -36,44 +53,55 @@ def described(sequences, device="cpu", named=True, padded=0):
         block_table_tensor=pages[:, None].to(device),
         is_prefilling=torch.tensor([before < whole for *_, whole, before, _ in sequences] + [False] * padded),
         req_idx=np.array([place for place, *_ in sequences] + [0] * padded) if named else None,
+        num_actual_tokens=int(starts[-1]) + (padded if captured else 0),
     )
 
 
-def read_in(batch):
-    """The blocks in the rounds of a batch, in order of their tokens; of a sequence no block comes before the last."""
-    found, ends = [], {}
-    for turn in batch.rounds:
-        blocks, resumes = turn.blocks, dict(turn.resumes)
-        assert len(set(blocks.rows)) == len(blocks.rows) and blocks.index.tolist() == list(blocks.rows)
-        assert turn.fresh.tolist() == turn.begins and blocks.valid.sum(-1).tolist() == list(blocks.lengths)
-        tokens, own = turn.tokens.view(blocks.valid.shape), turn.own.tolist()
-        assert tokens[blocks.valid].tolist() == own == turn.tokens[turn.places].tolist()
-        for row, length, places in zip(blocks.rows, blocks.lengths, tokens):
+def read_in(part):
+    """(row, first token, end, tokens before) of the blocks that are read, in order of their tokens."""
+    found = []
+    for blocks in part.prompts:
+        assert blocks.valid.sum(-1).tolist() == list(blocks.lengths)
+        tokens, own = blocks.tokens.view(blocks.valid.shape), blocks.own.tolist()
+        assert tokens[blocks.valid].tolist() == own == tokens[blocks.sequence, blocks.within].tolist()
+        for row, length, done, places in zip(blocks.index.tolist(), blocks.lengths, blocks.before, tokens):
             start = int(places[0])
-            assert places[:length].tolist() == list(range(start, start + length)) and ends.get(row, start) == start
-            ends[row] = start + length
-            found.append(Block(row, start, start + length, row in turn.begins, resumes.get(row, 0)))
-    return sorted(found, key=lambda block: (block.start, block.row))
+            assert places.tolist() == [*range(start, start + length), *[start] * (len(places) - length)]
+            found.append((row, start, start + length, done))
+    assert len({row for row, *_ in found}) == len(found)
+    assert set(part.fresh.tolist()) >= {row for row, *_, done in found if not done}
+    return sorted(found, key=lambda block: block[1])
 
 
-def test_rounds_do_not_grow_with_the_number_of_prompts():
-    """Whole blocks together, ends of about one length together, up to a bound on the pages that are copied."""
-    for number in (1, 3, batches.AT_ONCE):
-        prompts = [(i, i + 1, 2 * BLOCK + 3, 0, 2 * BLOCK + 3) for i in range(number)]
-        got = batcher(repeats=False).batch(described(prompts))
-        assert [(len(turn.blocks.rows), max(turn.blocks.lengths)) for turn in got.rounds] == [
-            (number, BLOCK),
-            (number, BLOCK),
-            (number, 3),
-        ]
-    got = batcher(repeats=False).batch(described([(i, i + 1, 9, 0, 9) for i in range(batches.AT_ONCE + 1)]))
-    assert [len(turn.blocks.rows) for turn in got.rounds] == [batches.AT_ONCE, 1] * 2
+def test_prompts_are_read_together():
+    """Of whatever lengths, up to a bound on the pages that are copied."""
+    for number in (1, 3, batches.AT_ONCE, batches.AT_ONCE + 1):
+        prompts = [(i, i + 1, 1 + i % BLOCK, 0, 1 + i % BLOCK) for i in range(number)]
+        got = only(batcher().batch(described(prompts)))
+        assert sum(len(blocks.lengths) for blocks in got.prompts) == number
+        assert len(got.prompts) == 1 + (number > batches.AT_ONCE)
+
+
+@pytest.mark.parametrize("block, before, now", [(BLOCK, 0, BLOCK + 1), (BLOCK, BLOCK - 1, 1), (None, 3, 5)])
+def test_steps_that_do_not_end_with_blocks_are_refused(block, before, now):
+    with pytest.raises(FastKVError, match=f"cut a prompt after {before} tokens and read {now} more"):
+        batcher(block).batch(described([(0, 1, 30, before, now)]))
+
+
+def test_sequences_with_other_settings_are_told_apart():
+    """By their place in vLLM's table or, where that is not said, in the batch."""
+    sequences = [(3, 1, 4, 4, 1), (1, 2, 4, 4, 1), (2, 3, 9, 0, 8), (0, 4, 8, 0, 8)]
+    for named, kinds in ((True, {1: "small", 2: "small"}), (False, {1: "small", 2: "small"})):
+        got = batcher(kinds=kinds).batch(described(sequences, named=named))
+        assert [*got] == [None, "small"]
+        assert [placed(got[kind]) for kind in got] == [[(1, 0)], [(2, 1)]]
+        assert [read_in(got[kind]) for kind in got] == [[(4, 10, 18, 0)], [(3, 2, 10, 0)]]
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by page"])
 def test_batches_of_traffic(named):
     """Sequences come, are read in blocks, decode, end and leave their places and pages to others; they change order."""
-    draw, made = random.Random(0), batcher(repeats=False)
+    draw, made = random.Random(0), batcher()
     running, free, pages, evicted = {}, set(range(6)), set(range(1, 9)), 0
     for _ in range(120):
         if free and draw.random() < 0.5:
@@ -82,22 +110,22 @@ def test_batches_of_traffic(named):
             running[place] = [page, draw.randint(1, 30), 0]
         step = []
         for place, (page, whole, before) in draw.sample(sorted(running.items()), len(running)):
-            now = min(BLOCK * draw.randint(1, 2), whole - before) if before < whole else 1
+            now = min(BLOCK, whole - before) if before < whole else 1
             step.append((place, page, whole, before, now))
-        got = made.batch(described(step, named=named, padded=draw.randint(0, 2)))
+        if not step:
+            continue
+        got = only(made.batch(described(step, named=named, padded=draw.randint(0, 2))))
         starts = [sum(now for *_, now in step[:i]) for i in range(len(step))]
         decoding = [(page, start) for (_, page, whole, before, _), start in zip(step, starts) if before >= whole]
-        assert list(zip(got.rows.tolist(), got.places.tolist())) == decoding
-        due = [page for _, page, whole, before, _ in step if before >= whole and (before + 1 - whole) % EVERY == 0]
+        assert placed(got) == decoding
+        due = [page for _, page, whole, before, _ in step if before > whole and (before - whole) % EVERY == 0]
         assert got.due.tolist() == due
-        blocks = [
-            Block(page, start + at, start + min(at + BLOCK, now), before + at == 0)
+        assert read_in(got) == [
+            (page, start, start + now, before)
             for (_, page, whole, before, now), start in zip(step, starts)
             if before < whole
-            for at in range(0, now, BLOCK)
         ]
-        assert read_in(got) == sorted(blocks, key=lambda block: (block.start, block.row))
-        assert {part.dtype for part in (got.rows, got.places, got.due)} == {torch.int64}
+        assert {part.dtype for part in (got.rows, got.due)} == {torch.int64}
         evicted += len(due)
         for place, page, _, _, now in step:
             running[place][2] += now
@@ -110,23 +138,21 @@ def test_batches_of_traffic(named):
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by page"])
 def test_a_sequence_may_go_on_from_a_copy(named):
     """In the place, and behind as many tokens, of one that ended; its evictions count from its own prompt's end."""
-    made = batcher(repeats=False, copies=True)
-    made.batch(described([(4, 1, 40, 0, 16)], named=named))
-    got = made.batch(described([(4, 2, 19, 16, 3)], named=named))
-    assert read_in(got) == [Block(2, 0, 3, False, resumes=16)]
-    due = [made.batch(described([(4, 2, 19, before, 1)], named=named)).due.tolist() for before in range(19, 23)]
-    assert due == [[], [], [2], []]
-    got = made.batch(described([(4, 2, 40, 16, 16)], named=named))
-    assert [(block.row, block.resumes) for block in read_in(got)] == [(2, 16), (2, 0)]
+    made = batcher(copies=True)
+    made.batch(described([(4, 1, 40, 0, 8)], named=named))
+    got = only(made.batch(described([(4, 2, 19, 16, 3)], named=named)))
+    assert read_in(got) == [(2, 0, 3, 16)]
+    due = [only(made.batch(described([(4, 2, 19, before, 1)], named=named))).due.tolist() for before in range(19, 24)]
+    assert due == [[], [], [], [2], []]
 
 
 def test_a_single_token_that_is_computed_again_is_a_step():
     """The newer runner calls it a prompt, the older one does not."""
-    again = [(0, 3, 10, 0, 8), (0, 3, 10, 8, 1)]
-    for repeats in (True, False):
-        made = batcher(repeats=repeats)
-        assert len(made.batch(described(again[:1])).rounds) == 1
-        assert len(made.batch(described(again[1:])).rounds) == (0 if repeats else 1)
+    again = [(0, 3, 10, 0, 8), (0, 3, 10, 8, 1)]  # of a prompt of 8 tokens, with two more that were its answer
+    for singles in (True, False):
+        made = batcher(singles=singles)
+        assert len(only(made.batch(described(again[:1]))).prompts) == 1
+        assert len(only(made.batch(described(again[1:]))).prompts) == (0 if singles else 1)
 
 
 class Crossings(TorchDispatchMode):
@@ -193,32 +219,32 @@ def on_device(mode, made, sequences, **options):
     mode.found.clear()
     before, m = Event.waits, described(sequences, "meta", **options)
     with mode:
-        got = made.batch(m)
-    assert got.rows.device.type == got.places.device.type == got.due.device.type == "meta"
+        got = only(made.batch(m))
+    assert {part.device.type for part in (got.rows, got.due, got.places) if part is not None} == {"meta"}
     assert all(goes_on for _, goes_on in mode.found), "an ordinary copy waits for all that the device has to do"
     return [where for where, _ in mode.found], Event.waits - before, got
 
 
 def test_the_host_waits_once_for_each_prompt_and_never_while_decoding(crossings):
-    made = batcher()
+    made = batcher(singles=True)
     ends, goes_on = (4, 1, 8, 0, 8), [(7, 2, 20, 8 * i, 8 if i < 2 else 4) for i in range(3)]
     begins = ["to device", "to host", "to device"], 1  # whose page; then the tokens of each round
     assert on_device(crossings, made, [goes_on[0]])[:2] == begins
     assert on_device(crossings, made, [ends, goes_on[1]])[:2] == begins
-    for after in (8, 9, 10):  # the others decode; a prompt that goes on lies before, between or behind them
+    for after in (8, 9, 11):  # the others decode; a prompt that goes on lies before, between or behind them
         decoding = (4, 1, 8, after, 1)
-        due = after - 8 == EVERY - 1
+        due = after - 8 == EVERY
         copies, waits, got = on_device(crossings, made, [decoding, goes_on[2]])
-        assert waits == 0 and copies == ["to device"] * (due + 1) and len(got.due) == due
+        assert waits == 0 and copies == ["to device"] and len(got.due) == due
         copies, waits, got = on_device(crossings, made, [goes_on[2], decoding])
-        assert waits == 0 and copies == ["to device"] * 2 and len(got.rows) == 1
-    copies, waits, got = on_device(crossings, made, [(4, 1, 8, 11, 1)], padded=3)
+        assert waits == 0 and copies == ["to device"] and len(got.rows) == 1
+    copies, waits, got = on_device(crossings, made, [(4, 1, 8, 12, 1)], padded=3)
     assert (copies, waits, len(got.rows)) == ([], 0, 1)
 
 
 def test_the_older_runner_makes_the_host_wait_once_a_step(crossings):
     """It tells sequences apart by nothing but their pages, which are on the device."""
-    made = batcher(repeats=False)
+    made = batcher()
     reading = on_device(crossings, made, [(0, 3, 8, 0, 8), (1, 5, 8, 0, 8)], named=False)
     assert reading[:2] == (["to host", "to device"], 1)
     assert on_device(crossings, made, [(0, 3, 8, 8, 1), (1, 5, 8, 8, 1)], named=False)[:2] == (["to host"], 1)
@@ -227,4 +253,20 @@ def test_the_older_runner_makes_the_host_wait_once_a_step(crossings):
 def test_numbers_on_a_cpu_are_not_copied():
     numbers = torch.tensor([3, 1])
     assert batches.to_host(numbers) == [3, 1]
-    assert torch.equal(batches.to_device([3, 1], torch.device("cpu")), numbers)
+    sent = batches.to_device([[3], [], [3, 1]], torch.device("cpu"))
+    assert [part.tolist() for part in sent] == [[3], [], [3, 1]]
+
+
+def test_a_captured_step_finds_its_rows_where_it_was_captured():
+    """Padding is nobody's; behind a step that evicts and one with prompts, too. Single tokens never are prompts."""
+    made = batcher(singles=True)
+    (captured,) = (part.rows for part in made.nobody(4, torch.device("cpu")).values())
+    assert captured.tolist() == [0] * 4
+    only(made.batch(described([(0, 5, 6, 0, 6), (1, 7, 8, 0, 8)])))
+    made.batch(described([(place, 4, 1, 5, 1) for place in range(10, 14)], captured=True))  # others were there before
+    for after, page in ((6, 5), (7, 5), (8, 6), (9, 6)):
+        sequences = [(0, page, 6, after, 1), (1, 7, 8, after + 2, 1), (2, 9, 1, 0, 1)]
+        got = only(made.batch(described(sequences, padded=1, captured=True)))
+        assert got.rows.data_ptr() == captured.data_ptr() and captured.tolist() == [page, 7, 9, 0]
+        assert got.places is None and not got.prompts and got.fresh.tolist() == [9]
+        assert got.due.tolist() == ([page, 7] if after == 9 else [])

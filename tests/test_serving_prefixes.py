@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fastkv.integrations.vllm.prefixes import Prefixes, is_kept, next_stop
+from fastkv.integrations.vllm.prefixes import Prefixes, is_kept
 
 
 @dataclass(eq=False)
@@ -233,11 +233,3 @@ def test_what_is_worth_a_page():
     ]  # fmt: skip
     assert [block for block in range(4) if is_kept(block, 2)] == [1, 2]
     assert not any(is_kept(block, 0) for block in range(1, 4))
-
-
-@pytest.mark.parametrize(
-    "prompt, computed, expected",
-    [(10, 0, 10), (64, 0, 64), (65, 0, 64), (65, 64, 65), (700, 64, 128), (700, 512, 640), (700, 640, 700)],
-)
-def test_steps_end_where_a_page_is_kept(prompt, computed, expected):
-    assert next_stop(prompt, computed, 64) == expected

@@ -55,17 +55,17 @@ def serve(layer, block, seed):
         draw.choice([draw.randint(1, LONGEST), int(2 ** draw.uniform(0, 11))]) for _ in range(draw.choice([1, 3]))
     ]
     rows = list(range(1, 1 + len(lengths)))
-    layer.clear(rows, torch.tensor(rows))
+    layer.clear(torch.tensor(rows))
     for at in range(0, max(lengths), block or max(lengths)):
         read = [(row, min(block or length, length - at)) for row, length in zip(rows, lengths) if length > at]
         now, numbers = zip(*read)
-        blocks = PagedBlocks.of(now, numbers, torch.tensor(now), torch.tensor(numbers))
-        parts = (part.unflatten(0, (len(now), -1)).transpose(1, 2) for part in tokens(len(now) * max(numbers)))
-        layer.read(blocks, *parts)
+        starts = [sum(numbers[:i]) for i in range(len(now))]
+        blocks = PagedBlocks.of(numbers, [at] * len(now), torch.tensor([now, starts, numbers]))
+        layer.read(blocks, *tokens(sum(numbers)), torch.empty(sum(numbers), HQ, D, dtype=torch.bfloat16))
     batch = draw.randint(1, SEQUENCES)
-    q, k, v = (part.contiguous() for part in tokens(batch))
     rows = torch.arange(1, batch + 1)
-    layer.step(rows, q, k[:, :, None], v[:, :, None], rows[: draw.randint(0, batch)])
+    layer.evict(rows[: draw.randint(0, batch)])
+    layer.step(rows, *(part.contiguous() for part in tokens(batch)))
 
 
 @pytest.mark.parametrize("case", [named(case, slow=case == "leverage") for case in CASES])

@@ -320,8 +320,9 @@ def evict(state: LayerState, rule: LayerConfig, anew: bool = False) -> None:
             with state.gathered() as own:
                 evict(own, rule)
             return
-        unread = () if rule.config.policy.moments.order is not None else ("moments",)
-        copied = state.taken(but=(*unread, *(() if state.parts is None else (state.parts.kind,))))
+        unread = [] if rule.config.policy.moments.order is not None else ["moments"]
+        unread += [] if state.parts is None else [state.parts.kind]
+        copied = state.taken(but=("seen", "exact.lengths", "exact.attention", *unread))
     candidates, guard = signals.of_slots(state, copied, rule)
     candidates, scores = signals.score(candidates, rule)
     if anew or state.approx is not None:

@@ -12,15 +12,14 @@ from .. import ops
 from ..backend import resolve
 from ..config import Config
 from ..errors import FastKVError
-from ..reference import LayerState, Recovery
+from ..reference import LayerState, Recovery, Slots
 from .layer import evict
 from .layout import Attends, LayerConfig, LayerPlan, Layout
 from .pages import PageFormat
-from .prefill import absorb_block, attend_block, without_padding
+from .prefill import absorb_block, attend_block
 from .workspace import CacheWorkspace
 
-AT_ONCE = 32  # sequences: copies of their pages, where they evict or are read together, do not grow with the batch
-Room = list[tuple[int, int]]  # of each tier: `Slots.filled` and `Slots.limit`
+AT_ONCE = 64  # sequences: copies of their pages, where they evict or are read together, do not grow with the batch
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,9 @@ def _form(layout: Layout, keys: Tensor, values: Tensor) -> PageFormat:
 class PagedClock:
     """When sequences evict, as far as the host knows without asking the device: every `period` steps after a prompt.
 
+    What is due after a step happens before the next one, so that a captured step need not contain it; of a sequence
+    that ends first, nobody asks.
+
     Attributes: prompted: tokens of the prompts, by what the engine calls a sequence.
     """
 
@@ -98,49 +100,60 @@ class PagedClock:
         self.prompted[name] = seen
 
     def due(self, names: Sequence[int], seen: Sequence[int]) -> list[int]:
-        """Which of the sequences in a batch evict after a step that makes so many tokens of each.
+        """Which of the sequences in a batch evict before a step that makes so many tokens of each.
 
         None of those whose prompts were never read: an engine warms up with such.
         """
-        known = [i for i, name in enumerate(names) if name in self.prompted]
-        return [i for i in known if (seen[i] - self.prompted[names[i]]) % self.period == 0]
+        steps = [now - 1 - self.prompted.get(name, now - 1) for name, now in zip(names, seen)]
+        return [i for i, done in enumerate(steps) if done > 0 and done % self.period == 0]
 
 
 @dataclass(frozen=True)
 class PagedBlocks:
-    """The next blocks of some prompts, one of each, as a padded batch.
+    """The next blocks of some prompts, one of each, as a padded batch of R sequences and T tokens.
 
-    Attributes: rows, lengths: of the R sequences, and how many tokens of each, what the host knows.
+    Attributes: lengths, before: how many tokens of each, and how many it had read; what the host knows.
         index: [R] int64, the rows.  valid: [R, T] bool, false for padding, which comes last.
+        tokens: [R * T] int64, which token of the engine's batch is where; the sequence's first where there is padding.
+        own: [N] int64, the tokens of the batch that are read; of each, which of the R sequences it belongs to, and
+        which of its T tokens it is, sequence and within: [N] int64.
     """
 
-    rows: Sequence[int]
     lengths: Sequence[int]
+    before: Sequence[int]
     index: Tensor
     valid: Tensor
+    tokens: Tensor
+    own: Tensor
+    sequence: Tensor
+    within: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[int], lengths: Sequence[int], index: Tensor, counts: Tensor) -> PagedBlocks:
-        """Args: index, counts: [R] int64, the same numbers on the device."""
-        places = torch.arange(max(lengths), device=index.device)
-        return cls(rows, lengths, index, places < counts[:, None])
+    def of(cls, lengths: Sequence[int], before: Sequence[int], numbers: Sequence[Tensor] | Tensor) -> PagedBlocks:
+        """Nothing waits for the device.
 
-    @property
-    def padded(self) -> bool:
-        """Whether there is padding."""
-        return min(self.lengths) < max(self.lengths)
+        Args: numbers: [3, R] int64 on the device: rows, which token of the batch is the first of each, lengths.
+        """
+        (index, starts, counts), longest, total = numbers, max(lengths), sum(lengths)
+        places = torch.arange(longest, device=index.device)
+        valid = places < counts[:, None]
+        tokens = starts[:, None] + torch.where(valid, places, 0)
+        sequence = torch.arange(len(lengths), device=index.device).repeat_interleave(counts, output_size=total)
+        within = torch.arange(total, device=index.device) - (counts.cumsum(0) - counts)[sequence]
+        own = starts[sequence] + within
+        return cls(lengths, before, index, valid, tokens.flatten(), own, sequence, within)
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """Of all tokens of the batch, [..., H, D], these: [R, H, T, D]."""
+        return part.index_select(0, self.tokens).unflatten(0, self.valid.shape).transpose(1, 2)
 
 
 class PagedLayer:
     """What `LayerCache` is for a batch in lock-step: every sequence has a clock of its own, which starts at the end of
     its prompt, and what becomes of it does not depend on the others. A row is the number of a sequence's page.
 
-    Attributes:
-        state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
-        empty: what the host knows of the slots of a page without tokens.  starts: [1, Hkv + 1] of it, by tier.
-        rooms: what the host knows of the slots of each row whose prompt is being read, without asking the device.
-        read_by: tokens that each of those rows has read.
-        reached: the rooms of a row that has read so many tokens, in whole blocks: the same for all prompts.
+    Attributes: state: views of all pages.  rule: how the layer attends and evicts.  num_heads: of queries.
+        starts: [1, Hkv + 1] of a page without tokens, by tier.
     """
 
     def __init__(
@@ -160,69 +173,51 @@ class PagedLayer:
         self.pages = pages[:, : paged.form.nbytes]
         empty = paged.form.allocate(1, pages.device)
         self.rule.layout.clear(empty)
-        self.empty: Room = [(slots.filled, slots.limit) for slots in empty.tiers.values()]
         self.starts = {tier: slots.starts.clone() for tier, slots in empty.tiers.items() if slots.starts is not None}
         if self.rule.weight is not None:
             assert self.rule.rotary is not None
             table = shared.table(self.rule.rotary, self.state.seen.device, shared.positions)
             self.state.recovery = Recovery(self.rule.weight, *table)
-        self.rooms: dict[int, Room] = {}
-        self.read_by: dict[int, int] = {}
-        self.reached: dict[int, Room] = {}
 
-    def clear(self, rows: Sequence[int], index: Tensor) -> None:
-        """New sequences begin in these rows; index [R] int64: the same numbers on the device."""
-        self.pages.index_fill_(0, index, 0)
+    def clear(self, rows: Tensor) -> None:
+        """New sequences are going to begin in these rows, [F] int64."""
+        self.pages.index_fill_(0, rows, 0)
         for tier, starts in self.starts.items():
-            self.state.tiers[tier].starts.index_copy_(0, index, starts.expand(len(rows), -1))  # type: ignore[union-attr]
-        for row in rows:
-            self._left(row, self.empty, 0)
+            self.state.tiers[tier].starts.index_copy_(0, rows, starts.expand(len(rows), -1))  # type: ignore[union-attr]
 
-    def resume(self, row: int, seen: int) -> None:
-        """A sequence goes on in this row, whose page holds what the first `seen` tokens of a prompt left: a copy of
-        another's, which were read in whole blocks. The host waits for the device where heads trade slots.
+    def read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Write the attention output of the next blocks of prompts into `out`; the state then includes them.
+
+        They are read in a copy of their pages, in as many launches whatever their number.
+
+        Args: all tokens of the batch: q [N, Hq, D], k, v [N, Hkv, D], out [N, Hq, Dv].
         """
-        room, layout = self.reached[seen], self.rule.layout
-        if layout.adaptive and not layout.approx:
-            starts = self.state.stretch(row, row + 1).exact.starts
-            assert starts is not None
-            ((filled, limit),), most = room, int(starts.diff(dim=-1).max())
-            room = [(most - layout.spare if filled == limit - layout.spare else filled, most)]
-        self.rooms[row], self.read_by[row] = room, seen
-
-    def read(self, blocks: PagedBlocks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention output for the next blocks of prompts, [R, Hq, T, Dv]; the state then includes them.
-
-        The number of launches does not depend on how many there are. Several are read in a copy of their pages.
-
-        Args: q [R, Hq, T, D]; k, v [R, Hkv, T, D].
-        """
-        valid, rows = blocks.valid, blocks.rows
-        if blocks.padded:
-            q, k, v = (without_padding(part, valid) for part in (q, k, v))
-        chosen = self.state.at(blocks.index)
-        own = chosen.taken() if len(rows) > 1 else self.state.stretch(rows[0], rows[0] + 1)
-        rooms = [self.rooms[row] for row in rows]
-        for slots, known in zip(own.tiers.values(), zip(*rooms)):
-            slots.filled, slots.limit = (max(numbers) for numbers in zip(*known))
-        out, mass = attend_block(own, q, k, v, valid, self.rule)
+        chosen, valid = self.state.at(blocks.index), blocks.valid
+        own = chosen.taken()
+        for slots in own.tiers.values():
+            slots.limit = self._limit(slots, blocks)
+            slots.filled = min(max(blocks.before), slots.limit - self.rule.layout.spare * (slots is own.exact))
+        q, k, v = map(blocks.gathered, (q, k, v))
+        result, mass = attend_block(own, q, k, v, valid, self.rule)
         absorb_block(own, q, k, v, valid, self.rule, mass=mass)
-        if len(rows) > 1:
-            chosen.put(own)
-        for row, room, length in zip(rows, rooms, blocks.lengths):
-            left = zip(room, own.tiers.values())
-            now = [(min(filled + length, slots.filled), slots.limit) for (filled, _), slots in left]
-            self._left(row, now, self.read_by[row] + length)
-        return out
+        chosen.put(own)
+        out.index_copy_(0, blocks.own, result.transpose(1, 2)[blocks.sequence, blocks.within])
 
-    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, due: Tensor) -> Tensor:
-        """Attention output for the next token of each of these sequences, [B, Hq, Dv]; those that are due then evict.
+    def _limit(self, slots: Slots, blocks: PagedBlocks) -> int:
+        """Slots of the head that has most. The host waits for the device where heads have traded slots."""
+        layout = self.rule.layout
+        if not layout.adaptive or slots.starts is None:
+            return slots.limit
+        if not any(blocks.before):
+            return max(layout.capacities("exact"))
+        return int(slots.starts.diff(dim=-1).max())
 
-        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, 1, D]; due [E] int64: those of the rows that evict, as
-            `PagedClock` says. Nothing but their pages is touched by evictions.
+    def evict(self, due: Tensor) -> None:
+        """Let these sequences shrink to their budget; nothing but their pages is touched.
+
+        Args: due [E] int64: rows, as `PagedClock` says before each step.
         """
         rule = self.rule
-        out, _, _ = ops.decode_step(q, k, v, self._at(rows), rule.spec)
         if due.device.type == "cpu" and resolve(rule.spec.backend, due.device) != "triton":
             for own in self.state.at(due).each():  # the host may ask; mostly few are due, and nothing is copied
                 own.fill()
@@ -230,6 +225,13 @@ class PagedLayer:
         else:
             for some in due.split(AT_ONCE) if len(due) else ():
                 evict(self._at(some), rule)
+
+    def step(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention output for the next token of each of these sequences, [B, Hq, Dv].
+
+        Args: rows [B] int64; q [B, Hq, D]; k, v [B, Hkv, D].
+        """
+        out, _, _ = ops.decode_step(q, k[:, :, None], v[:, :, None], self._at(rows), self.rule.spec)
         return out
 
     def _at(self, rows: Tensor) -> LayerState:
@@ -238,9 +240,3 @@ class PagedLayer:
         state.fill()
         state.scratch = self.shared.scratch_of(self.num_heads, state, self.rule.spec)
         return state
-
-    def _left(self, row: int, room: Room, seen: int) -> None:
-        self.rooms[row], self.read_by[row] = room, seen
-        block = self.rule.config.prefill_block
-        if block is not None and seen % block == 0:
-            self.reached[seen] = room

@@ -66,8 +66,9 @@ def absorb_block(
     full = state.exact.filled + num > rule.layout.least
     if full or rule.layout.memory:
         candidates, scores = signals.score(signals.of_block(candidates, q, valid, state, rule, reread, mass), rule)
-    kept = Selection(candidates.valid, candidates.valid.sum(-1))
-    if full:
+    if not full:
+        kept = Selection(candidates.valid, candidates.valid.sum(-1))
+    else:
         whole = rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1
         keep = selection.keep_in_rounds if whole else selection.keep_best
         kept = keep(candidates, scores, state.seen, rule)

@@ -58,25 +58,25 @@ def warm_up(opened: Callable[[Tensor], PagedLayer], paged: PagedRule, traffic: T
         sizes = (layer.num_heads, dim), (heads, dim), (heads, exact.value_dim)
         return [torch.zeros(number, *size, dtype=exact.dtype, device=device) for size in sizes]
 
-    def read(*lengths: int) -> None:
-        numbers = torch.tensor([rows[: len(lengths)], lengths], device=device)
-        blocks, size = PagedBlocks.of(rows[: len(lengths)], lengths, *numbers), max(lengths)
-        parts = tokens(len(lengths) * size)
-        layer.read(blocks, *(part.unflatten(0, (-1, size)).transpose(1, 2) for part in parts))
+    def read(before: int, *lengths: int) -> None:
+        starts = [0, lengths[0]][: len(lengths)]
+        numbers = torch.tensor([rows[: len(lengths)], starts, lengths], device=device)
+        q, k, v = tokens(sum(lengths))
+        out = torch.empty(sum(lengths), layer.num_heads, exact.value_dim, dtype=exact.dtype, device=device)
+        layer.read(PagedBlocks.of(lengths, [before] * len(lengths), numbers), q, k, v, out)
 
     rows = [1, 2]
     for others in (0, 1):  # prompts that are read with it
         for blocks in _full_blocks(paged.layer.layout.least, traffic):
             for length in traffic.lengths():
-                layer.clear(rows, torch.tensor(rows, device=device))
-                for _ in range(blocks):
-                    read(*(traffic.largest,) * (1 + others))
-                read(length, *(max(length - 1, 1),) * others)
+                layer.clear(torch.tensor(rows, device=device))
+                for number in range(blocks):
+                    read(number * traffic.largest, *(traffic.largest,) * (1 + others))
+                read(blocks * traffic.largest, length, *(max(length - 1, 1),) * others)
     nobody = torch.zeros(traffic.sequences, dtype=torch.int64, device=device)
     for batch in range(1, traffic.sequences + 1):
-        q, k, v = tokens(batch)
-        due = nobody[: batch if batch <= AT_ONCE else 0]
-        layer.step(nobody[:batch], q, k[:, :, None], v[:, :, None], due)
+        layer.evict(nobody[: batch if batch <= AT_ONCE else 0])
+        layer.step(nobody[:batch], *tokens(batch))
 
 
 def _full_blocks(least: int, traffic: Traffic) -> list[int]:

@@ -307,15 +307,13 @@ class LayerState:
     def taken(self, but: tuple[str, ...] = ()) -> LayerState:
         """A copy of what `rows` say, in which batch row b lives in row b.
 
-        Args: but: kinds of what is remembered of evicted tokens that stay where they are, in the rows of the state.
+        Args: but: names of tensors, or of what they are part of, that stay where they are, in the rows of the state.
         """
         assert self.rows is not None
         own = self.shell()
         for name, tensor in self.named_tensors():
-            if name.partition(".")[0] not in but:
+            if name not in but and name.partition(".")[0] not in but:
                 own.replace(name, tensor.index_select(0, self.rows))
-        for slots in own.tiers.values():
-            slots.lengths.masked_fill_((self.rows == 0)[:, None], 0)  # what comes to nobody's row never fills it up
         return own
 
     def stretch(self, first: int, stop: int) -> LayerState:
@@ -344,7 +342,11 @@ class LayerState:
 
         Args: changes: whether there is something to put back.
         """
-        own = self if self.rows is None else self.taken()
+        own = self
+        if self.rows is not None:
+            own = self.taken()
+            for slots in own.tiers.values():
+                slots.lengths.masked_fill_((self.rows == 0)[:, None], 0)  # what comes to nobody's row never fills it up
         yield own
         if own is not self and changes:
             self.put(own)

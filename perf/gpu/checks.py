@@ -361,14 +361,16 @@ def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
         prompt = tokens(length)
         alone.allocate(heads.num_heads, *prompt[1:], length)
         alone.configure(Attends(SCALE))
-        index = torch.tensor([row], device=place.device)
-        layer.clear([row], index)
-        for parts in zip(*(part.split(block, 2) for part in prompt)):
-            real = torch.ones(1, parts[0].shape[2], dtype=torch.bool, device=place.device)
-            number = parts[0].shape[2]
-            blocks = PagedBlocks.of([row], [number], index, torch.full_like(index, number))
-            got, want = layer.read(blocks, *parts), alone.read(*parts, real)
-            findings.append(near(f"prompt of row {row}", got, want))
+        layer.clear(torch.tensor([row], device=place.device))
+        for at in range(0, length, block):
+            q, k, v = (part[:, :, at : at + block] for part in prompt)
+            number = q.shape[2]
+            blocks = PagedBlocks.of([number], [at], torch.tensor([[row], [0], [number]], device=place.device))
+            flat = [part[0].transpose(0, 1).contiguous() for part in (q, k, v)]  # as an engine has them
+            got = torch.empty_like(flat[0])
+            layer.read(blocks, flat[0], flat[1], flat[2], got)
+            want = alone.read(q, k, v, torch.ones(1, number, dtype=torch.bool, device=place.device))
+            findings.append(near(f"prompt of row {row}", got.transpose(0, 1)[None], want))
         clock.read(row, length)
         expected.append([alone.step(*(part[:, :, at : at + 1] for part in further)) for at in range(steps)])
     places = torch.tensor(rows, device=place.device)
@@ -381,8 +383,8 @@ def check_served(place: Place, heads: Heads, kind: Kind) -> list[Finding]:
 
     def decode(first: int, stop: int) -> None:
         for at in range(first, stop):
-            query, key, value = (part[:, :, at : at + 1].contiguous() for part in (q, k, v))
-            results.append(layer.step(places, query[:, :, 0], key, value, evicting[at]))
+            layer.evict(evicting[at])
+            results.append(layer.step(places, *(part[:, :, at].contiguous() for part in (q, k, v))))
 
     warm = 2 * EVERY  # everything is compiled by then
     decode(0, warm)

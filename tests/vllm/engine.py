@@ -70,8 +70,9 @@ class Traffic:
     def __init__(self, llm):
         self.llm, self.engine, self.answers, self.ids = llm, llm.llm_engine, {}, {}
 
-    def ask(self, name, tokens, num):
-        params = SamplingParams(temperature=0, max_tokens=num, detokenize=False, ignore_eos=True)
+    def ask(self, name, tokens, num, **own):
+        """Args: own: what the request asks of its cache."""
+        params = SamplingParams(temperature=0, max_tokens=num, detokenize=False, ignore_eos=True, extra_args=own)
         self.engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
 
     def turn(self, times=1):

@@ -66,7 +66,7 @@ def test_shares_come_from_a_file(model, tmp_path):
     replace(known, table=torch.ones_like(known.table)).save(file)
     budget = {"tokens": 64, "heads": str(file)}
     start(model, {"policy": "keydiff", "budget": budget})
-    assert {rule.layer.layout.tokens for rule in Compression.latest.rules.values()} == {(64, 64)}
+    assert {rule.layer.layout.tokens for rule in Compression.latest.rules().values()} == {(64, 64)}
     replace(known, weights="0" * 16).save(file)
     with pytest.raises(FastKVError, match="was calibrated for other weights"):
         start(model, {"policy": "keydiff", "budget": budget})
@@ -136,7 +136,7 @@ def test_a_request_takes_what_its_heads_need(model):
     for heads in ("uniform", "calibrated"):
         budget = {"tokens": 256, "heads": heads}
         llm = start(model, {"policy": "keydiff", "budget": budget}, kv_cache_memory_bytes=memory)
-        pages = [rule.form.nbytes for rule in Compression.latest.rules.values()]
+        pages = [rule.form.nbytes for rule in Compression.latest.rules().values()]
         fit[heads] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
         assert fit[heads] == memory // sum(pages)
     assert len(set(pages)) > 1 and fit["calibrated"] > 0.99 * fit["uniform"]

@@ -47,7 +47,7 @@ def serving(model, log):
     """A server that is killed at the end, with all its processes; its client."""
     port = free_port()
     with open(log, "w") as out:
-        kept = {**SETTINGS, "prefixes": 0.5}
+        kept = {**SETTINGS, "prefixes": 0.5, "classes": {"small": {"budget": 48}}}
         server = subprocess.Popen(
             command(model, kept, port, "--enable-prompt-tokens-details"),
             stdout=out,
@@ -98,19 +98,20 @@ def test_clients_that_stream_at_once_before_and_after_a_restart(model, tmp_path)
     prompts = [prompt(length, length) for length in (5, 63, 64, 65, 130, 200, 257, 400)]
     alone = Alone(model, SETTINGS, context=LONGEST)
     expected = [alone.answer(tokens, NUM) for tokens in prompts]
+    smaller = Alone(model, {**SETTINGS, "budget": 48}, context=LONGEST).answer(prompts[-2], NUM)
     for number in range(2):
         with serving(model, tmp_path / f"{number}.log") as client, ThreadPoolExecutor(len(prompts)) as clients:
             assert list(clients.map(lambda tokens: streamed(client, model, tokens), prompts)) == expected
             with pytest.raises(APIError, match="maximum context length"):
                 streamed(client, model, prompt(600))
-            refused = "all requests have the server's settings for fastkv"
-            own = {"vllm_xargs": {"fastkv_budget": 48}}
+            refused = "the server has no class 'large', its classes: small; use one of them"
+            own = {"vllm_xargs": {"fastkv_class": "large"}}
             with pytest.raises(BadRequestError, match=refused):
                 client.completions.create(model=model, prompt=list(prompts[0]), extra_body=own)
             with pytest.raises(APIError, match=refused):
                 streamed(client, model, prompts[0], **own)
-            assert streamed(client, model, prompts[0]) == expected[0]
-            asked = [*prompts, prompts[0]]
+            assert streamed(client, model, prompts[-2], vllm_xargs={"fastkv_class": "small"}) == smaller != expected[-2]
+            asked = [*prompts, prompts[-2]]
             assert metric(client, "tokens_seen") == sum(len(tokens) + NUM - 1 for tokens in asked)
             assert metric(client, "evictions") == len(asked) * ((NUM - 1) // 16)
             again = client.completions.create(model=model, prompt=list(prompts[-1]), max_tokens=NUM, temperature=0)

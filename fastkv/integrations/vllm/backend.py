@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -33,11 +34,13 @@ from ...backend import check_backend, resolve
 from ...cache.paged import PagedLayer, PagedRule
 from ...cache.warmup import Traffic, warm_up
 from ...cache.workspace import CacheWorkspace
-from ...config import check_shares
+from ...config import Config, check_shares
 from ...errors import FastKVError
 from ...parallel import Parallel
 from . import method, settings
-from .batch import Batch, Batcher, Round
+from .batch import Batch, Batcher
+from .requests import RequestArguments
+from .settings import Kind
 from .spec import FastKVSpec
 
 logger = init_logger(__name__)
@@ -47,27 +50,41 @@ SLIDING_WINDOW = 5  # its place among the arguments of an implementation
 class Compression:
     """What the layers of a model have in common.
 
-    Attributes: config: the settings.  shared: scratch of kernels, processes that share heads.
-        batches: of all layers, if they share a block table.
+    Attributes: config: the server's settings.  shared: scratch of kernels, processes that share heads.
+        batches: of all layers, if they share a block table.  classes: the server's own, None, and those with a name.
         latest: of the model that was made last in this process.
     """
 
     latest: ClassVar[Compression | None] = None
 
     def __init__(self, vllm_config: Any) -> None:
-        self.config = method.fitted(settings.config_of(vllm_config), vllm_config)
         self.vllm_config = vllm_config
+        self.classes: list[Kind] = [None, *(settings.classes(vllm_config) or ())]
+        self.configs = {
+            kind: method.fitted(settings.config_of(vllm_config, kind), vllm_config) for kind in self.classes
+        }
+        self.config = self.configs[None]
         group = get_tp_group()
         parallel = Parallel(group.rank_in_group, group.world_size, group.device_group) if group.world_size > 1 else None
         positions, sequences = vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_seqs
         self.shared = CacheWorkspace(parallel, self.config.evict_every, positions, sequences)
         self.device = torch.device(vllm_config.device_config.device_type)
         self.warm: set[tuple[Any, ...]] = set()
+        self.known: dict[Kind, dict[str, PagedRule]] = {}
+        self.shared_out: dict[Kind, Config] = {}
         self.batches = Batches(self.batcher())
 
     def batcher(self) -> Batcher:
         """What describes batches to layers that share a block table."""
-        return Batcher(self.config, self.vllm_config.use_v2_model_runner, settings.prefixes(self.vllm_config) > 0)
+        config, mode = self.vllm_config, self.vllm_config.compilation_config.cudagraph_mode
+        captured = mode is not None and mode.has_full_cudagraphs()
+        return Batcher(
+            self.config,
+            config.scheduler_config.max_num_seqs,
+            singles=captured or config.use_v2_model_runner,
+            copies=settings.prefixes(config) > 0,
+            kinds=RequestArguments.kinds,
+        )
 
     def warm_up(self, impl: FastKVImpl, layer: Any, device: torch.device) -> None:
         """Compile what the layer's kernels will need and make their scratch, once for layers that are alike.
@@ -76,17 +93,19 @@ class Compression:
         """
         if resolve(self.config.backend, device) != "triton":
             return
-        rule = self.rules[layer.layer_name]
         how = impl.num_heads, impl.scale, impl.softcap, impl.sinks is not None
-        kind = rule.layer.layout, rule.layer.spec, rule.form.nbytes, device, *how
-        if kind in self.warm:
-            return
-        self.warm.add(kind)
-        sequences = self.vllm_config.scheduler_config.max_num_seqs
-        traffic = Traffic(self.vllm_config.model_config.max_model_len, self.config.prefill_block, sequences)
-        warm_up(partial(impl.opened, layer), rule, traffic, device)
-        room = rule.scratch_bytes(impl.num_heads, sequences, device)
-        logger.info("fastkv: %.1f MB of scratch for up to %d sequences in %s", room / 1e6, sequences, layer.layer_name)
+        for kind in self.classes:
+            rule = self.rules(kind)[layer.layer_name]
+            sort = rule.layer.layout, rule.layer.spec, rule.form.nbytes, device, *how
+            if sort in self.warm:
+                continue
+            self.warm.add(sort)
+            sequences = self.vllm_config.scheduler_config.max_num_seqs
+            traffic = Traffic(self.vllm_config.model_config.max_model_len, self.config.prefill_block, sequences)
+            warm_up(partial(impl.made, layer, kind), rule, traffic, device)
+            room = rule.scratch_bytes(impl.num_heads, sequences, device)
+            what = room / 1e6, sequences, layer.layer_name
+            logger.info("fastkv: %.1f MB of scratch for up to %d sequences in %s", *what)
 
     @classmethod
     def current(cls) -> Compression | None:
@@ -98,10 +117,26 @@ class Compression:
             cls.latest = cls(vllm_config)
         return cls.latest
 
-    @cached_property
-    def rules(self) -> dict[str, PagedRule]:
-        """What each compressed layer needs of the settings, by name of the layer. All of the model exist by now."""
-        layers, config = compressed(self.vllm_config), method.calibrated(self.config, self.vllm_config)
+    def rules(self, kind: Kind = None) -> dict[str, PagedRule]:
+        """What each compressed layer needs of the settings of such requests, by name of the layer. All of the model
+        exist by now.
+        """
+        if kind not in self.known:
+            self.known[kind] = self._rules(self._calibrated(kind))
+        return self.known[kind]
+
+    def _calibrated(self, kind: Kind) -> Config:
+        """The settings with the shares of heads."""
+        if isinstance(kind, int):
+            config = self._calibrated(None)
+            return replace(config, budget=replace(config.budget, tokens=kind))
+        if kind not in self.shared_out:
+            self.shared_out[kind] = method.calibrated(self.configs[kind], self.vllm_config)
+        return self.shared_out[kind]
+
+    def _rules(self, config: Config) -> dict[str, PagedRule]:
+        """`rules` for these settings."""
+        layers = compressed(self.vllm_config)
         if self.mixed and config.budget.shared is not None and config.budget.layers == "uniform":
             # Pages are as large as the largest, so heads share within their layer only.
             config = replace(config, budget=replace(config.budget, layers=(1.0,) * len(layers)))
@@ -127,7 +162,8 @@ class Compression:
 
     def bind(self) -> None:
         """Let every compressed layer tell vLLM its own page. All of the model exist by now."""
-        pages = {name: rule.form.nbytes for name, rule in self.rules.items()}
+        forms = [{name: rule.form.nbytes for name, rule in self.rules(kind).items()} for kind in self.classes]
+        pages = {name: max(form[name] for form in forms) for name in forms[0]}
         if self.mixed:
             pages = dict.fromkeys(pages, max(pages.values()))
         for name, layer in compressed(self.vllm_config).items():
@@ -162,19 +198,39 @@ class Batches:
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Describes a batch to the layers, see `Batcher`."""
+    """Describes a batch to the layers, see `Batcher`. Steps of decoding come first in it."""
+
+    reorder_batch_threshold = 1
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        common = compressed(vllm_config)[layer_names[0]].impl.common
+        known = compressed(vllm_config)
+        self.layers = [known[name] for name in layer_names]
+        common = self.layers[0].impl.common
         own = common.mixed  # layers in several groups, with a block table each
         self.batches = Batches(common.batcher()) if own else common.batches
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
-        """For a batch as vLLM describes it."""
-        return self.batches.batch(common_attn_metadata)
+        """For a batch as vLLM describes it; what comes before it in the layers is done."""
+        batch = self.batches.batch(common_attn_metadata)
+        for kind, part in batch.items():
+            for layer in self.layers:
+                part.prepare(layer.impl.opened(layer, kind))
+        return batch
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Batch:
+        """For a step that is captured, and then replayed for other sequences."""
+        for layer in self.layers:
+            layer.impl.opened(layer, None)
+        return self.batches.batcher.nobody(common_attn_metadata.num_reqs, self.device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A step that decodes launches the same whoever is in it, where all requests have the same settings."""
+        alike = not settings.asked(vllm_config) or settings.classes(vllm_config) is None
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if alike else AttentionCGSupport.NEVER
 
 
 class FastKVImpl(AttentionImpl[Batch]):
@@ -213,19 +269,28 @@ class FastKVImpl(AttentionImpl[Batch]):
             )
         self.common = common
         config, groups = self.common.config, num_heads // self.num_kv_heads
-        sizes = head_size, groups, config.evict_every
-        device, dtype, slots = self.common.device, torch.get_default_dtype(), config.slots.name
-        check_backend(config.backend, device, dtype, *sizes, slots=slots)
-        self.paged: PagedLayer | None = None
+        sizes, device, dtype = (head_size, groups, config.evict_every), self.common.device, torch.get_default_dtype()
+        for one in self.common.configs.values():
+            check_backend(config.backend, device, dtype, *sizes, slots=one.slots.name)
+        self.pages: Tensor | None = None
+        self.paged: dict[Kind, PagedLayer] = {}
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """vLLM calls it when all layers of the model are made, and before it asks for their pages."""
         self.common.bind()
 
-    def opened(self, layer: Any, kv_cache: Tensor) -> PagedLayer:
-        """The layer in these pages, as vLLM has allocated them: [P, ...]."""
+    def opened(self, layer: Any, kind: Kind) -> PagedLayer:
+        """The layer in the pages that vLLM has allocated last, for requests of that kind."""
+        if layer.kv_cache is not self.pages:  # vLLM captures steps with a small cache first, to see what they take
+            self.pages, self.paged = layer.kv_cache, {}
+        if kind not in self.paged:
+            self.paged[kind] = self.made(layer, kind, layer.kv_cache)
+        return self.paged[kind]
+
+    def made(self, layer: Any, kind: Kind, kv_cache: Tensor) -> PagedLayer:
+        """The layer in these pages, [P, ...], for requests of that kind."""
         pages = kv_cache.view(torch.uint8).view(len(kv_cache), -1)
-        rule = self.common.rules[layer.layer_name]
+        rule = self.common.rules(kind)[layer.layer_name]
         return PagedLayer(rule, pages, self.num_heads, self.scale, self.softcap, self.common.shared, self.sinks)
 
     def forward(
@@ -249,29 +314,9 @@ class FastKVImpl(AttentionImpl[Batch]):
         if batch is None:
             self.common.warm_up(self, layer, query.device)
             return output.zero_()
-        if self.paged is None:
-            self.paged = self.opened(layer, kv_cache)
-        if len(batch.rows):
-            q, k, v = (part[batch.places] for part in (query, key, value))
-            output[batch.places] = self.paged.step(batch.rows, q, k[:, :, None], v[:, :, None], batch.due)
-        for turn in batch.rounds:
-            self._read(turn, query, key, value, output)
+        for kind, part in batch.items():
+            part.attend(self.paged[kind], query, key, value, output)
         return output
-
-    def _read(self, turn: Round, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Blocks of prompts; arguments as in `forward`."""
-        paged, blocks = self.paged, turn.blocks
-        assert paged is not None
-        if turn.begins:
-            paged.clear(turn.begins, turn.fresh)
-        for row, seen in turn.resumes:
-            paged.resume(row, seen)
-        q, k, v = (
-            part.index_select(0, turn.tokens).unflatten(0, blocks.valid.shape).transpose(1, 2)
-            for part in (query, key, value)
-        )
-        out = paged.read(blocks, q, k, v).transpose(1, 2).flatten(0, 1)
-        output.index_copy_(0, turn.own, out.index_select(0, turn.places))
 
 
 class FastKVBackend(AttentionBackend):

@@ -8,109 +8,68 @@ pages of every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...cache.paged import AT_ONCE, PagedBlocks, PagedClock
+from ...cache.paged import AT_ONCE, PagedBlocks, PagedClock, PagedLayer
 from ...config import Config
 from ...errors import FastKVError
+from .settings import Kind
 
 
 @dataclass
-class Block:
-    """Tokens of a prompt: tokens [start, end) of the batch go to that row.
+class Part:
+    """What the layers are told of the sequences of a step that have the same settings.
 
-    Attributes: begins: whether they are the first of their sequence.  resumes: how many tokens the row holds, perhaps
-        copied from another's page; 0 where the layers know.
-    """
-
-    row: int
-    start: int
-    end: int
-    begins: bool
-    resumes: int = 0
-
-
-@dataclass
-class Round:
-    """Blocks of several prompts that are read together, one of each.
-
-    Attributes:
-        blocks: a padded batch of R sequences and T tokens.
-        begins: rows whose sequences begin, and fresh: [F] int64, the same on the device.
-        resumes: (row, tokens) of those that may go on from a copy of another's page.
-        tokens: [R * T] int64, which token of the batch is where; any where there is padding.
-        own: [N] int64, the tokens of the batch that are read, and places: [N] int64, where.
-    """
-
-    blocks: PagedBlocks
-    begins: list[int]
-    fresh: Tensor
-    resumes: list[tuple[int, int]]
-    tokens: Tensor
-    own: Tensor
-    places: Tensor
-
-
-@dataclass
-class Batch:
-    """What the layers are told of a step.
-
-    Attributes: rows: [B] int64, of the sequences that decode.  places: [B] int64, of their tokens in the batch.
-        due: [E] int64, those of the rows that evict now.  rounds: of prompts, one after another.
+    Attributes: rows: [B] int64, of those that decode.  places: [B] int64, of their tokens in the batch; None where they
+        are its first.  due: [E] int64, those of the rows that evict before.  fresh: [F] int64, rows in which sequences
+        begin.  prompts: blocks that are read, and which share no sequence.
     """
 
     rows: Tensor
-    places: Tensor
+    places: Tensor | None
     due: Tensor
-    rounds: list[Round] = field(default_factory=list)
+    fresh: Tensor
+    prompts: list[PagedBlocks] = field(default_factory=list)
+
+    def prepare(self, layer: PagedLayer) -> None:
+        """What does not happen in every step, and so before it: a step that is captured contains none of it."""
+        if len(self.due):
+            layer.evict(self.due)
+        if len(self.fresh):
+            layer.clear(self.fresh)
+
+    def attend(self, layer: PagedLayer, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Write the attention of these sequences' tokens into `out`; their pages then include them.
+
+        Args: all tokens of the batch: q [N, Hq, D]; k, v [N, Hkv, D]; out [N, Hq, Dv].
+        """
+        number, at = len(self.rows), self.places
+        if number and at is None:
+            out[:number] = layer.step(self.rows, *(part[:number].contiguous() for part in (q, k, v)))
+        elif number and at is not None:
+            out.index_copy_(0, at, layer.step(self.rows, *(part.index_select(0, at) for part in (q, k, v))))
+        for blocks in self.prompts:
+            layer.read(blocks, q, k, v, out)
 
 
-def rounds_of(prompts: Sequence[Sequence[Block]], size: int | None, device: torch.device) -> list[Round]:
-    """The blocks of each prompt, in order, as few rounds: blocks of one sequence follow each other, and those of others
-    that are about as long are read with them. How many rounds there are does not depend on how many prompts there are,
-    up to `AT_ONCE`.
+Batch = dict[Kind, Part]
 
-    Args: size: tokens of a whole block, None for prompts of any length.
+
+def to_device(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """Each list as int64 on the device, in one copy. The host goes on: its memory is pinned, and torch keeps it until
+    then.
     """
-    made = []
-    for turn in range(max(map(len, prompts), default=0)):
-        groups: dict[int, list[Block]] = {}
-        for blocks in prompts:
-            if turn < len(blocks):
-                number = blocks[turn].end - blocks[turn].start
-                groups.setdefault(number if number == size else (number - 1).bit_length(), []).append(blocks[turn])
-        for group in groups.values():
-            some = range(0, len(group), AT_ONCE)
-            made += [_round(group[first : first + AT_ONCE], device) for first in some]
-    return made
-
-
-def _round(blocks: Sequence[Block], device: torch.device) -> Round:
-    rows, lengths = [block.row for block in blocks], [block.end - block.start for block in blocks]
-    begins, longest = [block.row for block in blocks if block.begins], max(lengths)
-    tokens: list[int] = []
-    places: list[int] = []
-    for place, (block, length) in enumerate(zip(blocks, lengths)):
-        tokens += [*range(block.start, block.end), *[block.start] * (longest - length)]
-        places += range(place * longest, place * longest + length)
-    own = [token for block in blocks for token in range(block.start, block.end)]
-    parts = (rows, lengths, begins, tokens, own, places)
-    sent = to_device([number for part in parts for number in part], device).split([len(part) for part in parts])
-    index, counts, fresh, tokens_there, own_there, places_there = sent
-    resumes = [(block.row, block.resumes) for block in blocks if block.resumes and not block.begins]
-    batch = PagedBlocks.of(rows, lengths, index, counts)
-    return Round(batch, begins, fresh, resumes, tokens_there, own_there, places_there)
-
-
-def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """[N] int64 on the device. The host goes on: the memory is pinned, and torch keeps it until it is copied."""
-    made = torch.tensor(numbers, dtype=torch.int64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    sizes = [len(numbers) for numbers in lists]
+    if not any(sizes):
+        return tuple(torch.empty(0, dtype=torch.int64, device=device) for _ in lists)
+    made = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64)
+    sent = made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return sent.split(sizes)
 
 
 def to_host(tensor: Tensor) -> list[int]:
@@ -125,18 +84,42 @@ def to_host(tensor: Tensor) -> list[int]:
 
 
 class Batcher:
-    """Tells steps of decoding from prompts, cuts these into blocks, and knows which sequences evict.
+    """Tells steps of decoding from prompts, and knows which sequences evict.
 
     Attributes: clock: tells which evict.  pages: of the sequences whose prompts began. Both know a sequence by its
         place in the table of vLLM's model runner; the older runner does not say that, and then by its page.
+        kinds: what chooses the settings of a sequence, by that place, or by its place in the batch; None for most.
+        staged: [B] int64, where steps find the rows that decode: a captured step reads them there.
     """
 
-    def __init__(self, config: Config, repeats: bool, copies: bool = False) -> None:
-        """Args: repeats: whether the engine calls an answer that is computed again a prompt.
+    def __init__(
+        self,
+        config: Config,
+        sequences: int,
+        singles: bool = False,
+        copies: bool = False,
+        kinds: Mapping[int, Kind] | None = None,
+    ) -> None:
+        """Args: sequences: in a batch, at most.
+        singles: whether a single token is decoded, whatever it is: what calls an answer that is computed again a
+            prompt does not tell it apart, and a step that was captured does nothing else.
         copies: whether a sequence may begin with a copy of another's page.
         """
-        self.size, self.repeats, self.copies = config.prefill_block, repeats, copies
+        self.size, self.sequences = config.prefill_block, sequences
+        self.singles, self.copies, self.kinds = singles, copies, {} if kinds is None else kinds
         self.clock, self.pages = PagedClock(config.evict_every), dict[int, int]()
+        self.staged: Tensor | None = None
+
+    def nobody(self, number: int, device: torch.device) -> Batch:
+        """A step in which that many sequences decode, which are nobody's; its rows are staged where others' will be."""
+        nothing = torch.zeros(number, dtype=torch.int64, device=device)
+        return {None: Part(self._stage(nothing), None, nothing[:0], nothing[:0])}
+
+    def _stage(self, rows: Tensor) -> Tensor:
+        """These rows, [B] of any integers, at an address that is always the same."""
+        if self.staged is None:
+            self.staged = torch.zeros(self.sequences, dtype=torch.int64, device=rows.device)
+        return self.staged[: len(rows)].copy_(rows)
 
     def batch(self, m: Any) -> Batch:
         """For a step as vLLM's `CommonAttentionMetadata` describes it."""
@@ -145,57 +128,62 @@ class Batcher:
         seen = to_host(m.seq_lens) if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound.tolist()
         reading = self._reading(m.is_prefilling.tolist(), counts, seen)
         steps = [i for i, count in enumerate(counts) if count and i not in reading]
+        begins = [i for i, count in enumerate(counts) if 0 < count == seen[i]]
         if m.req_idx is None:
-            names = to_host(pages[: len(counts)])
-            self.pages.update((names[i], names[i]) for i in reading)
+            names, known = to_host(pages[: len(counts)]), range(len(counts))
+            self.pages.update((names[i], names[i]) for i in (*reading, *begins))
         else:
-            names = m.req_idx.tolist()
-            self._meet(names, [i for i in reading if self.copies or seen[i] == counts[i]], pages)
-        for i in reading:
+            names = known = m.req_idx.tolist()
+            self._meet(names, list(dict.fromkeys((*begins, *reading))) if self.copies and reading else begins, pages)
+        for i in (*reading, *begins):
             self.clock.read(names[i], seen[i])
-        due = [steps[j] for j in self.clock.due([names[i] for i in steps], [seen[i] for i in steps])]
-        batch = self._steps(steps, due, pages, m.query_start_loc)
-        prompts = [self._blocks(self.pages[names[i]], seen[i] - counts[i], starts[i], starts[i + 1]) for i in reading]
-        batch.rounds = rounds_of(prompts, self.size, pages.device)
-        return batch
+        due = {steps[j] for j in self.clock.due([names[i] for i in steps], [seen[i] for i in steps])}
+        self._check(reading, counts, seen)
+        found: Batch = {}
+        for kind in dict.fromkeys(self.kinds.get(known[i]) for i in (*steps, *reading)):
+            mine = [self.kinds.get(i) == kind for i in known]
+            own, new, read = ([i for i in some if mine[i]] for some in (steps, begins, reading))
+            first = own == list(range(len(own)))
+            sent = [
+                [] if first else own,
+                [i for i in own if i in due],
+                [self.pages[names[i]] for i in new],
+                [self.pages[names[i]] for i in read],
+                [starts[i] for i in read],
+                [counts[i] for i in read],
+            ]
+            places, leaving, fresh, *prompts = to_device(sent, pages.device)
+            number = len(own)
+            if first and own == steps and not reading and m.num_actual_tokens >= len(counts):
+                number = len(counts)  # padding of a captured step, whose rows are nobody's
+            decoding = self._stage(pages[:number]) if first else pages.index_select(0, places).long()
+            at = None if first else m.query_start_loc.index_select(0, places).long()
+            part = found[kind] = Part(decoding, at, pages.index_select(0, leaving).long(), fresh)
+            for start in range(0, len(read), AT_ONCE):
+                some, stop = read[start : start + AT_ONCE], start + AT_ONCE
+                lengths, before = [counts[i] for i in some], [seen[i] - counts[i] for i in some]
+                part.prompts.append(PagedBlocks.of(lengths, before, [one[start:stop] for one in prompts]))
+        return found
 
     def _reading(self, prefilling: Sequence[bool], counts: Sequence[int], seen: Sequence[int]) -> dict[int, None]:
         """Places of the sequences whose prompts are read, in order."""
         found = [i for i, count in enumerate(counts) if count and prefilling[i]]
-        if self.repeats:  # a single token that comes later is a step, always
-            found = [i for i in found if counts[i] > 1 or seen[i] == counts[i]]
+        if self.singles:
+            found = [i for i in found if counts[i] > 1]
         return dict.fromkeys(found)
 
     def _meet(self, names: Sequence[int], new: list[int], pages: Tensor) -> None:
         """Ask for the pages of the sequences at these places, which begin; of those that go on they are known."""
         if new:
-            found = to_host(pages.index_select(0, to_device(new, pages.device)))
+            found = to_host(pages.index_select(0, *to_device([new], pages.device)))
             self.pages.update((names[i], page) for i, page in zip(new, found))
 
-    def _steps(self, steps: list[int], due: list[int], pages: Tensor, starts: Tensor) -> Batch:
-        """Of the sequences that decode. Mostly they are the first of the batch, and all that is sent is which are due.
-
-        Args: due: places of those that evict.  pages: [>= B], of all.  starts: [> B] int32, of their tokens.
-        """
-        number = len(steps)
-        first = steps == list(range(number))
-        sent = due if first else steps + due
-        index = to_device(sent, pages.device) if sent else pages[:0].long()
-        if first:
-            rows, places = pages[:number], starts[:number]
-        else:
-            rows, places = (part.index_select(0, index[:number]) for part in (pages, starts))
-            index = index[number:]
-        return Batch(rows.long(), places.long(), pages.index_select(0, index).long())
-
-    def _blocks(self, row: int, before: int, start: int, end: int) -> list[Block]:
-        size = self.size or end - start
-        if before and (self.size is None or before % size):
-            raise FastKVError(
-                f"vLLM's scheduler cut a prompt after {before} tokens, expected whole blocks, "
-                f"prefill_block={self.size}; leave scheduler_cls out"
-            )
-        held = before if self.copies else 0
-        blocks = [Block(row, at, min(at + size, end), False) for at in range(start, end, size)]
-        blocks[0].begins, blocks[0].resumes = not before, held
-        return blocks
+    def _check(self, reading: Collection[int], counts: Sequence[int], seen: Sequence[int]) -> None:
+        """Raise FastKVError unless what is read of prompts are blocks, one of each."""
+        for i in reading:
+            length, done = counts[i], seen[i] - counts[i]
+            if (done % self.size or length > self.size) if self.size else done:
+                raise FastKVError(
+                    f"vLLM's scheduler cut a prompt after {done} tokens and read {length} more, expected one block, "
+                    f"prefill_block={self.size}; leave scheduler_cls out"
+                )

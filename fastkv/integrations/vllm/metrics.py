@@ -14,6 +14,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from ...config import Config
 from . import settings
+from .requests import Menu, RequestArguments
 
 LABELS = ("model_name", "engine")
 COUNTERS = {
@@ -32,9 +33,10 @@ def counters() -> dict[str, Counter]:
 def counted(config: Config, prompt: int, answer: int) -> dict[str, int]:
     """What a request with so many tokens of prompt and answer, of which the last was not fed, adds to `COUNTERS`."""
     steps = max(answer - 1, 0)
-    found = {"seen": prompt + steps, "evictions": steps // config.evict_every}
+    evictions = max(steps - 1, 0) // config.evict_every  # before the next step, if there is one
+    found = {"seen": prompt + steps, "evictions": evictions}
     if config.budget.tokens is not None:
-        found["kept"] = min(found["seen"], config.budget.tokens + steps % config.evict_every)
+        found["kept"] = min(found["seen"], config.budget.tokens + steps - evictions * config.evict_every)
     return found
 
 
@@ -43,6 +45,7 @@ class FastKVMetrics(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.config = settings.config_of(vllm_config) if settings.asked(vllm_config) else None
+        RequestArguments.menu = Menu.of(vllm_config)  # the process that takes requests makes this, too
         self.labels = (vllm_config.model_config.served_model_name, str(engine_index))
 
     def record(

@@ -58,13 +58,6 @@ def is_kept(block: int, last: int) -> bool:
     return block == last or (0 < block < last and block % (1 << max(block.bit_length() - 3, 0)) == 0)
 
 
-def next_stop(prompt: int, computed: int, size: int) -> int:
-    """How far the next step may read a prompt of so many tokens in blocks of `size`, of which `computed` are read."""
-    last = prompt // size
-    kept = (block * size for block in range(computed // size + 1, last + 1) if is_kept(block, last))
-    return next(kept, prompt)
-
-
 class Prefixes:
     """Which pages hold the beginning of which prompts: one page, or one of each group of layers with a block table.
 

@@ -1,38 +1,135 @@
-"""What a request asks of its cache: nothing, as all requests have the settings of the server."""
+"""What requests ask of their cache: a class that the server named at its start, or fewer tokens than the server keeps.
+
+Arguments of a request are `SamplingParams.extra_args`, over HTTP `vllm_xargs`. vLLM hands them to logits processors
+and not to attention: `RequestArguments` looks at them, and tells the layers which request asked for what.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, ClassVar
 
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as NewerProcessor
 
 from . import settings
+from .settings import Kind
+
+CLASS, BUDGET, KEEP = (f"{settings.KEY}_{name}" for name in ("class", "budget", "keep"))
+PARTS = 16  # of the server's budget, to which others are rounded up: sequences of one budget are computed together
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What requests may ask for.
+
+    Attributes: classes: names, None where a server has not said that requests may ask for anything.
+        least, most: tokens that a request may keep; most: the server's, 0 for a budget in bytes.
+    """
+
+    classes: tuple[str, ...] | None = None
+    least: int = 0
+    most: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Menu:
+        """Of a server with that config."""
+        if not settings.asked(vllm_config):
+            return cls()
+        budget = settings.config_of(vllm_config).budget
+        classes = settings.classes(vllm_config)
+        return cls(None if classes is None else tuple(classes), max(budget.reserved, 1), budget.tokens or 0)
+
+    def chosen(self, arguments: dict[str, Any] | None, prompt: int) -> Kind:
+        """What a request with these arguments and so many tokens of prompt gets: a class, tokens to keep, or None for
+        what the server keeps.
+
+        Raises: ValueError for arguments that ask for what there is not.
+        """
+        asked = {name: value for name, value in (arguments or {}).items() if name.startswith(settings.KEY)}
+        if not asked:
+            return None
+        (name, value), *more = asked.items()
+        if self.classes is None:
+            raise ValueError(
+                f"all requests have the server's settings for {settings.KEY}, got {name}={value!r} for one of them; "
+                "leave it out, or start the server with classes"
+            )
+        if more or name not in (CLASS, BUDGET, KEEP):
+            raise ValueError(
+                f"a request has one of {CLASS}, {BUDGET} and {KEEP}, got {', '.join(asked)}; leave the rest out"
+            )
+        if name == CLASS:
+            if value not in self.classes:
+                known = ", ".join(self.classes) or "none"
+                raise ValueError(f"the server has no class {value!r}, its classes: {known}; use one of them")
+            return str(value)
+        if not self.most:
+            raise ValueError(
+                f"{name}={value!r} is for servers with a budget in tokens, this one has bytes; use a class"
+            )
+        if name == BUDGET:
+            if isinstance(value, bool) or not isinstance(value, int) or not self.least <= value <= self.most:
+                raise ValueError(f"{name} must be a number of tokens from {self.least} to {self.most}, got {value!r}")
+            return self._granted(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+            raise ValueError(f"{name} must be a share of the prompt in (0, 1], got {value!r}; 0.25 keeps a quarter")
+        return self._granted(ceil(value * prompt))
+
+    def _granted(self, tokens: int) -> Kind:
+        """The next sixteenth of what the server keeps, None for all of it."""
+        part = ceil(self.most / PARTS)
+        found = max(ceil(tokens / part) * part, ceil(self.least / part) * part)
+        return found if found < self.most else None
 
 
 class RequestArguments(LogitsProcessor, NewerProcessor):
-    """Looks at the arguments of a request and leaves logits alone: `vllm.logits_processors` are what vLLM lets look.
+    """Looks at the arguments of requests and leaves logits alone.
 
     It has the interfaces of both of vLLM's model runners: each refuses to start beside a plugin without its own.
+
+    Attributes: menu: of the server, None in a process that was not told.
+        kinds: what requests chose if they did, by place in the batch or, of the newer runner, in its table. Of the
+        runner that was made last in this process.
     """
 
+    menu: ClassVar[Menu | None] = None
+    kinds: ClassVar[dict[int, Kind]] = {}
+
     def __init__(self, vllm_config: Any, *rest: Any) -> None:
-        """Arguments are vLLM's."""
+        """Args: rest: vLLM's, of which the newer runner's knows how long prompts are."""
+        self.requests = rest[0] if len(rest) == 1 else None
+        type(self).menu = Menu.of(vllm_config)
+        self.kinds.clear()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise ValueError, which vLLM answers with status 400, for arguments that would do nothing."""
-        for name, value in (sampling_params.extra_args or {}).items():
-            if name.startswith(settings.KEY):
-                raise ValueError(
-                    f"all requests have the server's settings for {settings.KEY}, got {name}={value!r} for one of "
-                    "them; leave it out"
-                )
+        """Raise ValueError, which vLLM answers with status 400, for arguments that ask for what there is not."""
+        if cls.menu is not None:
+            cls.menu.chosen(sampling_params.extra_args, 1)
+
+    def _kind(self, sampling_params: Any, prompt: int) -> Kind:
+        """As the scheduler has checked."""
+        assert self.menu is not None
+        try:
+            return self.menu.chosen(sampling_params.extra_args, prompt)
+        except ValueError:
+            return None
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Whether its logits change: never."""
+        """A request begins in this place of the table; whether its logits change: never."""
+        kind = self._kind(sampling_params, int(self.requests.prompt_len.np[req_idx]) if self.requests else 0)
+        self.kinds.pop(req_idx, None)
+        if kind is not None:
+            self.kinds[req_idx] = kind
         return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Requests have come to other places of the batch."""
+        process_dict_updates(self.kinds, batch_update, lambda params, prompt, _: self._kind(params, len(prompt or ())))
 
     def apply(self, logits: Tensor, *rest: Any) -> Tensor:
         """The logits as they are."""
@@ -41,6 +138,3 @@ class RequestArguments(LogitsProcessor, NewerProcessor):
     def is_argmax_invariant(self) -> bool:
         """True: greedy sampling passes it over."""
         return True
-
-    def update_state(self, batch_update: Any) -> None:
-        """Nothing is remembered of requests."""

@@ -14,7 +14,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from ...errors import FastKVError
 from . import settings
-from .prefixes import Prefixes, is_kept, next_stop
+from .prefixes import Prefixes, is_kept
+from .requests import Menu
+from .settings import Kind
 
 logger = init_logger(__name__)
 
@@ -22,16 +24,16 @@ logger = init_logger(__name__)
 def tokens_now(prompt: int, computed: int, offered: int, block: int | None) -> int:
     """How many of the `offered` next tokens of a request are computed in one step.
 
-    Of a prompt of so many tokens, whole blocks, or all that is left; without blocks, all of it or nothing. Behind it
-    one at a time, also where a request was preempted and its own answer is computed again: by steps of decoding.
+    Of a prompt of so many tokens, a block or what is left of it, so that all prompts of a step are read at once;
+    without blocks, all of it. Or nothing. Behind it one at a time, also where a request was preempted and its own
+    answer is computed again: by steps of decoding.
 
     Args: computed: tokens so far.
     """
     if computed >= prompt:
         return min(offered, 1)
-    if computed + offered >= prompt:
-        return prompt - computed
-    return 0 if block is None else (computed + offered) // block * block - computed
+    wanted = min(prompt - computed, block or prompt)
+    return wanted if wanted <= offered else 0
 
 
 def what_fits(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -49,8 +51,22 @@ class InBlocks:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
-        self.block = settings.config_of(vllm_config).prefill_block
+        self.block, self.menu = settings.config_of(vllm_config).prefill_block, Menu.of(vllm_config)
         logger.info("fastkv: %s", what_fits(vllm_config, kv_cache_config))
+
+    def add_request(self, request: Any) -> None:
+        """One that asks for what there is not ends with an error; a server has told it so before."""
+        super().add_request(request)  # type: ignore[misc]
+        try:
+            self.kind_of(request)
+        except ValueError as refusal:
+            logger.warning("fastkv: request %s is refused: %s", request.request_id, refusal)
+            self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+
+    def kind_of(self, request: Any) -> Kind:
+        """What the request asks for. Raises: as `Menu.chosen`."""
+        params = request.sampling_params
+        return self.menu.chosen(params and params.extra_args, request.num_prompt_tokens)
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """vLLM's last word on the number of tokens."""
@@ -148,13 +164,6 @@ class FromPrefixes(InBlocks):
         blocks, hit, _ = manager.coordinator.find_longest_cache_hit(request.block_hashes, tokens)
         return manager.create_kv_cache_blocks(blocks) if hit == tokens else None
 
-    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """A step also ends where what it leaves is to be kept."""
-        if num_computed_tokens < request.num_prompt_tokens:
-            stop = next_stop(request.num_prompt_tokens, num_computed_tokens, self.size)
-            num_new_tokens = min(num_new_tokens, stop - num_computed_tokens)
-        return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """The requests now have the tokens that they will have after this step."""
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
@@ -165,10 +174,14 @@ class FromPrefixes(InBlocks):
                 self.prefixes.reach(self._keys(request)[block - 1], self._pages(name))
 
     def _keys(self, request: Any) -> list[Hashable]:
-        """What each whole block of its tokens, and all before it, is known by."""
+        """What each whole block of its tokens, and all before it, is known by, among requests of its kind."""
         if not self.mixed and not request.block_hashes:  # vLLM makes none without its own prefix caching
             request.block_hashes.extend(self.hashes(request))
-        return list(request.block_hashes[self.stride - 1 :: self.stride])
+        try:
+            kind = self.kind_of(request)
+        except ValueError:
+            return []
+        return [(kind, known) for known in request.block_hashes[self.stride - 1 :: self.stride]]
 
     def _pages(self, name: str) -> list[Any]:
         """Of a request, one of each group."""

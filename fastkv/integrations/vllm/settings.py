@@ -23,8 +23,11 @@ DEFAULTS: dict[str, Any] = {  # as in `fastkv.patch`
     "backend": "auto",
     "slots": "auto",
     "vector": None,
-    "prefixes": 0,  # a server's alone
+    "prefixes": 0,  # a server's alone, and classes
+    "classes": None,
 }
+CLASS = ("policy", "budget", "correction", "slots")  # settings that a class may have of its own
+Kind = str | int | None  # of a request: its class, tokens that it keeps, None for the server's own settings
 
 
 def asked(vllm_config: Any) -> bool:
@@ -33,18 +36,22 @@ def asked(vllm_config: Any) -> bool:
     return isinstance(extra, dict) and KEY in extra
 
 
-def config_of(vllm_config: Any) -> Config:
-    """The settings, checked as `fastkv.patch` does.
+def config_of(vllm_config: Any, kind: Kind = None) -> Config:
+    """The settings, checked as `fastkv.patch` does; those of all classes are checked with the server's own.
 
     A policy or a budget may also be a dictionary: {"name": "snapkv", "window": 16}, {"tokens": 512, "sinks": 8}.
 
+    Args: kind: the name of a class, None for the server's own.
     Raises: FastKVError for each that cannot be used, here or in vLLM.
     """
     settings = vllm_config.additional_config[KEY]
     if not isinstance(settings, dict):
         raise FastKVError(f"additional_config[{KEY!r}] must be a dictionary of settings, got {settings!r}; give one")
     _check_names(f"additional_config[{KEY!r}]", settings, list(DEFAULTS))
+    _check_classes(settings.get("classes"))
     chosen = {**DEFAULTS, **settings}
+    if kind is not None:
+        chosen |= chosen["classes"][kind]
     if chosen["prefill_block"] == "auto":
         device = torch.device(vllm_config.device_config.device_type)
         chosen["prefill_block"] = block_tokens(device, vllm_config.model_config.dtype)
@@ -55,11 +62,20 @@ def config_of(vllm_config: Any) -> Config:
         _check_names("the budget", budget, [one.name for one in fields(Budget)])
         chosen["budget"] = Budget(**budget)
     _check_prefixes(chosen)
-    del chosen["vector"], chosen["prefixes"]  # of the model, see `method.fitted`, and of the scheduler
+    # Of the model, see `method.fitted`; of the scheduler; of requests.
+    chosen = {name: value for name, value in chosen.items() if name not in ("vector", "prefixes", "classes")}
     config = Config.make(**chosen, static=None).coded(())
     _check_method(config)
     _check_engine(vllm_config, config)
+    for name in (settings.get("classes") or ()) if kind is None else ():
+        config_of(vllm_config, name)
     return config
+
+
+def classes(vllm_config: Any) -> dict[str, Any] | None:
+    """The settings of each class that requests may ask for; None where requests may ask for nothing."""
+    found: dict[str, Any] | None = vllm_config.additional_config[KEY].get("classes")
+    return found
 
 
 def vector_file(vllm_config: Any) -> str | None:
@@ -77,6 +93,18 @@ def _check_names(what: str, settings: dict[str, Any], known: list[str]) -> None:
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise FastKVError(f"{what} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def _check_classes(classes: Any) -> None:
+    """Raise FastKVError for classes without a name, or whose settings are the engine's."""
+    if classes is None:
+        return
+    if not isinstance(classes, dict) or not all(isinstance(one, dict) for one in classes.values()):
+        raise FastKVError(
+            f'classes must be like {{"small": {{"budget": 256}}}}, got {classes!r}; give names and settings'
+        )
+    for name, own in classes.items():
+        _check_names(f"class {name!r}", own, list(CLASS))
 
 
 def _check_prefixes(chosen: dict[str, Any]) -> None:
@@ -118,6 +146,10 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
         f"kv_cache_dtype={cache.cache_dtype!r}": (
             cache.cache_dtype not in ("auto", *_own_names(vllm_config)),
             "its numbers of 8 or 4 bits are chosen with slots",
+        ),
+        "dual batch overlap": (
+            parallel.use_ubatching,
+            "halves of a batch are described at once, where steps that are captured look for one of them",
         ),
         "context parallelism": (
             max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
