@@ -195,7 +195,7 @@ class Standing:
         if received is not None:
             given.received, given.received_strides = received.data_ptr(), (c_int64 * 2)(*received.stride()[:2])
         plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
-        if positions is not None and plain and slots.bias is None:
+        if positions is not None and plain and slots.bias is None and state.seen.dtype == torch.int64:
             *strides, _ = positions.stride()
             given.token = Token(None, None, positions.data_ptr(), state.seen.data_ptr(), (c_int64 * 2)(*strides))
             given.token.seen_stride, given.token.root = state.seen.stride(0), root(dim)
@@ -218,6 +218,9 @@ def attends(slots: Slots, dim: int) -> bool:
     keys, values = slots.keys, slots.values
     if values is None or slots.value_dim != dim or not owned_as_expected(slots):
         return False
+    received = slots.attention
+    if received is not None and (received.dtype != torch.float32 or received.stride(-1) != 1):
+        return False
     if not slots.format.plain:
         return serves(slots.format.keys, dim)
     alike = values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
@@ -229,10 +232,14 @@ def mixes(known: Evicted | None) -> bool:
     """Whether `step` can mix that into attention: what each head has of it lies in one piece."""
     if known is None:
         return True
-    if isinstance(known, Centroids):
-        fits = known.keys.dtype in MEANS and known.values.dtype == known.keys.dtype
+    if type(known) not in MIXED:
+        return False
+    count, *means = known.tensors()
+    if isinstance(known, Moments):
+        fits = count.dtype == torch.int64 and all(part.dtype == torch.float32 for part in means)
     else:
-        fits = isinstance(known, Moments) and known.key_mean is not None and known.key_mean.dtype == torch.float32
+        keys, values, spread = means
+        fits = count.dtype == spread.dtype == torch.float32 and values.dtype == keys.dtype and keys.dtype in MEANS
     return fits and all(tensor[0].is_contiguous() for tensor in known.tensors())
 
 
@@ -299,7 +306,7 @@ def leave(slots: Slots, kept: Tensor) -> bool:
     """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first N slots of every head, all of
     those in use among them. A token that stays in a slot before the new length is not moved.
 
-    Returns: whether it was done; without a compiler, and where tensors have gaps, nothing happens.
+    Returns: whether it was done; without a compiler, and where a row is in several pieces, nothing happens.
     """
     lengths, starts = slots.lengths, slots.starts
     found = [Moving.of(part, starts is not None) for part in slots.moving().values()]
