@@ -39,7 +39,10 @@ class LazyParser(Parser):
             module.add_arguments(self)
             self.set_defaults(run=module.run)
             self.module = ""
-        return super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # else the parser of all commands would say so, which knows none of this one's
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return options, unknown
 
 
 COMMANDS: dict[str, dict[str, Any]] = {
