@@ -37,6 +37,13 @@ def kernels():
     return found
 
 
+@pytest.mark.parametrize("module", kernels())
+def test_what_belongs_together_is_one_argument(module):
+    for name in kernels()[module]:
+        kernel = getattr(importlib.import_module(f"fastkv.kernels.{module}"), f"_{name}_kernel")
+        assert len(kernel.arg_names) <= 15, f"{name}: make tuples of them, see fastkv/kernels/_arguments.py"
+
+
 def test_one_variant_of_every_kernel_function_on_sm_90(compiled):
     lines = compiled("--arch", "90", "--sample")
     wanted = [f"{module}.{name}" for module, names in kernels().items() for name in names]

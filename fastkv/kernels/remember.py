@@ -56,18 +56,8 @@ from ._launch import (
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
-VARYING = [
-    "N",
-    "num",
-    "most",
-    "first",
-    "half",
-    "parts",
-    "stride_i",
-    "stride_pb",
-    "stride_ph",
-    "page",
-]  # one compilation for all
+# One compilation for all of them.
+VARYING = ["N", "num", "most", "first", "half", "sums", "stride_i", "stride_pb", "stride_ph", "page"]
 END, MIDDLE, START = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(COARSE)
 SMALL, ROOM = tl.constexpr(SETTLED), tl.constexpr(ROOMY)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
