@@ -109,6 +109,8 @@ class Batcher:
         self.singles, self.copies, self.kinds = singles, copies, {} if kinds is None else kinds
         self.clock, self.pages = PagedClock(config.evict_every), dict[int, int]()
         self.staged: Tensor | None = None
+        self.asked: Any = None
+        self.made: Batch = {}
 
     def nobody(self, number: int, device: torch.device) -> Batch:
         """A step in which that many sequences decode, which are nobody's; its rows are staged where others' will be."""
@@ -122,7 +124,13 @@ class Batcher:
         return self.staged[: len(rows)].copy_(rows)
 
     def batch(self, m: Any) -> Batch:
-        """For a step as vLLM's `CommonAttentionMetadata` describes it."""
+        """For a step as vLLM's `CommonAttentionMetadata` describes it, the same for every size of pages."""
+        if m is not self.asked:
+            self.asked, self.made = m, self._made(m)
+        return self.made
+
+    def _made(self, m: Any) -> Batch:
+        """`batch`, once for a step."""
         pages, starts = m.block_table_tensor[:, 0], m.query_start_loc_cpu.tolist()
         counts = [stop - start for start, stop in zip(starts, starts[1:])]
         seen = to_host(m.seq_lens) if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound.tolist()
