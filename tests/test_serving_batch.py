@@ -36,10 +36,10 @@ def placed(part):
     return list(zip(part.rows.tolist(), places))
 
 
-def described(sequences, device="cpu", named=True, padded=0, captured=False):
+def described(sequences, device="cpu", named=True, padded=0):
     """As vLLM describes a step. Sequences: (place in its table, page, prompt, tokens before, tokens now) of each.
 
-    padded: so many sequences without tokens.  captured: whether they have rows of the queries nevertheless.
+    padded: so many sequences without tokens.
     """
     counts = torch.tensor([now for *_, now in sequences] + [0] * padded)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
@@ -53,7 +53,6 @@ def described(sequences, device="cpu", named=True, padded=0, captured=False):
         block_table_tensor=pages[:, None].to(device),
         is_prefilling=torch.tensor([before < whole for *_, whole, before, _ in sequences] + [False] * padded),
         req_idx=np.array([place for place, *_ in sequences] + [0] * padded) if named else None,
-        num_actual_tokens=int(starts[-1]) + (padded if captured else 0),
     )
 
 
@@ -96,6 +95,8 @@ def test_sequences_with_other_settings_are_told_apart():
         assert [*got] == [None, "small"]
         assert [placed(got[kind]) for kind in got] == [[(1, 0)], [(2, 1)]]
         assert [read_in(got[kind]) for kind in got] == [[(4, 10, 18, 0)], [(3, 2, 10, 0)]]
+    got = batcher(kinds={2: "small"}).batch(described([sequences[0], sequences[2]]))
+    assert placed(got[None]) == [(1, 0)] and not placed(got["small"]) and read_in(got["small"]) == [(3, 1, 9, 0)]
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by page"])
@@ -263,10 +264,10 @@ def test_a_captured_step_finds_its_rows_where_it_was_captured():
     (captured,) = (part.rows for part in made.nobody(4, torch.device("cpu")).values())
     assert captured.tolist() == [0] * 4
     only(made.batch(described([(0, 5, 6, 0, 6), (1, 7, 8, 0, 8)])))
-    made.batch(described([(place, 4, 1, 5, 1) for place in range(10, 14)], captured=True))  # others were there before
+    made.batch(described([(place, 4, 1, 5, 1) for place in range(10, 14)]))  # others were there before
     for after, page in ((6, 5), (7, 5), (8, 6), (9, 6)):
         sequences = [(0, page, 6, after, 1), (1, 7, 8, after + 2, 1), (2, 9, 1, 0, 1)]
-        got = only(made.batch(described(sequences, padded=1, captured=True)))
+        got = only(made.batch(described(sequences, padded=1)))
         assert got.rows.data_ptr() == captured.data_ptr() and captured.tolist() == [page, 7, 9, 0]
         assert got.places is None and not got.prompts and got.fresh.tolist() == [9]
         assert got.due.tolist() == ([page, 7] if after == 9 else [])

@@ -1,7 +1,10 @@
-"""While vLLM measures itself, kernels are compiled and their scratch is made."""
+"""While vLLM measures itself, kernels are compiled and their scratch is made; then it captures steps, if it may."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from fastkv.cache.warmup import Traffic as Expected
 from fastkv.integrations.vllm import backend
@@ -43,3 +46,32 @@ def test_a_warm_up_leaves_answers_alone(model, monkeypatch):
     traffic, alone = Traffic(llm), Alone(model, settings)
     traffic.ask("0", prompt(300), 20)
     assert traffic.finish()["0"] == alone.answer(prompt(300), 20)
+
+
+@pytest.mark.parametrize("classes, support", [(None, "UNIFORM_SINGLE_TOKEN_DECODE"), ({}, "NEVER")])
+def test_steps_that_decode_may_be_captured_where_requests_are_alike(model, classes, support):
+    settings = {"policy": "keydiff", "budget": 64, "prefill_block": 64, "classes": classes}
+    config = start(model, settings).llm_engine.vllm_config
+    assert backend.BatchBuilder.get_cudagraph_support(config, None) is AttentionCGSupport[support]
+
+
+def test_a_captured_step_finds_the_pages_and_rows_of_those_that_follow(model):
+    """vLLM captures with a cache that it throws away, and again with the one it keeps."""
+    settings = {"policy": "keydiff", "budget": 64, "prefill_block": 64}
+    llm = start(model, settings)
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    builder = runner.attn_groups[0][0].get_metadata_builder()
+    (layer, *_), described = builder.layers, SimpleNamespace(num_reqs=2)
+    kept, layer.kv_cache = layer.kv_cache, torch.zeros_like(layer.kv_cache[:3])
+    builder.build_for_cudagraph_capture(described)
+    assert len(layer.impl.paged[None].pages) == 3
+    layer.kv_cache = kept
+    captured = builder.build_for_cudagraph_capture(described)[None]
+    assert captured.rows.tolist() == [0, 0] and captured.places is None and not captured.prompts
+    assert layer.impl.paged[None].pages.data_ptr() == kept.data_ptr()
+    traffic = Traffic(llm)
+    for name in ("0", "1"):
+        traffic.ask(name, prompt(100), 3)
+    traffic.turn(4)
+    pages = captured.rows.tolist()
+    assert sorted(traffic.finish()) == ["0", "1"] and len({0, *pages}) == 3

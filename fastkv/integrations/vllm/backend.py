@@ -51,7 +51,8 @@ class Compression:
     """What the layers of a model have in common.
 
     Attributes: config: the server's settings.  shared: scratch of kernels, processes that share heads.
-        batches: of all layers, if they share a block table.  classes: the server's own, None, and those with a name.
+        batches: describes them to all layers, if they share a block table.
+        classes: the server's own settings, None, and those with a name.
         latest: of the model that was made last in this process.
     """
 
@@ -72,7 +73,7 @@ class Compression:
         self.warm: set[tuple[Any, ...]] = set()
         self.known: dict[Kind, dict[str, PagedRule]] = {}
         self.shared_out: dict[Kind, Config] = {}
-        self.batches = Batches(self.batcher())
+        self.batches = self.batcher()
 
     def batcher(self) -> Batcher:
         """What describes batches to layers that share a block table."""
@@ -182,21 +183,6 @@ def with_pages(backend: type[AttentionBackend], nbytes: int) -> Any:
     return type(backend.__name__, (backend,), {"page": nbytes, "__module__": backend.__module__})
 
 
-class Batches:
-    """The batch of a step, made once for all layers with a block table: vLLM asks for each size of pages."""
-
-    def __init__(self, batcher: Batcher) -> None:
-        self.batcher = batcher
-        self.asked: Any = None
-        self.made: Batch | None = None
-
-    def batch(self, asked: CommonAttentionMetadata) -> Batch:
-        """`Batcher.batch`; the same object for the same description."""
-        if self.made is None or asked is not self.asked:
-            self.asked, self.made = asked, self.batcher.batch(asked)
-        return self.made
-
-
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
     """Describes a batch to the layers, see `Batcher`. Steps of decoding come first in it."""
 
@@ -208,7 +194,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         self.layers = [known[name] for name in layer_names]
         common = self.layers[0].impl.common
         own = common.mixed  # layers in several groups, with a block table each
-        self.batches = Batches(common.batcher()) if own else common.batches
+        self.batches = common.batcher() if own else common.batches
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -224,7 +210,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         """For a step that is captured, and then replayed for other sequences."""
         for layer in self.layers:
             layer.impl.opened(layer, None)
-        return self.batches.batcher.nobody(common_attn_metadata.num_reqs, self.device)
+        return self.batches.nobody(common_attn_metadata.num_reqs, self.device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -109,6 +109,8 @@ class Batcher:
         self.singles, self.copies, self.kinds = singles, copies, {} if kinds is None else kinds
         self.clock, self.pages = PagedClock(config.evict_every), dict[int, int]()
         self.staged: Tensor | None = None
+        self.asked: Any = None
+        self.made: Batch = {}
 
     def nobody(self, number: int, device: torch.device) -> Batch:
         """A step in which that many sequences decode, which are nobody's; its rows are staged where others' will be."""
@@ -116,13 +118,20 @@ class Batcher:
         return {None: Part(self._stage(nothing), None, nothing[:0], nothing[:0])}
 
     def _stage(self, rows: Tensor) -> Tensor:
-        """These rows, [B] of any integers, at an address that is always the same."""
+        """These rows, [B] of any integers, at an address that is always the same. A captured step may be for more."""
         if self.staged is None:
             self.staged = torch.zeros(self.sequences, dtype=torch.int64, device=rows.device)
+        self.staged[len(rows) :].zero_()  # nobody's
         return self.staged[: len(rows)].copy_(rows)
 
     def batch(self, m: Any) -> Batch:
-        """For a step as vLLM's `CommonAttentionMetadata` describes it."""
+        """For a step as vLLM's `CommonAttentionMetadata` describes it, the same for every size of pages."""
+        if m is not self.asked:
+            self.asked, self.made = m, self._made(m)
+        return self.made
+
+    def _made(self, m: Any) -> Batch:
+        """`batch`, once for a step."""
         pages, starts = m.block_table_tensor[:, 0], m.query_start_loc_cpu.tolist()
         counts = [stop - start for start, stop in zip(starts, starts[1:])]
         seen = to_host(m.seq_lens) if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound.tolist()
@@ -153,10 +162,8 @@ class Batcher:
                 [counts[i] for i in read],
             ]
             places, leaving, fresh, *prompts = to_device(sent, pages.device)
-            number = len(own)
-            if first and own == steps and not reading and m.num_actual_tokens >= len(counts):
-                number = len(counts)  # padding of a captured step, whose rows are nobody's
-            decoding = self._stage(pages[:number]) if first else pages.index_select(0, places).long()
+            staged = first and own  # which is so for one kind at most
+            decoding = self._stage(pages[: len(own)]) if staged else pages.index_select(0, places).long()
             at = None if first else m.query_start_loc.index_select(0, places).long()
             part = found[kind] = Part(decoding, at, pages.index_select(0, leaving).long(), fresh)
             for start in range(0, len(read), AT_ONCE):

@@ -151,6 +151,10 @@ def _check_engine(vllm_config: Any, config: Config) -> None:
             parallel.use_ubatching,
             "halves of a batch are described at once, where steps that are captured look for one of them",
         ),
+        "a choice of classes with pipeline parallelism": (
+            classes(vllm_config) is not None and parallel.pipeline_parallel_size > 1,
+            "the last process alone is told what requests ask for",
+        ),
         "context parallelism": (
             max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
             "all tokens of a sequence compete for one page",
