@@ -63,6 +63,9 @@ def test_what_is_measured(toy, ids):
         cache = fastkv.FastKVCache(toy)
         toy(ids, past_key_values=cache)
         assert small.resident == cache.nbytes() and small.kept == 40
+        for token in ids[:, : QUICK.period].split(1, 1):
+            toy(token, past_key_values=cache)
+        assert mine.kept(cache) == 40  # every sample ends with an eviction
     assert not any("fastkv" in name for name in vars(toy))  # the model is as it was
 
 

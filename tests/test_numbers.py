@@ -242,29 +242,6 @@ def test_models_in_every_dtype(name, sharp, dtype):
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(state.named_tensors(), twin.named_tensors()))
 
 
-@pytest.mark.parametrize("name", FACTORS)
-def test_sharp_models_are_sharp(name):
-    """The logits of the test above do reach its size."""
-    model = build(name)
-    sharpen(model, FACTORS[name])
-    model.set_attn_implementation("eager")
-    largest = []
-    scale = model.model.layers[0].self_attn.scaling
-
-    def measure(module, args, kwargs, output):
-        norms = []
-        for proj, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
-            rows = getattr(module, proj)(kwargs["hidden_states"]).unflatten(-1, (-1, D))
-            rows = getattr(module, norm)(rows) if hasattr(module, norm) else rows
-            norms.append(rows.norm(dim=-1).amax())
-        largest.append(float(scale * norms[0] * norms[1]))
-
-    for block in model.model.layers:
-        block.self_attn.register_forward_hook(measure, with_kwargs=True)
-    model(prompt()[0])
-    assert 1e3 < max(largest) < 1e5
-
-
 # Rows that are not numbers.
 
 

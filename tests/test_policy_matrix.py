@@ -151,29 +151,6 @@ def test_every_head_keeps_a_fifth_of_the_mean(block, tokens, least):
     assert cache.layers[0].state.exact["positions"][0, 1, :least].sort().values.tolist() == [*range(50 - least, 50)]
 
 
-def test_adaptive_selection_is_one_competition():
-    """The kept set equals a literal one: each head's floor, then the best of all heads together."""
-    model = build()
-    ids, _ = prompt(1, 50, (0,))
-    fastkv.patch(model, "keydiff", small(heads="adaptive"), evict_every=EVERY)
-    cache = model(ids).past_key_values
-    fastkv.unpatch(model)
-    keys = model(ids).past_key_values.layers[0].keys
-    scores = fastkv.reference.keydiff_scores(keys)[0]
-    always = {0, 1, 46, 47, 48, 49}
-    kept = []
-    for head in range(2):
-        ranked = sorted(range(50), key=lambda token: (token not in always, -float(scores[head, token]), token))
-        kept.append(set(ranked[:6]))
-    rest = [(head, token) for head in range(2) for token in range(50) if token not in kept[head]]
-    rest.sort(key=lambda one: (-float(scores[one]), one[1], one[0]))
-    for head, token in rest[: 2 * TOKENS - 12]:
-        kept[head].add(token)
-    exact = cache.layers[0].state.exact
-    for head in range(2):
-        assert set(exact["positions"][0, head, : int(exact.lengths[0, head])].tolist()) == kept[head]
-
-
 def test_ragged_output_is_the_uniform_output_where_nothing_is_evicted():
     for block in (None, 16):
         uniform, adaptive = build(), build()

@@ -206,34 +206,6 @@ def test_rows_may_be_chosen_before_saving(tmp_path):
         assert torch.equal(go_on(model, again, *rows), go_on(model, cache, *rows))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-def test_a_fork_is_as_many_continuations(name, heads):
-    model = fastkv.patch(build(name), "h2o", small(heads=heads), correction="moments", evict_every=EVERY)
-    ids, mask = prompt(2, 50, (0, 7))
-    cache = model(ids, attention_mask=mask).past_key_values
-    before = contents(cache)
-    questions = torch.randint(3, 90, (6, 9), generator=torch.Generator().manual_seed(7))
-    fork = cache.fork(3)
-    assert_same(contents(cache), before)
-    whole = torch.cat([ids.repeat_interleave(3, 0), questions], 1)
-    wide = torch.cat([mask.repeat_interleave(3, 0), torch.ones_like(questions)], 1)
-    together = generate(model, whole, wide, new=15, past_key_values=fork)[:, 50:]
-    assert_same(contents(cache), before)
-    for number in range(3):
-        alone = cache.clone()
-        rows = torch.tensor([number, 3 + number])
-        answers = generate(model, whole[rows], wide[rows], new=15, past_key_values=alone)[:, 50:]
-        assert torch.equal(together[rows], answers)
-        for layer in compressed_layers(cache):
-            assert torch.equal(fork.stored(layer)[rows], alone.stored(layer))
-            mine, theirs = fork.layers[layer].state.exact, alone.layers[layer].state.exact
-            held = [torch.where(slots.valid, slots["positions"], -1).sort(-1).values for slots in (mine, theirs)]
-            assert torch.equal(held[0][rows][..., -20:], held[1][..., -20:])
-    assert len(together.unique(dim=0)) == 6
-    assert_same(contents(cache), before)
-
-
 def test_a_fork_of_one_is_a_clone_and_none_is_refused():
     model = fastkv.patch(build(), "keydiff", small(), evict_every=EVERY)
     cache, tokens, mask = read_prompt(model)
