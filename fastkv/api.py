@@ -54,11 +54,10 @@ def patch(
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
         correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
             zeroth-order part, "none" nothing; "centroids" keeps a few weighted pairs of the evicted tokens instead;
-            "ridge" refits the values of what stays while a prompt is read (GRKV), "matching" fits values and biases
-            after a second reading (Attention Matching); "auto" is what the policy brings. "vector" lets twice as many
-            tokens keep their key only, in the room of half the pairs, and recovers their values with a linear map
-            (VECTOR); "vector+mean" and "vector+moments" do both. An object has other settings, as
-            `fastkv.corrections.get("centroids", share=8)`.
+            "matching" fits values and biases after a second reading (Attention Matching); "auto" is what the policy
+            brings. "vector" lets twice as many tokens keep their key only, in the room of half the pairs, and recovers
+            their values with a linear map (VECTOR); "vector+mean" and "vector+moments" do both. An object has other
+            settings, as `fastkv.corrections.get("centroids", share=8)`.
         backend: "auto" runs Triton kernels on an accelerator ("triton"), and C++ and torch's fused attention on a CPU
             ("cpu"); these two and "reference", plain torch, can be asked for.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured

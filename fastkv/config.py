@@ -108,11 +108,10 @@ class Config:
             raise FastKVError(
                 "correction='vector' fixes how many tokens each head keeps, heads='adaptive' does not; use one of them"
             )
-        if not self.slots.plain and (self.correction.key_only or self.correction.refit is not None):
-            what = "stores keys without their values" if self.correction.key_only else "changes values that are stored"
+        if not self.slots.plain and self.correction.key_only:
             raise FastKVError(
-                f"correction={self.correction.name!r} {what}, which slots={self.slots.name!r} does not provide for; "
-                "leave slots out or use another correction"
+                f"correction={self.correction.name!r} stores keys without their values, which "
+                f"slots={self.slots.name!r} does not provide for; leave slots out or use another correction"
             )
         if self.correction.match is not None and self.policy.second_reading is None:
             raise FastKVError(
@@ -128,12 +127,12 @@ class Config:
         and not on what.
 
         The same bytes hold twice as many tokens of 8 bits, and what rounding costs is less than what those are worth.
-        Plain where codes cannot be: values that change or are missing, latents.
+        Plain where codes cannot be: values that are missing, latents.
 
         Args: sizes: numbers of a key and of a value in each layer.
         """
         correction, budget = self.correction, self.budget
-        fixed = latent or correction.key_only or correction.refit is not None
+        fixed = latent or correction.key_only
         if not self.chooses_slots or not budget.in_bytes or fixed:
             return self
         four = (budget.compress or 0) >= FOUR_BITS and not any(size % INT4_GROUP for size in sizes)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from . import config as settings
-from . import corrections
 from .api import patch
 from .budget import Budget
 from .cache.layout import Attends
@@ -56,7 +55,7 @@ def compress(
     """
     chosen = get(policy)
     check(model, Config(chosen, Budget.of(budget)))
-    _check_policy(chosen, budget, options.get("correction", "auto"))
+    _check_policy(chosen, budget)
     layers = _pairs(cache, model)
     valid = _valid(attention_mask, layers[0][0])
     patch(model, policy, budget, **options)
@@ -78,13 +77,10 @@ def compress(
     return made
 
 
-def _check_policy(policy: Policy, budget: int | str | Budget, correction: Any) -> None:
-    """Raise FastKVError for a policy, a budget or a correction that looks at more than keys and values."""
-    wanted = corrections.get(policy.correction if correction == "auto" else correction)
+def _check_policy(policy: Policy, budget: int | str | Budget) -> None:
+    """Raise FastKVError for a policy or a budget that looks at more than keys and values."""
     if policy.second_reading or not policy.needs <= FROM_KEYS:
         what = f"policy {policy.name!r}"
-    elif wanted.refit is not None:
-        what = f"correction={wanted.name!r}"
     elif Budget.of(budget).quality is not None:
         what = "Budget(quality=...)"
     else:

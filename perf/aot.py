@@ -1,7 +1,6 @@
 """Compile every kernel and variant ahead of time and check what it costs; needs no GPU.
 
-    python -m perf.aot --arch 90            one line per variant: bytes of a slot, registers, spills, shared memory,
-                                            CTAs per SM, loads
+    python -m perf.aot --arch 90            one line per variant: registers, spills, shared memory, CTAs per SM, loads
     python -m perf.aot --arch all --kernel decode_attention
     python -m perf.aot --sample             one variant of every kernel function
     python -m perf.aot --arch all --table perf/results/aot_triton-3.7.1.txt
@@ -11,7 +10,7 @@ A variant fails if it spills more than 16 bytes, loads 2 bytes at a time, has no
 expected, needs more shared memory than the chip has, takes a ticket before all threads' stores are done (on AMD a
 barrier alone does not wait for them) or none where it should, has a barrier on AMD that waits for no stores, computes a
 product in several warps where one should, or has so few instructions that the compiler has dropped the work. Uses the
-tools in the triton wheel. The variants are in `perf.variants`.
+tools in the triton wheel. The variants are what recorded launches would compile, see `perf.variants`.
 
 `ir` in a line is a digest of what the compiler is given: Triton's IR, inlined and without places in the source, the
 chip, warps and stages. While it is the same, with the same triton, so is the line.
@@ -27,8 +26,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,97 +34,45 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # read when triton is imported: a 
 
 import triton
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.compiler.errors import CompilationError
 
-from fastkv.kernels._launch import INTERPRET, stages
+from fastkv.kernels._launch import INTERPRET
 
-from .variants import AOT, Variant
+from .variants import CHIPS, Chip, Variant, recorded
 
 MAX_SPILL = 16  # bytes
 LEAST_CODE = 64  # instructions; the shortest kernel has 120, one that was compiled to nothing had 16
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 
 
-@dataclass(frozen=True)
-class Chip:
-    """What limits a kernel: shared memory per SM and per CTA in bytes (1 KiB per CTA is reserved), and its target."""
-
-    target: GPUTarget
-    per_sm: int
-    per_cta: int
-
-
-CHIPS = {
-    "80": Chip(GPUTarget("cuda", 80, 32), 164 << 10, 163 << 10),
-    "90": Chip(GPUTarget("cuda", 90, 32), 228 << 10, 227 << 10),
-    "100": Chip(GPUTarget("cuda", 100, 32), 228 << 10, 227 << 10),
-    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10, 64 << 10),
-}
+CHOSEN = ("num_warps", "num_stages", "maxnreg")  # launch options
 WIDE = {"cuda": ("LDGSTS.E.BYPASS.128", "LDGSTS.E.128", "LDG.E.128"), "hip": ("load_dwordx4", "load_b128")}
 NARROW = {"cuda": ("LDG.E.U16", "LDG.E.S16"), "hip": ("load_ushort", "load_u16", "load_short")}
 
 
-def members(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """What is in tuples of tuples, each with its place."""
-    if isinstance(value, tuple):
-        for index, one in enumerate(value):
-            yield from members(one, (*path, index))
-    else:
-        yield path, value
-
-
-def signature_of(kind: Any) -> Any:
-    """The type of an argument as Triton wants it, from `Variant.types`."""
-    if isinstance(kind, tuple):
-        parts = [signature_of(one) for one in kind]
-        return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
-    return "constexpr" if kind is None else kind.removesuffix(":16")
-
-
-def source_of(variant: Variant, chip: Chip) -> tuple[ASTSource, dict[str, int]]:
-    """What is compiled, and with which launch options. Every pointer, and the integers that the variant says, are known
-    to be multiples of 16.
-    """
-    names = variant.kernel.arg_names
-    kinds = list(members(tuple(variant.types.get(name) for name in names)))
-    constants: dict[Any, Any] = {path: None for path, kind in kinds if kind is None}
-    chosen = {"INTERP": False, "HIP": chip.target.backend == "hip"} | dict(variant.constants)
-    chosen["HIP"] = chip.target.backend == "hip"
-    constants |= {(names.index(name),): value for name, value in chosen.items() if name in names}
-    signature = {name: signature_of(variant.types.get(name)) for name in names}
-    hinted = [path for path, kind in kinds if kind is not None and (kind.startswith("*") or kind.endswith(":16"))]
-    hints = {path: [["tt.divisibility", 16]] for path in hinted}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=hints)
-    depth = stages(variant.num_stages, hip=chip.target.backend == "hip")
-    further = variant.further.get(str(chip.target.arch), {})
-    return source, {"num_warps": variant.num_warps, "num_stages": depth, **further}
-
-
-def compile_variant(variant: Variant, chip: Chip) -> triton.compiler.CompiledKernel:
+def compile_variant(variant: Variant) -> triton.compiler.CompiledKernel:
     """The compiled kernel, with all stages on the way to it."""
-    source, options = source_of(variant, chip)
-    return triton.compile(source, target=chip.target, options=options)
+    return triton.compile(variant.source, target=CHIPS[variant.chip].target, options=variant.options)
 
 
-def digest(variant: Variant, chip: Chip) -> str:
+def digest(variant: Variant) -> str:
     """Twelve hexadecimal digits of what the compiler is given, its functions inlined; a tenth of the time of compiling
     it."""
-    source, chosen = source_of(variant, chip)
-    backend: Any = make_backend(chip.target)
-    options = backend.parse_options(chosen | source.parse_options())
+    source, target = variant.source, CHIPS[variant.chip].target
+    backend: Any = make_backend(target)
+    options = backend.parse_options(variant.options | source.parse_options())
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     code, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = source.make_ir(chip.target, options, code, modules, context)
+    module = source.make_ir(target, options, code, modules, context)
     passes: dict[str, Any] = {}
     backend.add_stages(passes, options, source.language)
-    module = passes["ttir"](module, {"target": chip.target, **options.__dict__})
-    text = canonical(str(module))
-    return hashlib.sha256(f"{chip.target} {sorted(chosen.items())} {text}".encode()).hexdigest()[:12]
+    module = passes["ttir"](module, {"target": target, **options.__dict__})
+    chosen = {name: variant.options[name] for name in CHOSEN if variant.options.get(name) is not None}
+    text = f"{target} {sorted(chosen.items())} {canonical(str(module))}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def canonical(text: str) -> str:
@@ -231,21 +177,19 @@ def faults(
     return [text for bad, text in limits if bad]
 
 
-def title(variant: Variant, arch: str) -> str:
-    """How the line of a variant begins: name, chip, and what attention loads of a slot."""
-    loads = f"slot {variant.slot_bytes:4d} B" if variant.slot_bytes else " " * 11
-    return f"{variant.name:58s} {arch:>6s}  {loads}"
+def title(variant: Variant) -> str:
+    """How the line of a variant begins."""
+    return f"{variant.name:70s} {variant.chip:>6s}"
 
 
-def check(variant: Variant, arch: str, of: str) -> str:
-    """Compile one variant for one chip. Returns: its line, which ends with "ok" if it is within limits; `of`: its
-    digest."""
-    chip = CHIPS[arch]
-    backend = chip.target.backend
+def check(variant: Variant) -> str:
+    """Compile one variant. Returns: what its line says after the digest: "ok" at the end if it is within limits."""
+    chip = CHIPS[variant.chip]
+    backend, num_warps = chip.target.backend, variant.options["num_warps"]
     try:
-        compiled = compile_variant(variant, chip)
+        compiled = compile_variant(variant)
     except CompilationError as error:
-        return f"{title(variant, arch)}  ir {of}  FAIL: does not compile: {str(error).splitlines()[-1][:150]}"
+        return f"FAIL: does not compile: {str(error).splitlines()[-1][:150]}"
     shared = compiled.metadata.shared
     if backend == "hip":
         text = compiled.asm["amdgcn"]
@@ -253,28 +197,31 @@ def check(variant: Variant, arch: str, of: str) -> str:
         registers, spill = found["vgpr_count"], 4 * found["vgpr_spill_count"]
         names = re.findall(r"^\s+([a-z]\w+)", text, re.M)
         waves = min(512 // max(registers, 1), 8)
-        ctas = min(waves * 4 // variant.num_warps, chip.per_sm // max(shared, 1))
+        ctas = min(waves * 4 // num_warps, chip.per_sm // max(shared, 1))
     else:
+        text = compiled.asm["ptx"]
         usage, names = read_cubin(compiled.asm["cubin"])
-        registers, spill = usage["REG"], spilled_bytes(compiled.asm["ptx"], chip.target.arch)
-        per_cta = -(-registers // 8) * 8 * 32 * variant.num_warps
-        ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // variant.num_warps)
-    taken, races = tickets(compiled.asm["amdgcn" if backend == "hip" else "ptx"], backend)
+        registers, spill = usage["REG"], spilled_bytes(text, chip.target.arch)
+        per_cta = -(-registers // 8) * 8 * 32 * num_warps
+        ctas = min(65536 // per_cta, chip.per_sm // (shared + 1024), 64 // num_warps)
+    taken, races = tickets(text, backend)
     wide, narrow = count(names, WIDE[backend]), count(names, NARROW[backend])
-    lost = variant.has("tickets_ptr") and not taken
     repeats = repeated(compiled.asm["ttgir"], variant.once) if variant.once else 0
     bare = bare_barriers(compiled.asm["ttgir"]) if backend == "hip" else 0
-    numbers = None if lost else races, shared, repeats
+    numbers = None if variant.tickets and not taken else races, shared, repeats
     found_faults = faults(variant.wide, chip, spill, names, *numbers, variant.narrow, bare)
     return (
-        f"{title(variant, arch)}  ir {of}  regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  "
+        f"regs {registers:3d}  spill {spill:4d}  shared {shared:6d}  "
         f"CTAs/SM {ctas:2d}  16-byte {wide:3d}  2-byte {narrow:2d}  code {len(names):5d}  "
         + ("FAIL: " + ", ".join(found_faults) if found_faults else "ok")
     )
 
 
 class Table:
-    """A file of lines, sorted, that keeps what is still true and is written as it grows."""
+    """A file of lines, sorted, that is written as it grows.
+
+    Attributes: made: what is known of what was compiled and is within limits, by its digest.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises: SystemExit if the file was written with another triton."""
@@ -282,43 +229,29 @@ class Table:
         written = path.read_text().splitlines() if path.exists() else [self.first]
         if written[0] != self.first:
             raise SystemExit(f"{path} is of {written[0]}, not of {self.first}; name another file")
-        self.lines = {line.split("  ir ")[0]: line for line in written[1:] if "  ir " in line}
+        self.lines = {line.split("  ir ")[0].rstrip(): line for line in written[1:] if "  ir " in line}
+        made = (line.split("  ir ")[1].split("  ", 1) for line in self.lines.values() if line.endswith("  ok"))
+        self.made = {of: said for of, said in made}
 
-    def known(self, variant: Variant, arch: str, of: str) -> str | None:
-        """The line of a variant, if what is compiled has not changed since; a line that fails is always made anew."""
-        line = self.lines.get(title(variant, arch), "")
-        return line if f"  ir {of}  " in line and line.endswith("  ok") else None
-
-    def keep(self, titles: set[str]) -> None:
-        """Drop the lines of variants that there are no longer."""
-        self.lines = {title: line for title, line in self.lines.items() if title in titles}
+    def add(self, variant: Variant, line: str) -> None:
+        """Note a line, and write the file."""
+        self.lines[title(variant)] = line
         self.write()
 
-    def add(self, variant: Variant, arch: str, line: str) -> None:
-        """Note a line, and write the file."""
-        self.lines[title(variant, arch)] = line
+    def keep(self, found: Sequence[Variant]) -> None:
+        """Drop the lines of variants that there are no longer."""
+        titles = {title(variant) for variant in found}
+        self.lines = {name: line for name, line in self.lines.items() if name in titles}
         self.write()
 
     def write(self) -> None:
         """The first line, and the others in order."""
-        self.path.write_text("\n".join([self.first, *(self.lines[title] for title in sorted(self.lines))]) + "\n")
+        self.path.write_text("\n".join([self.first, *(self.lines[name] for name in sorted(self.lines))]) + "\n")
 
 
-def variants(kernel: str | None) -> list[Variant]:
-    """The variants of every kernel module, or of one."""
-    if kernel is not None and kernel not in AOT:
-        raise SystemExit(f"no kernel module named {kernel!r}; there are {', '.join(AOT)}")
-    return [v for name in AOT if kernel in (None, name) for v in AOT[name]]
-
-
-def pairs(found: list[Variant], archs: list[str]) -> list[tuple[Variant, str]]:
-    """Variants with the chips they are used on."""
-    return [(variant, arch) for arch in archs for variant in found if not variant.arches or arch in variant.arches]
-
-
-def sample(found: list[Variant]) -> list[Variant]:
-    """The first variant of each kernel function."""
-    return list({variant.kernel: variant for variant in reversed(found)}.values())[::-1]
+def sample(found: Sequence[Variant]) -> list[Variant]:
+    """The first variant of each kernel function, of each chip."""
+    return list({(one.chip, one.kernel): one for one in reversed(found)}.values())[::-1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -338,21 +271,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit("unset TRITON_INTERPRET: ahead-of-time compilation needs the compiler, not the interpreter")
     print("triton", triton.__version__)
     table = Table(options.table) if options.table else None
-    if table:
-        table.keep({title(v, arch) for v, arch in pairs(variants(None), list(CHIPS))})
+    found = [variant for chip in (CHIPS if options.arch == "all" else [options.arch]) for variant in recorded(chip)]
+    known = sorted({one.of.partition(".")[0] for one in found})
+    if options.kernel not in (None, *known):
+        raise SystemExit(f"no kernel module named {options.kernel!r}; there are {', '.join(known)}")
+    chosen = [one for one in found if one.of.startswith(f"{options.kernel or ''}.") or not options.kernel]
+    chosen = [one for one in chosen if any(part in one.name for part in options.match)]
     lines, compiled = [], 0
-    for arch in CHIPS if options.arch == "all" else [options.arch]:
-        matching = [v for v in variants(options.kernel) if any(part in v.name for part in options.match)]
-        found = [v for v, _ in pairs(matching, [arch])]
-        for variant in sample(found) if options.sample else found:
-            of = digest(variant, CHIPS[arch]) if table else "-" * 12
-            line = table.known(variant, arch, of) if table else None
-            if line is None:
-                line, compiled = check(variant, arch, of), compiled + 1
-                if table:
-                    table.add(variant, arch, line)
-                print(line, flush=True)
-            lines.append(line)
+    for variant in sample(chosen) if options.sample else chosen:
+        of = digest(variant) if table else "-" * 12
+        said = table.made.get(of) if table else None
+        line = f"{title(variant)}  ir {of}  {said or check(variant)}"
+        if table:
+            table.add(variant, line)
+            table.made |= {of: line.split("  ir ")[1].split("  ", 1)[1]} if line.endswith("  ok") else {}
+        if said is None:
+            compiled += 1
+            print(line, flush=True)
+        lines.append(line)
+    if table and options.arch == "all":
+        table.keep(found)
     fine = sum(line.endswith("  ok") for line in lines)
     print(f"{fine} within limits, {len(lines) - fine} not, {compiled} compiled")
     return 0 if lines and fine == len(lines) else 1

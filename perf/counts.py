@@ -36,8 +36,8 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
 
 import torch
 
-from perf.aot import CHIPS, TOOLS, compile_variant
-from perf.variants import SLOTS, of_decode
+from perf.aot import TOOLS, compile_variant
+from perf.variants import SPARE, TOKENS, layer, recorded
 from tests import test_kernels_codes as codes
 from tests import test_kernels_decode as decode
 from tests.ptx.driver import Driver
@@ -47,7 +47,7 @@ from tests.ptx.program import Program
 from tests.states import splits
 from tests.test_ragged_ops import deal, slab_of
 
-PROGRAMS, CENTROIDS, PER_CYCLE = 16, 63, 19.2
+SLOTS, PROGRAMS, CENTROIDS, PER_CYCLE = TOKENS + SPARE, 16, 63, 19.2
 FORMS = ("model", "int8", "fp8", "int4", "k8v4")
 COLUMNS = ("instructions", "waits", "barriers", "issue", "memory")
 HEADING = "# Kernels, counted\n\nWritten by `python -m perf.counts`, which says what is counted; do not edit."
@@ -149,9 +149,11 @@ def loop_counts() -> Table:
     """Cycles of the loop over slots of each format."""
     found: Table = {}
     for form in FORMS:
-        variant = of_decode(128, PROGRAMS, None, slots=form)
+        (variant,) = recorded("90", f"decode dim=128 splits={PROGRAMS} correction=none slots={form}")
+        exact = layer(128, slots=form)[0].exact
+        slot = sum(rows[0, 0, 0].nbytes for name, rows in exact.moving().items() if name in exact.PAIRS)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(compile_variant(variant, CHIPS["90"]).asm["cubin"])
+            Path(file.name).write_bytes(compile_variant(variant).asm["cubin"])
             command = [os.path.join(TOOLS, "cuobjdump"), "-sass", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)(?:[^;]*0x([0-9a-f]+))?[^;]*;", text)
@@ -159,7 +161,7 @@ def loop_counts() -> Table:
         jumps = [(first[int(to, 16)], index) for index, (_, name, to) in enumerate(code) if name == "BRA" and to]
         loops = [[name for _, name, _ in code[start : end + 1]] for start, end in jumps if start < end]
         loop = max(loops, key=lambda names: sum(name.startswith("HMMA") for name in names))
-        issue, memory = 32 * len(loop) / variant.constants["TILE"].BLOCK_N, 32 * variant.slot_bytes / PER_CYCLE
+        issue, memory = 32 * len(loop) / variant.constant("TILE").BLOCK_N, 32 * slot / PER_CYCLE
         found[form] = {"issue": round(issue), "memory": round(memory)}
     return found
 

@@ -8,7 +8,6 @@ again. Standard library only, because peers run in environments of their own.
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -253,62 +252,20 @@ def in_process(module: str, settings: Row, python: str = sys.executable) -> Row:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def digest(paths: Iterable[str], *texts: str) -> str:
-    """First 12 hexadecimal digits of the SHA-256 of these files, see `closure`, and texts."""
+def digest(*places: str, texts: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+    """First 12 hexadecimal digits of the SHA-256 of all source files at these places, and of texts.
+
+    Args: places: files and folders, relative to the repository.  without: places that do not count.
+    """
     found = hashlib.sha256()
-    for path in sorted(paths):
-        found.update(path.encode() + (ROOT / path).read_bytes())
+    roots, left_out = [ROOT / place for place in places], [ROOT / place for place in without]
+    files = {file for root in roots for file in (root.rglob("*") if root.is_dir() else [root])}
+    for path in sorted(files):
+        if path.suffix in (".py", ".cpp", ".hpp") and not any(path.is_relative_to(place) for place in left_out):
+            found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     for text in texts:
         found.update(text.encode())
     return found.hexdigest()[:12]
-
-
-def closure(*modules: str, rooms: Sequence[str] = ("fastkv", "perf"), without: Sequence[str] = ()) -> set[str]:
-    """Files, relative to the repository, of these modules and of all that they import, at the top or inside functions.
-
-    A package's __init__ takes part where something is imported from it that is not one of its modules.
-    Args: rooms: packages whose files count.  without: modules that do not, with everything below them.
-    """
-    paths: set[str] = set()
-    waiting = list(modules)
-    while waiting:
-        name = waiting.pop()
-        path = file_of(name)
-        if path is None:
-            raise ValueError(f"there is no module {name} in this repository")
-        if path in paths:
-            continue
-        paths.add(path)
-        for other in imports(path, name):
-            passed = any(f"{other}.".startswith(f"{one}.") for one in without)
-            if other.split(".")[0] in rooms and not passed:
-                waiting.append(other)
-    return paths
-
-
-@cache
-def file_of(name: str) -> str | None:
-    """Path of a module of this repository; None if there is none."""
-    place = ROOT / Path(*name.split("."))
-    for path in (place.with_suffix(".py"), place / "__init__.py"):
-        if path.is_file():
-            return str(path.relative_to(ROOT))
-    return None
-
-
-@cache
-def imports(path: str, name: str) -> tuple[str, ...]:
-    """Modules of this repository that a file imports."""
-    package = name.split(".") if path.endswith("__init__.py") else name.split(".")[:-1]
-    found = []
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            found += [one if file_of(one := f"{base}.{alias.name}") else base for alias in node.names]
-    return tuple(one for one in dict.fromkeys(found) if file_of(one))
 
 
 def command(

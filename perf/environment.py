@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .engine import ROOT, closure, digest
+from .engine import ROOT, digest
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -40,20 +40,13 @@ def environment(commit: str | None = None, dry_run: bool = False) -> dict[str, s
     return facts | ({"dry_run": 1} if dry_run else {})
 
 
+LEFT_OUT = ("fastkv/lab", "fastkv/integrations/vllm")  # of the library, by what is measured
+
+
 @cache
-def source(*modules: str, policy: str = "") -> str:
-    """Digest of the code that a case runs: these modules, the library, and of its policies only the one named."""
-    from fastkv import policies
-
-    found = closure(*modules, *library(), without=("fastkv.policies",))
-    return digest(found | closure(type(policies.get(policy)).__module__) if policy else found)
-
-
-def library() -> tuple[str, ...]:
-    """The library as `engine.closure` takes it: with the backends, which no import names."""
-    from fastkv import backend
-
-    return "fastkv", *(f"fastkv{module}" for module in backend.MODULES.values())
+def source(*places: str, texts: tuple[str, ...] = ()) -> str:
+    """Digest of the code that a case runs: these files and folders, texts, and the library."""
+    return digest("fastkv", *places, texts=texts, without=LEFT_OUT)
 
 
 def _cpu_name() -> str:

@@ -35,7 +35,7 @@ def covering(*factors, together=2, where=lambda *values: True):
 
 
 # Policies that ask for nothing which another one does not ask for: what carries their scores is tested with the others.
-FOLLOWERS = ("lagkv", "rkv", "expected-attention", "triattention", "grkv")
+FOLLOWERS = ("lagkv", "rkv", "expected-attention", "triattention")
 
 
 def each(names, *factors, often=FOLLOWERS):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fastkv import corrections
 from fastkv.cache.pages import PageFormat
+from fastkv.cpu import slots as compiled
 from fastkv.kernels import _launch as launch
 from fastkv.kernels import decode_attention, vector_decode
 from fastkv.policies import LayerFacts, Signals
@@ -135,3 +136,16 @@ def in_pages(state, rows, pages):
     placed = form.view(buffer).at(torch.tensor(rows, device=DEVICE))
     placed.put(state)
     return placed
+
+
+def compiled_step(q, slots, scale, received=None):
+    """What the compiled step of a CPU makes of q [B, Hkv, G, D] and slots: out [B, Hkv, G, D] and lse [B, Hkv, G].
+
+    received: where what slots receive is added, as `Slots.attention`.
+    """
+    slots.attention = received
+    counted = Moments(torch.zeros(slots.lengths.shape, dtype=torch.int64))
+    state = LayerState(slots, torch.zeros(len(q), dtype=torch.int64), counted)
+    out, lse, mass = compiled.step(q.flatten(1, 2), None, None, state, Spec(scale))
+    assert bool((mass == -torch.inf).all())
+    return out.view(q.shape), lse.view(q.shape[:3])

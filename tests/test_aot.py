@@ -4,15 +4,15 @@ import importlib
 import inspect
 import pkgutil
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import fastkv.kernels
 from perf import aot
-from perf.aot import CHIPS, bare_barriers, faults, repeated, tickets, variants
-from perf.variants import AOT
+from perf.aot import CHIPS, bare_barriers, faults, repeated, tickets
 
-from .processes import begin, of_module
+from .processes import begin, of_module, run
 
 
 @pytest.fixture
@@ -27,27 +27,34 @@ def compiled(tmp_path):
     return run
 
 
+def kernels():
+    """Kernel functions by module."""
+    found = {}
+    for module in pkgutil.iter_modules(fastkv.kernels.__path__):
+        source = inspect.getsource(importlib.import_module(f"fastkv.kernels.{module.name}"))
+        names = re.findall(r"^def _(\w+)_kernel\(", source, re.M)
+        found |= {module.name: names} if names else {}
+    return found
+
+
+@pytest.mark.parametrize("module", kernels())
+def test_what_belongs_together_is_one_argument(module):
+    for name in kernels()[module]:
+        kernel = getattr(importlib.import_module(f"fastkv.kernels.{module}"), f"_{name}_kernel")
+        assert len(kernel.arg_names) <= 15, f"{name}: make tuples of them, see fastkv/kernels/_arguments.py"
+
+
 def test_one_variant_of_every_kernel_function_on_sm_90(compiled):
-    wanted = {v.kernel for v in variants(None) if not v.arches or "90" in v.arches}
-    assert len(compiled("--arch", "90", "--sample")) == len(wanted)
+    lines = compiled("--arch", "90", "--sample")
+    wanted = [f"{module}.{name}" for module, names in kernels().items() for name in names]
+    assert sorted(line.split()[0] for line in lines) == sorted(wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kernel", AOT)
+@pytest.mark.parametrize("kernel", kernels())
 def test_all_variants_on_sm_90(kernel, compiled):
-    lines = compiled("--arch", "90", "--kernel", kernel)
-    wanted = [v for v in variants(kernel) if not v.arches or "90" in v.arches]
-    assert wanted and len(lines) == len(wanted)
-
-
-def test_every_kernel_has_variants():
-    wanted = {}
-    for module in pkgutil.iter_modules(fastkv.kernels.__path__):
-        source = inspect.getsource(importlib.import_module(f"fastkv.kernels.{module.name}"))
-        kernels = set(re.findall(r"^def (_\w+_kernel)\(", source, re.M))
-        wanted |= {module.name: kernels} if kernels else {}
-    assert wanted == {name: {one.kernel.__name__ for one in some} for name, some in AOT.items()}
+    assert compiled("--arch", "90", "--kernel", kernel)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +81,12 @@ def test_limits(what, given):
 
 @pytest.mark.parametrize("arch", [pytest.param("90", marks=pytest.mark.slow), "gfx942"])
 def test_all_stores_are_done_before_a_ticket_is_taken(arch, compiled):
-    taking = ["decode bf16 D64 G4 splits 16 order 1 append", "vector bf16 D64 G4 splits 8 order 1 append"]
-    lines = compiled("--arch", arch, "--sample", "--match", *taking, "evict bf16 D64 slots 1040 drop 16 order 1 slope")
-    assert len(lines) == 3
+    taking = ["decode_attention.decode_attention dim=64 splits=16", "vector_decode.vector_decode dim=64"]
+    assert len(compiled("--arch", arch, "--sample", "--match", *taking, "evict.evict dim=64")) == 3
 
 
 def test_keys_of_long_heads_are_written_before_other_threads_count_them(compiled):
-    assert len(compiled("--arch", "gfx942", "--kernel", "select", "--match", "looped")) == 1
+    assert len(compiled("--arch", "gfx942", "--kernel", "select", "--match", "length=20000")) == 1
 
 
 @pytest.mark.parametrize("name", ["gpu.barrier", "ttg.barrier all", "ttg.local_barrier"])
@@ -131,44 +137,65 @@ def test_products_of_several_warps_are_found(result, repeats):
     assert repeated(MMA + dot, 32) == repeats
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(chip):
-    sizes = [v for v in variants("prefill_attention") if v.arches == (chip,)]
-    widths = {
-        kind: {one.constants["TILE"].BD for one in sizes if kind in one.name} for kind in ("bf16", "fp32", "centroids")
-    }
-    assert widths["bf16"] >= {64, 128, 256} and widths["fp32"] == {64, 128, 256}
-    assert (512 in widths["bf16"]) == (512 in widths["centroids"]) == (chip != "gfx942")
-    # Tiles of no more keys than centroids at a time: products with those are checked as well.
-    assert all(one.once == one.constants["TILE"].BLOCK_N >= one.constants["TILE"].BLOCK_C for one in sizes)
+RECORDED = """
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"
+from perf.variants import CHIPS, recorded
+
+for chip in CHIPS:
+    for one in recorded(chip):
+        if one.of == "prefill_attention.prefill":
+            tile = one.constant("TILE")
+            # Tiles of no more keys than centroids at a time: products with those are checked as well.
+            assert one.once == tile.BLOCK_N >= tile.BLOCK_C, one.name
+            print(chip, tile.BD, one.given.get("dtype", "bf16"), one.given.get("correction", "moments"))
+"""
+
+
+def test_every_head_size_of_a_prompt_block_is_checked_for_repeated_products(tmp_path):
+    code, said, errors = run(RECORDED, tmp_path)
+    assert code == 0, errors
+    found = {tuple(line.split()) for line in said.splitlines()}
+    for chip in CHIPS:
+        common, wide = {"64", "128", "256"}, {"512"} if chip != "gfx942" else set()
+        for kind in (("bf16", "moments"), ("bf16", "centroids"), ("fp32", "moments"), ("fp32", "centroids")):
+            widths = {width for one, width, *rest in found if one == chip and tuple(rest) == kind}
+            assert widths - {"16", "32"} == common | (wide if "bf16" in kind else set()), (chip, kind)
 
 
 @pytest.mark.slow
 def test_no_product_of_a_prompt_block_is_computed_twice(compiled):
-    assert len(compiled("--kernel", "prefill_attention", "--match", "bf16 G4 order1")) >= 6
+    assert len(compiled("--kernel", "prefill_attention", "--match", "dim=64", "dim=128", "dim=256")) >= 6
 
 
 def test_an_unknown_kernel_is_an_error(monkeypatch):
     monkeypatch.setattr(aot, "INTERPRET", False)
+    monkeypatch.setattr(aot, "recorded", lambda chip: [])
     with pytest.raises(SystemExit, match="no kernel module named 'nothing'"):
         aot.main(["--kernel", "nothing"])
 
 
 def test_a_table_compiles_only_what_has_changed(monkeypatch, tmp_path, capsys):
-    few, file = variants("slot_signals")[:2], tmp_path / "table.txt"
+    few = [
+        SimpleNamespace(of=f"evict.{name}", name=f"evict.{name} dim=64", chip="90") for name in ("evict", "candidates")
+    ]
+    file = tmp_path / "table.txt"
     monkeypatch.setattr(aot, "INTERPRET", False)
-    monkeypatch.setattr(aot, "AOT", {"slot_signals": few})
-    monkeypatch.setattr(aot, "digest", lambda variant, chip: f"{len(variant.name):012x}")
-    monkeypatch.setattr(aot, "check", lambda variant, arch, of: f"{aot.title(variant, arch)}  ir {of}  regs 1  ok")
-    first = f"triton {aot.triton.__version__}"
-    gone = f"{'no kernel of now':58s} {'90':>6s}  ir {0:012x}  regs 1  ok"
-    file.write_text("\n".join([first, gone, aot.check(few[0], "90", f"{0:012x}")]) + "\n")
-    for compiled in (2, 0):  # one line is of another digest, one is missing
-        assert aot.main(["--table", str(file)]) == 0
+    monkeypatch.setattr(aot, "recorded", lambda chip: few if chip == "90" else [])
+    monkeypatch.setattr(aot, "digest", lambda one: f"{len(one.name):012x}")
+    monkeypatch.setattr(aot, "check", lambda one: "regs 1  ok")
+    first, old = f"triton {aot.triton.__version__}", SimpleNamespace(name="no kernel of now", chip="90")
+
+    def line(one, of):
+        return f"{aot.title(one)}  ir {of:012x}  regs 1  ok"
+
+    # One is compiled already, under another name; what is known of the other is of another digest.
+    file.write_text("\n".join([first, line(old, len(few[0].name)), line(few[1], 0)]) + "\n")
+    for compiled in (1, 0):
+        assert aot.main(["--arch", "all", "--table", str(file)]) == 0
         assert capsys.readouterr().out.endswith(f"2 within limits, 0 not, {compiled} compiled\n")
-        lines = file.read_text().splitlines()
-        assert lines[0] == first and sorted(lines[1:]) == lines[1:] and len(lines) == 3
-        assert all(any(line.startswith(aot.title(v, "90")) for line in lines) for v in few)
+        assert file.read_text().splitlines() == [first, *sorted(line(one, len(one.name)) for one in few)]
     file.write_text("triton 0.0\n")
     with pytest.raises(SystemExit, match=r"is of triton 0\.0"):
         aot.main(["--table", str(file)])

@@ -18,81 +18,21 @@ from fastkv.integrations.transformers.attention import valid_tokens
 from fastkv.integrations.transformers.generate import SLIDING_ROLLBACK
 from fastkv.integrations.transformers.layer import FastKVLayer, HybridLayer
 
-from .models import COMMON, build, generate, prompt
+from .families import tiny as families_of_tests
+from .models import build, generate, prompt
 from .test_compile import Graphs, decode
 from .test_no_sync import Crossings, to_device_without_data
 
 ROOM, SMALL = Budget(tokens=500), Budget(tokens=20, sinks=2, recent=4)
-LINEAR = {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-MAMBA = {
-    "mamba_d_ssm": 64,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 16,
-}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
-KINDS = ["sliding_attention", "full_attention"]
-PER_LAYER = {"vocab_size_per_layer_input": 98, "hidden_size_per_layer_input": 16}
-SHARED = {
-    **PER_LAYER,
-    "num_hidden_layers": 6,
-    "layer_types": KINDS * 3,
-    "sliding_window": 16,
-    "num_kv_shared_layers": 4,
-}
-ALTUP = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
-# The name of a model and its config in transformers, and what differs from the common config.
-TYPES = {
-    "qwen3_next": (
-        "Qwen3Next",
-        {
-            **LINEAR,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-    ),
-    "phi3": ("Phi3", {}),
-    "falcon_h1": ("FalconH1", MAMBA),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 64}),
-    "gpt_neox": ("GPTNeoX", {}),
-    "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4}),
-    "llama4": ("Llama4Text", {**EXPERTS, "attention_chunk_size": 16, "sliding_window": None}),
-    "gemma3n": ("Gemma3nText", {**SHARED, **ALTUP, "num_kv_shared_layers": 2}),
-    "gemma4": ("Gemma4Text", {**SHARED, "global_head_dim": 32, "num_global_key_value_heads": 1}),
-    "mllama": (
-        "MllamaText",
-        {"hidden_size": 64, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default"}},
-    ),
-}
-NAMES = {"GPT2": "GPT2LMHeadModel"}
-RECURRENT = ("qwen3_next", "falcon_h1", "lfm2")
+SHARED = "gemma3n_text:shared-keys", "gemma4_text:shared-keys"  # layers that attend to the keys of earlier ones
 
 
-def tiny(name, base="sdpa", **changes):
-    """A seeded model of that type; skipped where transformers has none."""
-    called, more = TYPES[name]
-    made = [
-        getattr(transformers, n, None)
-        for n in (f"{called}Config", NAMES.get(called, f"{called.removesuffix('Text')}ForCausalLM"))
-    ]
-    if None in made:
-        pytest.skip(f"transformers {transformers.__version__} has no {called}")
-    config = made[0](**{**COMMON, **more, **changes})
-    config._attn_implementation = base
-    torch.manual_seed(0)
-    model = made[1](config).eval()
-    for weight in model.parameters():  # attention matters, also where models begin with small weights
-        if weight.ndim == 2:
-            nn.init.normal_(weight, std=1.2 / weight.shape[1] ** 0.5)
-    return model
+def tiny(name):
+    """A seeded model of that kind; skipped where transformers has none."""
+    try:
+        return families_of_tests.build(name)
+    except families_of_tests.DoesNotExist as error:
+        pytest.skip(str(error))
 
 
 def logits(model, ids, mask, **options):
@@ -100,67 +40,7 @@ def logits(model, ids, mask, **options):
         return model(ids, attention_mask=mask, **options).logits
 
 
-def in_blocks(name, size):
-    """The arguments of reading in blocks, where transformers goes on from states of linear attention by itself."""
-    if name in RECURRENT and Version(transformers.__version__) < Version("5.17"):
-        with pytest.raises(FastKVError, match="goes on from what it has read for single tokens only"):
-            fastkv.patch(tiny(name), budget=ROOM, prefill_block=size)
-        return {}
-    return {"prefill_block": size}
-
-
-types = pytest.mark.parametrize("name", TYPES)
-
-
-@types
-def test_with_room_for_everything_nothing_changes(name):
-    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    expected, tokens = logits(model, ids, mask), generate(model, ids, mask)
-    real = mask.bool()
-    fastkv.patch(model, budget=ROOM)
-    assert torch.equal(logits(model, ids, mask)[real], expected[real])
-    assert torch.equal(generate(model, ids, mask), tokens)
-    if blocks := in_blocks(name, 13):
-        fastkv.patch(model, budget=ROOM, **blocks)
-        torch.testing.assert_close(logits(model, ids, mask)[real], expected[real], atol=3e-4, rtol=1e-3)
-        assert torch.equal(generate(model, ids, mask), tokens)
-        cache = FastKVCache(model)
-        logits(model, ids[:, :25], mask[:, :25], past_key_values=cache)
-        later = logits(model, ids[:, 25:], mask, past_key_values=cache)
-        torch.testing.assert_close(later, expected[:, 25:], atol=3e-4, rtol=1e-3)
-    fastkv.unpatch(model)
-    assert torch.equal(logits(model, ids, mask), expected)
-
-
-@types
-def test_caches_travel(name, tmp_path):
-    model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
-    fastkv.patch(model, "snapkv", SMALL, **in_blocks(name, 16), evict_every=3)
-    cache = FastKVCache(model)
-    first = logits(model, ids, mask, past_key_values=cache)
-    bytes_now = cache.nbytes()
-    assert bytes_now == sum(layer.cache.nbytes() for layer in cache.compressed) + cache.stock_nbytes()
-    cache.save(tmp_path / "cache")
-    loaded, twin, fork = FastKVCache.load(tmp_path / "cache", model), cache.clone(), cache.fork(2)
-    assert loaded.nbytes() == twin.nbytes() == bytes_now
-    token, mask = ids[:, -1:], torch.cat([mask, mask[:, -1:]], 1)
-    expected = logits(model, token, mask, past_key_values=cache)
-    for other in (loaded, twin):
-        assert torch.equal(logits(model, token, mask, past_key_values=other), expected)
-    rows = torch.tensor([0, 0, 1, 1])
-    forked = logits(model, token[rows], mask[rows], past_key_values=fork)
-    torch.testing.assert_close(forked, expected[rows], atol=1e-3, rtol=1e-3)
-    fork.batch_select_indices(torch.tensor([0, 3]))
-    fork.reorder_cache(torch.tensor([1, 0]))
-    token, mask = ids[:, :1] + 1, torch.cat([mask, mask[:, -1:]], 1)
-    swapped = logits(model, token.flip(0), mask.flip(0), past_key_values=fork)
-    torch.testing.assert_close(swapped.flip(0), logits(model, token, mask, past_key_values=cache), atol=1e-3, rtol=1e-3)
-    cache.reset()
-    again = logits(model, ids, mask[:, :-2], past_key_values=cache)
-    torch.testing.assert_close(again, first, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", *SHARED])
 def test_a_prompt_that_is_read_twice(name):
     """What is not compressed forgets the second reading; layers that share keys attend in both."""
     model, (ids, mask) = tiny(name), prompt(2, 40, (0, 7))
@@ -172,7 +52,7 @@ def test_a_prompt_that_is_read_twice(name):
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < SLIDING_ROLLBACK, reason="windows cannot roll back")
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "phi3"])
+@pytest.mark.parametrize("name", [*SHARED, "phi3"])
 @pytest.mark.parametrize("block", [None, 13])
 def test_assisted_decoding(name, block):
     """Layers that share keys attend before it is known which tokens stay."""
@@ -184,7 +64,7 @@ def test_assisted_decoding(name, block):
     assert int(cache.compressed[0].state.seen) >= 40
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", SHARED[1]])
 @pytest.mark.parametrize("empty", [True, False])
 def test_captured_steps(name, empty):
     """On a CPU these run the model itself, from the same tensors."""
@@ -203,7 +83,7 @@ def test_captured_steps(name, empty):
     assert torch.equal(torch.cat(tokens, 1), expected)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma4", marks=pytest.mark.slow), "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("name", [pytest.param(SHARED[1], marks=pytest.mark.slow), "lfm2", "falcon_h1"])
 @torch.no_grad()
 def test_a_static_step_is_two_graphs(name):
     """One of them evicts, also where several layers attend to the same keys."""
@@ -247,16 +127,16 @@ def test_layers_of_each_kind():
     assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [False, True] * 2
     model = fastkv.patch(tiny("falcon_h1"), budget=ROOM)
     assert all(type(layer) is HybridLayer for layer in FastKVCache(model).layers)
-    model = fastkv.patch(tiny("gemma4"), budget=ROOM)
+    model = fastkv.patch(tiny(SHARED[1]), budget=ROOM)
     cache = FastKVCache(model)
-    assert [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)] == [1]
-    assert cache.sources == {2: 0, 3: 1, 4: 0, 5: 1} and cache.compressed[0].cache.kv_sharers == 2
-    model = fastkv.patch(tiny("mllama"), budget=ROOM)
+    assert [index for index, layer in enumerate(cache.layers) if isinstance(layer, FastKVLayer)] == [0, 2]
+    assert cache.sources == {3: 2, 4: 1, 5: 2} and [one.cache.kv_sharers for one in cache.compressed] == [0, 2]
+    model = fastkv.patch(tiny("mllama:cross-attention"), budget=ROOM)
     assert [isinstance(layer, FastKVLayer) for layer in FastKVCache(model).layers] == [True, False, True, True]
 
 
 def test_sizes_are_those_of_the_tensors():
-    for name in TYPES:
+    for name in ("qwen3_next", "phi3", "falcon_h1", "lfm2", "gpt_neox", "gpt2", *SHARED, "mllama:cross-attention"):
         model, seen = tiny(name), {}
         fastkv.patch(model, budget=ROOM)
         cache = FastKVCache(model)
@@ -303,7 +183,7 @@ def test_soft_caps_and_keywords():
 
 
 def test_the_output_projection_has_many_names():
-    for name, shape in (("gpt2", (48, 4, 12)), ("gpt_neox", (48, 4, 12)), ("phi3", (48, 4, 16))):
+    for name, shape in (("gpt2", (64, 4, 16)), ("gpt_neox", (64, 4, 16)), ("phi3", (64, 4, 16))):
         module = modules.attentions(tiny(name))[0]
         assert modules.output_projection(module, shape[2]).shape == shape
     with pytest.raises(FastKVError, match="expected one named o_proj, out_proj"):
@@ -321,21 +201,20 @@ def test_types_that_are_refused_or_tested():
 def test_state_spaces_that_read_prompts_whole():
     """Their layers begin anew at every block, in transformers too."""
     assert families.whole_only(["jamba"]).startswith("jamba reads prompts whole only: ")
-    config = transformers.JambaConfig(**{**COMMON, **EXPERTS, "use_mamba_kernels": False, "mamba_dt_rank": 4})
-    model = transformers.JambaForCausalLM(config).eval()
     with pytest.raises(FastKVError, match="its linear attention begins anew at every block; use prefill_block=None"):
-        fastkv.patch(model, prefill_block=16)
+        fastkv.patch(tiny("jamba"), prefill_block=16)
 
 
 def test_the_message_says_what_the_layers_are():
-    config = dict(layer_types=["linear_attention"] * 3 + ["sliding_attention"], sliding_window=8)
-    layers = DynamicCache(config=tiny("qwen3_next", **config).config).layers
+    config = tiny("qwen3_next").config
+    config.layer_types, config.sliding_window = ["linear_attention"] * 3 + ["sliding_attention"], 8
+    layers = DynamicCache(config=config).layers
     assert stock.census(layers) == "3 use linear attention, 1 use a sliding window"
 
 
 def test_chunks_are_no_ring():
     with pytest.raises(FastKVError, match="static=True cannot hold layers that attend in chunks still"):
-        fastkv.patch(tiny("llama4"), static=True)
+        fastkv.patch(tiny("llama4_text"), static=True)
 
 
 def test_unknown_kinds_of_layers(monkeypatch):
@@ -352,7 +231,7 @@ def test_keys_of_nobody(monkeypatch):
     """A layer that shares keys with one that fastkv does not know of."""
     monkeypatch.setattr(modules, "sources", lambda model: {})
     with pytest.raises(FastKVError, match="attend to keys that they do not cache"):
-        fastkv.patch(tiny("gemma4"))
+        fastkv.patch(tiny(SHARED[1]))
 
 
 def test_attention_that_does_not_use_the_interface(monkeypatch):

@@ -439,12 +439,7 @@ def test_command_writes_the_file_and_the_picture(tmp_path, capsys, bundled):
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (("--policies", ","), "policies"),
-        (("--policies", "nope"), "nope"),
-    ],
-    ids=["none", "unknown"],
+    "arguments, says", [(("--policies", ","), "policies"), (("--policies", "nope"), "nope")], ids=["none", "unknown"]
 )
 def test_command_refuses_before_anything_is_written(arguments, says, tmp_path):
     out = tmp_path / "out"

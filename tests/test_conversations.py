@@ -12,7 +12,7 @@ from .test_vector_cache import mapping
 
 TOKENS, EVERY, SYSTEM = 20, 4, 6
 CASES = [
-    *each(NAMES, ["uniform"], often=("lagkv", "grkv")),
+    *each(NAMES, ["uniform"], often=("lagkv",)),
     *each([name for name in NAMES if POLICIES[name].adaptive], ["adaptive"], often=("rkv", "expected-attention")),
     *[(name, "vector") for name in ("momentkv", "keydiff", "h2o", "streaming")],
 ]

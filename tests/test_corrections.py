@@ -21,7 +21,6 @@ MIXED_IN = {  # order of the moments, another class, or nothing
     "mean": 0,
     "moments": 1,
     "centroids": Centroids,
-    "ridge": None,
     "matching": None,
     "vector": None,
     "vector+mean": 0,

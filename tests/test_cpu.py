@@ -6,13 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkv import ops, reference
-from fastkv.cpu import codes as slot_codes
 from fastkv.cpu import compiled, joins, peaks
 from fastkv.cpu import operations as cpu
 from fastkv.reference import Centroids, Moments, centroids, unpack
 
 from .conftest import examples
-from .states import copied, make_spec, make_state, sinks
+from .states import compiled_step, copied, make_spec, make_state, sinks
 
 SCALE = 0.3
 CASES = settings(max_examples=examples(300), deadline=None)
@@ -112,6 +111,23 @@ def test_a_step_without_a_token(problem, watched, parts):
         results.append((*out, state.exact.lengths, *([state.exact.attention] if watched else [])))
     for one, other in zip(*results):
         close(one, other, 4e-5)
+
+
+@pytest.mark.parametrize("name", ["exact.keys", "exact.lengths", "seen", "centroids.keys", "centroids.count"])
+def test_a_step_follows_tensors_that_were_replaced(name):
+    """What was found out about a layer's tensors is found anew for others."""
+    known = Centroids.empty(2, 3, 4, 16, 16).add(torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16))
+    keys, lengths = torch.randn(2, 3, 8, 16), torch.full((2, 3), 4, dtype=torch.int32)
+    state = make_state(keys, keys.clone(), lengths, torch.zeros(2, 3, 8, dtype=torch.int32), parts=known)
+    q, k, spec = torch.randn(2, 6, 16), torch.randn(2, 3, 1, 16), make_spec(SCALE, correction="centroids")
+    cpu.decode_step(q, k, k, state, spec)
+    tensor = dict(state.named_tensors())[name]
+    state.replace(name, tensor * 2 if tensor.is_floating_point() else tensor - 1)
+    theirs = copied(state)
+    want = reference.decode_step(q, k, k, theirs, spec)
+    for found, expected in zip(cpu.decode_step(q, k, k, state, spec), want):
+        close(found, expected, 1e-5)
+    assert torch.equal(state.seen, theirs.seen) and torch.equal(state.exact.lengths, theirs.exact.lengths)
 
 
 @CASES
@@ -221,22 +237,25 @@ def test_an_eviction(problem, tokens, sinks, recent, kind):
             assert all(a == b for a, b in zip(was, now) if a in now)
 
 
-def test_slots_with_gaps_are_evicted_by_the_reference(monkeypatch):
+def test_rows_in_pieces_are_evicted_by_the_reference(monkeypatch):
+    """Gaps between heads do no harm."""
     random = torch.Generator().manual_seed(0)
     room = torch.randn(2, 2, 2, 20, 8, generator=random)
     scores = torch.randn(2, 2, 20, generator=random)
     results, calls, evict = [], [], reference.evict
     monkeypatch.setattr(reference, "evict", lambda *given: [calls.append(given), evict(*given)])
-    for keys, values in ((room[:, 0].clone(), room[:, 1].clone()), room.clone().unbind(1)):
+    plain, gaps, pieces = room.clone().unbind(1), room.clone().unbind(1), room.mT.clone().mT.unbind(1)
+    for keys, values in ([rows.clone() for rows in plain], gaps, pieces):
         positions, lengths = torch.arange(20, dtype=torch.int32).repeat(2, 2, 1), torch.full((2, 2), 20).int()
         state = make_state(keys, values, lengths, positions, torch.full((2,), 20), Moments.empty(2, 2, 8, 8))
         ops.evict(scores, None, state, make_spec(tokens=12, sinks=1, recent=2, backend="cpu"))
-        assert len(calls) == (not keys.is_contiguous())
+        assert len(calls) == (keys.stride(-1) != 1)
         order = positions[..., :12].argsort(-1)
         kept = [rows[:, :, :12].gather(2, order[..., None].expand(-1, -1, -1, 8)) for rows in (keys, values)]
         results.append((*kept, lengths, *state.moments.tensors()))
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other)
+    for one, *others in zip(*results):
+        for other in others:
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("known", ["nothing", "moments", "centroids"])
@@ -302,10 +321,10 @@ def test_windows_of_rows_are_what_they_are_alone(mixed):
     assert all(torch.equal(together[row], window([row])[0]) for row in range(3))
 
 
-SLOTS = compiled.library("codes")
+SLOTS = compiled.library("slots")
 
 
-@pytest.mark.skipif(isinstance(SLOTS, str), reason=f"codes.cpp: {SLOTS}")
+@pytest.mark.skipif(isinstance(SLOTS, str), reason=f"slots.cpp: {SLOTS}")
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stretches_of_a_head_add_up(dtype, ragged):
@@ -325,23 +344,25 @@ def test_stretches_of_a_head_add_up(dtype, ragged):
         for slab, rows in zip(slabs, (keys, values, bias)):
             reference.pack(slab, starts, rows)
         slots = reference.Slots(*slabs[:2], lengths, starts=starts, bias=slabs[2], limit=450)
-    assert slot_codes.attends(slots, 32)
-    q, weights = torch.randn(2, 3, 5, 32, generator=random), torch.full((2, 3, 5, 450), torch.nan)
+    q, received = torch.randn(2, 3, 5, 32, generator=random), torch.ones(slots.bias.shape)
     logits = SCALE * q.double() @ keys.double().mT + bias[:, :, None]
     logits = logits.masked_fill(torch.arange(450) >= lengths[..., None, None], -torch.inf)
     want = logits.softmax(-1).nan_to_num(0.0)
-    out, lse = slot_codes.attend(q, slots, SCALE, weights)
-    close(weights, want, 4e-6)
+    out, lse = compiled_step(q, slots, SCALE, received)
+    used = torch.arange(450) < lengths[..., None]
+    given_to = reference.unpack(received, starts, 450) if ragged else received
+    close((given_to - 1).masked_fill(~used, 0.0), want.mean(2), 4e-6)
+    assert ragged or bool((given_to[~used] == 1).all())
     close(out, want @ values.double(), 4e-6)
     close(lse, logits.logsumexp(-1), 4e-6)
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
-    assert all(map(torch.equal, slot_codes.attend(q, slots, SCALE, None), (out, lse)))
+    assert all(map(torch.equal, compiled_step(q, slots, SCALE), (out, lse)))
     torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("why", ["softcap", "float64", "values of another size", "backend"])
-def test_the_reference_does_what_the_fused_kernel_cannot(why, monkeypatch):
+def test_the_reference_does_what_neither_torch_nor_a_compiled_step_can(why, monkeypatch):
     dtype = torch.float64 if why == "float64" else torch.float32
     q, keys = torch.randn(2, 4, 16, dtype=dtype), torch.randn(2, 2, 9, 16, dtype=dtype)
     values = torch.randn(2, 2, 9, 24 if why == "values of another size" else 16, dtype=dtype)
@@ -349,7 +370,7 @@ def test_the_reference_does_what_the_fused_kernel_cannot(why, monkeypatch):
     assert cpu.serves(q.float(), 16, None)
     assert cpu.serves(q, values.shape[-1], softcap) == (why == "backend")
     k, v = keys[:, :, :1].clone(), values[:, :, :1].clone()
-    monkeypatch.setattr(cpu, "attend", None)  # the backend "reference" does not even ask
+    monkeypatch.setattr(compiled, "call", None)  # the backend "reference" does not even ask
     spec = make_spec(SCALE, softcap, backend="reference" if why == "backend" else "auto")
     lengths = torch.full((2, 2), 8, dtype=torch.int32)
     state = make_state(keys, values, lengths, torch.zeros(2, 2, 9, dtype=torch.int32), torch.full((2,), 8))

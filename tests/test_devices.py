@@ -175,7 +175,6 @@ def defaults():
 
     def set_to(dtype, device):
         operations.fused_as_expected.cache_clear()
-        operations.edge.cache_clear()
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
 

@@ -461,38 +461,3 @@ def test_equal_tokens(tmp_path):
     assert moments.kept == snap.kept == 64 and moments.nbytes > snap.nbytes
     fewer, same = fidelity(*command)[0]
     assert fewer.kept < same.kept <= 64 and fewer.nbytes <= 1.02 * same.nbytes
-
-
-@pytest.mark.parametrize(
-    "arguments,names",
-    [
-        (["--context", 90], "96"),
-        (["--context", 9000], "8192"),
-        (["--steps", 1], "steps"),
-        (["--question", "later", "--text", "short.txt"], "short.txt has 4 tokens"),
-        (["--steps", 1024], "steps"),
-        (["--seeds", 0], "seeds"),
-        (["--policies", "nothing"], "nothing"),
-        (["--budgets", "10"], "sinks"),
-        (["--budgets", "24", "--policies", "momentkv"], "bytes"),
-        (["--text", "short.txt"], "short.txt"),
-        (["--text", "foreign.txt", "--context", 96, "--steps", 8], "does not know"),
-        (["--text", "absent.txt"], "absent.txt"),
-        (["--model", "no-model"], "no-model"),
-        (["--correction", "vector", "--policies", "duoattention"], "duoattention"),
-        (["--correction", "vector", "--vector", "absent.safetensors"], "absent.safetensors"),
-        (["--vector", "absent.safetensors"], "correction='vector'"),
-        (["--out", "short.txt"], "short.txt"),
-    ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_sentence_and_writes_nothing(arguments, names, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "no-model").mkdir()
-    (tmp_path / "short.txt").write_text("the dog slept .")
-    (tmp_path / "foreign.txt").write_text("lorem ipsum dolor sit amet " * 100)
-    with pytest.raises(FastKVError) as refused:
-        fidelity(*arguments)
-    message = str(refused.value)
-    assert names in message and "\n" not in message and not message.endswith(".")
-    assert not list(tmp_path.rglob("fidelity.*"))

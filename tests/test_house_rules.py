@@ -51,9 +51,7 @@ ROOMS = [
     "lab",
 ]
 # Imports that would close a cycle at the top of a module, and why they may stand in a function.
-LATE = {
-    ("fastkv.policies.criticalkv", "fastkv.policies"): "its base is a policy, by name",
-}
+LATE = {("fastkv.policies.criticalkv", "fastkv.policies"): "its base is a policy, by name"}
 
 
 def module_name(path):
@@ -198,7 +196,7 @@ def test_absent_tensors_of_a_kernel_stand_alone():
         name for name, values in returns.items() for one in values if one and "tl.constexpr(" in ast.unparse(one)
     ]
     maybe = {name for name, values in returns.items() if None in values and any(values)}  # a bare return and others
-    assert {"_page", "_scales"} <= maybe
+    assert {"_page", "_biases"} <= maybe
     inside = [n for node in nodes if isinstance(node, ast.Tuple) for n in node.elts if isinstance(n, ast.Call)]
     assert not maybe & {ast.unparse(call.func) for call in inside}
     for branch in (node for node in nodes if isinstance(node, ast.If)):

@@ -280,16 +280,6 @@ def test_dilution_equals_brute_force(window):
             assert got["spread"][place, head].item() == pytest.approx(variation(distances), rel=1e-10)
 
 
-def test_a_topic_for_every_window_dilutes_the_global_centroid_only():
-    topics = 10 * normal(16, 1, 32)
-    keys = (topics + normal(16, 128, 32, seed=1) * torch.linspace(0.1, 2, 128)[:, None]).reshape(1, -1, 32)
-    lengths = geometry.prefix_lengths(keys.shape[1])
-    whole, windowed = geometry.dilution(keys, lengths), geometry.dilution(keys, lengths, 128)
-    assert whole["pull"][-1] < 0.5 * whole["pull"][0]
-    assert windowed["pull"].min() > 0.95
-    assert windowed["spread"][-1] > 2 * whole["spread"][-1]
-
-
 def test_effective_rank_of_known_singular_values():
     left, right = torch.linalg.qr(normal(50, 6))[0], rotation(6)
     equal = left[:, :3] @ right[:3]
@@ -429,33 +419,3 @@ def test_keys_that_are_not_finite_are_refused():
     model.model.layers[2].self_attn.k_proj.weight[0, 0] = math.nan
     with pytest.raises(FastKVError, match="layer 2"):
         list(read(model, torch.arange(3, 90)))
-
-
-@pytest.mark.parametrize(
-    "arguments, names",
-    [
-        (["--text", "missing.txt"], "missing.txt"),
-        (["--text", "short.txt"], "at least 256 tokens, got 5"),
-        (["--text", "long.txt", "--context", "600"], "at least 600 tokens, got 501"),
-        (["--text", "latin.txt"], "UTF-8"),
-        (["--text", "foreign.txt"], "vocabulary"),
-        (["--text", "no-model"], "a folder without .txt or .md files"),
-        (["--context", "100"], "at least 256"),
-        (["--context", "9000"], "at most 8192"),
-        (["--model", "no-model"], "no-model"),
-        (["--out", "short.txt"], "another directory"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_sentence_and_writes_nothing(arguments, names, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "no-model").mkdir()
-    (tmp_path / "short.txt").write_text("the dog slept .")
-    (tmp_path / "long.txt").write_text("the old dog slept . " * 100)
-    (tmp_path / "foreign.txt").write_text("lorem ipsum dolor sit amet " * 100)
-    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 2000)
-    with pytest.raises(FastKVError) as refused:
-        inspect(*arguments)
-    message = str(refused.value)
-    assert names in message and "\n" not in message and not message.endswith(".")
-    assert not list(tmp_path.rglob("inspect.*"))

@@ -11,11 +11,7 @@ from .models import ROLLS_BACK, build, generate, policy, prompt
 from .test_exact import snapshot
 
 NEW, EVERY = 10, 3
-MODES = {
-    "whole": {},
-    "blocks": {"prefill_block": 16},
-    "adaptive": {"prefill_block": 16},
-}
+MODES = {"whole": {}, "blocks": {"prefill_block": 16}, "adaptive": {"prefill_block": 16}}
 
 
 def patched(name, mode, directory):

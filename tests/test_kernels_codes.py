@@ -193,7 +193,9 @@ def test_decode_property(slots, dtype, groups, dim, lengths, gone, softcap, appe
 
 @pytest.mark.parametrize(
     "slots, dtype, dim, softcap, chip",
-    covering(SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0], ["", "90"]),
+    covering(
+        SLOTS, [torch.float32, torch.float16, torch.bfloat16], [64, 80, 128, 256, 512], [None, 5.0], ["", "90", "100"]
+    ),
 )
 def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
     """Where tiles are those of a chip with more room, and where 4 bits are decoded beforehand."""
@@ -203,7 +205,9 @@ def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
     dim = dim if fits(slots, dim) else 96
     block, state = prefill.case(heads=2, dim=dim, dtype=dtype)
     stored = encoded(state, slots)
-    case = prefill_attention.Case(pow2(dim), dtype, chip, softcap is not None, 1, FORMATS[slots].values.bits)
+    form = FORMATS[slots]
+    bits, turned = form.values.bits, form.keys.bits == 4
+    case = prefill_attention.Case(pow2(dim), dtype, chip, softcap is not None, 1, bits, turned=turned)
     if prefill_attention.tile_of(case) is None:  # read as slots of the decoded rows are
         spec, decoded = make_spec(0.125, softcap), {name: stored.exact[name].to(dtype) for name in ("keys", "values")}
         state.exact = replace(state.exact, **decoded)
@@ -211,6 +215,19 @@ def test_prefill(monkeypatch, slots, dtype, dim, softcap, chip):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
         stored = state
     prefill.check(block, stored, softcap=softcap, lse_slack=lse_slack(slots, dtype))
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("slots", SLOTS)
+def test_codes_are_read_where_compilers_manage(slots, width):
+    """Triton before 3.9 stops at a pipeline of what PTX converts for sm_100; rotated queries spill on sm_90."""
+    bits, turned = FORMATS[slots].values.bits, FORMATS[slots].keys.bits == 4
+    tiles = {
+        chip: prefill_attention.tile_of(prefill_attention.Case(width, torch.bfloat16, chip, bits=bits, turned=turned))
+        for chip in ("90", "100")
+    }
+    assert tiles["100"] is None or tiles["100"].stages == 1
+    assert (tiles["90"] is None) == (width > (64 if turned else 128 if bits == 4 else 512))
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -396,41 +396,6 @@ def test_command_evaluates_resumes_and_refuses_a_mix(tasks, tmp_path, capsys):
         evaluated(*command, "--limit", "2")
 
 
-LAUNCHED = """
-import argparse
-from fastkv.lab.harness import add_arguments, run
-
-parser = argparse.ArgumentParser()
-add_arguments(parser)
-run(parser.parse_args())
-"""
-
-
-@pytest.mark.slow
-def test_processes_share_the_questions(tasks, tmp_path):
-    """Three questions, two processes: each has its own, the first reports the scores and bytes of all."""
-    script = tmp_path / "launched.py"
-    script.write_text(LAUNCHED)
-    command = ["--tasks", tasks, "--policies", "keydiff", "--budgets", "128", "--limit", "3", "--device", "cpu"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(
-        [*launcher, *command, "--out", str(tmp_path / "two")],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(fastkv.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr
-    assert set(re.findall(r"generate_until requests: 100%\D*(\d+)/", result.stderr)) == {"2"}, "of three, in the first"
-    assert result.stdout.count("keydiff-128") == 1, "one process speaks"
-    rows = json.loads((tmp_path / "two" / "results.json").read_text())["rows"]
-    for row, alone in zip(rows, evaluated(*command, "--out", str(tmp_path / "one"))):
-        assert {task: [score["value"] for score in scores] for task, scores in row["scores"].items()} == {
-            task: [score.value for score in scores] for task, scores in alone.scores.items()
-        }
-        assert row["nbytes"] == alone.nbytes
-
-
 @pytest.mark.slow
 def test_accelerate_launch_equals_one_process(tasks, tmp_path, monkeypatch):
     """`accelerate launch -m fastkv.lab` on the CPU: --multi_gpu is what starts several processes."""
@@ -544,20 +509,6 @@ def test_a_group_without_connection_names_the_first_dataset_that_is_missing(task
         told = str(caught.value)
         assert told.startswith("task acme_law cannot load acme/law (Couldn't reach 'acme/law' on the Hub (offline));")
         assert f"'include: {own / 'acme_law.yaml'}', 'task: my_acme_law' and 'dataset_path: FOLDER'" in told
-
-
-def test_the_advice_for_a_missing_dataset_works(tasks, tmp_path):
-    """A file of the three lines that the message gives runs on a folder with the data."""
-    lost = tmp_path / "lost.yaml"
-    lost.write_text(
-        yaml.safe_dump({**yaml.safe_load(Path(tasks.split(",")[1]).read_text()), "dataset_path": "no/such"})
-    )
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "test.jsonl").write_text((tmp_path / "data.jsonl").read_text())
-    mine = tmp_path / "my.yaml"
-    mine.write_text(f"include: {lost}\ntask: my_lost\ndataset_path: {folder}\ndataset_kwargs: {{}}\n")
-    assert load_tasks([str(mine)], None, {}).load([str(mine)])["tasks"]["my_lost"].has_test_docs()
 
 
 def test_what_a_task_needs_is_said(tmp_path):

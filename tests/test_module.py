@@ -404,62 +404,12 @@ def test_compiled_after_reset_does_not_compile_again():
     assert counter.frame_count == graphs == 2
 
 
-EXAMPLE = """\
-import torch
-from torch import nn
-
-import fastkv
-
-
-class Layer(nn.Module):
-    def __init__(self, size, heads, kv_heads, **cache):
-        super().__init__()
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, size // heads
-        self.norms = nn.ModuleList([nn.RMSNorm(size), nn.RMSNorm(size)])
-        self.qkv = nn.Linear(size, (heads + 2 * kv_heads) * self.dim, bias=False)
-        self.out = nn.Linear(size, size, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.SiLU(), nn.Linear(4 * size, size))
-        self.attention = fastkv.FastKVAttention(heads, kv_heads, self.dim, **cache)
-
-    def forward(self, x, cos, sin):
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.dim)).transpose(1, 2)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        q, k = (t * cos + torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1) * sin for t in (q, k))
-        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x))
-
-
-class Decoder(nn.Module):
-    def __init__(self, words=1000, size=256, heads=8, kv_heads=2, layers=2, **cache):
-        super().__init__()
-        self.words = nn.Embedding(words, size)
-        self.layers = nn.ModuleList(Layer(size, heads, kv_heads, **cache) for _ in range(layers))
-        self.head = nn.Linear(size, words, bias=False)
-        self.register_buffer("frequencies", 1e4 ** -torch.linspace(0, 1, size // heads // 2 + 1)[:-1])
-
-    def forward(self, ids, positions):
-        angles = (positions[:, None] * self.frequencies).repeat(1, 2)
-        x = self.words(ids)
-        for layer in self.layers:
-            x = layer(x, angles.cos(), angles.sin())
-        return self.head(x)
-
-
-model = Decoder(policy="momentkv", budget=256).eval()
-prompt = torch.randint(1000, (1, 2000))
-with torch.inference_mode():
-    for block in torch.arange(2000).split(500):  # no layer holds more than 256 + 500 tokens on the way
-        logits = model(prompt[:, block], block)
-    step = torch.compile(model, fullgraph=True)
-    for position in range(2000, 2060):  # and none more than 256 + 16 from here on, however long it gets
-        token = logits[:, -1:].argmax(-1)
-        logits = step(token, torch.tensor([position]))
-"""
+DOCS = Path(__file__).parent.parent / "docs" / "module.md"
+EXAMPLE = DOCS.read_text().partition("```python\n")[2].partition("```")[0]
 
 
 def test_the_example_of_the_docs():
     """The decoder of docs/module.md, compiled by a backend that is quick at it; every layer stays within its slots."""
-    assert EXAMPLE in (Path(__file__).parent.parent / "docs" / "module.md").read_text()
     torch._dynamo.reset()
     counters.clear()
     names = {}

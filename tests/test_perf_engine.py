@@ -1,4 +1,4 @@
-"""The engine of perf/: result files that go on and start again, what a digest reads, processes, exit codes."""
+"""The engine of perf/: result files that go on and start again, digests, processes, exit codes."""
 
 import json
 import math
@@ -9,8 +9,7 @@ import types
 import pytest
 
 from perf import engine, tables
-from perf.engine import Deadline, Job, OtherSettings, Results, Unmeasured, closure, digest
-from perf.environment import library
+from perf.engine import Deadline, Job, OtherSettings, Results, Unmeasured, digest
 
 FACTS = {"device": "GPU X", "driver": "1.2", "torch": "2", "triton": "3", "commit": "abc"}
 
@@ -112,59 +111,22 @@ def test_exit_codes():
 # Digests.
 
 
-@pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """A repository of two rooms: lib, which perf measures, and what neither imports."""
-    files = {
-        "lib/__init__.py": "from .core import run\n",
-        "lib/core.py": "from . import kinds\n\ndef run():\n    from .late import kernel\n",
-        "lib/late.py": "import os\n",
-        "lib/kinds/__init__.py": "from .one import One\nfrom .two import Two\n",
-        "lib/kinds/base.py": "",
-        "lib/kinds/one.py": "from .base import *\n",
-        "lib/kinds/two.py": "from .base import *\n",
-        "lib/other.py": "",
-        "perf/__init__.py": "",
-        "perf/work.py": "import lib\nfrom .tool import clock\n",
-        "perf/tool.py": "def clock(): pass\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+def test_a_digest_changes_with_what_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "ROOT", tmp_path)
-    engine.file_of.cache_clear()
-    engine.imports.cache_clear()
-    yield tmp_path
-    engine.file_of.cache_clear()
-    engine.imports.cache_clear()
+    (tmp_path / "lib" / "kinds").mkdir(parents=True)
+    for name in ("lib/core.py", "lib/code.cpp", "lib/kinds/one.py", "lib/notes.md", "work.py"):
+        (tmp_path / name).write_text("")
 
+    def found():
+        return digest("lib", "work.py", without=("lib/kinds",)), digest("lib"), digest("work.py", texts=("a",))
 
-ROOMS = {"rooms": ("lib", "perf")}
-
-
-def test_a_digest_reads_what_is_imported_and_nothing_else(tree):
-    kinds = {"lib/kinds/__init__.py", "lib/kinds/base.py", "lib/kinds/one.py", "lib/kinds/two.py"}
-    found = closure("perf.work", **ROOMS)
-    assert found == {"perf/work.py", "perf/tool.py", "lib/__init__.py", "lib/core.py", "lib/late.py"} | kinds
-    assert closure("perf.work", rooms=("perf",)) == {"perf/work.py", "perf/tool.py"}
-    assert closure("perf.work", **ROOMS, without=("lib.kinds",)) == found - kinds
-    assert closure("lib.kinds.one", **ROOMS) == {"lib/kinds/one.py", "lib/kinds/base.py"}
-    with pytest.raises(ValueError, match=r"no module perf\.nothing"):
-        closure("perf.nothing")
-
-
-def test_a_digest_changes_with_what_is_read(tree):
-    before, one = digest(closure("perf.work", **ROOMS)), digest(closure("lib.kinds.one", **ROOMS))
-    (tree / "lib/other.py").write_text("changed")
-    assert digest(closure("perf.work", **ROOMS)) == before
-    (tree / "lib/late.py").write_text("# changed")
-    assert digest(closure("perf.work", **ROOMS)) != before
-    assert digest(closure("lib.kinds.one", **ROOMS)) == one
-
-
-def test_the_library_is_measured_without_its_commands():
-    rooms = {path.split("/")[1] for path in closure(*library())}
-    assert {"api.py", "ops", "kernels", "policies"} <= rooms and not {"demo", "evaluation", "cli.py"} & rooms
+    before = found()
+    assert len(set(before)) == 3 and before == found()
+    for name, same in (("lib/notes.md", 3), ("lib/kinds/one.py", 2), ("lib/code.cpp", 1), ("work.py", 1)):
+        (tmp_path / name).write_text("changed")
+        now = found()
+        assert sum(one == other for one, other in zip(before, now)) == same, name
+        before = now
 
 
 # Processes.

@@ -12,14 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fastkv
 from perf import engine, report
 from perf.engine import RESULTS, ROOT, Unmeasured
 from perf.speed import __main__ as command
 from perf.speed import contenders, models, worker
 from perf.speed import report as speed_report
 from perf.speed.cases import Case, toy
-from perf.speed.contenders import FastKV, Full, KVPress
+from perf.speed.contenders import KVPress, Stock
 from perf.speed.parts import PARTS, interleaved
 from perf.speed.results import FIRST, STEP, Speed, floor_ms
 from perf.speed.worker import decode, measure, spread
@@ -102,9 +101,9 @@ def test_stepping_and_generating_give_the_same_tokens(case):
     contender = contenders.CONTENDERS[case.contender](model, case)
     ids = models.prompt(case.model, case.batch, case.context, CPU)
     want = contender.generate(ids, case.new)[:, case.context :]
-    cache = contender.new_cache(case.context)
+    cache = contender.new(case.context)
     token = contender.read(ids, cache)[:, -1:].argmax(-1)
-    step, position, got = contender.step(cache), torch.full((case.batch, 1), case.context), [token]
+    step, position, got = contender.step(cache, case.batch), torch.full((case.batch, 1), case.context), [token]
     for _ in range(case.new - 1):
         got.append(decode(step, got[-1], position, 1))
     assert torch.equal(torch.cat(got, 1), want)
@@ -117,8 +116,8 @@ def test_a_static_cache_takes_the_same_steps():
     ids = models.prompt("llama-toy", 2, 100, CPU)
     tokens = []
     for case in (TOY, replace(TOY, step="compiled", block=32)):
-        contender = Full(model, case)
-        cache = contender.new_cache(100)
+        contender = Stock(model, case)
+        cache = contender.new(100)
         token = contender.read(ids, cache)[:, -1:].argmax(-1)
         assert contender.kept(cache) == 100
         plain = lambda t, p, cache=cache: model(t, past_key_values=cache, position_ids=p).logits  # noqa: E731
@@ -143,19 +142,9 @@ def test_rows_of_the_worker(threads, monkeypatch):
     assert flat[0]["over_first"] == 1 and all(point["over_first"] > 0 for point in flat)
 
 
-def test_fastkv_reports_its_own_bytes():
-    model = models.build("llama-toy", CPU, torch.float32)
-    contender = FastKV(model, KEPT)
-    cache = contender.new_cache(100)
-    with torch.no_grad():
-        contender.read(models.prompt("llama-toy", 2, 100, CPU), cache)
-    assert contender.cache_bytes(cache) == cache.nbytes() > 0
-    assert cache.config.evict_every == KEPT.period and isinstance(cache, fastkv.FastKVCache)
-
-
 def test_bytes_of_a_view_are_those_of_what_it_holds_on_to():
     layer = types.SimpleNamespace(keys=torch.zeros(1, 2, 50, 16)[:, :, :3], values=torch.zeros(1, 2, 3, 16))
-    held = Full(None, TOY).cache_bytes(types.SimpleNamespace(layers=[layer, layer]))
+    held = Stock(None, TOY).resident(types.SimpleNamespace(layers=[layer, layer]))
     assert held == 4 * 2 * 16 * (50 + 3)
 
 
@@ -217,7 +206,7 @@ def test_kvpress_presses_the_prompt_and_not_the_steps(kvpress):
     contender = KVPress(model, replace(KEPT, contender="kvpress", policy="snapkv"))
     ids = torch.zeros(2, 100, dtype=torch.long)
     contender.read(ids, None)
-    contender.step(None)(ids[:, :1], ids[:, :1])
+    contender.step(None, 2)(ids[:, :1], ids[:, :1])
     contender.generate(ids, 3)
     contender.read(ids[:, :40], None)  # everything fits: nothing to press
     assert (

@@ -72,7 +72,7 @@ def test_two_turns(name, block, tmp_path):
         assert int(cache.stored(0).max()) <= TOKENS + EVERY - 1
 
 
-CORRECTIONS = ["none", "mean", "moments", "centroids", "ridge"]
+CORRECTIONS = ["none", "mean", "moments", "centroids"]
 OTHERS = [name for name in NAMES if name != "momentkv"]  # whose scores need no moments
 
 

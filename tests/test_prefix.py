@@ -78,7 +78,6 @@ def test_refusals_change_nothing():
         ("looks at queries or attention", cache, {"policy": "snapkv"}),
         ("policy 'kvzip' looks at queries", cache, {"policy": "kvzip"}),
         ("policy 'fastkv' looks at queries", cache, {"policy": "fastkv"}),
-        ("correction='ridge' looks at queries", cache, {"correction": "ridge"}),
         ("got FastKVCache", mine, {}),
         ("with 4 layers, as DynamicCache, got DynamicCache", DynamicCache(), {}),
         ("layer 0 of the DynamicCache does not hold", short, {}),

@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkv.errors import FastKVError
-from fastkv.reference import (
-    chunk_mean,
-    keydiff_scores,
-    random_scores,
-    window_attention,
-    window_scores,
-)
+from fastkv.reference import chunk_mean, keydiff_scores, random_scores, window_attention, window_scores
 
 F64 = torch.float64
 

@@ -189,12 +189,7 @@ def layers(draw):
 
 
 @settings(max_examples=examples(200))
-@given(
-    made=layers(),
-    softcap=st.sampled_from([None, 2.0]),
-    parts=st.sampled_from([1, 2]),
-    drop=st.integers(0, 4),
-)
+@given(made=layers(), softcap=st.sampled_from([None, 2.0]), parts=st.sampled_from([1, 2]), drop=st.integers(0, 4))
 def test_kernels_in_pages_do_what_the_reference_does_to_rows(made, softcap, parts, drop):
     state, correction, append, rows, batch = made
     heads, dim, numbers = state.heads, 16, dict(tokens=max(state.exact.limit - drop, 0), spare=drop)

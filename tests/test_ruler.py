@@ -17,8 +17,6 @@ from fastkv.lab.haystack import NOISE, SENTENCES, Request, Units, longest, prose
 from fastkv.lab.ruler import english_words, string_match_all
 
 from .conftest import examples
-from .toy import TASKS as TOY_TASKS
-from .toy import generate as toy_text
 from .toy import load, placed
 
 NIAH = [task for task in ruler.TASKS if task.startswith("niah")]
@@ -330,24 +328,6 @@ def test_the_metric_by_hand(prediction, answers, share):
 def test_what_is_no_list_of_answers_is_refused(answers):
     with pytest.raises(FastKVError, match="at least one answer"):
         string_match_all("text", answers)
-
-
-@pytest.mark.parametrize("task", TOY_TASKS)
-@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
-def test_bundled_needles_are_moved_and_nothing_else(task, depth, bundled):
-    tokenizer = bundled[1]
-    for seed in range(5):
-        sample = placed(task, 300, depth, seed)
-        original = toy_text(task, 300, seed)
-        assert Counter(sample.context.split()) == Counter(original.context.split())
-        assert sample.question == original.questions[0] and sample.prompt == f"{sample.context} {sample.question}"
-        assert len(tokenizer(f"{sample.prompt} {original.answers[0]}").input_ids) == 300
-        assert len(sample.metadata["needles"]) == (1 if task == "facts" else 2)
-        numbers = re.findall(r"\d\d \d\d \d\d", sample.answers[0])
-        moved = " ".join(sample.metadata["needles"])
-        assert sample.context.count(moved) == 1 and all(moved.count(number) == 1 for number in numbers)
-        before = sample.context[: sample.context.index(moved)]
-        assert before.count(" . ") == round(depth * sample.metadata["units"])
 
 
 def test_a_grid_refuses(bundled):

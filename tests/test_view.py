@@ -24,9 +24,24 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import fidelity
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.view.command import RECENT, REMEMBERS, SINKS, Text, backend_of, found, page_of, pieces_of
-from fastkv.lab.view.page import FINE, LEVELS, TEMPLATE, TOP, coded, packed, written
-from fastkv.lab.view.trace import Full, Reading, Trace, follow, read_full, trace
+from fastkv.lab.trace import Full, Reading, Trace, follow, read_full, trace
+from fastkv.lab.view import (
+    FINE,
+    LEVELS,
+    RECENT,
+    REMEMBERS,
+    SINKS,
+    TEMPLATE,
+    TOP,
+    Text,
+    backend_of,
+    coded,
+    found,
+    packed,
+    page_of,
+    pieces_of,
+    written,
+)
 
 from .browser import Browser, find
 from .families import tiny
@@ -343,34 +358,6 @@ def test_layers_that_cannot_be_drawn_are_refused():
         follow(model, layers, 9)
 
 
-@pytest.mark.parametrize(
-    "arguments, names",
-    [
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--text", "/nowhere"], "/nowhere"),
-        (["--policies", "nope"], "momentkv"),
-        (["--policies", "kvzip"], "add --prefill-block whole"),
-        (["--budgets", "8"], "sinks"),
-        (["--context", "10"], "context"),
-        (["--context", "100000"], "context"),
-        (["--prefill-block", "1"], "prefill-block"),
-        (["--steps", "0"], "steps"),
-        (["--context", "150", "--steps", "150"], "steps"),
-        (["--text", "facts"], "in its vocabulary"),
-        (["--answer", "many"], "many"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_gives_one_sentence_and_code_2(arguments, names, capsys, tmp_path):
-    try:
-        code = main([*VIEW, *arguments, "--out", str(tmp_path / "page" / "view.html")])
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    assert code == 2 and len(said.err.splitlines()) == 1 and names in said.err
-    assert not (tmp_path / "page" / "view.html").exists()
-
-
 # In a browser.
 
 
@@ -447,32 +434,6 @@ def test_clicking_through_the_page(browser, page, data):
 
 
 @pytest.mark.slow
-def test_a_word_is_found_and_a_head_is_chosen(browser, page, data):
-    """The words of tokens 40 and 41, then the next place of a word; a link leads to a token; a click to a head."""
-    browser.open(page)
-    words = "".join(data["tokens"][40:42]).strip().upper()
-    type_in = "(at('search').value = {}, at('search').dispatchEvent(new Event('input')), at('found').textContent)"
-    browser.run("select(0)")
-    said = browser.run(type_in.format(json.dumps(words)))
-    text = "".join(data["tokens"]).lower()
-    assert said == f"1 of {text.count(words.lower())}"
-    found = browser.run("state.token")
-    assert "".join(data["tokens"][found:]).strip().lower().startswith(words.lower())
-    assert browser.run("location.hash") == f"#{found}"
-    assert browser.run(type_in.format('"no such words"')) == "not in the text" and browser.run("state.token") == found
-    browser.run("location.hash = '#7'")
-    browser.run("new Promise(done => setTimeout(done, 100))")
-    assert browser.run("state.token") == 7
-    gone = array(data, data["caches"][browser.run("state.policy * data.budgets.length + state.budget")], "gone")
-    kept = (gone == 0).float().mean(-1)
-    assert f"{100 * kept.min():.0f} % to {100 * kept.max():.0f} %" in browser.text("#shares-note")
-    browser.click("#shares")
-    chosen = browser.run("[state.layer, state.head]")
-    assert 1 <= chosen[0] <= len(data["layers"]) and 1 <= chosen[1] <= data["heads"]
-    assert browser.errors == []
-
-
-@pytest.mark.slow
 def test_fates_told_are_those_of_the_cache(browser, page, data):
     browser.open(page)
     cache = next(c for c in data["caches"] if c["policy"] == "fastkv" and c["budget"] == BUDGETS[0])
@@ -495,57 +456,3 @@ def test_fates_told_are_those_of_the_cache(browser, page, data):
     cells = browser.run("Array.from(document.querySelectorAll('#heads td'), one => one.textContent)")
     assert cells == ["kept"] * len(cells) and len(cells) == len(data["layers"]) * data["heads"]
     assert browser.errors == []
-
-
-@pytest.mark.slow
-def test_a_long_text_is_painted_where_it_is_in_sight(browser, long_page):
-    """What is painted says the same as the cache; what lies far away costs nothing until it is scrolled to."""
-    path, traces = long_page
-    browser.open(path)
-    last = traces[browser.run("state.policy * data.budgets.length + state.budget")][2].gone[..., -1]
-    final = "spans.at(-1).style.getPropertyValue('--k')"
-    painted = "pieces.filter(piece => piece.painted === now).length"
-    assert 0 < browser.run(painted) < browser.run("pieces.length") / 2 and browser.run(final) == ""
-    browser.run("at('text').scrollTop = at('text').scrollHeight")
-    browser.run("new Promise(done => setTimeout(done, 300))")
-    share = (last == 0).float().mean().item()
-    assert float(browser.run(final)) == pytest.approx(0.2 + 0.8 * share, abs=1e-3)
-    before = browser.run(painted)
-    browser.run("select(N - 2)")  # of all heads, no token has others in its centroid: all stays as it is painted
-    assert browser.run(painted) == before
-    browser.run("show({ policy: 1 })")
-    assert 0 < browser.run(painted) < before
-    assert browser.errors == []
-
-
-@pytest.mark.slow
-def test_the_page_in_the_dark_and_on_a_phone(browser, page):
-    """Words stand out from what is behind them by 4.5 to 1 and more, and nothing is wider than the screen."""
-    for dark in (False, True):
-        browser.open(page, dark)
-        ratios = browser.run(CONTRAST)
-        assert min(ratios.values()) >= 4.5, ratios
-    browser.send("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
-    browser.open(page)
-    assert browser.run("document.documentElement.scrollWidth") <= 390
-    browser.send("Emulation.setDeviceMetricsOverride", **browser.size)
-
-
-CONTRAST = """(() => {
-  const style = getComputedStyle(document.documentElement), canvas = document.createElement("canvas");
-  const context = canvas.getContext("2d", { willReadFrequently: true });
-  const of = name => { const v = style.getPropertyValue(name).trim(); return v.startsWith("#") ? v : `rgb(${v})`; };
-  const light = name => {
-    context.fillStyle = of(name); context.fillRect(0, 0, 1, 1);
-    const [r, g, b] = Array.from(context.getImageData(0, 0, 1, 1).data).map(v => v / 255)
-      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const pairs = [["--ink", "--ground"], ["--ink", "--surface"], ["--muted", "--ground"], ["--muted", "--surface"],
-    ["--ink", "--keep"], ["--ink", "--part"], ["--surface", "--accent"], ["--good", "--surface"],
-    ["--warn", "--surface"]];
-  return Object.fromEntries(pairs.map(([a, b]) => {
-    const [x, y] = [light(a), light(b)].sort((m, n) => n - m);
-    return [`${a} on ${b}`, (x + 0.05) / (y + 0.05)];
-  }));
-})()"""

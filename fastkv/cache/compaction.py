@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from ..policies import Signals
+from ..corrections import Pairs
+from ..policies import Reread, Signals
 from ..reference import LayerState, Selection, Slots, pack
 from . import key_only
 from .layout import LayerConfig
+from .selection import protected
 
 
 def store(
@@ -118,3 +120,26 @@ def _memorise(slots: Slots, memory: Tensor, signals: Signals) -> None:
         return
     memory.zero_()
     memory[:, :, : slots.filled] = rows
+
+
+def match(candidates: Signals, reread: Reread, state: LayerState, rule: LayerConfig) -> None:
+    """Biases and values of the slots such that they attend as all candidates did; see `Matching`.
+
+    Args: candidates: of the whole prompt; what was chosen of it is in the slots, as it is stored there.
+    """
+    exact, spec = state.exact, rule.spec
+    free = exact.valid & ~ops.protected(exact["positions"], state.seen, spec.sinks, spec.recent)
+    every = Pairs(candidates.keys, candidates.values, candidates.valid & ~protected(candidates, state.seen, rule))
+    kept = Pairs(exact["keys"], exact["values"], free)
+    assert rule.config.correction.match is not None
+    bias, fitted = rule.config.correction.match.matched(reread.queries, reread.asked, every, kept, spec)
+    codes, scales = exact.encode("values", fitted.to(exact.dtype))
+    for name, rows in (("values", codes), ("value_scales", scales), ("bias", bias)):
+        if rows is None:
+            continue
+        now = exact.stored(name)
+        rows = torch.where(free.view(*free.shape, *(1,) * (now.ndim - 3)), rows, now)
+        if exact.starts is None:
+            now.copy_(rows)  # a view of the slots
+        else:
+            pack(getattr(exact, name), exact.starts, rows)

@@ -265,7 +265,7 @@ class LayerPlan:
                 f"slots={config.slots.name!r} stores keys and values apart, layer {self.layer} keeps latents, which "
                 "are both (MLA); leave slots out"
             )
-        if self.latent and (correction.refit is not None or correction.match is not None):
+        if self.latent and correction.match is not None:
             raise FastKVError(
                 f"correction={correction.name!r} changes values, which layer {self.layer} keeps inside its keys "
                 "(latents); use another correction"

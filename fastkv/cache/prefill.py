@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..policies import Reread
 from ..reference import LayerState, Selection, attention_ahead, merge_partials
-from . import compaction, key_only, refit, selection, signals
+from . import compaction, key_only, selection, signals
 from .layout import LayerConfig
 
 ELSEWHERE = 512  # where the device does not say how fast it is: CPUs, AMD
@@ -72,11 +72,9 @@ def absorb_block(
         whole = rule.config.prefill_block is None and rule.config.policy.moments.rounds > 1
         keep = selection.keep_in_rounds if whole else selection.keep_best
         kept = keep(candidates, scores, state.seen, rule)
-        if rule.config.correction.refit is not None:
-            candidates = refit.refit(candidates, scores, kept.kept, q, valid, state, rule)
     compaction.store(state, candidates, kept, num, rule, full=full)
     if full and reread is not None and rule.config.correction.match is not None:
-        refit.match(candidates, reread, state, rule)
+        compaction.match(candidates, reread, state, rule)
 
 
 def without_padding(rows: Tensor, valid: Tensor) -> Tensor:

@@ -14,10 +14,7 @@ from ..policies import QueryStatistics
 from .files import TensorFile
 
 FILE = TensorFile(
-    command="queries",
-    what="means of queries",
-    version=1,
-    facts={"fingerprint": str, "model": str, "tokens": int},
+    command="queries", what="means of queries", version=1, facts={"fingerprint": str, "model": str, "tokens": int}
 )
 
 

@@ -10,15 +10,13 @@ from ..reference import LayerState
 from .base import MEAN, MOMENTS, Correction, Shape
 from .centroids import CENTROIDS
 from .matching import Matching, Pairs
-from .ridge import Ridge
 from .vector import VECTOR, VECTOR_MEAN, VECTOR_MOMENTS
 
 NONE = Correction()
-RIDGE = Correction("ridge", refit=Ridge())
 MATCHING = Correction("matching", match=Matching())
-ALL = (NONE, MEAN, MOMENTS, CENTROIDS, RIDGE, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
+ALL = (NONE, MEAN, MOMENTS, CENTROIDS, MATCHING, VECTOR, VECTOR_MEAN, VECTOR_MOMENTS)
 
-__all__ = ["ALL", "NONE", "Correction", "Matching", "Pairs", "Ridge", "Shape", "get", "names", "reading"]
+__all__ = ["ALL", "NONE", "Correction", "Matching", "Pairs", "Shape", "get", "names", "reading"]
 
 
 def names() -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from ..budget import LayerCost
 from ..reference import PLAIN, Evicted, LayerState, SlotFormat
 from .matching import Matching
-from .ridge import Ridge
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Correction:
         name: what `fastkv.patch(..., correction=name)` calls it.
         order: of the moments that it reads: 1, 0 (means only) or None.
         kind: of what `empty` makes, as `Evicted.kinds` calls it; None for nothing.
-        refit: changes the values of what stays of a prompt block; None leaves them as they are.
         match: fits values and biases of what stays to a second reading of the prompt; None without.
         options: fields that `corrections.get` may be given; what attention mixes in depends on none of them.
     """
@@ -55,7 +53,6 @@ class Correction:
     name: str = "none"
     order: int | None = None
     kind: str | None = None
-    refit: Ridge | None = None
     match: Matching | None = None
     options: ClassVar[tuple[str, ...]] = ()
 

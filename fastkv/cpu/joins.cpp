@@ -19,7 +19,7 @@ struct Joining {
 
 namespace {
 
-constexpr int64_t TILE = 6;  // movers whose products with WIDE partners fit into the registers of any processor
+constexpr int64_t TILE = 12;  // movers whose products with NATIVE partners fit into the registers of any processor
 
 inline int64_t whole(int64_t dim) { return (dim + WIDE - 1) / WIDE * WIDE; }
 
@@ -94,35 +94,35 @@ class Parts {
     void cheapest(int64_t mover, int64_t first, int64_t columns, Pair* best) {
         const float* rows[TILE];
         float own[TILE], shares[TILE];
-        Floats least[TILE];
-        Ints which[TILE] = {};
+        Native least[TILE];
+        NativeInts which[TILE] = {};
         for (int64_t one = 0; one < TILE; ++one) {
             int64_t part = std::min(mover + 2 * one, used - 1);  // the last tile may be cut short
             rows[one] = &points[part * width];
             own[one] = square(part);
             shares[one] = 1 / count[part];
-            least[one] = Floats{} + __builtin_inff();
+            least[one] = Native{} + __builtin_inff();
         }
-        for (int64_t column = 0; column < columns; column += WIDE) {
-            Floats product[TILE] = {};
+        for (int64_t column = 0; column < columns; column += NATIVE) {
+            Native product[TILE] = {};
             for (int64_t i = 0; i < width; ++i) {
-                Floats theirs = floats(&partners[i * columns + column]);
-#pragma GCC unroll 6
+                Native theirs = native(&partners[i * columns + column]);
+#pragma GCC unroll 12
                 for (int64_t one = 0; one < TILE; ++one) product[one] += rows[one][i] * theirs;
             }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
             for (int64_t one = 0; one < TILE; ++one) {
-                Floats distance = own[one] + floats(&squares[column]) - 2 * product[one];
-                distance = distance < 0 ? Floats{} : distance;
-                Floats cost = distance / (shares[one] + floats(&inverse[column]));
-                Ints better = cost < least[one];  // not where it is no number
+                Native distance = own[one] + native(&squares[column]) - 2 * product[one];
+                distance = distance < 0 ? Native{} : distance;
+                Native cost = distance / (shares[one] + native(&inverse[column]));
+                NativeInts better = cost < least[one];  // not where it is no number
                 least[one] = better ? cost : least[one];
-                which[one] = better ? Ints{} + int32_t(column) : which[one];
+                which[one] = better ? NativeInts{} + int32_t(column) : which[one];
             }
         }
         for (int64_t one = 0; one < TILE; ++one) {
             best[one] = {__builtin_inff(), mover + 2 * one, first};  // where no cost is finite, no token may be lost
-            for (int64_t lane = 0; lane < WIDE; ++lane) {
+            for (int64_t lane = 0; lane < NATIVE; ++lane) {
                 int64_t partner = first + 2 * (which[one][lane] + lane);
                 bool earlier = least[one][lane] == best[one].cost && partner < best[one].partner;
                 if (least[one][lane] < best[one].cost || earlier)

@@ -1,4 +1,4 @@
-"""How a CPU does it fast: a decode step's attention where slots lie (`codes`), torch's fused attention for prompts,
+"""How a CPU does it fast: a decode step's attention where slots lie (`slots`), torch's fused attention for prompts,
 estimates of the evicted in few operators, evictions that touch only the tokens that leave.
 
 Each function has the arguments and results of the one of that name in `reference`, which says what they mean and does
@@ -21,30 +21,25 @@ from ..reference import (
     LayerState,
     Moments,
     RowFormat,
-    Slots,
     Spec,
     Stored,
     merge_partials,
     with_sink,
 )
-from . import codes as slot_codes
 from . import joins, peaks
+from . import slots as compiled_slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLLOWS_ROWS = ("decode_step",)
 Estimate = tuple[Tensor, Tensor]
 
 
-def serves(q: Tensor, value_dim: int | None, softcap: float | None) -> bool:
-    """Whether attention of q [..., D] to values of `value_dim` numbers, None for values inside keys or none, can run
-    here; the reference does what cannot.
+def serves(q: Tensor, value_dim: int, softcap: float | None) -> bool:
+    """Whether attention of q [..., D] to values of `value_dim` numbers can be torch's fused one; the reference does
+    what cannot.
     """
     plain = softcap is None and q.dtype in DTYPES and q.shape[-1] == value_dim
     return plain and fused_as_expected()
-
-
-def _value_dim(slots: Slots) -> int | None:
-    return None if slots.values is None else slots.value_dim
 
 
 @cache
@@ -88,23 +83,8 @@ def attend(
     return out, lse
 
 
-def observed(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend`, and the weights [B, Hkv, T, N], for as many heads of queries as of keys."""
-    shape, slots = q.shape, keys.shape[2]
-    q, keys, values = (rows.float().reshape(-1, *rows.shape[2:]) for rows in (q, keys, values))
-    logits = torch.baddbmm(mask.view(-1, 1, slots), q, keys.transpose(1, 2), alpha=scale)
-    weights = logits.softmax(-1)
-    lse = logits.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
-    out = torch.bmm(weights, values)
-    return out.view(*shape[:3], -1), lse.view(shape[:3]), weights.view(*shape[:3], slots)
-
-
-def unused(lengths: Tensor, slots: int, groups: int, length: int | None) -> Tensor:
-    """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]; [1, 1, 1, slots] if all have one
-    `length` in common.
-    """
-    if length is not None:
-        return edge(slots)[slots - length : 2 * slots - length].view(1, 1, 1, slots)
+def unused(lengths: Tensor, slots: int, groups: int) -> Tensor:
+    """The mask that hides slots beyond lengths [B, Hkv], [B, Hkv * groups, 1, slots]."""
     return showing(torch.arange(slots, device="cpu") < lengths.repeat_interleave(groups, 1)[..., None, None])
 
 
@@ -122,62 +102,14 @@ def showing(visible: Tensor) -> Tensor:
     return torch.full_like(visible, float("-inf"), dtype=torch.float32).masked_fill_(visible, 0.0)
 
 
-def common(lengths: Tensor) -> int | None:
-    """The length of every head, None if they differ. Looking costs a CPU less than one small operator."""
-    first, *others = lengths.flatten().tolist()
-    return first if others.count(first) == len(others) else None
-
-
-@cache
-def edge(slots: int) -> Tensor:
-    """0 so many times, then -inf: each mask for one common length is a stretch of it."""
-    return showing(torch.arange(2 * slots, device="cpu") < slots)
-
-
 def decode_step(
     q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.decode_step`: what it does not do here are a softcap, tokens without values, heads without tokens and
-    float64.
-    """
+    """`reference.decode_step`, in one compiled call where there is one."""
     if state.rows is not None:
         return decode_step_of_rows(q, k, v, state, spec)
-    slots = state.exact
-    empty = k is None and not bool(slots.lengths.all())
-    if empty or state.approx is not None or not serves(q, _value_dim(slots), spec.softcap):
-        return reference.decode_step(q, k, v, state, spec)
-    (batch, num_heads, dim), heads, num = q.shape, state.heads, slots.filled
-    groups, weights = num_heads // heads, None
-    rows = q.reshape(batch, heads, groups, dim)
-    compiled = slot_codes.attends(slots, dim)
-    if k is not None and v is not None and not (compiled and slot_codes.appends(slots, state.seen)):
-        append(slots, k, v, state.seen)
-        state.seen.add_(1)
-        k = None
-    if compiled:
-        weights = None if slots.attention is None else rows.new_empty(*rows.shape[:3], num, dtype=torch.float32)
-        out, lse = slot_codes.attend(rows, slots, spec.scale, weights, k, v, state.seen)
-    else:
-        length = common(slots.lengths) if slots.starts is None else None
-        mask = adding(unused(slots.lengths, num, 1, length), slots.biases(num))
-        pairs = slots["keys"], slots["values"]
-        if slots.attention is None:
-            out, lse = attend(rows, *pairs, spec.scale, mask)
-        else:
-            out, lse, weights = observed(rows, *pairs, spec.scale, mask)
-    known, total = spec.evicted(state), lse
-    if known is None:
-        evicted = torch.full_like(lse, float("-inf"))
-    else:
-        value, evicted = mixed_in(q[:, :, None], known, spec)
-        value, evicted = value.reshape(out.shape), evicted.reshape(lse.shape)
-        out, total = merge_partials(out, lse, value, evicted)
-    if state.sink_logits is not None:
-        out, total = with_sink(out, total, state.sink_logits.view(lse.shape[1:]))
-    if weights is not None and slots.attention is not None:
-        share = torch.exp(lse - total) / groups
-        reference.collect(slots, (share[:, :, None] @ weights)[:, :, 0])
-    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, num_heads), evicted.reshape(batch, num_heads)
+    found = compiled_slots.step(q, k, v, state, spec)
+    return reference.decode_step(q, k, v, state, spec) if found is None else found
 
 
 def decode_step_of_rows(
@@ -217,28 +149,16 @@ def runs_of(rows: list[int]) -> list[list[int]]:
 
 def encode_rows(form: RowFormat, rows: Tensor) -> Stored:
     """`Codec.encode`."""
-    if not slot_codes.serves(form, rows.shape[-1]):
+    if not compiled_slots.serves(form, rows.shape[-1]):
         return form.encode(rows)
-    return slot_codes.encode(form, rows)
+    return compiled_slots.encode(form, rows)
 
 
 def decode_rows(form: RowFormat, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`Codec.decode`."""
-    if scales is None or not slot_codes.serves(form, form.dim(codes.shape[-1])):
+    if scales is None or not compiled_slots.serves(form, form.dim(codes.shape[-1])):
         return form.decode(codes, scales).to(dtype)
-    return slot_codes.decode(form, codes, scales, dtype)
-
-
-def append(slots: Slots, k: Tensor, v: Tensor, position: Tensor) -> None:
-    """`reference.append`, by whole rows where all heads have one length."""
-    length = common(slots.lengths) if slots.starts is None else None
-    if length is None:
-        reference.append(slots, k, v, position)
-        return
-    new = slots.encoded(k, v, position[:, None, None])
-    for name, rows in slots.moving().items():
-        rows.select(2, length).copy_(new[name].select(2, 0))
-    slots.lengths.add_(1)
+    return compiled_slots.decode(form, codes, scales, dtype)
 
 
 def window_attention(
@@ -289,7 +209,7 @@ def prefill_attention(
     out, lse = attend(q, k, v, spec.scale, showing(valid)[:, None, None], causal=True)
     lse = lse.masked_fill((valid.cumsum(-1) == 0)[:, None], float("-inf"))  # of rows that see nothing: 0 so far
     if keys.shape[2]:
-        mask = unused(lengths, keys.shape[2], groups, common(lengths))
+        mask = unused(lengths, keys.shape[2], groups)
         past, past_lse = attend(q, keys, values, spec.scale, adding(mask, state.exact.biases(keys.shape[2]), groups))
         empty = (lengths == 0).repeat_interleave(groups, 1)[..., None]
         out, lse = merge_partials(out, lse, past, past_lse.masked_fill(empty, float("-inf")))
@@ -365,36 +285,20 @@ def manifold_scores(keys: Tensor, window: int | None, metric: str, *, mask: Tens
 
 
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
-    """`reference.evict`: for heads of equally many slots, survivors among the last slots move into the holes."""
-    exact, moments, tokens = state.exact, state.moments, spec.tokens
-    positions, lengths = exact.positions, exact.lengths
-    assert positions is not None
-    # Rows are addressed by their place in memory.
-    if exact.starts is not None or not all(part.is_contiguous() for part in (*exact.moving().values(), lengths)):
-        reference.evict(scores, kept, state, spec)
-        return
-    slots = positions.shape[-1]
-    if slots <= tokens:
-        return
-    used = torch.arange(slots, device="cpu") < lengths[..., None]
-    # The last of the order leave, unless they are no tokens, which come after all that are.
-    if kept is None:
-        guard = reference.protected(positions, state.seen, spec.sinks, spec.recent)
-        order = reference.places(scores, positions, used, guard)
-        leaving = order.topk(slots - tokens, dim=-1).indices.sort(-1).values
+    """`reference.evict`: only tokens that leave are copied out, and only those that fill their slots are moved."""
+    slots, moments, num = state.exact, state.moments, scores.shape[-1]
+    chosen = reference.select_slots(scores, state, spec).kept if kept is None else kept
+    gone = (torch.arange(num, device="cpu") < slots.lengths[..., None]) & ~chosen
+    most = int(gone.sum(-1).max())
+    if moments.key_mean is None or not most:
+        after = Moments(moments.count + gone.sum(-1))
     else:
-        leaving = kept.to(torch.uint8).argsort(dim=-1, stable=True)[..., : slots - tokens]
-    gone = hiding(used.gather(-1, leaving))
-    moments.copy_(moments.add(*exact.pairs_at(leaving), gone))
-    # As many slots beyond `tokens` stay as there are holes before it. The holes come first in `target`, the slots that
-    # stay first in `source`; what follows in both are the slots beyond that leave, each onto itself.
-    stays = torch.ones_like(used, dtype=torch.uint8).scatter_(-1, leaving, 0)[..., tokens:]
-    source = reference.flat_index(stays.argsort(dim=-1, descending=True, stable=True) + tokens, slots)
-    target = reference.flat_index(leaving, slots)
-    for part in exact.moving().values():
-        rows = part.flatten(0, 2)  # a view: the slots are contiguous
-        rows.index_copy_(0, target, rows.index_select(0, source))
-    lengths.clamp_(max=tokens)
+        leaving = gone.to(torch.uint8).topk(most, dim=-1, sorted=False).indices.sort(-1).values
+        after = moments.add(*slots.pairs_at(leaving), hiding(gone.gather(-1, leaving)))
+    if compiled_slots.leave(slots, chosen):
+        moments.copy_(after)
+    else:
+        reference.evict(scores, chosen, state, spec)
 
 
 def remember(

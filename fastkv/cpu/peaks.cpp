@@ -21,7 +21,7 @@ struct Peaks {
 
 namespace {
 
-constexpr int TILE = 6;  // queries whose logits with WIDE keys fit into the registers of any processor
+constexpr int TILE = 12;  // queries whose logits with NATIVE keys fit into the registers of any processor
 
 struct Query {
     int64_t place;  // of its numbers: [heads, groups, queries] of a sequence
@@ -34,9 +34,9 @@ class Columns {
     int64_t width;
     std::vector<float> columns, hidden;
 
-    Floats bent(Floats logit) const {
-        Floats size = (Floats)((Ints)logit & 0x7FFFFFFF), small = exponential(size * (-2 / all.softcap));
-        Floats turned = all.softcap * (1 - small) / (1 + small);
+    Native bent(Native logit) const {
+        Native size = (Native)((NativeInts)logit & 0x7FFFFFFF), small = exponential(size * (-2 / all.softcap));
+        Native turned = all.softcap * (1 - small) / (1 + small);
         return logit < 0 ? -turned : turned;
     }
 
@@ -57,43 +57,38 @@ class Columns {
     void look(const Query* queries, int64_t number, const float* numbers, float* logits, float* most) const {
         const float* rows[TILE];
         for (int64_t one = 0; one < TILE; ++one) rows[one] = numbers + queries[std::min(one, number - 1)].place * all.dim;
-        Floats tops[TILE];
-        for (auto& top : tops) top = Floats{} - __builtin_inff();
-        for (int64_t column = 0; column < width; column += WIDE) {
-            Floats sums[TILE] = {};
+        for (int64_t column = 0; column < width; column += NATIVE) {
+            Native sums[TILE] = {};
             for (int64_t i = 0; i < all.dim; ++i) {
-                Floats theirs = floats(&columns[i * width + column]);
-#pragma GCC unroll 6
+                Native theirs = native(&columns[i * width + column]);
+#pragma GCC unroll 12
                 for (int64_t one = 0; one < TILE; ++one) sums[one] += rows[one][i] * theirs;
             }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
             for (int64_t one = 0; one < TILE; ++one) {
-                Floats logit = sums[one] * all.scale;
-                logit = (all.softcap ? bent(logit) : logit) + floats(&hidden[column]);
-                store(logits + one * width + column, logit);
-                tops[one] = logit > tops[one] ? logit : tops[one];
+                Native logit = sums[one] * all.scale;
+                logit = (all.softcap ? bent(logit) : logit) + native(&hidden[column]);
+                store_native(logits + one * width + column, logit);
             }
         }
         for (int64_t one = 0; one < number; ++one) {
             const float* own = logits + one * width;
-            float whole = all.lse ? all.lse[queries[one].place] : mass(own, tops[one], queries[one].sink);
+            float whole = all.lse ? all.lse[queries[one].place] : mass(own, queries[one].sink);
             if (whole == -__builtin_inff()) continue;  // it sees nothing
-            for (int64_t column = 0; column < width; column += WIDE) {
-                Floats weight = floats(own + column) - whole, best = floats(most + column);
-                store(most + column, weight > best ? weight : best);
-            }
+            for (int64_t column = 0; column < width; column += NATIVE)
+                store_native(most + column, larger(native(own + column) - whole, native(most + column)));
         }
     }
 
   private:
-    // Log of the sum of e^logit of a row and its sink. tops: a vector of numbers, of which the largest is the row's.
-    float mass(const float* logits, Floats tops, float sink) const {
-        float top = sink;
-        for (int64_t lane = 0; lane < WIDE; ++lane) top = std::max(top, tops[lane]);
+    // Log of the sum of e^logit of a row and its sink.
+    float mass(const float* logits, float sink) const {
+        const float top = largest_of(logits, width, sink);
         if (top == -__builtin_inff()) return top;
-        Floats sum = {};
-        for (int64_t column = 0; column < width; column += WIDE) sum += exponential(floats(logits + column) - top);
-        return top + __builtin_logf(total_of(sum) + __builtin_expf(sink - top));
+        Native sums[PIECES] = {};
+        for (int64_t column = 0; column < width; column += WIDE)
+            for (int p = 0; p < PIECES; ++p) sums[p] += exponential(native(logits + column + p * NATIVE) - top);
+        return top + __builtin_logf(total(sums) + __builtin_expf(sink - top));
     }
 };
 

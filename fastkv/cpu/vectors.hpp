@@ -3,16 +3,31 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr int WIDE = 16;  // numbers of a vector
 
+// Of a vector of the processor's own: gcc keeps longer ones in memory where a loop has several.
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16, SUMS = 24;  // and how many sums its registers hold beside what is added
+#elif defined(__AVX__)
+constexpr int NATIVE = 8, SUMS = 12;
+#else
+constexpr int NATIVE = 4, SUMS = 24;
+#endif
+constexpr int PIECES = WIDE / NATIVE;
+
 // Vectors in memory, wherever they begin.
 #define LANES(type, name, count) \
     typedef type name __attribute__((vector_size(sizeof(type) * (count)), aligned(1), may_alias))
 LANES(float, Floats, WIDE);
+LANES(float, Native, NATIVE);
+LANES(int32_t, NativeInts, NATIVE);
+LANES(uint16_t, NativeShorts, NATIVE);
 LANES(float, Half, WIDE / 2);
 LANES(float, Quarter, WIDE / 4);
 LANES(double, Doubles, WIDE / 2);
@@ -23,6 +38,8 @@ LANES(uint8_t, Bytes, WIDE);
 inline Floats floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 inline Bytes bytes(const uint8_t* at) { return *reinterpret_cast<const Bytes*>(at); }
 inline void store(float* at, Floats lanes) { *reinterpret_cast<Floats*>(at) = lanes; }
+inline Native native(const float* at) { return *reinterpret_cast<const Native*>(at); }
+inline void store_native(float* at, Native lanes) { *reinterpret_cast<Native*>(at) = lanes; }
 
 // Of bytes that something was done to: gcc widens those that it has just read one after another.
 inline Ints widened(Bytes codes) { return __builtin_convertvector(codes, Ints); }
@@ -48,6 +65,12 @@ inline float total(const float* at) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+inline float total(const Native (&pieces)[PIECES]) {
+    float parts[WIDE];
+    for (int p = 0; p < PIECES; ++p) store_native(parts + p * NATIVE, pieces[p]);
+    return total(parts);
+}
+
 inline float total_of(Floats lanes) {
     float parts[WIDE];
     store(parts, lanes);
@@ -57,15 +80,26 @@ inline float total_of(Floats lanes) {
 constexpr float ROUNDING = 0x1.8p23f;  // adding it rounds numbers below 2^22 to whole ones, half to even
 
 // e^x for x <= 0, 0 below -87: x = n log 2 + r, |r| <= log(2) / 2, and Taylor's polynomial of e^r.
-inline Floats exponential(Floats x) {
-    Floats bounded = x < -87.0f ? Floats{} - 87.0f : x;
-    Floats shifted = bounded * 1.44269504f + ROUNDING;
-    Floats n = shifted - ROUNDING;
-    Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // log 2 in two parts
-    Floats sum = r * (1.0f / 5040) + (1.0f / 720);
+inline Native exponential(Native x) {
+    Native bounded = x < -87.0f ? Native{} - 87.0f : x;
+    Native shifted = bounded * 1.44269504f + ROUNDING;
+    Native n = shifted - ROUNDING;
+    Native r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // log 2 in two parts
+    Native sum = r * (1.0f / 5040) + (1.0f / 720);
     for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * r + term;
-    Ints power = (Ints)shifted - (Ints)(Floats{} + ROUNDING) + 127;
-    return x < -87.0f ? Floats{} : sum * (Floats)(power << 23);
+    NativeInts power = (NativeInts)shifted - (NativeInts)(Native{} + ROUNDING) + 127;
+    return x < -87.0f ? Native{} : sum * (Native)(power << 23);
+}
+
+inline Native larger(Native one, Native other) { return one > other ? one : other; }
+
+// The largest of the numbers of a row, and of `least`; a multiple of NATIVE.
+inline float largest_of(const float* row, int64_t numbers, float least) {
+    Native tops = Native{} + least;
+    for (int64_t i = 0; i < numbers; i += NATIVE) tops = larger(native(row + i), tops);
+    float top = least;
+    for (int i = 0; i < NATIVE; ++i) top = std::max(top, tops[i]);
+    return top;
 }
 
 }  // namespace

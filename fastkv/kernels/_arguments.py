@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..reference import Slots
+from ..reference import Moments, Slots
 
 
 class StatePointers(NamedTuple):
@@ -70,6 +70,23 @@ class EvictedPointers(NamedTuple):
     matrix_ptr: Any = None
     spread_ptr: Any = None
     sizes_ptr: Any = None
+
+
+class MomentPointers(NamedTuple):
+    """Moments that are changed: count [B, Hkv] int64, means [B, Hkv, D], cross [B, Hkv, Dk, Dv] in fp32, slope the same
+    in half precision. Absent: what is not kept.
+    """
+
+    count_ptr: Any
+    key_mean_ptr: Any = None
+    value_mean_ptr: Any = None
+    cross_ptr: Any = None
+    slope_ptr: Any = None
+
+    @classmethod
+    def of(cls, moments: Moments) -> MomentPointers:
+        """All that there is."""
+        return cls(*(getattr(moments, name.removesuffix("_ptr")) for name in cls._fields))
 
 
 class PartPointers(NamedTuple):

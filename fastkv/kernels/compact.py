@@ -18,13 +18,16 @@ twice. Does not handle: a cache with fewer than L slots; slots that are views (t
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_shape
-from ..reference import LayerState, Moments, Selection, Spec
+from ..reference import LayerState, Selection, Spec
+from ._arguments import PAIRS, MomentPointers, StatePointers, View
 from ._attention import _dot32, _home, _page
 from ._codes import _code_places, _codes_of, _exact, _packed, _plain_rows, _scale_places, _scales_of, _stored
 from ._launch import check_contiguous, check_head_dim, check_rows, check_scales, pow2
@@ -37,29 +40,51 @@ MAX_SPLITS = 16
 # rows and 32 columns to nothing for sm_100.
 MERGE = {64: (32, 32, 4), 128: (32, 32, 4), 256: (32, 32, 8), 512: (16, 16, 8)}
 MAX_MOVERS = 32
-Pairs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 FOLLOWING = ["page", "N", "slots", "used", "splits"]  # the length of a prompt: one compilation for all of them
+
+
+class PlanPointers(NamedTuple):
+    """What the launches tell each other: lists [3, B * Hkv, N] int32 of evicted rows, of holes, of their sources; tally
+    [B * Hkv, 3] int64, how many are evicted, move, and were counted before; means [B * Hkv, splits + 1, Dk + Dv], those
+    before first; crosses [B * Hkv, splits, Dk, Dv], absent for one split.
+    """
+
+    lists_ptr: Any
+    tally_ptr: Any
+    means_ptr: Any
+    crosses_ptr: Any = None
+
+
+class Tile(NamedTuple):
+    """Constants of a launch: sizes of keys and values, padded BK and BV; rows at a time, columns of values."""
+
+    HEADS: int
+    DK: int
+    DV: int
+    BK: int
+    BV: int
+    ROWS: int
+    COLUMNS: int
 
 
 @triton.jit(do_not_specialize=["page", "used", "splits"])  # N stays: aligned masks are read 16 bytes at a time
 def _plan_kernel(
-    kept_ptr, valid_ptr, lengths_ptr, count_ptr, key_mean_ptr, value_mean_ptr, lists_ptr, tally_ptr, means_ptr,
-    rows_ptr, page, N, used, splits, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, HAS_MEANS: tl.constexpr, BLOCK: tl.constexpr,
+    kept_ptr, valid_ptr, lengths_ptr, moments: MomentPointers, plan: PlanPointers, rows_ptr, page, N, used, splits,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
     head = tl.program_id(0).to(tl.int64)
-    home, own = _home(rows_ptr, page, head, HEADS)
+    home, own = _home(rows_ptr, page, head, TILE.HEADS)
+    tally_ptr = plan.tally_ptr + head * 3
     if rows_ptr is not None:
         if home == 0:
-            tl.store(tally_ptr + head * 3, 0)  # nothing to merge or to move
-            tl.store(tally_ptr + head * 3 + 1, 0)
+            tl.store(tally_ptr, 0)  # nothing to merge or to move
+            tl.store(tally_ptr + 1, 0)
             return
-    lengths_ptr = _page(lengths_ptr, home, page)
-    count_ptr = _page(count_ptr, home, page)
-    key_mean_ptr = _page(key_mean_ptr, home, page)
-    value_mean_ptr = _page(value_mean_ptr, home, page)
+    moments = MomentPointers(*[p if p is None else _page(p, home, page) for p in moments])
     row = head * N
-    listed_ptr = lists_ptr + row
+    listed_ptr = plan.lists_ptr + row
     holes_ptr = listed_ptr + tl.num_programs(0).to(tl.int64) * N
     sources_ptr = holes_ptr + tl.num_programs(0).to(tl.int64) * N
     lane = tl.arange(0, BLOCK)
@@ -85,19 +110,20 @@ def _plan_kernel(
         gone += tl.sum(evicted, 0)
         holes += tl.sum(hole, 0)
         moves += tl.sum(source, 0)
-    count = tl.load(count_ptr + own)
-    tl.store(lengths_ptr + own, length)
-    tl.store(tally_ptr + head * 3, gone.to(tl.int64))
-    tl.store(tally_ptr + head * 3 + 1, moves.to(tl.int64))
-    tl.store(tally_ptr + head * 3 + 2, count)
-    if HAS_MEANS:
-        dk, dv = tl.arange(0, BK), tl.arange(0, BV)
-        before = means_ptr + head * (splits + 1) * (DK + DV)
-        tl.store(before + dk, tl.load(key_mean_ptr + own * DK + dk, mask=dk < DK, other=0.0), mask=dk < DK)
-        value_mean = tl.load(value_mean_ptr + own * DV + dv, mask=dv < DV, other=0.0)
+    count = tl.load(moments.count_ptr + own)
+    tl.store(_page(lengths_ptr, home, page) + own, length)
+    tl.store(tally_ptr, gone.to(tl.int64))
+    tl.store(tally_ptr + 1, moves.to(tl.int64))
+    tl.store(tally_ptr + 2, count)
+    if moments.key_mean_ptr is not None:
+        dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
+        before = plan.means_ptr + head * (splits + 1) * (DK + DV)
+        key_mean = tl.load(moments.key_mean_ptr + own * DK + dk, mask=dk < DK, other=0.0)
+        tl.store(before + dk, key_mean, mask=dk < DK)
+        value_mean = tl.load(moments.value_mean_ptr + own * DV + dv, mask=dv < DV, other=0.0)
         tl.store(before + DK + dv, value_mean, mask=dv < DV)
     else:
-        tl.store(count_ptr + own, count + gone)
+        tl.store(moments.count_ptr + own, count + gone)
 
 
 @triton.jit
@@ -120,15 +146,6 @@ def _rows(slots_ptr, scales_ptr, new_ptr, index, inside, used, begin, stride_t, 
 
 
 @triton.jit
-def _scales(scales_ptr, home, page, first, D: tl.constexpr):
-    """The scales from slot `first` on of a row of the state; None without scales."""
-    if scales_ptr is None:
-        return  # as in `_page`
-    else:
-        return _scales_of(_page(scales_ptr, home, page), first, D)
-
-
-@triton.jit
 def _range(gone, split, splits, ROWS: tl.constexpr):
     """First and last + 1 of the listed rows of a split."""
     each = tl.cdiv(tl.cdiv(gone, splits), ROWS) * ROWS
@@ -146,34 +163,44 @@ def _chan(count, key_mean, value_mean, cross, more, new_key, new_value, new_cros
 
 
 @triton.jit
-def _store_state(
-    count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr,
-    head, count, key_mean, value_mean, cross, dk, dv,
-    DK: tl.constexpr, DV: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
-):  # fmt: skip
+def _store_state(moments, head, count, key_mean, value_mean, cross, dk, dv, DK: tl.constexpr, DV: tl.constexpr):
     """Write a slice of the value columns; the program of the first slice also writes the key mean and the count."""
     if tl.program_id(1) == 0:
-        tl.store(key_mean_ptr + head * DK + dk, key_mean, mask=dk < DK)
-        tl.store(count_ptr + head, count)
-    tl.store(value_mean_ptr + head * DV + dv, value_mean, mask=dv < DV)
-    if HAS_CROSS:
+        tl.store(moments.key_mean_ptr + head * DK + dk, key_mean, mask=dk < DK)
+        tl.store(moments.count_ptr + head, count)
+    tl.store(moments.value_mean_ptr + head * DV + dv, value_mean, mask=dv < DV)
+    if moments.cross_ptr is not None:
         spot = (head * DK + dk[:, None]) * DV + dv[None, :]
         inside = (dk[:, None] < DK) & (dv[None, :] < DV)
-        tl.store(cross_ptr + spot, cross, mask=inside)
-        if HAS_SLOPE:
+        tl.store(moments.cross_ptr + spot, cross, mask=inside)
+        if moments.slope_ptr is not None:
             slope = cross * (1.0 / tl.maximum(count, 1).to(tl.float32))
-            tl.store(slope_ptr + spot, slope.to(slope_ptr.dtype.element_ty), mask=inside)
+            tl.store(moments.slope_ptr + spot, slope.to(moments.slope_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_state(means_ptr, cross_ptr, head, dk, dv, DK: tl.constexpr, DV: tl.constexpr):
+    """Means, and cross moments of a pair or of a split, 0 without; columns dv of values."""
+    key_mean = tl.load(means_ptr + dk, mask=dk < DK, other=0.0)
+    value_mean = tl.load(means_ptr + DK + dv, mask=dv < DV, other=0.0)
+    cross = tl.zeros([dk.shape[0], dv.shape[0]], tl.float32)
+    if cross_ptr is not None:
+        spot, within = dk[:, None] * DV + dv[None, :], (dk[:, None] < DK) & (dv[None, :] < DV)
+        cross = tl.load(cross_ptr + head * DK * DV + spot, mask=within, other=0.0)
+    return key_mean, value_mean, cross
 
 
 @triton.jit(do_not_specialize=FOLLOWING)
 def _moments_kernel(
-    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_keys_ptr, new_values_ptr, listed_ptr, tally_ptr,
-    means_ptr, part_cross_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, rows_ptr, page, N, slots,
-    used, splits,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SINGLE: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    state: StatePointers, new_keys: View, new_values: View, plan: PlanPointers, moments: MomentPointers, rows_ptr, page,
+    N, slots, used, splits, TILE: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
+    HEADS: tl.constexpr = TILE.HEADS
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    BK: tl.constexpr = TILE.BK
+    ROWS: tl.constexpr = TILE.ROWS
+    COLUMNS: tl.constexpr = TILE.COLUMNS
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     lane, dk = tl.arange(0, ROWS), tl.arange(0, BK)
@@ -183,108 +210,79 @@ def _moments_kernel(
     if rows_ptr is not None:
         if home == 0:
             return
-    keys = _codes_of(_page(keys_ptr, home, page), key_scales_ptr, own * slots, DK)
-    values = _codes_of(_page(values_ptr, home, page), value_scales_ptr, own * slots, DV)
-    key_scales = _scales(key_scales_ptr, home, page, own * slots, DK)
-    value_scales = _scales(value_scales_ptr, home, page, own * slots, DV)
-    count_ptr = _page(count_ptr, home, page)
-    key_mean_ptr = _page(key_mean_ptr, home, page)
-    value_mean_ptr = _page(value_mean_ptr, home, page)
-    cross_ptr = _page(cross_ptr, home, page)
-    slope_ptr = _page(slope_ptr, home, page)
-    new_keys = new_keys_ptr + (head // HEADS) * stride_kb + (head % HEADS) * stride_kh
-    new_values = new_values_ptr + (head // HEADS) * stride_vb + (head % HEADS) * stride_vh
-    gone = tl.load(tally_ptr + head * 3).to(tl.int32)
+    state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
+    moments = MomentPointers(*[p if p is None else _page(p, home, page) for p in moments])
+    keys = _codes_of(state.keys_ptr, state.key_scales_ptr, own * slots, DK)
+    values = _codes_of(state.values_ptr, state.value_scales_ptr, own * slots, DV)
+    key_scales = _scales_of(state.key_scales_ptr, own * slots, DK)
+    value_scales = _scales_of(state.value_scales_ptr, own * slots, DV)
+    fresh_keys = new_keys.ptr + (head // HEADS) * new_keys.stride_b + (head % HEADS) * new_keys.stride_h
+    fresh_values = new_values.ptr + (head // HEADS) * new_values.stride_b + (head % HEADS) * new_values.stride_h
+    key_stride, value_stride = new_keys.stride_t, new_values.stride_t
+    listed_ptr, tally_ptr = plan.lists_ptr + head * N, plan.tally_ptr + head * 3
+    gone = tl.load(tally_ptr).to(tl.int32)
     low, high = _range(gone, split, splits, ROWS)
     key_mean = tl.zeros([BK], tl.float32)
     value_mean = tl.zeros([COLUMNS], tl.float32)
     for start in range(low, high, ROWS):
         inside = start + lane < high
-        index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-        key_mean += tl.sum(_rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK), 0)
-        v = _rows(values, value_scales, new_values, index, inside, used, mine, stride_vt, DV, COLUMNS)
+        index = tl.load(listed_ptr + start + lane, mask=inside, other=0)
+        key_mean += tl.sum(_rows(keys, key_scales, fresh_keys, index, inside, used, 0, key_stride, DK, BK), 0)
+        v = _rows(values, value_scales, fresh_values, index, inside, used, mine, value_stride, DV, COLUMNS)
         value_mean += tl.sum(v, 0)
     inverse = 1.0 / tl.maximum(high - low, 1).to(tl.float32)
     key_mean, value_mean = key_mean * inverse, value_mean * inverse
     cross = tl.zeros([BK, COLUMNS], tl.float32)
-    if HAS_CROSS:
+    if moments.cross_ptr is not None:
         for start in range(low, high, ROWS):
             inside = start + lane < high
-            index = tl.load(listed_ptr + head * N + start + lane, mask=inside, other=0)
-            v = _rows(values, value_scales, new_values, index, inside, used, mine, stride_vt, DV, COLUMNS)
+            index = tl.load(listed_ptr + start + lane, mask=inside, other=0)
+            v = _rows(values, value_scales, fresh_values, index, inside, used, mine, value_stride, DV, COLUMNS)
             v -= value_mean[None, :]
-            k = _rows(keys, key_scales, new_keys, index, inside, used, 0, stride_kt, DK, BK) - key_mean[None, :]
+            k = _rows(keys, key_scales, fresh_keys, index, inside, used, 0, key_stride, DK, BK) - key_mean[None, :]
             cross += _dot32(tl.trans(k), tl.where(inside[:, None], v, 0.0))
-    state = means_ptr + head * (splits + 1) * (DK + DV)  # the state before, then one row per split
-    spot = dk[:, None] * DV + dv[None, :]
-    within = (dk[:, None] < DK) & (dv[None, :] < DV)
+    means_ptr = plan.means_ptr + head * (splits + 1) * (DK + DV)  # the state before, then one row per split
     if SINGLE:
-        before = tl.load(tally_ptr + head * 3 + 2)
-        old_key = tl.load(state + dk, mask=dk < DK, other=0.0)
-        old_value = tl.load(state + DK + dv, mask=dv < DV, other=0.0)
-        old = tl.zeros([BK, COLUMNS], tl.float32)
-        if HAS_CROSS:
-            old = tl.load(cross_ptr + own * DK * DV + spot, mask=within, other=0.0)
+        before = tl.load(tally_ptr + 2)
+        old_key, old_value, old = _load_state(means_ptr, moments.cross_ptr, own, dk, dv, DK, DV)
         _, key_mean, value_mean, cross = _chan(
             before.to(tl.float32), old_key, old_value, old, gone.to(tl.float32), key_mean, value_mean, cross
         )
-        _store_state(
-            count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, own, before + gone,
-            key_mean, value_mean, cross, dk, dv, DK, DV, HAS_CROSS, HAS_SLOPE,
-        )  # fmt: skip
+        _store_state(moments, own, before + gone, key_mean, value_mean, cross, dk, dv, DK, DV)
     else:
-        mean = state + (split + 1) * (DK + DV)
+        means_ptr += (split + 1) * (DK + DV)
         if tl.program_id(1) == 0:
-            tl.store(mean + dk, key_mean, mask=dk < DK)
-        tl.store(mean + DK + dv, value_mean, mask=dv < DV)
-        if HAS_CROSS:
-            tl.store(part_cross_ptr + (head * splits + split) * DK * DV + spot, cross, mask=within)
+            tl.store(means_ptr + dk, key_mean, mask=dk < DK)
+        tl.store(means_ptr + DK + dv, value_mean, mask=dv < DV)
+        if moments.cross_ptr is not None:
+            spot, within = dk[:, None] * DV + dv[None, :], (dk[:, None] < DK) & (dv[None, :] < DV)
+            tl.store(plan.crosses_ptr + (head * splits + split) * DK * DV + spot, cross, mask=within)
 
 
 @triton.jit(do_not_specialize=["page", "splits"])
-def _merge_kernel(
-    tally_ptr, means_ptr, part_cross_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, rows_ptr, page,
-    splits, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_CROSS: tl.constexpr, HAS_SLOPE: tl.constexpr,
-):  # fmt: skip
+def _merge_kernel(plan: PlanPointers, moments: MomentPointers, rows_ptr, page, splits, TILE: tl.constexpr):
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
     head = tl.program_id(0).to(tl.int64)
-    home, own = _home(rows_ptr, page, head, HEADS)
+    home, own = _home(rows_ptr, page, head, TILE.HEADS)
     if rows_ptr is not None:
         if home == 0:
             return
-    count_ptr = _page(count_ptr, home, page)
-    key_mean_ptr = _page(key_mean_ptr, home, page)
-    value_mean_ptr = _page(value_mean_ptr, home, page)
-    cross_ptr = _page(cross_ptr, home, page)
-    slope_ptr = _page(slope_ptr, home, page)
-    dk = tl.arange(0, BK)
-    dv = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    spot = dk[:, None] * DV + dv[None, :]
-    within = (dk[:, None] < DK) & (dv[None, :] < DV)
-    gone = tl.load(tally_ptr + head * 3).to(tl.int32)
-    before = tl.load(tally_ptr + head * 3 + 2)
-    mean = means_ptr + head * (splits + 1) * (DK + DV)
+    moments = MomentPointers(*[p if p is None else _page(p, home, page) for p in moments])
+    dk, dv = tl.arange(0, TILE.BK), tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
+    gone = tl.load(plan.tally_ptr + head * 3).to(tl.int32)
+    before = tl.load(plan.tally_ptr + head * 3 + 2)
+    means_ptr = plan.means_ptr + head * (splits + 1) * (DK + DV)
     count = before.to(tl.float32)
-    key_mean = tl.load(mean + dk, mask=dk < DK, other=0.0)
-    value_mean = tl.load(mean + DK + dv, mask=dv < DV, other=0.0)
-    cross = tl.zeros([BK, COLUMNS], tl.float32)
-    if HAS_CROSS:
-        cross = tl.load(cross_ptr + own * DK * DV + spot, mask=within, other=0.0)
+    key_mean, value_mean, cross = _load_state(means_ptr, moments.cross_ptr, own, dk, dv, DK, DV)
     for split in range(0, splits):
-        low, high = _range(gone, split, splits, ROWS)
-        mean += DK + DV
-        new_key = tl.load(mean + dk, mask=dk < DK, other=0.0)
-        new_value = tl.load(mean + DK + dv, mask=dv < DV, other=0.0)
-        fresh = tl.zeros([BK, COLUMNS], tl.float32)
-        if HAS_CROSS:
-            fresh = tl.load(part_cross_ptr + (head * splits + split) * DK * DV + spot, mask=within, other=0.0)
+        low, high = _range(gone, split, splits, TILE.ROWS)
+        means_ptr += DK + DV
+        new_key, new_value, fresh = _load_state(means_ptr, plan.crosses_ptr, head * splits + split, dk, dv, DK, DV)
         count, key_mean, value_mean, cross = _chan(
             count, key_mean, value_mean, cross, (high - low).to(tl.float32), new_key, new_value, fresh
         )
-    _store_state(
-        count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr, slope_ptr, own, before + gone,
-        key_mean, value_mean, cross, dk, dv, DK, DV, HAS_CROSS, HAS_SLOPE,
-    )  # fmt: skip
+    _store_state(moments, own, before + gone, key_mean, value_mean, cross, dk, dv, DK, DV)
 
 
 @triton.jit
@@ -317,39 +315,41 @@ def _move_row_tile(
 
 @triton.jit(do_not_specialize=FOLLOWING[:-1])
 def _move_kernel(
-    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, positions_ptr, new_keys_ptr, new_values_ptr,
-    new_positions_ptr, lists_ptr, tally_ptr, rows_ptr, page, N, slots, used,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph, stride_pt,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    state: StatePointers, new_keys: View, new_values: View, new_positions: View, plan: PlanPointers, rows_ptr, page, N,
+    slots, used, TILE: tl.constexpr,
 ):  # fmt: skip
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    ROWS: tl.constexpr = TILE.ROWS
     head = tl.program_id(0).to(tl.int64)
-    batch, kv = head // HEADS, head % HEADS
-    home, own = _home(rows_ptr, page, head, HEADS)
+    batch, kv = head // TILE.HEADS, head % TILE.HEADS
+    home, own = _home(rows_ptr, page, head, TILE.HEADS)
     lane = tl.arange(0, ROWS)
-    holes_ptr = lists_ptr + (tl.num_programs(0) + head) * N
+    holes_ptr = plan.lists_ptr + (tl.num_programs(0) + head) * N
     sources_ptr = holes_ptr + tl.num_programs(0).to(tl.int64) * N
-    places = _page(positions_ptr, home, page) + own * slots
-    keys = _codes_of(_page(keys_ptr, home, page), key_scales_ptr, own * slots, DK)
-    values = _codes_of(_page(values_ptr, home, page), value_scales_ptr, own * slots, DV)
-    key_scales = _scales(key_scales_ptr, home, page, own * slots, DK)
-    value_scales = _scales(value_scales_ptr, home, page, own * slots, DV)
-    new_places = new_positions_ptr + batch * stride_pb + kv * stride_ph
-    new_keys = new_keys_ptr + batch * stride_kb + kv * stride_kh
-    new_values = new_values_ptr + batch * stride_vb + kv * stride_vh
-    moves = tl.load(tally_ptr + head * 3 + 1).to(tl.int32)
+    state = StatePointers(*[p if p is None else _page(p, home, page) for p in state])
+    places = state.positions_ptr + own * slots
+    keys = _codes_of(state.keys_ptr, state.key_scales_ptr, own * slots, DK)
+    values = _codes_of(state.values_ptr, state.value_scales_ptr, own * slots, DV)
+    key_scales = _scales_of(state.key_scales_ptr, own * slots, DK)
+    value_scales = _scales_of(state.value_scales_ptr, own * slots, DV)
+    fresh_places = new_positions.ptr + batch * new_positions.stride_b + kv * new_positions.stride_h
+    fresh_keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
+    fresh_values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
+    moves = tl.load(plan.tally_ptr + head * 3 + 1).to(tl.int32)
     for start in range(tl.program_id(1) * ROWS, moves, tl.num_programs(1) * ROWS):
         inside = start + lane < moves
         source = tl.load(sources_ptr + start + lane, mask=inside, other=0)
         hole = tl.load(holes_ptr + start + lane, mask=inside, other=0)
-        _move_row_tile(keys, key_scales, new_keys, source, hole, inside, used, stride_kt, DK, BK)
-        _move_row_tile(values, value_scales, new_values, source, hole, inside, used, stride_vt, DV, BV)
-        if bias_ptr is not None:  # 0 for new tokens
-            bias = _page(bias_ptr, home, page) + own * slots
+        _move_row_tile(keys, key_scales, fresh_keys, source, hole, inside, used, new_keys.stride_t, DK, TILE.BK)
+        _move_row_tile(values, value_scales, fresh_values, source, hole, inside, used, new_values.stride_t, DV, TILE.BV)
+        if state.bias_ptr is not None:  # 0 for new tokens
+            bias = state.bias_ptr + own * slots
             moved = tl.load(bias + source, mask=inside & (source < used), other=0.0)
             tl.store(bias + hole, moved, mask=inside)
         old = tl.load(places + source, mask=inside & (source < used), other=0)
-        far = (source - used).to(tl.int64) * stride_pt
-        new = tl.load(new_places + far, mask=inside & (source >= used), other=0).to(tl.int32)
+        far = (source - used).to(tl.int64) * new_positions.stride_t
+        new = tl.load(fresh_places + far, mask=inside & (source >= used), other=0).to(tl.int32)
         tl.store(places + hole, tl.where(source < used, old, new), mask=inside)
 
 
@@ -364,38 +364,6 @@ def move_tile(width: int, packed: bool) -> tuple[int, int]:
     """
     rows, _, warps = MERGE[width]
     return (rows, warps) if packed else (ROWS, 4)
-
-
-def _merge(
-    held: Pairs, new_keys: Tensor, new_values: Tensor, listed: Tensor, tally: Tensor, means: Tensor,
-    used: int, moments: Moments, where: tuple[Tensor | None, int | None],
-) -> None:  # fmt: skip
-    """Add the listed candidates to the moments, in place.
-
-    Args: held: keys, values and their scales in the slots; listed [B, Hkv, N] int32, rows to merge; tally [B, Hkv, 3]
-        int64: how many, (moves), count before; means [B, Hkv, splits + 1, Dk + Dv] fp32 whose first row holds the means
-        before; where: rows and page.
-    """
-    slope = moments.slope
-    batch, (_, heads, slots, _) = len(listed), held[0].shape
-    dk, dv = new_keys.shape[-1], new_values.shape[-1]
-    splits = means.shape[2] - 1
-    has_cross = moments.cross is not None
-    cross = moments.cross if has_cross else means
-    part = torch.empty(batch * heads * splits * dk * dv if has_cross and splits > 1 else 0, device=listed.device)
-    state = (moments.count, moments.key_mean, moments.value_mean, cross, cross if slope is None else slope)
-    rows, columns, warps = MERGE[pow2(dk, 64)]
-    shape = {"HEADS": heads, "DK": dk, "DV": dv, "BK": pow2(dk, 16), "ROWS": rows, "COLUMNS": columns}
-    shape |= {"HAS_CROSS": has_cross, "HAS_SLOPE": slope is not None}
-    strides = (*new_keys.stride()[:3], *new_values.stride()[:3])
-    _moments_kernel[(batch * heads, triton.cdiv(dv, columns), splits)](
-        *held, new_keys, new_values, listed, tally, means, part, *state, *where,
-        listed.shape[-1], slots, used, splits, *strides, SINGLE=splits == 1, num_warps=warps,
-        num_stages=2, **shape,
-    )  # fmt: skip
-    if splits > 1:
-        grid = (batch * heads, triton.cdiv(dv, columns))
-        _merge_kernel[grid](tally, means, part, *state, *where, splits, num_warps=warps, **shape)
 
 
 def compact(
@@ -418,40 +386,47 @@ def compact(
     )
     k, v, new_positions = nothing if block is None else block
     used = num - k.shape[2]
-    held = (keys, values, slots.key_scales, slots.value_scales)
+    held, known = StatePointers.of(slots, *PAIRS, "bias", "positions"), MomentPointers.of(moments)
     check_scales(op, slots)
     check_shape(op, "kept", kept, (batch, heads, num))
     check_shape(op, "k", k, (batch, heads, None, dk))
     check_shape(op, "v", v, (batch, heads, k.shape[2], dv))
     check_head_dim(op, max(dk, dv))
     check_contiguous(op, valid=valid, kept=kept)
-    page = check_rows(
-        op, state, keys=keys, values=values, key_scales=held[2], value_scales=held[3], bias=slots.bias,
-        positions=positions,
-        lengths=lengths, count=moments.count, key_mean=moments.key_mean, value_mean=moments.value_mean,
-        cross=moments.cross, slope=moments.slope,
-    )  # fmt: skip
+    page = check_rows(op, state, held, known, lengths=lengths)
     assert 0 <= used <= capacity and k.stride(-1) == v.stride(-1) == 1
     if not num or not batch:
         lengths.zero_() if state.rows is None else lengths.index_fill_(0, state.rows, 0)
         return
-    device, has_means, where = keys.device, moments.key_mean is not None, (state.rows, page)
-    splits = row_splits(num)
-    lists = torch.empty(3, batch, heads, num, dtype=torch.int32, device=device)
-    tally = torch.empty(batch, heads, 3, dtype=torch.int64, device=device)
-    means = torch.empty(batch, heads, splits + 1, dk + dv, dtype=torch.float32, device=device)
-    shape = {"DK": dk, "DV": dv, "BK": pow2(dk, 16), "BV": pow2(dv, 16)}
-    key_mean, value_mean = (moments.key_mean, moments.value_mean) if has_means else (means, means)
-    _plan_kernel[(batch * heads,)](
-        kept.view(torch.uint8), valid.view(torch.uint8), lengths, moments.count, key_mean, value_mean, lists, tally,
-        means, *where, num, used, splits, HEADS=heads, **shape, HAS_MEANS=has_means, BLOCK=PLAN,
+    device, where, width = keys.device, (state.rows, page), pow2(dk, 64)
+    splits, pairs = row_splits(num), batch * heads
+    crosses = None
+    if moments.cross is not None and splits > 1:
+        crosses = torch.empty(pairs, splits, dk, dv, dtype=torch.float32, device=device)
+    plan = PlanPointers(
+        torch.empty(3, pairs, num, dtype=torch.int32, device=device),
+        torch.empty(pairs, 3, dtype=torch.int64, device=device),
+        torch.empty(pairs, splits + 1, dk + dv, dtype=torch.float32, device=device),
+        crosses,
+    )
+    rows, columns, warps = MERGE[width]
+    tile = Tile(heads, dk, dv, pow2(dk, 16), pow2(dv, 16), rows, columns)
+    _plan_kernel[(pairs,)](
+        kept.view(torch.uint8), valid.view(torch.uint8), lengths, known, plan, *where, num, used, splits, TILE=tile,
+        BLOCK=PLAN,
     )  # fmt: skip
-    if has_means:
-        _merge(held, k, v, lists[0], tally, means, used, moments, where)
-    strides = (*k.stride()[:3], *v.stride()[:3], *new_positions.stride())
+    block_keys, block_values = View.of(k), View.of(v)
+    if moments.key_mean is not None:
+        slices = triton.cdiv(dv, columns)
+        _moments_kernel[(pairs, slices, splits)](
+            held, block_keys, block_values, plan, known, *where, num, capacity, used, splits, TILE=tile,
+            SINGLE=splits == 1, num_warps=warps, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            _merge_kernel[(pairs, slices)](plan, known, *where, splits, TILE=tile, num_warps=warps)
     rows, warps = move_tile(pow2(max(dk, dv), 64), slots.format.values.bits == 4)
     movers = min(triton.cdiv(min(num, capacity), rows), MAX_MOVERS)
-    _move_kernel[(batch * heads, movers)](
-        *held, slots.bias, positions, k, v, new_positions, lists, tally, *where, num, capacity, used, *strides,
-        HEADS=heads, **shape, ROWS=rows, num_warps=warps,
+    _move_kernel[(pairs, movers)](
+        held, block_keys, block_values, View.of(new_positions), plan, *where, num, capacity, used,
+        TILE=tile._replace(ROWS=rows), num_warps=warps,
     )  # fmt: skip

@@ -17,6 +17,8 @@ Does not handle: more than 64 tokens at once, Dv != Dk, head_dim above 512, floa
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from ..errors import FastKVError, check_shape
 from ..reference import LayerState, Spec
+from ._arguments import PAIRS, MomentPointers, StatePointers
 from ._attention import (
     _barrier,
     _dot32,
@@ -45,6 +48,7 @@ from ._launch import (
     check_rows,
     check_scales,
     chip_of,
+    on_hip,
     pow2,
 )
 
@@ -57,7 +61,7 @@ BLOCK_V = {64: 32, 128: 32, 256: 32, 512: 16}  # value columns of one program, b
 PACKED_V: dict[str, dict[int, int]] = {
     "hip": {}, "90": {128: 16, 256: 16}, "100": {128: 16, 256: 8}, "": {128: 16}
 }  # fmt: skip
-TILE = 16  # evicted rows at a time
+ROWS = 16  # evicted, at a time
 MAX_FP32 = tl.constexpr(3.4028234663852886e38)
 LAST_KEY = tl.constexpr(0xFFFFFFFFFFFFFFFF)
 
@@ -71,99 +75,101 @@ def _order_bits(x):
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # no ~: the interpreter cannot
 
 
+class Found(NamedTuple):
+    """Candidates of several programs: keys [B * Hkv, chunks * R] int64 as of `_rank_slots`, slots int32; absent where
+    one program looks at all slots.
+    """
+
+    keys_ptr: Any = None
+    slots_ptr: Any = None
+
+
+class Tile(NamedTuple):
+    """Constants of a launch: R victims at most, BLOCK_C slots or candidates, numbers of a head and padded ones, value
+    columns of a program, rows at a time.
+    """
+
+    HEADS: int
+    R: int
+    BLOCK_C: int
+    D: int
+    BLOCK_D: int
+    BLOCK_V: int
+    ROWS: int
+
+
 @triton.jit
-def _rank_slots(
-    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, own, slot, slots, width, sinks, recent,
-    HEADS: tl.constexpr,
-):  # fmt: skip
+def _rank_slots(scores_ptr, state, pair, own, slot, slots, width, sinks, recent, HEADS: tl.constexpr):
     """uint64 that sort in order of eviction: class, score, descending position; LAST_KEY where nothing is stored.
 
     pair: of the scores; own: the same one of everything else.
     """
-    base, capacity = _stretch(starts_ptr, own, slots, HEADS)
+    base, capacity = _stretch(state.starts_ptr, own, slots, HEADS)
     known = slot < width  # a mask by length would make loads narrow
-    if starts_ptr is not None:
+    if state.starts_ptr is not None:
         known = known & (slot < capacity)
-    position = tl.load(positions_ptr + base + slot, mask=known, other=0)
+    position = tl.load(state.positions_ptr + base + slot, mask=known, other=0)
     score = tl.load(scores_ptr + pair * width + slot, mask=known, other=0).to(tl.float32)  # or whether it is kept
     bits = _order_bits(score).to(tl.uint64)
-    guarded = ((position < sinks) | (position >= tl.load(seen_ptr + own // HEADS) - recent)).to(tl.uint64)
+    guarded = ((position < sinks) | (position >= tl.load(state.seen_ptr + own // HEADS) - recent)).to(tl.uint64)
     key = (guarded << 63) | (bits << 31) | (0x7FFFFFFF - position).to(tl.uint64)
-    return tl.where(slot < tl.load(lengths_ptr + own), key, LAST_KEY)
+    return tl.where(slot < tl.load(state.lengths_ptr + own), key, LAST_KEY)
 
 
 @triton.jit(do_not_specialize=["page", "most", "sinks", "recent"])  # aligned slots are read 16 bytes at a time
 def _candidates_kernel(
-    scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, candidate_keys_ptr, candidate_slots_ptr, rows_ptr,
-    page, slots, width, most, sinks, recent, HEADS: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
+    scores_ptr, state: StatePointers, found: Found, rows_ptr, page, slots, width, most, sinks, recent,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The first `most` of at most R to go among BLOCK_C slots: keys (LAST_KEY beyond the slots in use) and slots."""
     pair, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, own = _home(rows_ptr, page, pair, HEADS)
+    row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     if rows_ptr is not None:
         if row == 0:
             return
-    positions_ptr = _page(positions_ptr, row, page)
-    lengths_ptr = _page(lengths_ptr, row, page)
-    seen_ptr = _page(seen_ptr, row, page)
-    starts_ptr = _page(starts_ptr, row, page)
-    slot = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
-    keys = _rank_slots(
-        scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, own, slot, slots, width, sinks, recent,
-        HEADS,
-    )  # fmt: skip
-    place = (pair * tl.num_programs(1) + chunk) * R
+    state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
+    slot = chunk * TILE.BLOCK_C + tl.arange(0, TILE.BLOCK_C)
+    keys = _rank_slots(scores_ptr, state, pair, own, slot, slots, width, sinks, recent, TILE.HEADS)
+    place = (pair * tl.num_programs(1) + chunk) * TILE.R
     for r in range(most):
         low = tl.min(keys, 0)
-        tl.store(candidate_keys_ptr + place + r, low.to(tl.int64, bitcast=True))
-        tl.store(candidate_slots_ptr + place + r, tl.max(tl.where(keys == low, slot, 0), 0))
+        tl.store(found.keys_ptr + place + r, low.to(tl.int64, bitcast=True))
+        tl.store(found.slots_ptr + place + r, tl.max(tl.where(keys == low, slot, 0), 0))
         keys = tl.where(keys == low, LAST_KEY, keys)
 
 
 @triton.jit(do_not_specialize=["page", "most", "sinks", "recent", "chunks"])
 def _evict_kernel(
-    keys_ptr, values_ptr, positions_ptr, lengths_ptr, seen_ptr, count_ptr, key_mean_ptr, value_mean_ptr, cross_ptr,
-    slope_ptr, key_scales_ptr, value_scales_ptr, bias_ptr, scores_ptr, starts_ptr, candidate_keys_ptr,
-    candidate_slots_ptr, tickets_ptr, rows_ptr, page, slots, width, most, sinks, recent, chunks, HEADS: tl.constexpr,
-    R: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    TILE: tl.constexpr, HIP: tl.constexpr,
+    scores_ptr, state: StatePointers, moments: MomentPointers, found: Found, tickets_ptr, rows_ptr, page, slots, width,
+    most, sinks, recent, chunks, TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
-    # candidate_keys_ptr None: look at all slots. key_mean_ptr None: only count. cross_ptr None: only means.
+    # key_mean_ptr None: only count. cross_ptr None: only means.
+    HEADS: tl.constexpr = TILE.HEADS
+    R: tl.constexpr = TILE.R
+    D: tl.constexpr = TILE.D
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    BLOCK_V: tl.constexpr = TILE.BLOCK_V
+    ROWS: tl.constexpr = TILE.ROWS
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, own = _home(rows_ptr, page, pair, HEADS)
     if rows_ptr is not None:
         if row == 0:
             return
-    keys_ptr = _page(keys_ptr, row, page)
-    values_ptr = _page(values_ptr, row, page)
-    key_scales_ptr = _page(key_scales_ptr, row, page)
-    value_scales_ptr = _page(value_scales_ptr, row, page)
-    bias_ptr = _page(bias_ptr, row, page)
-    positions_ptr = _page(positions_ptr, row, page)
-    lengths_ptr = _page(lengths_ptr, row, page)
-    seen_ptr = _page(seen_ptr, row, page)
-    starts_ptr = _page(starts_ptr, row, page)
-    count_ptr = _page(count_ptr, row, page)
-    key_mean_ptr = _page(key_mean_ptr, row, page)
-    value_mean_ptr = _page(value_mean_ptr, row, page)
-    cross_ptr = _page(cross_ptr, row, page)
-    slope_ptr = _page(slope_ptr, row, page)
-    base, capacity = _stretch(starts_ptr, own, slots, HEADS)
-    length, tokens = tl.load(lengths_ptr + own), tl.maximum(capacity - most, 0)
+    state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
+    moments = MomentPointers(*[p if p is None else _page(p, row, page) for p in moments])
+    base, capacity = _stretch(state.starts_ptr, own, slots, HEADS)
+    length, tokens = tl.load(state.lengths_ptr + own), tl.maximum(capacity - most, 0)
     drop = length - tokens
     if drop <= 0:
         return
-    slot = tl.arange(0, BLOCK_C)
-    if candidate_keys_ptr is not None:
+    slot = tl.arange(0, TILE.BLOCK_C)
+    if found.keys_ptr is not None:
         place, inside = (pair * chunks) * R + slot, slot < chunks * R
-        order = tl.load(candidate_keys_ptr + place, mask=inside, other=-1).to(tl.uint64, bitcast=True)
+        order = tl.load(found.keys_ptr + place, mask=inside, other=-1).to(tl.uint64, bitcast=True)
         order = tl.where(inside & (slot % R < most), order, LAST_KEY)  # a mask of the load would make it narrow
-        slot = tl.load(candidate_slots_ptr + place, mask=inside, other=0)
+        slot = tl.load(found.slots_ptr + place, mask=inside, other=0)
     else:
-        order = _rank_slots(
-            scores_ptr, positions_ptr, lengths_ptr, seen_ptr, starts_ptr, pair, own, slot, slots, width, sinks, recent,
-            HEADS,
-        )  # fmt: skip
+        order = _rank_slots(scores_ptr, state, pair, own, slot, slots, width, sinks, recent, HEADS)
     index = tl.arange(0, R)
     victims = tl.zeros([R], tl.int32)
     for r in range(drop):
@@ -172,88 +178,84 @@ def _evict_kernel(
         order = tl.where(order == low, LAST_KEY, order)
     hole, source = _holes(victims, drop, length, tokens, R)
 
-    keys_ptr = _codes_of(keys_ptr, key_scales_ptr, base, D)
-    values_ptr = _codes_of(values_ptr, value_scales_ptr, base, D)
-    key_scales_ptr = _scales_of(key_scales_ptr, base, D)
-    value_scales_ptr = _scales_of(value_scales_ptr, base, D)
-    positions_ptr += base
+    keys_ptr = _codes_of(state.keys_ptr, state.key_scales_ptr, base, D)
+    values_ptr = _codes_of(state.values_ptr, state.value_scales_ptr, base, D)
+    key_scales_ptr = _scales_of(state.key_scales_ptr, base, D)
+    value_scales_ptr = _scales_of(state.value_scales_ptr, base, D)
+    positions_ptr = state.positions_ptr + base
     cols, mine = tl.arange(0, BLOCK_D), part * BLOCK_V + tl.arange(0, BLOCK_V)
-    before = tl.load(count_ptr + own)
+    before = tl.load(moments.count_ptr + own)
     size, share = drop.to(tl.float32), drop.to(tl.float32) / (before + drop).to(tl.float32)
     key_mean = tl.zeros([BLOCK_D], tl.float32)
-    if key_mean_ptr is not None:
+    if moments.key_mean_ptr is not None:
         value_mean = tl.zeros([BLOCK_V], tl.float32)
-        for first in range(0, drop, TILE):
-            gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
+        for first in range(0, drop, ROWS):
+            gone, live = _some(victims, first, R, ROWS), first + tl.arange(0, ROWS) < drop
             k = _exact_rows(keys_ptr, key_scales_ptr, gone, live, 0, D, BLOCK_D)
             key_mean += tl.sum(k, 0) / size
             v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
             value_mean += tl.sum(v, 0) / size
-        key_before = tl.load(key_mean_ptr + own * D + cols, mask=cols < D, other=0.0)
-        value_before = tl.load(value_mean_ptr + own * D + mine, mask=mine < D, other=0.0)
+        key_before = tl.load(moments.key_mean_ptr + own * D + cols, mask=cols < D, other=0.0)
+        value_before = tl.load(moments.value_mean_ptr + own * D + mine, mask=mine < D, other=0.0)
         key_step, value_step = key_mean - key_before, value_mean - value_before
-        if cross_ptr is not None:
+        if moments.cross_ptr is not None:
             place = own * D * D + cols[:, None] * D + mine[None, :]
             mask = (cols < D)[:, None] & (mine < D)[None, :]
-            cross = tl.load(cross_ptr + place, mask=mask, other=0.0)
+            cross = tl.load(moments.cross_ptr + place, mask=mask, other=0.0)
             cross += (key_step * (before.to(tl.float32) * share))[:, None] * value_step[None, :]
-            for first in range(0, drop, TILE):
-                gone, live = _some(victims, first, R, TILE), first + tl.arange(0, TILE) < drop
+            for first in range(0, drop, ROWS):
+                gone, live = _some(victims, first, R, ROWS), first + tl.arange(0, ROWS) < drop
                 k = _exact_rows(keys_ptr, key_scales_ptr, gone, live, 0, D, BLOCK_D) - key_mean[None, :]
                 v = _exact_rows(values_ptr, value_scales_ptr, gone, live, part * BLOCK_V, D, BLOCK_V)
                 v -= value_mean[None, :]
                 k, v = tl.where(live[:, None], k, 0.0), tl.where(live[:, None], v, 0.0)
                 cross += _dot32(tl.trans(k), v)
-            tl.store(cross_ptr + place, cross, mask=mask)
-            if slope_ptr is not None:
+            tl.store(moments.cross_ptr + place, cross, mask=mask)
+            if moments.slope_ptr is not None:
                 slope = cross / (before + drop).to(tl.float32)
-                tl.store(slope_ptr + place, slope.to(slope_ptr.dtype.element_ty), mask=mask)
-        tl.store(value_mean_ptr + own * D + mine, value_before + share * value_step, mask=mine < D)
+                tl.store(moments.slope_ptr + place, slope.to(moments.slope_ptr.dtype.element_ty), mask=mask)
+        tl.store(moments.value_mean_ptr + own * D + mine, value_before + share * value_step, mask=mine < D)
         key_mean = key_before + share * key_step
     _barrier(HIP)  # every thread has read the evicted values before they are overwritten
     if not _packed(value_scales_ptr):
-        _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, TILE)
+        _move_rows(values_ptr, drop, hole, victims, source, mine, D, R, ROWS)
 
     _barrier(HIP)  # every thread has read what the last part changes
     parts = tl.num_programs(1)
     if tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
         if _packed(key_scales_ptr):
-            _move_rows(keys_ptr, drop, hole, victims, source, cols, D // 2, R, TILE)
+            _move_rows(keys_ptr, drop, hole, victims, source, cols, D // 2, R, ROWS)
         else:
-            _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, TILE)
+            _move_rows(keys_ptr, drop, hole, victims, source, cols, D, R, ROWS)
         if _packed(value_scales_ptr):  # every part needs all numbers of a rotated value
-            _move_rows(values_ptr, drop, hole, victims, source, cols, D // 2, R, TILE)
+            _move_rows(values_ptr, drop, hole, victims, source, cols, D // 2, R, ROWS)
         if key_scales_ptr is not None:  # which every part has read
             _move_scales(key_scales_ptr, hole, victims, source, D, BLOCK_D)
             _move_scales(value_scales_ptr, hole, victims, source, D, BLOCK_D)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + base + source, mask=hole, other=0.0)
-            tl.store(bias_ptr + base + victims, bias, mask=hole)
+        if state.bias_ptr is not None:
+            bias = tl.load(state.bias_ptr + base + source, mask=hole, other=0.0)
+            tl.store(state.bias_ptr + base + victims, bias, mask=hole)
         moved = tl.load(positions_ptr + source, mask=hole, other=0)
         tl.store(positions_ptr + victims, moved, mask=hole)
-        if key_mean_ptr is not None:
-            tl.store(key_mean_ptr + own * D + cols, key_mean, mask=cols < D)
-        tl.store(count_ptr + own, before + drop)
-        tl.store(lengths_ptr + own, tokens)
+        if moments.key_mean_ptr is not None:
+            tl.store(moments.key_mean_ptr + own * D + cols, key_mean, mask=cols < D)
+        tl.store(moments.count_ptr + own, before + drop)
+        tl.store(state.lengths_ptr + own, tokens)
         tl.store(tickets_ptr + pair, 0)
 
 
 def _constants(
     heads: int, width: int, drop: int, head_dim: int, chip: str, single: bool, packed: bool
-) -> tuple[dict, int, int]:
-    """Constexpr arguments of the eviction, chunks of the candidate search (0: none), and warps; chip: see
-    `chip_of`; single: slots hold fp32; packed: codes of 4 bits."""
-    hip = chip == "hip"
-    most = pow2(drop, TILE)
+) -> tuple[Tile, int, int]:
+    """Tile of the eviction, chunks of the candidate search (0: none), and warps; chip: see `chip_of`; single: slots
+    hold fp32; packed: codes of 4 bits."""
+    hip, most, padded = chip == "hip", pow2(drop, ROWS), pow2(head_dim, 64)
     chunks = triton.cdiv(width, MAX_SCAN) if width > MAX_SCAN else 0
     found = chunks * most if chunks else width
     scanned = next((block for block in SCANS if found <= block), pow2(found))
-    padded = pow2(head_dim, 64)
-    constants = dict(HEADS=heads, R=most, BLOCK_C=scanned, D=head_dim, BLOCK_D=padded, TILE=TILE)
-    columns = BLOCK_V | (PACKED_V.get(chip, PACKED_V[""]) if packed else {})
-    constants |= dict(BLOCK_V=columns[padded], HIP=hip)
+    columns = (BLOCK_V | (PACKED_V.get(chip, PACKED_V[""]) if packed else {}))[padded]
     wide = padded >= (128 if packed or single else 256) and not hip
-    return constants, chunks, 16 if columns[padded] < 16 else 8 if wide else 4
+    return Tile(heads, most, scanned, head_dim, padded, columns, ROWS), chunks, 16 if columns < 16 else 8 if wide else 4
 
 
 def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) -> None:
@@ -279,30 +281,22 @@ def evict(scores: Tensor, kept: Tensor | None, state: LayerState, spec: Spec) ->
         raise FastKVError(f"evict removes at most {MAX_DROP} tokens of a head, got {drop}; evict more often")
     scores = scores if kept is None else kept.view(torch.uint8)
     check_contiguous(op, scores=scores)
-    page = check_rows(
-        op, state, keys=keys, values=values, key_scales=exact.key_scales, value_scales=exact.value_scales,
-        bias=exact.bias, positions=exact.positions, lengths=exact.lengths, seen=state.seen, count=moments.count,
-        key_mean=moments.key_mean, value_mean=moments.value_mean, cross=moments.cross, slope=moments.slope,
-        starts=starts,
-    )  # fmt: skip
-    pairs = state.batch * heads
-    constants, chunks, num_warps = _constants(
+    pointers = StatePointers.of(exact, *PAIRS, "bias", "positions", "lengths", "starts", seen=state.seen)
+    known = MomentPointers.of(moments)
+    page, pairs = check_rows(op, state, pointers, known), state.batch * heads
+    tile, chunks, num_warps = _constants(
         heads, width, drop, dim, chip_of(keys.device), keys.dtype == torch.float32, exact.format.values.bits == 4,
     )  # fmt: skip
-    candidates = chunks * constants["R"]
-    found = found_slots = None
+    found, numbers = Found(), (state.rows, page, slots, width, drop, spec.sinks, spec.recent)
     if chunks:
-        found = torch.empty(pairs, candidates, dtype=torch.int64, device=keys.device)
-        found_slots = torch.empty(pairs, candidates, dtype=torch.int32, device=keys.device)
+        shape = pairs, chunks * tile.R
+        found = Found(*(torch.empty(shape, dtype=t, device=keys.device) for t in (torch.int64, torch.int32)))
         _candidates_kernel[pairs, chunks](
-            scores, exact.positions, exact.lengths, state.seen, starts, found, found_slots, state.rows, page, slots,
-            width, drop, spec.sinks, spec.recent, HEADS=heads, R=constants["R"], BLOCK_C=MAX_SCAN, num_warps=4,
+            scores, StatePointers.of(exact, "positions", "lengths", "starts", seen=state.seen), found, *numbers,
+            TILE=tile._replace(BLOCK_C=MAX_SCAN), num_warps=4,
         )  # fmt: skip
     room = Workspace.of(state.scratch)
     tickets = torch.zeros(pairs, dtype=torch.int32, device=keys.device) if room is None else room.tickets
-    _evict_kernel[pairs, triton.cdiv(dim, constants["BLOCK_V"])](
-        keys, values, exact.positions, exact.lengths, state.seen, moments.count, moments.key_mean, moments.value_mean,
-        moments.cross, moments.slope, exact.key_scales, exact.value_scales, exact.bias, scores, starts,
-        found, found_slots, tickets, state.rows, page, slots, width, drop, spec.sinks, spec.recent, chunks,
-        **constants, num_warps=num_warps,
-    )  # fmt: skip
+    _evict_kernel[pairs, triton.cdiv(dim, tile.BLOCK_V)](
+        scores, pointers, known, found, tickets, *numbers, chunks, TILE=tile, HIP=on_hip(), num_warps=num_warps
+    )

@@ -11,6 +11,8 @@ Does not handle: the KeyDiff anchors "median" and "pairwise"; they stay in the r
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference.geometry import check_metric
+from ._arguments import View
 from ._launch import check_head_dim, check_like, pow2
 
 BLOCK_N = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32, 512: 16}  # rows per tile, by padded head_dim
@@ -28,20 +31,49 @@ FOLLOWING = ["N", "window", "rows_per_split", "splits"]  # the length of a promp
 TINY = tl.constexpr(1e-12)  # what torch.nn.functional.normalize never divides by less than
 
 
+class Real(NamedTuple):
+    """Which keys are real: order [B, Hkv, N] int64, in which the first lengths [B, Hkv] int64 are; or mask [B, Hkv, N]
+    bytes; all if both are absent.
+    """
+
+    order_ptr: Any = None
+    lengths_ptr: Any = None
+    mask_ptr: Any = None
+
+
+class Tile(NamedTuple):
+    """Constants of a launch: heads, their numbers, padded ones; keys at a time."""
+
+    HEADS: int
+    D: int
+    BD: int
+    BLOCK_N: int
+
+
 @triton.jit
-def _load_rows(
-    keys_ptr, order_ptr, mask_ptr, row, rank, limit, length, stride_t,
-    D: tl.constexpr, BD: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """Keys of the given ranks, fp32 and 0 where not real, with their indices, and which of them are real."""
-    index = rank
-    if HAS_ORDER:
-        index = tl.load(order_ptr + row + rank, mask=rank < limit, other=0).to(tl.int32)
+def _stretch(N, window, rows_per_split, splits):
+    """The ranks [low, high) of a program: a split of a window."""
+    start = tl.program_id(1) // splits * window
+    low = start + tl.program_id(1) % splits * rows_per_split
+    return low, tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
+
+
+@triton.jit
+def _load_rows(keys, known, head, rank, limit, N, TILE: tl.constexpr):
+    """Keys of the given ranks of a head, fp32 and 0 where not real, with their indices, and which of them are real."""
+    HEADS: tl.constexpr = TILE.HEADS
+    D: tl.constexpr = TILE.D
+    BD: tl.constexpr = TILE.BD
+    index, length = rank, N
+    if known.order_ptr is not None:
+        index = tl.load(known.order_ptr + head * N + rank, mask=rank < limit, other=0).to(tl.int32)
+        length = tl.load(known.lengths_ptr + head).to(tl.int32)
     real = (rank < limit) & (rank < length)
-    if HAS_MASK:
-        real = real & (tl.load(mask_ptr + row + rank, mask=rank < limit, other=0) != 0)
+    if known.mask_ptr is not None:
+        real = real & (tl.load(known.mask_ptr + head * N + rank, mask=rank < limit, other=0) != 0)
+    keys_ptr = keys.ptr + (head // HEADS) * keys.stride_b + (head % HEADS) * keys.stride_h
     column = tl.arange(0, BD)[None, :]
-    spot = keys_ptr + index.to(tl.int64)[:, None] * stride_t + column
+    spot = keys_ptr + index.to(tl.int64)[:, None] * keys.stride_t + column
     return tl.load(spot, mask=real[:, None] & (column < D), other=0.0).to(tl.float32), index, real
 
 
@@ -53,25 +85,17 @@ def _norm(rows):
 
 @triton.jit(do_not_specialize=FOLLOWING)
 def _sum_kernel(
-    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, N, window, rows_per_split, splits,
-    stride_b, stride_h, stride_t, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
+    keys: View, known: Real, sums_ptr, counts_ptr, N, window, rows_per_split, splits, TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
+    BD: tl.constexpr = TILE.BD
     head = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) // splits * window
-    low = start + tl.program_id(1) % splits * rows_per_split
-    high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
-    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
-    length = N
-    if HAS_ORDER:
-        length = tl.load(lengths_ptr + head).to(tl.int32)
+    low, high = _stretch(N, window, rows_per_split, splits)
     total = tl.zeros([BD], tl.float32)
     count = tl.zeros([], tl.int32)
-    for first in range(low, high, BLOCK_N):
-        rank = first + tl.arange(0, BLOCK_N)
-        k, _, real = _load_rows(
-            keys, order_ptr, mask_ptr, head * N, rank, high, length, stride_t, D, BD, HAS_ORDER, HAS_MASK
-        )
+    for first in range(low, high, TILE.BLOCK_N):
+        rank = first + tl.arange(0, TILE.BLOCK_N)
+        k, _, real = _load_rows(keys, known, head, rank, high, N, TILE)
         if UNIT:
             k = k / _norm(k)[:, None]
         total += tl.sum(k, 0)
@@ -83,18 +107,12 @@ def _sum_kernel(
 
 @triton.jit(do_not_specialize=FOLLOWING)
 def _score_kernel(
-    keys_ptr, order_ptr, mask_ptr, lengths_ptr, sums_ptr, counts_ptr, scores_ptr, N, window, rows_per_split, splits,
-    stride_b, stride_h, stride_t, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr,
-    METRIC: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_MASK: tl.constexpr,
+    keys: View, known: Real, sums_ptr, counts_ptr, scores_ptr, N, window, rows_per_split, splits, TILE: tl.constexpr,
+    METRIC: tl.constexpr,
 ):  # fmt: skip
+    BD: tl.constexpr = TILE.BD
     head = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) // splits * window
-    low = start + tl.program_id(1) % splits * rows_per_split
-    high = tl.minimum(tl.minimum(low + rows_per_split, start + window), N)
-    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
-    length = N
-    if HAS_ORDER:
-        length = tl.load(lengths_ptr + head).to(tl.int32)
+    low, high = _stretch(N, window, rows_per_split, splits)
     part = head * tl.num_programs(1) + tl.program_id(1) // splits * splits
     total = tl.zeros([BD], tl.float32)
     count = tl.zeros([], tl.int32)
@@ -103,11 +121,9 @@ def _score_kernel(
         count += tl.load(counts_ptr + part + split)
     center = total / tl.maximum(count, 1).to(tl.float32)
     length_of_center = tl.maximum(tl.sqrt(tl.sum(center * center, 0)), TINY)
-    for first in range(low, high, BLOCK_N):
-        rank = first + tl.arange(0, BLOCK_N)
-        k, index, real = _load_rows(
-            keys, order_ptr, mask_ptr, head * N, rank, high, length, stride_t, D, BD, HAS_ORDER, HAS_MASK
-        )
+    for first in range(low, high, TILE.BLOCK_N):
+        rank = first + tl.arange(0, TILE.BLOCK_N)
+        k, index, real = _load_rows(keys, known, head, rank, high, N, TILE)
         if METRIC <= 2:
             score = tl.sum(k * center[None, :], 1)
             if METRIC <= 1:
@@ -144,13 +160,10 @@ def _scores(keys: Tensor, metric: str, unit: bool, window: int | None, mask: Ten
     grid = (batch * heads, triton.cdiv(num, window) * splits)
     sums = torch.empty(*grid, width, dtype=torch.float32, device=keys.device)
     counts = torch.empty(*grid, dtype=torch.int32, device=keys.device)
-    inputs = (keys, scores if order is None else order, scores if mask is None else mask.view(torch.uint8),
-              scores if lengths is None else lengths)  # fmt: skip
-    sizes = (num, window, rows, splits, *keys.stride()[:3])
-    flags = {"HEADS": heads, "D": dim, "BD": width, "BLOCK_N": BLOCK_N[width]}
-    flags |= {"HAS_ORDER": order is not None, "HAS_MASK": mask is not None}
-    _sum_kernel[grid](*inputs, sums, counts, *sizes, UNIT=unit, **flags)
-    _score_kernel[grid](*inputs, sums, counts, scores, *sizes, METRIC=METRICS[metric], **flags)
+    known = Real(order, lengths, None if mask is None else mask.view(torch.uint8))
+    sizes, tile = (num, window, rows, splits), Tile(heads, dim, width, BLOCK_N[width])
+    _sum_kernel[grid](View.of(keys), known, sums, counts, *sizes, TILE=tile, UNIT=unit)
+    _score_kernel[grid](View.of(keys), known, sums, counts, scores, *sizes, TILE=tile, METRIC=METRICS[metric])
     return scores
 
 

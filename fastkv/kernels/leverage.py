@@ -13,6 +13,8 @@ Does not handle: unsketched keys with D > 128 and the QR and SVD methods; they s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from ..errors import FastKVError
 from ..reference.geometry import RIDGE
+from ._arguments import View
 from ._attention import _dot, _dot32
 from ._launch import check_head_dim, check_like, on_hip, pow2, stages
 
@@ -44,46 +47,57 @@ def _tile(width: int, hip: bool) -> tuple[int, int]:
     return 16 if hip and width == 256 else 32, WARPS_HIP if hip else WARPS
 
 
+class Tile(NamedTuple):
+    """Constants of a launch: numbers of a key and padded ones, columns of a sketch and padded ones; keys at a time."""
+
+    HEADS: int
+    D: int
+    BD: int
+    K: int
+    BK: int
+    BLOCK_N: int
+
+
 @triton.jit
-def _sketch(sketch_ptr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def _sketch(sketch_ptr, TILE: tl.constexpr):
     """Phi, padded to [BD, BK]."""
-    row, column = tl.arange(0, BD)[:, None], tl.arange(0, BK)[None, :]
-    return tl.load(sketch_ptr + row * K + column, mask=(row < D) & (column < K), other=0.0)
+    K: tl.constexpr = TILE.K
+    row, column = tl.arange(0, TILE.BD)[:, None], tl.arange(0, TILE.BK)[None, :]
+    return tl.load(sketch_ptr + row * K + column, mask=(row < TILE.D) & (column < K), other=0.0)
 
 
 @triton.jit
-def _sketched_keys(
-    keys_ptr, mask_ptr, sketch, row, first, high, stride_t,
-    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """X of BLOCK_N keys, fp32 and 0 where not real, their indices, and which are real."""
-    index = first + tl.arange(0, BLOCK_N)
+def _sketched_keys(keys, mask_ptr, sketch, head, first, high, N, TILE: tl.constexpr):
+    """X of BLOCK_N keys of a head, fp32 and 0 where not real, their indices, and which are real."""
+    HEADS: tl.constexpr = TILE.HEADS
+    index = first + tl.arange(0, TILE.BLOCK_N)
     real = index < high
-    if HAS_MASK:
-        real = tl.load(mask_ptr + row + index, mask=real, other=0) != 0
-    column = tl.arange(0, BD)[None, :]
-    spot = keys_ptr + index.to(tl.int64)[:, None] * stride_t + column
-    k = tl.load(spot, mask=real[:, None] & (column < D), other=0.0)
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + head * N + index, mask=real, other=0) != 0
+    column = tl.arange(0, TILE.BD)[None, :]
+    keys_ptr = keys.ptr + (head // HEADS) * keys.stride_b + (head % HEADS) * keys.stride_h
+    spot = keys_ptr + index.to(tl.int64)[:, None] * keys.stride_t + column
+    k = tl.load(spot, mask=real[:, None] & (column < TILE.D), other=0.0)
     return _dot(k, sketch), index, real
 
 
 @triton.jit(do_not_specialize=["N", "rows_per_split"])  # the length of a prompt
 def _gram_kernel(
-    keys_ptr, mask_ptr, sketch_ptr, grams_ptr, means_ptr, counts_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr,
+    keys: View, mask_ptr, sketch_ptr, grams_ptr, means_ptr, counts_ptr, N, rows_per_split, TILE: tl.constexpr,
+    CENTRE: tl.constexpr,
 ):  # fmt: skip
+    K: tl.constexpr = TILE.K
+    BK: tl.constexpr = TILE.BK
     head = tl.program_id(1).to(tl.int64)
-    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
     low = tl.program_id(0) * rows_per_split
     high = tl.minimum(low + rows_per_split, N)
-    sketch = _sketch(sketch_ptr, D, BD, K, BK)
+    sketch = _sketch(sketch_ptr, TILE)
     gram = tl.zeros([BK, BK], tl.float32)
     total = tl.zeros([BK], tl.float32)
     shift = tl.zeros([BK], tl.float32)  # mean of the first tile with real keys: sums about it do not cancel
     count = tl.zeros([], tl.int32)
-    for first in range(low, high, BLOCK_N):
-        x, _, real = _sketched_keys(keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK)
+    for first in range(low, high, TILE.BLOCK_N):
+        x, _, real = _sketched_keys(keys, mask_ptr, sketch, head, first, high, N, TILE)
         more = tl.sum(real.to(tl.int32), 0)
         if CENTRE:
             shift = tl.where(count == 0, tl.sum(x, 0) / tl.maximum(more, 1).to(tl.float32), shift)
@@ -103,26 +117,25 @@ def _gram_kernel(
 
 @triton.jit(do_not_specialize=["N", "rows_per_split"])  # the length of a prompt
 def _norm_kernel(
-    keys_ptr, mask_ptr, sketch_ptr, solve_ptr, mean_ptr, scores_ptr, N, rows_per_split, stride_b, stride_h, stride_t,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, CENTRE: tl.constexpr, PART: tl.constexpr,
+    keys: View, mask_ptr, sketch_ptr, solve_ptr, mean_ptr, scores_ptr, N, rows_per_split, TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
+    K: tl.constexpr = TILE.K
+    BK: tl.constexpr = TILE.BK
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(1).to(tl.int64)
-    keys = keys_ptr + (head // HEADS) * stride_b + (head % HEADS) * stride_h
     low = tl.program_id(0) * rows_per_split
     high = tl.minimum(low + rows_per_split, N)
-    sketch = _sketch(sketch_ptr, D, BD, K, BK)
+    sketch = _sketch(sketch_ptr, TILE)
     row, columns = tl.arange(0, BK)[:, None], tl.arange(0, PART)[None, :]
     solve_ptr += head * K * K
     if PART == BK:
         solve = tl.load(solve_ptr + row * K + columns, mask=(row < K) & (columns < K), other=0.0)
     mean = tl.zeros([BK], tl.float32)
-    if CENTRE:
+    if mean_ptr is not None:
         mean = tl.load(mean_ptr + head * K + tl.arange(0, BK), mask=tl.arange(0, BK) < K, other=0.0)
     for first in range(low, high, BLOCK_N):
-        x, index, real = _sketched_keys(
-            keys, mask_ptr, sketch, head * N, first, high, stride_t, D, BD, BLOCK_N, HAS_MASK
-        )
+        x, index, real = _sketched_keys(keys, mask_ptr, sketch, head, first, high, N, TILE)
         x = tl.where(real[:, None], x - mean[None, :], 0.0)
         score = tl.zeros([BLOCK_N], tl.float32)
         for part in tl.range(0, K, PART):
@@ -183,13 +196,11 @@ def leverage_scores(*, keys: Tensor, sketch: Tensor, mask: Tensor | None = None,
     grams = torch.empty(batch, heads, splits, size, size, dtype=torch.float32, device=keys.device)
     means = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=keys.device)
     counts = torch.empty(batch, heads, splits, dtype=torch.int32, device=keys.device)
-    inputs = (keys, scores if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype))
-    shape = (num, rows, *keys.stride()[:3])
-    flags = {"HEADS": heads, "D": dim, "BD": width, "K": size, "BK": pow2(size, 16), "BLOCK_N": tile}
-    flags |= {"HAS_MASK": mask is not None, "CENTRE": centre}
-    flags |= {"num_warps": warps, "num_stages": stages(2)}
-    grid = (splits, batch * heads)
-    _gram_kernel[grid](*inputs, grams, means, counts, *shape, **flags)
-    part = min(_part(keys.dtype), flags["BK"])
-    _norm_kernel[grid](*inputs, *_solve_matrix(grams, means, counts, centre), scores, *shape, PART=part, **flags)
+    inputs = View.of(keys), None if mask is None else mask.view(torch.uint8), sketch.to(keys.dtype)
+    sizes = Tile(heads, dim, width, size, pow2(size, 16), tile)
+    flags, grid = {"TILE": sizes, "num_warps": warps, "num_stages": stages(2)}, (splits, batch * heads)
+    _gram_kernel[grid](*inputs, grams, means, counts, num, rows, CENTRE=centre, **flags)
+    solve, middle = _solve_matrix(grams, means, counts, centre)
+    part = min(_part(keys.dtype), sizes.BK)
+    _norm_kernel[grid](*inputs, solve, middle if centre else None, scores, num, rows, PART=part, **flags)
     return scores

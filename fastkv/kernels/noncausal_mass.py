@@ -13,15 +13,17 @@ mask. Does not handle: pooling (`pool.pool_scores`), and masks that differ withi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..errors import FastKVError, check_groups, check_shape
-from ._arguments import Scaling
+from ._arguments import Scaling, View
 from ._attention import LOG2E, _add_sink, _dot, _logits2
-from ._launch import check_head_dim, check_like, pow2, stages
+from ._launch import check_head_dim, check_like, on_hip, pow2, stages
 
 ON_CHIP = 256  # largest chunk of the single pass
 # padded head_dim: (query rows, warps) of the single pass; its columns are the chunk
@@ -30,11 +32,22 @@ SINGLE = {16: (64, 4), 32: (64, 4), 64: (64, 8), 128: (64, 8), 256: (32, 8), 512
 DOUBLE = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 64, 4), 256: (32, 32, 8), 512: (32, 32, 8)}
 
 
+class Tile(NamedTuple):
+    """Constants of a launch: heads, their numbers, padded ones; BLOCK_M queries and BLOCK_N keys at a time."""
+
+    HEADS: int
+    G: int
+    D: int
+    BD: int
+    BLOCK_M: int
+    BLOCK_N: int
+
+
 @triton.jit
-def _address(order_ptr, head, N, rank, inside, HAS_ORDER: tl.constexpr):
+def _address(order_ptr, head, N, rank, inside):
     """Index of the tokens of the given ranks, int64."""
     index = rank.to(tl.int64)
-    if HAS_ORDER:
+    if order_ptr is not None:
         index = tl.load(order_ptr + head * N + rank, mask=inside, other=0)
     return index
 
@@ -48,29 +61,32 @@ def _rows(base_ptr, index, inside, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _single_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, mass_ptr, sink_ptr, scaling: Scaling, N, chunk,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, HAS_ORDER: tl.constexpr,
-):  # fmt: skip
+    q: View, keys: View, order_ptr, count_ptr, mass_ptr, sink_ptr, scaling: Scaling, N, chunk, TILE: tl.constexpr
+):
+    HEADS: tl.constexpr = TILE.HEADS
+    G: tl.constexpr = TILE.G
+    D: tl.constexpr = TILE.D
+    BD: tl.constexpr = TILE.BD
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
     low = tl.program_id(0) * chunk
     high = tl.minimum(low + chunk, N)
     real = high
-    if HAS_ORDER:
+    if order_ptr is not None:
         real = tl.minimum(high, tl.load(count_ptr + head).to(tl.int32))
-    rank = low + tl.arange(0, BLOCK_C)
-    index = _address(order_ptr, head, N, rank, rank < high, HAS_ORDER)
-    k = _rows(keys_ptr + batch * stride_kb + kv * stride_kh, index, rank < real, stride_kt, D, BD)
-    sums = tl.zeros([BLOCK_C], tl.float32)
+    rank = low + tl.arange(0, BLOCK_N)
+    index = _address(order_ptr, head, N, rank, rank < high)
+    k = _rows(keys.ptr + batch * keys.stride_b + kv * keys.stride_h, index, rank < real, keys.stride_t, D, BD)
+    sums = tl.zeros([BLOCK_N], tl.float32)
     for group in range(0, G):
-        q_base = q_ptr + batch * stride_qb + (kv * G + group) * stride_qh
+        q_base = q.ptr + batch * q.stride_b + (kv * G + group) * q.stride_h
         for first in range(low, real, BLOCK_M):
             row = first + tl.arange(0, BLOCK_M)
             asks = row < real
-            q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
-            logits = _logits2(_dot(q, tl.trans(k)), scaling)
+            asked = _rows(q_base, _address(order_ptr, head, N, row, asks), asks, q.stride_t, D, BD)
+            logits = _logits2(_dot(asked, tl.trans(k)), scaling)
             logits = tl.where((rank < real)[None, :], logits, -float("inf"))
             top = tl.max(logits, 1)
             if sink_ptr is not None:
@@ -87,29 +103,32 @@ def _single_kernel(
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _lse_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, sink_ptr, scaling: Scaling, N, chunk,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr,
-):  # fmt: skip
+    q: View, keys: View, order_ptr, count_ptr, lse_ptr, sink_ptr, scaling: Scaling, N, chunk, TILE: tl.constexpr
+):
+    HEADS: tl.constexpr = TILE.HEADS
+    G: tl.constexpr = TILE.G
+    D: tl.constexpr = TILE.D
+    BD: tl.constexpr = TILE.BD
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
     tiles = tl.cdiv(chunk, BLOCK_M)
     low = tl.program_id(0) // tiles * chunk
     real = tl.minimum(low + chunk, N)
-    if HAS_ORDER:
+    if order_ptr is not None:
         real = tl.minimum(real, tl.load(count_ptr + head).to(tl.int32))
     row = low + tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     asks = row < real
-    q_base = q_ptr + batch * stride_qb + (kv * G + tl.program_id(2)) * stride_qh
-    q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
+    q_base = q.ptr + batch * q.stride_b + (kv * G + tl.program_id(2)) * q.stride_h
+    asked = _rows(q_base, _address(order_ptr, head, N, row, asks), asks, q.stride_t, D, BD)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for first in range(low, real, BLOCK_N):
         rank = first + tl.arange(0, BLOCK_N)
-        index = _address(order_ptr, head, N, rank, rank < real, HAS_ORDER)
-        k = _rows(keys_ptr + batch * stride_kb + kv * stride_kh, index, rank < real, stride_kt, D, BD)
-        logits = _logits2(_dot(q, tl.trans(k)), scaling)
+        index = _address(order_ptr, head, N, rank, rank < real)
+        k = _rows(keys.ptr + batch * keys.stride_b + kv * keys.stride_h, index, rank < real, keys.stride_t, D, BD)
+        logits = _logits2(_dot(asked, tl.trans(k)), scaling)
         logits = tl.where((rank < real)[None, :], logits, -float("inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(logits - new_top[:, None]), 1)
@@ -123,30 +142,33 @@ def _lse_kernel(
 
 @triton.jit(do_not_specialize=["N", "chunk"])  # the length of a prompt
 def _column_kernel(
-    q_ptr, keys_ptr, order_ptr, count_ptr, lse_ptr, mass_ptr, scaling: Scaling, N, chunk,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ORDER: tl.constexpr,
-):  # fmt: skip
+    q: View, keys: View, order_ptr, count_ptr, lse_ptr, mass_ptr, scaling: Scaling, N, chunk, TILE: tl.constexpr
+):
+    HEADS: tl.constexpr = TILE.HEADS
+    G: tl.constexpr = TILE.G
+    D: tl.constexpr = TILE.D
+    BD: tl.constexpr = TILE.BD
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
     tiles = tl.cdiv(chunk, BLOCK_N)
     low = tl.program_id(0) // tiles * chunk
     high = tl.minimum(low + chunk, N)
     real = high
-    if HAS_ORDER:
+    if order_ptr is not None:
         real = tl.minimum(high, tl.load(count_ptr + head).to(tl.int32))
     rank = low + tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    index = _address(order_ptr, head, N, rank, rank < high, HAS_ORDER)
-    k = _rows(keys_ptr + batch * stride_kb + kv * stride_kh, index, rank < real, stride_kt, D, BD)
+    index = _address(order_ptr, head, N, rank, rank < high)
+    k = _rows(keys.ptr + batch * keys.stride_b + kv * keys.stride_h, index, rank < real, keys.stride_t, D, BD)
     sums = tl.zeros([BLOCK_N], tl.float32)
     for group in range(0, G):
-        q_base = q_ptr + batch * stride_qb + (kv * G + group) * stride_qh
+        q_base = q.ptr + batch * q.stride_b + (kv * G + group) * q.stride_h
         for first in range(low, real, BLOCK_M):
             row = first + tl.arange(0, BLOCK_M)
             asks = row < real
-            q = _rows(q_base, _address(order_ptr, head, N, row, asks, HAS_ORDER), asks, stride_qt, D, BD)
-            logits = _logits2(_dot(q, tl.trans(k)), scaling)
+            asked = _rows(q_base, _address(order_ptr, head, N, row, asks), asks, q.stride_t, D, BD)
+            logits = _logits2(_dot(asked, tl.trans(k)), scaling)
             lse = tl.load(lse_ptr + (head * G + group) * N + row, mask=asks, other=0.0)
             seen = asks[:, None] & (rank < real)[None, :]
             sums += tl.sum(tl.exp2(tl.where(seen, logits - lse[:, None], -float("inf"))), 0)
@@ -182,33 +204,24 @@ def noncausal_attention_mass(
     mass = torch.empty(batch, heads, num, dtype=torch.float32, device=q.device)
     if not mass.numel():
         return mass
-    order = count = mass
+    order = count = None
     if mask is not None:
         check_like("noncausal_attention_mass", (batch, heads, num), mask=mask)
         order, count = mask.logical_not().to(torch.uint8).argsort(dim=-1, stable=True), mask.sum(-1)
     block, chunk = pow2(chunk, 16), min(chunk, num)
     width = pow2(dim, 16)
-    inputs = (q, keys, order, count)
-    sizes = (Scaling(scale, softcap), num, chunk, *q.stride()[:3], *keys.stride()[:3])
-    flags = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "HAS_ORDER": mask is not None}
-    chunks = triton.cdiv(num, chunk)
-    if block <= ON_CHIP and block * width <= _room(q.element_size(), torch.version.hip is not None):
+    inputs, numbers = (View.of(q), View.of(keys), order, count), (Scaling(scale, softcap), num, chunk)
+    chunks, pairs = triton.cdiv(num, chunk), batch * heads
+    if block <= ON_CHIP and block * width <= _room(q.element_size(), on_hip()):
         rows, warps = SINGLE[width]
-        _single_kernel[(chunks, batch * heads)](
-            *inputs,
-            mass,
-            sink_logits,
-            *sizes,
-            BLOCK_M=rows,
-            BLOCK_C=block,
-            num_warps=warps,
-            num_stages=stages(2),
-            **flags,
+        tile = Tile(heads, groups, dim, width, rows, block)
+        _single_kernel[(chunks, pairs)](
+            *inputs, mass, sink_logits, *numbers, TILE=tile, num_warps=warps, num_stages=stages(2)
         )
         return mass
     rows, columns, warps = DOUBLE[width]
     lse = torch.empty(batch, num_heads, num, dtype=torch.float32, device=q.device)
-    flags |= {"BLOCK_M": rows, "BLOCK_N": columns, "num_warps": warps, "num_stages": stages(2)}
-    _lse_kernel[(chunks * triton.cdiv(chunk, rows), batch * heads, groups)](*inputs, lse, sink_logits, *sizes, **flags)
-    _column_kernel[(chunks * triton.cdiv(chunk, columns), batch * heads)](*inputs, lse, mass, *sizes, **flags)
+    flags = {"TILE": Tile(heads, groups, dim, width, rows, columns), "num_warps": warps, "num_stages": stages(2)}
+    _lse_kernel[(chunks * triton.cdiv(chunk, rows), pairs, groups)](*inputs, lse, sink_logits, *numbers, **flags)
+    _column_kernel[(chunks * triton.cdiv(chunk, columns), pairs)](*inputs, lse, mass, *numbers, **flags)
     return mass

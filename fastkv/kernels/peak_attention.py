@@ -106,16 +106,9 @@ class _Case:
         batch, num_heads, asking = self.q.shape[:3]
         lse = torch.empty(batch, num_heads, asking, dtype=torch.float32, device=self.q.device)
         _lse_kernel[(triton.cdiv(asking, self.rows), batch * num_heads)](
-            self.q,
-            self.keys,
-            self.valid,
-            asked,
-            sink_logits,
-            lse,
-            *self.numbers,
-            HEADS=self.keys.shape[1],
+            self.q, self.keys, self.valid, asked, sink_logits, lse, *self.numbers, HEADS=self.keys.shape[1],
             **self.flags,
-        )
+        )  # fmt: skip
         return lse
 
     def peaks(self, lse: Tensor) -> Tensor:

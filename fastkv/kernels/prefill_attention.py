@@ -18,7 +18,7 @@ in chosen rows of pages, these are read where they lie, except by what needs suc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -103,7 +103,9 @@ SINGLE = {  # float32, whose products take three terms of each operand
 # And what slots in 8 bits need, whose codes and numbers are in registers at once.
 HALF_CODES = {
     "90": {256: Tile(128, 32, 8, 2, 128, 32)},
-    "100": {128: Tile(128, 64, 8, 3, seed=16)},
+    # In one stage: triton before 3.9 cannot pipeline a product of tcgen05 with what PTX has converted.
+    "100": dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 1))
+    | {128: Tile(128, 64, 8, 1, seed=16), 256: Tile(64, 32, 8, 1, seed=16), 512: replace(WIDE[512], stages=1)},
     "hip": {256: Tile(128, 32, 4, 1, seed=16)},
 }
 HALF_CODES_CAPPED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # and a softcap, with which triton 3.6 spills
@@ -112,7 +114,8 @@ HALF_CODES_CAPPED = {"": {128: Tile(64, 64, 8, 2, seed=16)}}  # and a softcap, w
 SMALL_PACKED = dict.fromkeys((16, 32, 64), Tile(64, 64, 4, 2))
 WIDE_PACKED = SMALL_PACKED | {128: Tile(128, 32, 8, 2, seed=16, centroids=16)}
 HALF_PACKED = {
-    "90": WIDE_PACKED, "100": WIDE_PACKED, "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)),
+    "90": WIDE_PACKED, "100": {width: replace(tile, stages=1) for width, tile in WIDE_PACKED.items()},
+    "hip": dict.fromkeys((16, 32, 64, 128), Tile(128, 32, 4, 2, seed=16)),
     "": SMALL_PACKED,
 }  # fmt: skip
 SINGLE_PACKED = {"": dict.fromkeys((16, 32, 64), Tile(32, 32, 8, 1, seed=16))}
@@ -305,10 +308,17 @@ class PrefillTile(NamedTuple):
     HAS_SLOPE: bool
 
 
+class Held(NamedTuple):
+    """Slots of a head, and its centroids."""
+
+    slots: Any
+    centroids: Any
+
+
 @triton.jit(do_not_specialize=["page"])
 def _prefill_kernel(
     q: View, new_keys: View, new_values: View, new_valid_ptr, attended: Attended, state: StatePointers,
-    evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, slots, num,
+    evicted: EvictedPointers, sink_ptr, results: ResultPointers, scaling: Scaling, rows_ptr, page, T, held: Held,
     TILE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = TILE.HEADS
@@ -339,7 +349,9 @@ def _prefill_kernel(
         queries = _queries(q_ptrs, rows, 0, D, BD)
     top, total, acc = _empty(BLOCK_M, BV)
     if evicted.sizes_ptr is not None:
-        top, total, acc = _add_centroids(top, total, acc, queries, q_ptrs, rows, evicted, head, num, scaling, TILE)
+        top, total, acc = _add_centroids(
+            top, total, acc, queries, q_ptrs, rows, evicted, head, held.centroids, scaling, TILE
+        )
     elif evicted.key_mean_ptr is not None:
         top, total, acc = _seed(q_ptrs, rows, evicted, head, scaling, TILE)
     place = (batch * HEADS * G + q_head) * T + token
@@ -353,10 +365,10 @@ def _prefill_kernel(
 
     length = tl.load(state.lengths_ptr + head).to(tl.int32)
     whole = length // BLOCK_N * BLOCK_N
-    keys = _codes_of(state.keys_ptr, key_scales_ptr, head * slots, D)
-    values = _codes_of(state.values_ptr, value_scales_ptr, head * slots, DV)
-    key_scales = _scales_of(key_scales_ptr, head * slots, D)
-    value_scales = _scales_of(value_scales_ptr, head * slots, DV)
+    keys = _codes_of(state.keys_ptr, key_scales_ptr, head * held.slots, D)
+    values = _codes_of(state.values_ptr, value_scales_ptr, head * held.slots, DV)
+    key_scales = _scales_of(key_scales_ptr, head * held.slots, D)
+    value_scales = _scales_of(value_scales_ptr, head * held.slots, DV)
     turned = _turned_query(queries, key_scales_ptr, D)
     rest = _turned_rest(queries, key_scales_ptr, D)
     if _packed(value_scales_ptr):
@@ -364,12 +376,12 @@ def _prefill_kernel(
     for first in range(0, whole, BLOCK_N):
         top, total, acc = _add_slots(
             top, total, acc, turned, rest, q_ptrs, rows, keys, values, key_scales, value_scales, state.bias_ptr,
-            head * slots, first, length, scaling, False, TILE,
+            head * held.slots, first, length, scaling, False, TILE,
         )  # fmt: skip
     for first in tl.range(whole, length, BLOCK_N, num_stages=1):
         top, total, acc = _add_slots(
             top, total, acc, turned, rest, q_ptrs, rows, keys, values, key_scales, value_scales, state.bias_ptr,
-            head * slots, first, length, scaling, True, TILE,
+            head * held.slots, first, length, scaling, True, TILE,
         )  # fmt: skip
     if _packed(value_scales_ptr):
         acc = _turned(acc, DV)
@@ -410,7 +422,8 @@ class Case:
         width: padded head_dim.  dtype: of q.  chip: see `chip_of`.  capped: whether logits are.  order: of `Terms`.
         bits: of a number in a slot where it is a code, else 0.  biased: whether slots have a bias.  cross: whether the
             slope of the evicted tokens is still to be found from their cross moments.  rows: whether the batch lives in
-            chosen rows of the state.  attended: whether flash-attn attends to the block itself.
+            chosen rows of the state.  attended: whether flash-attn attends to the block itself.  turned: whether keys
+            are codes of 4 bits, so that queries are rotated.
     """
 
     width: int
@@ -423,6 +436,7 @@ class Case:
     cross: bool = False
     rows: bool = False
     attended: bool = False
+    turned: bool = False
 
 
 def tile_of(case: Case) -> Tile | None:
@@ -430,7 +444,8 @@ def tile_of(case: Case) -> Tile | None:
     single = case.dtype == torch.float32
     if case.bits == 4:
         packed = SINGLE_PACKED if single else HALF_PACKED
-        return None if case.capped and case.width > 64 else packed.get(case.chip, packed[""]).get(case.width)
+        spills = case.capped or (case.turned and case.chip == "90")  # with two terms of rotated queries in registers
+        return None if spills and case.width > 64 else packed.get(case.chip, packed[""]).get(case.width)
     tiles = SINGLE if single else HALF
     known = case.chip if case.chip in tiles else ""
     sizes = tiles[known]
@@ -472,7 +487,7 @@ def prefill_attention(
     cross = known.order == 1 and isinstance(evicted, Moments) and evicted.slope is None
     case = Case(
         max(width, value_width), q.dtype, chip_of(q.device), softcap is not None, known.order, exact.format.values.bits,
-        exact.bias is not None, cross, state.rows is not None, serves(q, v, spec),
+        exact.bias is not None, cross, state.rows is not None, serves(q, v, spec), exact.format.keys.bits == 4,
     )  # fmt: skip
     tile, divides = tile_of(case), cross and value_width >= 256 and q.element_size() == 2
     spills = case.width >= 256 and q.dtype == torch.float32  # where each program looks up its page
@@ -523,8 +538,7 @@ def prefill_attention(
     _prefill_kernel[(triton.cdiv(num * groups, tile.rows), batch * heads)](
         View.of(q), View.of(k), View.of(v), valid.view(torch.uint8), attend_itself(q, k, v, valid, spec),
         StatePointers(keys, values, scales[0], scales[1], bias, lengths_ptr=lengths), pointers, state.sink_logits,
-        ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num, slots, known.num,
-        TILE=sizes,
-        num_warps=tile.warps, num_stages=stages(tile.stages),
+        ResultPointers(out, lse, lse_evicted), Scaling(spec.scale, softcap), state.rows, page, num,
+        Held(slots, known.num), TILE=sizes, num_warps=tile.warps, num_stages=stages(tile.stages),
     )  # fmt: skip
     return out, lse, lse_evicted

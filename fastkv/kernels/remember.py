@@ -30,6 +30,8 @@ Does not handle: means that are neither bf16 nor fp32, head_dim above 256.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,7 @@ from torch import Tensor
 from ..errors import check_shape
 from ..reference import Centroids, LayerState, Spec, in_order
 from ..reference.centroids import BLOCK, COARSE, FINE, MEDIUM, ROOMY, SETTLED, STEP, TURN, most_left
+from ._arguments import EvictedPointers, View
 from ._attention import _barrier, _dot32, _home, _page, _sum_products
 from ._launch import (
     Workspace,
@@ -52,24 +55,9 @@ from ._launch import (
 
 FEW = 64  # tokens that one program lists, and joins if there is room for their centroids
 ALONE = 1024  # centroids and tokens that one program joins
-MOVERS, PARTNERS, DIMS = 32, 64, 32  # tile of offers, and dimensions at a time
-RECEIVERS = 16  # partners merged at a time
 MANY = 128  # movers that four warps compare, a fourth of rows beyond 64 columns
-SLICE = 32  # columns gathered by a program
-ROWS = 64  # of a slice at a time
-SCAN = 1024  # candidates looked at at a time
-VARYING = [
-    "N",
-    "num",
-    "most",
-    "first",
-    "half",
-    "parts",
-    "stride_i",
-    "stride_pb",
-    "stride_ph",
-    "page",
-]  # one compilation for all
+# One compilation for all of them.
+VARYING = ["N", "num", "most", "first", "half", "sums", "stride_i", "stride_pb", "stride_ph", "page"]
 END, MIDDLE, START = tl.constexpr(FINE), tl.constexpr(MEDIUM), tl.constexpr(COARSE)
 SMALL, ROOM = tl.constexpr(SETTLED), tl.constexpr(ROOMY)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -77,17 +65,67 @@ LAST = tl.constexpr(2**31 - 1)
 PER_TOKEN, PER_COLUMN = tl.constexpr(STEP), tl.constexpr(TURN)
 
 
-@triton.jit
-def _room(room_ptr, pair, rows, DK: tl.constexpr, DV: tl.constexpr):
+class Tile(NamedTuple):
+    """Constants of a launch.
+
+    Attributes: DK, DV: numbers of a key and a value; BK, BV: padded.  R: tokens listed at most.  LANES: movers, or
+        centroids, at a time.  MOVERS, PARTNERS, DIMS: of offers at a time, dimensions of them.  RECEIVERS: partners
+        merged at a time.  SLICE, ROWS: columns gathered by a program, and rows at a time.  SCAN: candidates looked at.
+    """
+
+    HEADS: int
+    DK: int
+    DV: int
+    BK: int
+    BV: int
+    LANES: int
+    R: int = 16
+    MOVERS: int = 32
+    PARTNERS: int = 64
+    DIMS: int = 32
+    RECEIVERS: int = 16
+    SLICE: int = 32
+    ROWS: int = 64
+    SCAN: int = 1024
+
+    @classmethod
+    def of(cls, heads: int, dim: int, value_dim: int, lanes: int, most: int = 16) -> Tile:
+        """For heads of these sizes."""
+        return cls(heads, dim, value_dim, pow2(dim, 16), pow2(value_dim, 16), lanes, pow2(most, 16))
+
+
+class Room(NamedTuple):
     """A head's scratch: keys [rows, DK], values [rows, DV], centre [DK + DV], then sizes, spreads, two lists of rows by
     age, offers and who they are for, squares of keys and of values, each [rows], and notes [16].
 
     Rows are multiples of 16, indices are stored as floats. Notes: in use (two), tokens.
     """
-    base = room_ptr + pair * (rows * (DK + DV + 8) + DK + DV + 16)
-    values = base + rows * DK
+
+    keys_ptr: Any
+    values_ptr: Any
+    centre_ptr: Any
+    sizes_ptr: Any
+    spreads_ptr: Any
+    orders_ptr: Any
+    offers_ptr: Any
+    partners_ptr: Any
+    squares_ptr: Any
+    notes_ptr: Any
+
+
+@triton.jit
+def _room(room_ptr, pair, rows, TILE: tl.constexpr):
+    """Where the scratch of a pair is."""
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    keys = room_ptr + pair * (rows * (DK + DV + 8) + DK + DV + 16)
+    values = keys + rows * DK
     centre = values + rows * DV
-    return base, values, centre, centre + DK + DV
+    sizes = centre + DK + DV
+    return Room(
+        keys, values, centre, sizes, sizes + rows, sizes + 2 * rows, sizes + 4 * rows, sizes + 5 * rows,
+        sizes + 6 * rows, sizes + 8 * rows,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -123,16 +161,16 @@ def _products(dots, ours, theirs, base_ptr, centre_ptr, factor, own, owns, other
 
 
 @triton.jit
-def _offer(
-    keys_ptr, values_ptr, centre_ptr, sizes_ptr, order_ptr, offers_ptr, partners_ptr, first, used, half, scale_k,
-    scale_v, DK: tl.constexpr, DV: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
+def _offer(room, order_ptr, first, used, half, scale_k, scale_v, TILE: tl.constexpr):
     """Write the cheapest merge of movers [first, first + MOVERS) and the partner it is with, the oldest of equals."""
+    DK: tl.constexpr = TILE.DK
+    MOVERS: tl.constexpr = TILE.MOVERS
+    PARTNERS: tl.constexpr = TILE.PARTNERS
     mover = first + tl.arange(0, MOVERS)
     movers, partners = (used + 1 - half) // 2, (used + half) // 2
     owns = mover < movers
     own = tl.load(order_ptr + half + 2 * mover, mask=owns, other=0.0).to(tl.int32)
-    share = 1 / tl.load(sizes_ptr + own, mask=owns, other=1.0)
+    share = 1 / tl.load(room.sizes_ptr + own, mask=owns, other=1.0)
     least = tl.full([MOVERS], float("inf"), tl.float32)
     best = tl.zeros([MOVERS], tl.int32)
     for start in range(0, partners, PARTNERS):
@@ -142,20 +180,31 @@ def _offer(
         dots = tl.zeros([MOVERS, PARTNERS], tl.float32)
         ours, theirs = tl.zeros([MOVERS], tl.float32), tl.zeros([PARTNERS], tl.float32)
         dots, ours, theirs = _products(
-            dots, ours, theirs, keys_ptr, centre_ptr, scale_k, own, owns, other, others, DK, DIMS
+            dots, ours, theirs, room.keys_ptr, room.centre_ptr, scale_k, own, owns, other, others, DK, TILE.DIMS
         )
         dots, ours, theirs = _products(
-            dots, ours, theirs, values_ptr, centre_ptr + DK, scale_v, own, owns, other, others, DV, DIMS
+            dots,
+            ours,
+            theirs,
+            room.values_ptr,
+            room.centre_ptr + DK,
+            scale_v,
+            own,
+            owns,
+            other,
+            others,
+            TILE.DV,
+            TILE.DIMS,
         )
         distance = tl.maximum(-2 * dots + ours[:, None] + theirs[None, :], 0.0)
-        cost = distance / (share[:, None] + 1 / tl.load(sizes_ptr + other, mask=others, other=1.0)[None, :])
+        cost = distance / (share[:, None] + 1 / tl.load(room.sizes_ptr + other, mask=others, other=1.0)[None, :])
         cost = tl.where(others[None, :], cost, float("inf"))
         low = tl.min(cost, 1)
         oldest = tl.min(tl.where(cost == low[:, None], partner[None, :], LAST), 1)
         best = tl.where(low < least, oldest, best)
         least = tl.minimum(low, least)
-    tl.store(offers_ptr + mover, least, mask=owns)
-    tl.store(partners_ptr + mover, best.to(tl.float32), mask=owns)
+    tl.store(room.offers_ptr + mover, least, mask=owns)
+    tl.store(room.partners_ptr + mover, best.to(tl.float32), mask=owns)
 
 
 @triton.jit
@@ -181,42 +230,44 @@ def _next(wanted, after, LANES: tl.constexpr):
 
 
 @triton.jit
-def _receive(
-    keys_ptr, values_ptr, centre_ptr, sizes_ptr, spreads_ptr, order_ptr, target, first, used, half,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr,
-    RECEIVERS: tl.constexpr,
-):  # fmt: skip
+def _receive(room, order_ptr, target, first, used, half, TILE: tl.constexpr):
     """Merge into partners [first, first + RECEIVERS) the movers whose target [LANES] they are, oldest first.
 
     Returns: squares of keys and values, from their centre, of these partners.
     """
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    RECEIVERS: tl.constexpr = TILE.RECEIVERS
+    LANES: tl.constexpr = TILE.LANES
     partner = first + tl.arange(0, RECEIVERS)
     mine = partner < (used + half) // 2
     row = tl.load(order_ptr + 1 - half + 2 * partner, mask=mine, other=0.0).to(tl.int32)
-    dk, dv = tl.arange(0, BK), tl.arange(0, BV)
-    size = tl.load(sizes_ptr + row, mask=mine, other=0.0)
-    spread = tl.load(spreads_ptr + row, mask=mine, other=0.0)
-    k, v = _tile(keys_ptr, row, mine, dk, DK), _tile(values_ptr, row, mine, dv, DV)
+    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
+    size = tl.load(room.sizes_ptr + row, mask=mine, other=0.0)
+    spread = tl.load(room.spreads_ptr + row, mask=mine, other=0.0)
+    k, v = _tile(room.keys_ptr, row, mine, dk, DK), _tile(room.values_ptr, row, mine, dv, DV)
     wanted = mine[:, None] & (partner[:, None] == target[None, :])
     mover = _next(wanted, tl.full([RECEIVERS], -1, tl.int32), LANES)
     changed = mover < LANES
     while tl.min(mover, 0) < LANES:
         comes = mover < LANES
         gone = tl.load(order_ptr + half + 2 * mover, mask=comes, other=0.0).to(tl.int32)
-        more = tl.load(sizes_ptr + gone, mask=comes, other=0.0)
+        more = tl.load(room.sizes_ptr + gone, mask=comes, other=0.0)
         share = more / tl.maximum(size + more, 1.0)
-        step = tl.where(comes[:, None], _tile(keys_ptr, gone, comes, dk, DK) - k, 0.0)
-        spread += tl.load(spreads_ptr + gone, mask=comes, other=0.0) + size * share * (_sum_products(step, step) / DK)
+        step = tl.where(comes[:, None], _tile(room.keys_ptr, gone, comes, dk, DK) - k, 0.0)
+        spread += tl.load(room.spreads_ptr + gone, mask=comes, other=0.0) + size * share * (
+            _sum_products(step, step) / DK
+        )
         k += share[:, None] * step
-        v += share[:, None] * tl.where(comes[:, None], _tile(values_ptr, gone, comes, dv, DV) - v, 0.0)
+        v += share[:, None] * tl.where(comes[:, None], _tile(room.values_ptr, gone, comes, dv, DV) - v, 0.0)
         size += more
         mover = _next(wanted, mover, LANES)
-    tl.store(sizes_ptr + row, size, mask=changed)
-    tl.store(spreads_ptr + row, spread, mask=changed)
+    tl.store(room.sizes_ptr + row, size, mask=changed)
+    tl.store(room.spreads_ptr + row, spread, mask=changed)
     far = row.to(tl.int64)[:, None]
-    tl.store(keys_ptr + far * DK + dk[None, :], k, mask=changed[:, None] & (dk < DK)[None, :])
-    tl.store(values_ptr + far * DV + dv[None, :], v, mask=changed[:, None] & (dv < DV)[None, :])
-    return _squares(k, size, centre_ptr, dk, DK), _squares(v, size, centre_ptr + DK, dv, DV)
+    tl.store(room.keys_ptr + far * DK + dk[None, :], k, mask=changed[:, None] & (dk < DK)[None, :])
+    tl.store(room.values_ptr + far * DV + dv[None, :], v, mask=changed[:, None] & (dv < DV)[None, :])
+    return _squares(k, size, room.centre_ptr, dk, DK), _squares(v, size, room.centre_ptr + DK, dv, DV)
 
 
 @triton.jit
@@ -255,80 +306,79 @@ def _scale(squares, tokens):
 
 
 @triton.jit
-def _settle(
-    room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used, tokens, half, flip,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LANES: tl.constexpr, MOVERS: tl.constexpr,
-    PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr, HIP: tl.constexpr,
-):  # fmt: skip
+def _settle(room, parts, own, rows, num, used, tokens, half, flip, TILE: tl.constexpr, HIP: tl.constexpr):
     """All rounds of a head that are left, and its centroids written to where they are kept, as those of pair `own`."""
-    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
-    spreads, orders, offers, partners = sizes + rows, sizes + 2 * rows, sizes + 4 * rows, sizes + 5 * rows
-    dk, dv = tl.arange(0, BK), tl.arange(0, BV)
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    RECEIVERS: tl.constexpr = TILE.RECEIVERS
+    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
     while used > num:
-        order, joins = orders + flip * rows, _joins(used, num)
+        order, joins = room.orders_ptr + flip * rows, _joins(used, num)
         squares_k, squares_v = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
         for first in range(0, used, RECEIVERS):
             place = first + tl.arange(0, RECEIVERS)
             row = tl.load(order + place, mask=place < used, other=0.0).to(tl.int32)
-            size = tl.load(sizes + row, mask=place < used, other=0.0)
-            squares_k += _squares(_tile(keys, row, place < used, dk, DK), size, centre, dk, DK)
-            squares_v += _squares(_tile(values, row, place < used, dv, DV), size, centre + DK, dv, DV)
+            size = tl.load(room.sizes_ptr + row, mask=place < used, other=0.0)
+            squares_k += _squares(_tile(room.keys_ptr, row, place < used, dk, DK), size, room.centre_ptr, dk, DK)
+            squares_v += _squares(_tile(room.values_ptr, row, place < used, dv, DV), size, room.centre_ptr + DK, dv, DV)
         scale_k, scale_v = _scale(squares_k, tokens), _scale(squares_v, tokens)
         movers = (used + 1 - half) // 2
-        for first in range(0, movers, MOVERS):
-            _offer(
-                keys, values, centre, sizes, order, offers, partners, first, used, half, scale_k, scale_v,
-                DK, DV, MOVERS, PARTNERS, DIMS,
-            )  # fmt: skip
+        for first in range(0, movers, TILE.MOVERS):
+            _offer(room, order, first, used, half, scale_k, scale_v, TILE)
         _barrier(HIP)  # offers are compared by other threads than wrote them
-        lane = tl.arange(0, LANES)
-        accepted = _accepted(offers, movers, joins, LANES)
-        target = tl.load(partners + lane, mask=accepted, other=-1.0).to(tl.int32)
+        lane = tl.arange(0, TILE.LANES)
+        accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
+        target = tl.load(room.partners_ptr + lane, mask=accepted, other=-1.0).to(tl.int32)
         for first in range(0, (used + half) // 2, RECEIVERS):
-            _receive(
-                keys, values, centre, sizes, spreads, order, target, first, used, half, DK, DV, BK, BV, LANES,
-                RECEIVERS,
-            )  # fmt: skip
-        _age(order, orders + (1 - flip) * rows, accepted, used, half, LANES)
+            _receive(room, order, target, first, used, half, TILE)
+        _age(order, room.orders_ptr + (1 - flip) * rows, accepted, used, half, TILE.LANES)
         _barrier(HIP)  # rows and their list are read by other threads than wrote them
         used, half, flip = used - joins, 1 - half, 1 - flip
-    order = orders + flip * rows
+    order = room.orders_ptr + flip * rows
     for first in range(0, num, RECEIVERS):
         place = first + tl.arange(0, RECEIVERS)
         there, kept = place < used, own * num + place
         row = tl.load(order + place, mask=there, other=0.0).to(tl.int32)
-        size = tl.load(sizes + row, mask=there, other=0.0)
-        tl.store(sizes_ptr + kept, size, mask=place < num)
-        tl.store(spreads_ptr + kept, tl.load(spreads + row, mask=there, other=0.0), mask=place < num)
-        _keep(keys_ptr, kept, place < num, dk, _tile(keys, row, there, dk, DK), size, DK)
-        _keep(values_ptr, kept, place < num, dv, _tile(values, row, there, dv, DV), size, DV)
+        size = tl.load(room.sizes_ptr + row, mask=there, other=0.0)
+        tl.store(parts.sizes_ptr + kept, size, mask=place < num)
+        tl.store(parts.spread_ptr + kept, tl.load(room.spreads_ptr + row, mask=there, other=0.0), mask=place < num)
+        _keep(parts.key_mean_ptr, kept, place < num, dk, _tile(room.keys_ptr, row, there, dk, DK), size, DK)
+        _keep(parts.value_mean_ptr, kept, place < num, dv, _tile(room.values_ptr, row, there, dv, DV), size, DV)
 
 
 @triton.jit
-def _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, own, num, rows, LANES: tl.constexpr):
+def _list_used(parts, room, own, num, LANES: tl.constexpr):
     """Copy sizes and spreads of a head's centroids and list those in use. Returns: how many, and their tokens."""
     used, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
     for first in range(0, num, LANES):
         part = first + tl.arange(0, LANES)
-        size = tl.load(sizes_ptr + own * num + part, mask=part < num, other=0.0)
+        size = tl.load(parts.sizes_ptr + own * num + part, mask=part < num, other=0.0)
         some = (size > 0).to(tl.int32)
-        tl.store(sizes + part, size, mask=part < num)
-        spread = tl.load(spreads_ptr + own * num + part, mask=part < num, other=0.0)
-        tl.store(spreads + part, spread, mask=part < num)
-        tl.store(order + used + tl.cumsum(some, 0) - 1, part.to(tl.float32), mask=some != 0)
+        tl.store(room.sizes_ptr + part, size, mask=part < num)
+        spread = tl.load(parts.spread_ptr + own * num + part, mask=part < num, other=0.0)
+        tl.store(room.spreads_ptr + part, spread, mask=part < num)
+        tl.store(room.orders_ptr + used + tl.cumsum(some, 0) - 1, part.to(tl.float32), mask=some != 0)
         used += tl.sum(some, 0)
         tokens += tl.sum(size, 0)
     return used, tokens
 
 
+class Leaving(NamedTuple):
+    """Candidates [B, Hkv, N]: positions, and bytes that say which are there and which of them stay."""
+
+    positions_ptr: Any
+    valid_ptr: Any
+    kept_ptr: Any
+
+
 @triton.jit
-def _list_leaving(valid_ptr, kept_ptr, listed, row, N, R: tl.constexpr, SCAN: tl.constexpr):
+def _list_leaving(candidates, listed, row, N, R: tl.constexpr, SCAN: tl.constexpr):
     """List the candidates of a head that leave, R at most. Returns: how many."""
     gone = tl.zeros([], tl.int32)
     for start in range(0, N, SCAN):
         index = start + tl.arange(0, SCAN)
-        leaves = tl.load(valid_ptr + row + index, mask=index < N, other=0) != 0
-        leaves = leaves & (tl.load(kept_ptr + row + index, mask=index < N, other=1) == 0)
+        leaves = tl.load(candidates.valid_ptr + row + index, mask=index < N, other=0) != 0
+        leaves = leaves & (tl.load(candidates.kept_ptr + row + index, mask=index < N, other=1) == 0)
         place = gone + tl.cumsum(leaves.to(tl.int32), 0) - 1
         tl.store(listed + place, index.to(tl.float32), mask=leaves & (place < R))
         gone += tl.sum(leaves.to(tl.int32), 0)
@@ -360,54 +410,49 @@ def _fill(
 
 @triton.jit(do_not_specialize=VARYING)
 def _few_kernel(
-    new_keys_ptr, new_values_ptr, positions_ptr, valid_ptr, kept_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr,
-    room_ptr, rows_ptr, page, N, num, rows,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
-    LANES: tl.constexpr, SCAN: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr,
-    RECEIVERS: tl.constexpr, SLICE: tl.constexpr, HIP: tl.constexpr,
+    new_keys: View, new_values: View, candidates: Leaving, stride_pb, stride_ph, parts: EvictedPointers, room_ptr,
+    rows_ptr, page, N, num, rows, TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    R: tl.constexpr = TILE.R
     pair = tl.program_id(0).to(tl.int64)
-    batch, kv = pair // HEADS, pair % HEADS
-    row, own = _home(rows_ptr, page, pair, HEADS)
+    batch, kv = pair // TILE.HEADS, pair % TILE.HEADS
+    row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     if rows_ptr is not None:
         if row == 0:
             return
-    sizes_ptr = _page(sizes_ptr, row, page)
-    spreads_ptr = _page(spreads_ptr, row, page)
-    keys_ptr = _page(keys_ptr, row, page)
-    values_ptr = _page(values_ptr, row, page)
-    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
-    spreads, order, listed = sizes + rows, sizes + 2 * rows, sizes + 4 * rows
-    gone = _list_leaving(valid_ptr, kept_ptr, listed, pair * N, N, R, SCAN)
-    used, tokens = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, own, num, rows, LANES)
+    parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
+    room = _room(room_ptr, pair, rows, TILE)
+    listed = room.offers_ptr
+    gone = _list_leaving(candidates, listed, pair * N, N, R, TILE.SCAN)
+    used, tokens = _list_used(parts, room, own, num, TILE.LANES)
     _barrier(HIP)  # lists and sizes are read by other threads than wrote them
     r = tl.arange(0, R)
     live = r < gone
     index = tl.load(listed + r, mask=live, other=0.0).to(tl.int32)
-    position = tl.load(positions_ptr + batch * stride_pb + kv * stride_ph + index, mask=live, other=LAST)
+    position = tl.load(candidates.positions_ptr + batch * stride_pb + kv * stride_ph + index, mask=live, other=LAST)
     older = (position[None, :] < position[:, None]) | (
         (position[None, :] == position[:, None]) & (r[None, :] < r[:, None])
     )
     to = tl.sum((older & live[None, :]).to(tl.int32), 1)
-    tl.store(sizes + num + to, tl.full([R], 1.0, tl.float32), mask=live)
-    tl.store(spreads + num + to, tl.zeros([R], tl.float32), mask=live)
-    tl.store(order + used + to, (num + to).to(tl.float32), mask=live)
+    tl.store(room.sizes_ptr + num + to, tl.full([R], 1.0, tl.float32), mask=live)
+    tl.store(room.spreads_ptr + num + to, tl.zeros([R], tl.float32), mask=live)
+    tl.store(room.orders_ptr + used + to, (num + to).to(tl.float32), mask=live)
     tokens += gone.to(tl.float32)
+    keys = new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h
+    values = new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h
     _fill(
-        keys, centre, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index, to, live, own, num, tokens,
-        stride_kt, sizes, DK, R, SLICE,
+        room.keys_ptr, room.centre_ptr, parts.key_mean_ptr, keys, index, to, live, own, num, tokens, new_keys.stride_t,
+        room.sizes_ptr, DK, R, TILE.SLICE,
     )  # fmt: skip
     _fill(
-        values, centre + DK, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh, index, to, live, own,
-        num, tokens, stride_vt, sizes, DV, R, SLICE,
+        room.values_ptr, room.centre_ptr + DK, parts.value_mean_ptr, values, index, to, live, own, num, tokens,
+        new_values.stride_t, room.sizes_ptr, DV, R, TILE.SLICE,
     )  # fmt: skip
     _barrier(HIP)  # rows are read by other threads than wrote them
     start = tl.zeros([], tl.int32)
-    _settle(
-        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used + gone, tokens, start, start,
-        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, HIP,
-    )  # fmt: skip
+    _settle(room, parts, own, rows, num, used + gone, tokens, start, start, TILE, HIP)
 
 
 @triton.jit
@@ -444,51 +489,50 @@ def _gather(
 
 @triton.jit(do_not_specialize=VARYING)
 def _gather_kernel(
-    new_keys_ptr, new_values_ptr, index_ptr, gone_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, rows_ptr,
-    page, first, most, num, rows, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_i,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    SLICE: tl.constexpr, HIP: tl.constexpr,
+    new_keys: View, new_values: View, index_ptr, gone_ptr, parts: EvictedPointers, room_ptr, rows_ptr, page, first,
+    most, num, rows, stride_i, TILE: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
+    LANES: tl.constexpr = TILE.LANES
+    SLICE: tl.constexpr = TILE.SLICE
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, kv = pair // HEADS, pair % HEADS
-    row, own = _home(rows_ptr, page, pair, HEADS)
-    sizes_ptr = _page(sizes_ptr, row, page)
-    spreads_ptr = _page(spreads_ptr, row, page)
-    keys_ptr = _page(keys_ptr, row, page)
-    values_ptr = _page(values_ptr, row, page)
-    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
-    spreads, order, squares = sizes + rows, sizes + 2 * rows, sizes + 6 * rows
+    batch, kv = pair // TILE.HEADS, pair % TILE.HEADS
+    row, own = _home(rows_ptr, page, pair, TILE.HEADS)
+    parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
+    room = _room(room_ptr, pair, rows, TILE)
     gone = tl.minimum(tl.maximum(tl.load(gone_ptr + pair).to(tl.int32) - first, 0), most)
     cols = tl.arange(0, SLICE)
     KEY_SLICES: tl.constexpr = (DK + SLICE - 1) // SLICE
     tokens = gone.to(tl.float32)
-    known = sizes_ptr + own * num
+    known = parts.sizes_ptr + own * num
     for start in range(0, num, LANES):
         lane = start + tl.arange(0, LANES)
         tokens += tl.sum(tl.load(known + lane, mask=lane < num, other=0.0), 0)
     if part == 0:
-        used, _ = _list_used(sizes_ptr, spreads_ptr, sizes, spreads, order, own, num, rows, LANES)
+        used, _ = _list_used(parts, room, own, num, LANES)
         for start in range(0, gone, LANES):
             lane = start + tl.arange(0, LANES)
-            tl.store(sizes + num + lane, tl.full([LANES], 1.0, tl.float32), mask=lane < gone)
-            tl.store(spreads + num + lane, tl.zeros([LANES], tl.float32), mask=lane < gone)
-            tl.store(order + used + lane, (num + lane).to(tl.float32), mask=lane < gone)
-        tl.store(sizes + 8 * rows, (used + gone).to(tl.float32))
-        tl.store(sizes + 8 * rows + 2, tokens)
+            tl.store(room.sizes_ptr + num + lane, tl.full([LANES], 1.0, tl.float32), mask=lane < gone)
+            tl.store(room.spreads_ptr + num + lane, tl.zeros([LANES], tl.float32), mask=lane < gone)
+            tl.store(room.orders_ptr + used + lane, (num + lane).to(tl.float32), mask=lane < gone)
+        tl.store(room.notes_ptr, (used + gone).to(tl.float32))
+        tl.store(room.notes_ptr + 2, tokens)
     index_ptr += pair * stride_i
     if part < KEY_SLICES:
         _gather(
-            keys, centre, squares + part, keys_ptr, new_keys_ptr + batch * stride_kb + kv * stride_kh, index_ptr, known,
-            own, first, num, gone, tokens, stride_kt, part * SLICE + cols, DK, ROWS, HIP,
+            room.keys_ptr, room.centre_ptr, room.squares_ptr + part, parts.key_mean_ptr,
+            new_keys.ptr + batch * new_keys.stride_b + kv * new_keys.stride_h, index_ptr, known, own, first, num, gone,
+            tokens, new_keys.stride_t, part * SLICE + cols, DK, TILE.ROWS, HIP,
         )  # fmt: skip
-        tl.store(squares + rows + part, 0.0)
+        tl.store(room.squares_ptr + rows + part, 0.0)
     else:
         _gather(
-            values, centre + DK, squares + rows + part, values_ptr, new_values_ptr + batch * stride_vb + kv * stride_vh,
-            index_ptr, known, own, first, num, gone, tokens, stride_vt, (part - KEY_SLICES) * SLICE + cols, DV, ROWS,
-            HIP,
+            room.values_ptr, room.centre_ptr + DK, room.squares_ptr + rows + part, parts.value_mean_ptr,
+            new_values.ptr + batch * new_values.stride_b + kv * new_values.stride_h, index_ptr, known, own, first, num,
+            gone, tokens, new_values.stride_t, (part - KEY_SLICES) * SLICE + cols, DV, TILE.ROWS, HIP,
         )  # fmt: skip
-        tl.store(squares + part, 0.0)
+        tl.store(room.squares_ptr + part, 0.0)
 
 
 @triton.jit
@@ -502,79 +546,59 @@ def _sum_parts(parts_ptr, parts):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _offer_kernel(
-    room_ptr, num, rows, half, parts, DK: tl.constexpr, DV: tl.constexpr, MOVERS: tl.constexpr,
-    PARTNERS: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    pair = tl.program_id(0).to(tl.int64)
-    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
-    used = tl.load(sizes + 8 * rows + half).to(tl.int32)
-    first = tl.program_id(1) * MOVERS
+def _offer_kernel(room_ptr, num, rows, half, sums, TILE: tl.constexpr):
+    room = _room(room_ptr, tl.program_id(0).to(tl.int64), rows, TILE)
+    used = tl.load(room.notes_ptr + half).to(tl.int32)
+    first = tl.program_id(1) * TILE.MOVERS
     if used > num and first < (used + 1 - half) // 2:
-        tokens = tl.load(sizes + 8 * rows + 2)
-        scale_k = _scale(_sum_parts(sizes + 6 * rows, parts), tokens)
-        scale_v = _scale(_sum_parts(sizes + 7 * rows, parts), tokens)
-        _offer(
-            keys, values, centre, sizes, sizes + (2 + half) * rows, sizes + 4 * rows, sizes + 5 * rows, first, used,
-            half, scale_k, scale_v, DK, DV, MOVERS, PARTNERS, DIMS,
-        )  # fmt: skip
+        tokens = tl.load(room.notes_ptr + 2)
+        scale_k = _scale(_sum_parts(room.squares_ptr, sums), tokens)
+        scale_v = _scale(_sum_parts(room.squares_ptr + rows, sums), tokens)
+        _offer(room, room.orders_ptr + half * rows, first, used, half, scale_k, scale_v, TILE)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _receive_kernel(
-    room_ptr, num, rows, half, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LANES: tl.constexpr, RECEIVERS: tl.constexpr,
-):  # fmt: skip
+def _receive_kernel(room_ptr, num, rows, half, TILE: tl.constexpr):
+    DK: tl.constexpr = TILE.DK
+    DV: tl.constexpr = TILE.DV
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    keys, values, centre, sizes = _room(room_ptr, pair, rows, DK, DV)
-    spreads, order, notes = sizes + rows, sizes + (2 + half) * rows, sizes + 8 * rows
-    used = tl.load(notes + half).to(tl.int32)
+    room = _room(room_ptr, pair, rows, TILE)
+    order = room.orders_ptr + half * rows
+    used = tl.load(room.notes_ptr + half).to(tl.int32)
     joins, movers = _joins(used, num), (used + 1 - half) // 2
-    accepted = _accepted(sizes + 4 * rows, movers, joins, LANES)
-    lane = tl.arange(0, LANES)
-    target = tl.load(sizes + 5 * rows + lane, mask=accepted, other=-1.0).to(tl.int32)
-    first = part * RECEIVERS
-    squares_k, squares_v = _receive(
-        keys, values, centre, sizes, spreads, order, target, first, used, half, DK, DV, BK, BV, LANES, RECEIVERS
-    )
-    mover = first + tl.arange(0, RECEIVERS)
+    accepted = _accepted(room.offers_ptr, movers, joins, TILE.LANES)
+    lane = tl.arange(0, TILE.LANES)
+    target = tl.load(room.partners_ptr + lane, mask=accepted, other=-1.0).to(tl.int32)
+    first = part * TILE.RECEIVERS
+    squares_k, squares_v = _receive(room, order, target, first, used, half, TILE)
+    mover = first + tl.arange(0, TILE.RECEIVERS)
     left = tl.sum(((mover[:, None] == lane[None, :]) & accepted[None, :]).to(tl.int32), 1)
     stays = (mover < movers) & (left == 0)
     row = tl.load(order + half + 2 * mover, mask=stays, other=0.0).to(tl.int32)
-    size = tl.load(sizes + row, mask=stays, other=0.0)
-    dk, dv = tl.arange(0, BK), tl.arange(0, BV)
-    squares_k += _squares(_tile(keys, row, stays, dk, DK), size, centre, dk, DK)
-    squares_v += _squares(_tile(values, row, stays, dv, DV), size, centre + DK, dv, DV)
-    tl.store(sizes + 6 * rows + part, squares_k)
-    tl.store(sizes + 7 * rows + part, squares_v)
+    size = tl.load(room.sizes_ptr + row, mask=stays, other=0.0)
+    dk, dv = tl.arange(0, TILE.BK), tl.arange(0, TILE.BV)
+    squares_k += _squares(_tile(room.keys_ptr, row, stays, dk, DK), size, room.centre_ptr, dk, DK)
+    squares_v += _squares(_tile(room.values_ptr, row, stays, dv, DV), size, room.centre_ptr + DK, dv, DV)
+    tl.store(room.squares_ptr + part, squares_k)
+    tl.store(room.squares_ptr + rows + part, squares_v)
     if part == 0:
-        _age(order, sizes + (3 - half) * rows, accepted, used, half, LANES)
-        tl.store(notes + 1 - half, (used - joins).to(tl.float32))
+        _age(order, room.orders_ptr + (1 - half) * rows, accepted, used, half, TILE.LANES)
+        tl.store(room.notes_ptr + 1 - half, (used - joins).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _settle_kernel(
-    sizes_ptr, keys_ptr, values_ptr, spreads_ptr, room_ptr, rows_ptr, page, num, rows, half,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LANES: tl.constexpr, MOVERS: tl.constexpr, PARTNERS: tl.constexpr, DIMS: tl.constexpr, RECEIVERS: tl.constexpr,
-    HIP: tl.constexpr,
-):  # fmt: skip
+    parts: EvictedPointers, room_ptr, rows_ptr, page, num, rows, half, TILE: tl.constexpr, HIP: tl.constexpr
+):
     pair = tl.program_id(0).to(tl.int64)
-    row, own = _home(rows_ptr, page, pair, HEADS)
+    row, own = _home(rows_ptr, page, pair, TILE.HEADS)
     if rows_ptr is not None:
         if row == 0:
             return
-    sizes_ptr = _page(sizes_ptr, row, page)
-    spreads_ptr = _page(spreads_ptr, row, page)
-    keys_ptr = _page(keys_ptr, row, page)
-    values_ptr = _page(values_ptr, row, page)
-    _, _, _, sizes = _room(room_ptr, pair, rows, DK, DV)
-    used = tl.load(sizes + 8 * rows + half).to(tl.int32)
-    tokens = tl.load(sizes + 8 * rows + 2)
-    _settle(
-        room_ptr, sizes_ptr, keys_ptr, values_ptr, spreads_ptr, pair, own, rows, num, used, tokens, half, half,
-        DK, DV, BK, BV, LANES, MOVERS, PARTNERS, DIMS, RECEIVERS, HIP,
-    )  # fmt: skip
+    parts = EvictedPointers(*[p if p is None else _page(p, row, page) for p in parts])
+    room = _room(room_ptr, pair, rows, TILE)
+    used, tokens = tl.load(room.notes_ptr + half).to(tl.int32), tl.load(room.notes_ptr + 2)
+    _settle(room, parts, own, rows, num, used, tokens, half, half, TILE, HIP)
 
 
 def room_size(rows: int, dim: int, value_dim: int) -> int:
@@ -585,13 +609,6 @@ def room_size(rows: int, dim: int, value_dim: int) -> int:
 def working_rows(num: int, most: int) -> int:
     """Rows of a working set of `num` centroids and at most `most` tokens."""
     return triton.cdiv(num + most, 16) * 16
-
-
-def _constants(dim: int, value_dim: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Constexpr arguments of whom they concern: everybody, offers, merges."""
-    sizes = {"DK": dim, "DV": value_dim}
-    offers = {"MOVERS": MOVERS, "PARTNERS": PARTNERS, "DIMS": DIMS}
-    return sizes, offers, {"BK": pow2(dim, 16), "BV": pow2(value_dim, 16), "RECEIVERS": RECEIVERS}
 
 
 def _warps(dim: int, lanes: int, hip: bool) -> int:
@@ -619,58 +636,58 @@ def remember(
     check_like(op, (batch, heads, num), valid=valid, kept=kept)
     stored = batch if state.rows is None else len(parts.count)
     check_centroids(op, parts, (stored, heads, parts.num), dim, value_dim)
-    page = check_rows(op, state, count=parts.count, keys=parts.keys, values=parts.values, spread=parts.spread)
+    known = EvictedPointers(None, parts.keys, parts.values, None, parts.spread, parts.count)
+    page = check_rows(op, state, known)
     if not batch * heads * min(num, most):
         return
-    known = (parts.count, parts.keys, parts.values, parts.spread)
-    strides = (*keys.stride()[:3], *values.stride()[:3])
+    new, where = (View.of(keys), View.of(values)), (state.rows, page)
     if most > FEW or parts.num + most > ALONE:
         index, gone = in_order(positions, leaving := valid & ~kept), leaving.sum(-1)
-        _join_blocks((keys, values, index, gone), known, (state.rows, page), min(most, num), strides)
+        _join_blocks(new, index, gone, parts, known, where, min(most, num))
         return
-    sizes, offers, merges = _constants(dim, value_dim)
-    rows, lanes = working_rows(parts.num, most), pow2(triton.cdiv(parts.num + most, 2), MOVERS)
+    rows = working_rows(parts.num, most)
+    tile = Tile.of(heads, dim, value_dim, pow2(triton.cdiv(parts.num + most, 2), 32), most)
     size, scratch = batch * heads * room_size(rows, dim, value_dim), Workspace.of(state.scratch)
     room = None if scratch is None else scratch.joining
     if room is None or room.numel() < size:
         room = torch.empty(size, dtype=torch.float32, device=keys.device)
     _few_kernel[(batch * heads,)](
-        keys, values, positions, valid.view(torch.uint8), kept.view(torch.uint8), *known,
-        room, state.rows, page, num, parts.num, rows, *strides, *positions.stride()[:2], HEADS=heads, R=pow2(most, 16),
-        LANES=lanes, SCAN=SCAN, SLICE=SLICE, HIP=on_hip(), num_stages=stages(2),
-        num_warps=_warps(max(dim, value_dim), lanes, on_hip()), **sizes, **offers, **merges,
+        *new, Leaving(positions, valid.view(torch.uint8), kept.view(torch.uint8)), *positions.stride()[:2], known, room,
+        *where, num, parts.num, rows, TILE=tile, HIP=on_hip(), num_stages=stages(2),
+        num_warps=_warps(max(dim, value_dim), tile.LANES, on_hip()),
     )  # fmt: skip
 
 
 def _join_blocks(
-    new: tuple[Tensor, Tensor, Tensor, Tensor], known: tuple[Tensor, ...], where: tuple[Tensor | None, int | None],
-    most: int, strides: tuple[int, ...],
+    new: tuple[View, View], index: Tensor, gone: Tensor, parts: Centroids, known: EvictedPointers,
+    where: tuple[Tensor | None, int | None], most: int,
 ) -> None:  # fmt: skip
     """Tokens of a prompt, BLOCK of them at a time.
 
-    Args: new: keys, values, their indices by age, how many leave.  known: the centroids.  where: rows and page.
+    Args: new: keys and values; index [B, Hkv, N]: of them by age; gone [B, Hkv]: how many leave; where: rows and page.
     """
-    _, heads, num, dim = known[1].shape
-    value_dim, pairs = known[2].shape[-1], len(new[0]) * heads
-    sizes, offers, merges = _constants(dim, value_dim)
+    _, heads, num, dim = parts.keys.shape
+    value_dim, pairs, hip = parts.values.shape[-1], gone.numel(), on_hip()
+    tile = Tile.of(heads, dim, value_dim, 0)
     rows, lanes = working_rows(num, min(most, BLOCK)), pow2(triton.cdiv(num + BLOCK, 2))
-    room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=known[0].device)
-    launch = {"num_warps": _warps(max(dim, value_dim), 0, on_hip()), "num_stages": stages(2)}
-    wide = launch | {"num_warps": _warps(dim, lanes, on_hip())}
-    slices = triton.cdiv(dim, SLICE) + triton.cdiv(value_dim, SLICE)
+    room = torch.empty(pairs * room_size(rows, dim, value_dim), dtype=torch.float32, device=gone.device)
+    launch = {"num_warps": _warps(max(dim, value_dim), 0, hip), "num_stages": stages(2)}
+    slices = triton.cdiv(dim, tile.SLICE) + triton.cdiv(value_dim, tile.SLICE)
     for first in range(0, most, BLOCK):
-        total, half, parts = num + min(BLOCK, most - first), 0, slices
+        total, half, sums = num + min(BLOCK, most - first), 0, slices
         _gather_kernel[pairs, slices](
-            *new, *known, room, *where, first, min(BLOCK, most - first), num, rows, *strides, new[2].stride(1),
-            HEADS=heads, LANES=SCAN, ROWS=ROWS, SLICE=SLICE, HIP=on_hip(), **sizes, **launch,
+            *new, index, gone, known, room, *where, first, min(BLOCK, most - first), num, rows, index.stride(1),
+            TILE=tile._replace(LANES=tile.SCAN), HIP=hip, **launch,
         )  # fmt: skip
         while total > max(num, SETTLED):
             movers, partners = (total + 1 - half) // 2, (total + half) // 2
-            _offer_kernel[pairs, triton.cdiv(movers, MOVERS)](room, num, rows, half, parts, **sizes, **offers, **launch)
-            parts = triton.cdiv(max(movers, partners), RECEIVERS)
-            _receive_kernel[pairs, parts](room, num, rows, half, LANES=lanes, **sizes, **merges, **wide)
+            _offer_kernel[pairs, triton.cdiv(movers, tile.MOVERS)](room, num, rows, half, sums, TILE=tile, **launch)
+            sums = triton.cdiv(max(movers, partners), tile.RECEIVERS)
+            _receive_kernel[pairs, sums](
+                room, num, rows, half, TILE=tile._replace(LANES=lanes), num_warps=_warps(dim, lanes, hip),
+                num_stages=stages(2),
+            )  # fmt: skip
             total, half = most_left(total, num), 1 - half
         _settle_kernel[(pairs,)](
-            *known, room, *where, num, rows, half, HEADS=heads, LANES=pow2(SETTLED // 2),
-            HIP=on_hip(), **sizes, **offers, **merges, **launch,
-        )  # fmt: skip
+            known, room, *where, num, rows, half, TILE=tile._replace(LANES=pow2(SETTLED // 2)), HIP=hip, **launch
+        )

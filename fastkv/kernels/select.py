@@ -48,13 +48,13 @@ def _counts(key, threshold, step):
 
 
 @triton.jit
-def _kth_largest(key, key_ptr, wanted, room, BLOCK: tl.constexpr, SINGLE: tl.constexpr):
+def _kth_largest(key, key_ptr, wanted, room, BLOCK: tl.constexpr):
     """The largest t with at least `wanted` keys >= t; keys are `key`, or the `room` at key_ptr, whole tiles."""
     lane = tl.arange(0, BLOCK)
     threshold = tl.full([], LOWEST, tl.int32)
     for level in range(0, 16):
         step = tl.full([], 1, tl.int32) << (30 - 2 * level)
-        if SINGLE:
+        if key_ptr is None:
             one, two, three = _counts(key, threshold, step)
         else:
             one = tl.zeros([], tl.int32)
@@ -72,12 +72,12 @@ def _kth_largest(key, key_ptr, wanted, room, BLOCK: tl.constexpr, SINGLE: tl.con
 
 
 @triton.jit
-def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK: tl.constexpr):
+def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent):
     """Valid and protected flags of the candidates `index`, and their positions."""
     inside = index < N
     valid = tl.load(valid_ptr + row + index, mask=inside, other=0) != 0
     position = tl.load(positions_ptr + row + index, mask=inside, other=0)
-    if USE_MASK:
+    if protected_ptr is not None:
         guard = tl.load(protected_ptr + row + index, mask=inside, other=0) != 0
     else:
         guard = (position < sinks) | (position >= seen - recent)
@@ -86,24 +86,27 @@ def _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, si
 
 @triton.jit(do_not_specialize=["N", "tokens", "sinks", "recent"])
 def _select_kernel(
-    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr,
-    N, tokens, sinks, recent,
-    HEADS: tl.constexpr, USE_MASK: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
+    scores_ptr, positions_ptr, valid_ptr, protected_ptr, seen_ptr, key_ptr, kept_ptr, counts_ptr, N, tokens, sinks,
+    recent, HEADS: tl.constexpr, BLOCK: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
+    # protected_ptr None: what seen_ptr says is protected. key_ptr None: a head is one tile.
+    SINGLE: tl.constexpr = key_ptr is None
     head = tl.program_id(0)
     row = head.to(tl.int64) * N
     room = tl.cdiv(N, BLOCK) * BLOCK  # of a head in scratch
-    key_ptr += head.to(tl.int64) * room
-    key2_ptr = key_ptr + tl.num_programs(0).to(tl.int64) * room
+    key2_ptr = key_ptr
+    if key_ptr is not None:
+        key_ptr += head.to(tl.int64) * room
+        key2_ptr = key_ptr + tl.num_programs(0).to(tl.int64) * room
     lane = tl.arange(0, BLOCK)
     seen = 0
-    if not USE_MASK:
+    if seen_ptr is not None:
         seen = tl.load(seen_ptr + head // HEADS).to(tl.int32)
     num_valid = tl.zeros([], tl.int32)
     num_guarded = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
         valid, guarded, _ = _candidates(
-            valid_ptr, protected_ptr, positions_ptr, row, start + lane, N, seen, sinks, recent, USE_MASK
+            valid_ptr, protected_ptr, positions_ptr, row, start + lane, N, seen, sinks, recent
         )
         num_valid += tl.sum(valid.to(tl.int32), 0)
         num_guarded += tl.sum(guarded.to(tl.int32), 0)
@@ -115,9 +118,7 @@ def _select_kernel(
     key = tl.full([BLOCK], LOWEST, tl.int32)
     for start in range(0, N, BLOCK):
         index = start + lane
-        valid, guarded, _ = _candidates(
-            valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent, USE_MASK
-        )
+        valid, guarded, _ = _candidates(valid_ptr, protected_ptr, positions_ptr, row, index, N, seen, sinks, recent)
         score = tl.load(scores_ptr + row + index, mask=index < N, other=0.0)
         key = tl.where(tl.where(crowded, guarded, valid), _sortable(score), LOWEST)
         key = tl.where(guarded & (crowded == 0), FIRST, key)
@@ -125,7 +126,7 @@ def _select_kernel(
             tl.store(key_ptr + index, key)
     if not SINGLE:
         _barrier(HIP)  # keys are counted by other threads than wrote them
-    least = _kth_largest(key, key_ptr, wanted, room, BLOCK, SINGLE)
+    least = _kth_largest(key, key_ptr, wanted, room, BLOCK)
 
     # Of the candidates at the threshold, the lowest positions fill what is left. -1 - position sorts in reverse.
     above = tl.zeros([], tl.int32)
@@ -141,7 +142,7 @@ def _select_kernel(
             tl.store(key2_ptr + index, place)
     if not SINGLE:
         _barrier(HIP)
-    latest = _kth_largest(place, key2_ptr, wanted - above, room, BLOCK, SINGLE)
+    latest = _kth_largest(place, key2_ptr, wanted - above, room, BLOCK)
     earlier = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
         if not SINGLE:
@@ -182,14 +183,13 @@ def select(
         return kept, counts
     tiles = WARPS.get(chip_of(scores.device), WARPS[""])
     block = next((tile for tile in tiles if num <= tile), max(tiles))
-    single = num <= block
-    room = 0 if single else triton.cdiv(num, block) * block
-    scratch = torch.empty(2 * batch * heads * room, dtype=torch.int32, device=scores.device)
-    valid_bytes = valid.view(torch.uint8)
+    scratch = None
+    if num > block:
+        room = triton.cdiv(num, block) * block
+        scratch = torch.empty(2 * batch * heads * room, dtype=torch.int32, device=scores.device)
     _select_kernel[(batch * heads,)](
-        scores, positions, valid_bytes, valid_bytes if protected is None else protected.view(torch.uint8),
-        positions if seen is None else seen, scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent,
-        HEADS=heads, USE_MASK=protected is not None, SINGLE=single, BLOCK=block, HIP=on_hip(),
+        scores, positions, valid.view(torch.uint8), None if protected is None else protected.view(torch.uint8), seen,
+        scratch, kept.view(torch.uint8), counts, num, tokens, sinks, recent, HEADS=heads, BLOCK=block, HIP=on_hip(),
         num_warps=tiles[block],
     )  # fmt: skip
     return kept, counts

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import check_shape
 from ..reference import LayerState, Spec
+from ._arguments import StatePointers
 from ._attention import _home, _page
 from ._launch import check_like, check_rows
 
@@ -23,25 +24,23 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["page", "sinks", "recent", "spare"])
 def _slot_kernel(
-    positions_ptr, lengths_ptr, seen_ptr, received_ptr, valid_ptr, guard_ptr, attention_ptr, queried_ptr, rows_ptr,
-    page, slots, sinks, recent, spare, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    positions_ptr, state: StatePointers, valid_ptr, guard_ptr, attention_ptr, queried_ptr, rows_ptr, page, slots, sinks,
+    recent, spare, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, place = slot < slots, pair * slots + slot
     row, own = _home(rows_ptr, page, pair, HEADS)
-    lengths_ptr = _page(lengths_ptr, row, page)
-    seen_ptr = _page(seen_ptr, row, page)
-    received_ptr = _page(received_ptr, row, page)
-    tl.store(valid_ptr + place, (slot < tl.load(lengths_ptr + own)).to(tl.uint8), mask=inside)
-    seen = tl.load(seen_ptr + own // HEADS)
+    state = StatePointers(*[p if p is None else _page(p, row, page) for p in state])
+    tl.store(valid_ptr + place, (slot < tl.load(state.lengths_ptr + own)).to(tl.uint8), mask=inside)
+    seen = tl.load(state.seen_ptr + own // HEADS)
     position = tl.load(positions_ptr + place, mask=inside, other=0)
     if guard_ptr is not None:
         guard = (position < sinks) | (position >= seen - recent)
         tl.store(guard_ptr + place, guard.to(tl.uint8), mask=inside)
-    if received_ptr is not None:
+    if state.attention_ptr is not None:
         queried = tl.minimum(tl.maximum(seen - position, 1), spare).to(tl.float32)
-        received_ptr += own * slots + slot
+        received_ptr = state.attention_ptr + own * slots + slot
         received = tl.load(received_ptr, mask=inside, other=0.0)
         tl.store(attention_ptr + place, received / queried, mask=inside)
         tl.store(queried_ptr + place, queried, mask=inside)
@@ -60,15 +59,15 @@ def slot_signals(positions: Tensor, state: LayerState, spec: Spec) -> tuple[Tens
     check_like(op, (state.batch, heads, num), positions=positions)
     if exact.attention is not None:
         check_shape(op, "attention", exact.attention, (None, heads, num))
-    page = check_rows(op, state, lengths=exact.lengths, seen=state.seen, attention=exact.attention)
+    pointers = StatePointers.of(exact, "attention", "lengths", seen=state.seen)
+    page = check_rows(op, state, pointers)
     valid = torch.empty_like(positions, dtype=torch.bool)
     guard = torch.empty_like(positions if state.parts is not None else positions[:0, 0, 0], dtype=torch.bool)
     known = positions if exact.attention is not None else positions[:0, 0, 0]
     attention, queried = (torch.empty_like(known, dtype=torch.float32) for _ in range(2))
     if num and batch:
         _slot_kernel[batch * heads, triton.cdiv(num, BLOCK)](
-            positions, exact.lengths, state.seen, exact.attention, valid.view(torch.uint8),
-            None if state.parts is None else guard.view(torch.uint8), attention, queried, state.rows, page, num,
-            spec.sinks, spec.recent, spec.spare, HEADS=heads, BLOCK=BLOCK,
+            positions, pointers, valid.view(torch.uint8), None if state.parts is None else guard.view(torch.uint8),
+            attention, queried, state.rows, page, num, spec.sinks, spec.recent, spec.spare, HEADS=heads, BLOCK=BLOCK,
         )  # fmt: skip
     return valid, guard, attention, queried

@@ -12,13 +12,15 @@ Does not handle: more than one window in flight.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..errors import check_groups, check_shape
-from ._arguments import Scaling
+from ._arguments import Scaling, View
 from ._attention import LOG2E, _bias2, _dot, _logits2
 from ._launch import check_head_dim, check_like, pow2, stages
 
@@ -30,40 +32,58 @@ MAX_SPLITS = 32
 NOWHERE = tl.constexpr(2**31 - 1)  # the position of what is not a token: after every query
 
 
+class Known(NamedTuple):
+    """What else is known: positions of keys [B, Hkv, N] int32, NOWHERE where not valid, of queries [B, W]; addends of
+    logits [B, Hkv, N]. Absent: every query sees every key; there are none.
+    """
+
+    places_ptr: Any = None
+    query_places_ptr: Any = None
+    bias_ptr: Any = None
+
+
+class Tile(NamedTuple):
+    """Constants of a launch: heads, their numbers, padded ones; rows and keys at a time."""
+
+    HEADS: int
+    G: int
+    D: int
+    BD: int
+    ROWS: int
+    BLOCK_N: int
+
+
 @triton.jit
-def _logit_tile(
-    q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scaling, W,
-    stride_qb, stride_qh, stride_qt,
-    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+def _logit_tile(q, k, row, place, bias, known, batch, kv, scaling, W, TILE: tl.constexpr):
     """Base-2 logits of rows (query, head of the group) and the keys k; -inf where not seen."""
+    G: tl.constexpr = TILE.G
     rows = row < W * G
     query = (row // G).to(tl.int64)
-    column = tl.arange(0, BD)[None, :]
-    q_ptrs = q_ptr + batch * stride_qb + (kv * G + row % G) * stride_qh + query * stride_qt
-    q = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < D), other=0.0)
-    logits = _logits2(_dot(q, tl.trans(k)), scaling)
+    column = tl.arange(0, TILE.BD)[None, :]
+    q_ptrs = q.ptr + batch * q.stride_b + (kv * G + row % G) * q.stride_h + query * q.stride_t
+    asked = tl.load(q_ptrs[:, None] + column, mask=rows[:, None] & (column < TILE.D), other=0.0)
+    logits = _logits2(_dot(asked, tl.trans(k)), scaling)
     if bias is not None:
         logits += bias[None, :]
     until = tl.full([1], NOWHERE - 1, tl.int64)
-    if CAUSAL:
-        until = tl.load(query_places_ptr + batch * W + query, mask=rows, other=0).to(tl.int64)
+    if known.query_places_ptr is not None:
+        until = tl.load(known.query_places_ptr + batch * W + query, mask=rows, other=0).to(tl.int64)
     return tl.where(rows[:, None] & (place[None, :] <= until[:, None]), logits, -float("inf"))
 
 
 @triton.jit
-def _key_tile(
-    keys_ptr, places_ptr, first, high, head, batch, kv, N, stride_kb, stride_kh, stride_kt,
-    D: tl.constexpr, BD: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PLACES: tl.constexpr,
-):  # fmt: skip
-    """Keys from `first` on, 0 where not valid, and their positions, NOWHERE where not valid."""
-    index = first + tl.arange(0, BLOCK_N)
+def _key_tile(keys, known, first, high, head, N, TILE: tl.constexpr):
+    """Keys of a head from `first` on, 0 where not valid, and their positions, NOWHERE where not valid."""
+    HEADS: tl.constexpr = TILE.HEADS
+    D: tl.constexpr = TILE.D
+    index = first + tl.arange(0, TILE.BLOCK_N)
     place = tl.where(index < high, 0, NOWHERE)
-    if HAS_PLACES:
-        place = tl.load(places_ptr + head * N + index, mask=index < high, other=NOWHERE)
-    column = tl.arange(0, BD)[None, :]
-    keys_ptr += batch * stride_kb + kv * stride_kh + tl.full([], 1, tl.int64) * first * stride_kt
-    spot = keys_ptr + tl.arange(0, BLOCK_N)[:, None] * stride_kt + column
+    if known.places_ptr is not None:
+        place = tl.load(known.places_ptr + head * N + index, mask=index < high, other=NOWHERE)
+    column = tl.arange(0, TILE.BD)[None, :]
+    keys_ptr = keys.ptr + (head // HEADS) * keys.stride_b + (head % HEADS) * keys.stride_h
+    keys_ptr += tl.full([], 1, tl.int64) * first * keys.stride_t
+    spot = keys_ptr + tl.arange(0, TILE.BLOCK_N)[:, None] * keys.stride_t + column
     return tl.load(spot, mask=(place < NOWHERE)[:, None] & (column < D), other=0.0), place
 
 
@@ -79,11 +99,12 @@ def _biases(bias_ptr, head_start, first, high, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _lse_kernel(
-    q_ptr, keys_ptr, places_ptr, bias_ptr, query_places_ptr, tops_ptr, totals_ptr,
-    scaling: Scaling, W, N, keys_per_split, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr,
-):  # fmt: skip
+    q: View, keys: View, known: Known, tops_ptr, totals_ptr, scaling: Scaling, W, N, keys_per_split, TILE: tl.constexpr
+):
+    HEADS: tl.constexpr = TILE.HEADS
+    G: tl.constexpr = TILE.G
+    ROWS: tl.constexpr = TILE.ROWS
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(2).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -92,15 +113,9 @@ def _lse_kernel(
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in range(low, high, BLOCK_N):
-        k, place = _key_tile(
-            keys_ptr, places_ptr, first, high, head, batch, kv, N, stride_kb, stride_kh, stride_kt,
-            D, BD, BLOCK_N, HAS_PLACES,
-        )  # fmt: skip
-        bias = _biases(bias_ptr, head * N, first, high, BLOCK_N)
-        logits = _logit_tile(
-            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scaling, W, stride_qb, stride_qh, stride_qt,
-            G, D, BD, CAUSAL,
-        )  # fmt: skip
+        k, place = _key_tile(keys, known, first, high, head, N, TILE)
+        bias = _biases(known.bias_ptr, head * N, first, high, BLOCK_N)
+        logits = _logit_tile(q, k, row, place, bias, known, batch, kv, scaling, W, TILE)
         new_top = tl.maximum(top, tl.max(logits, 1))
         floor = tl.where(new_top == -float("inf"), 0.0, new_top)
         total = total * tl.exp2(top - floor) + tl.sum(tl.exp2(logits - floor[:, None]), 1)
@@ -112,9 +127,8 @@ def _lse_kernel(
 
 @triton.jit
 def _merge_kernel(
-    tops_ptr, totals_ptr, mass_ptr, query_valid_ptr, lse_ptr, shares_ptr, W, SPLITS,
-    HEADS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
-    HAS_MASS: tl.constexpr, HAS_QUERIES: tl.constexpr,
+    tops_ptr, totals_ptr, mass_ptr, query_valid_ptr, lse_ptr, shares_ptr, W, SPLITS, HEADS: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
@@ -122,7 +136,7 @@ def _merge_kernel(
     rows = row < W * G
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if HAS_MASS:
+    if mass_ptr is not None:
         mass = tl.load(mass_ptr + (batch * HEADS * G + kv * G + row % G) * W + row // G, mask=rows, other=0.0)
         top = mass * LOG2E
         total = tl.where(mass == -float("inf"), 0.0, 1.0)
@@ -137,7 +151,7 @@ def _merge_kernel(
     tl.store(lse_ptr + head * W * G + row, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=rows)
     queries = W
     asks = rows
-    if HAS_QUERIES:
+    if query_valid_ptr is not None:
         every = tl.arange(0, QUERIES)
         flags = tl.load(query_valid_ptr + batch * W + every, mask=every < W, other=0) != 0
         queries = tl.maximum(tl.sum(flags.to(tl.int32), 0), 1)
@@ -148,26 +162,21 @@ def _merge_kernel(
 
 @triton.jit
 def _column_kernel(
-    q_ptr, keys_ptr, places_ptr, bias_ptr, query_places_ptr, lse_ptr, shares_ptr, scores_ptr,
-    scaling: Scaling, W, N, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_PLACES: tl.constexpr,
-):  # fmt: skip
+    q: View, keys: View, known: Known, lse_ptr, shares_ptr, scores_ptr, scaling: Scaling, W, N, TILE: tl.constexpr
+):
+    HEADS: tl.constexpr = TILE.HEADS
+    G: tl.constexpr = TILE.G
+    ROWS: tl.constexpr = TILE.ROWS
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     head = tl.program_id(1).to(tl.int64)
     batch, kv = head // HEADS, head % HEADS
     index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k, place = _key_tile(
-        keys_ptr, places_ptr, tl.program_id(0) * BLOCK_N, N, head, batch, kv, N, stride_kb, stride_kh, stride_kt,
-        D, BD, BLOCK_N, HAS_PLACES,
-    )  # fmt: skip
-    bias = _biases(bias_ptr, head * N, tl.program_id(0) * BLOCK_N, N, BLOCK_N)
+    k, place = _key_tile(keys, known, tl.program_id(0) * BLOCK_N, N, head, N, TILE)
+    bias = _biases(known.bias_ptr, head * N, tl.program_id(0) * BLOCK_N, N, BLOCK_N)
     sums = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, W * G, ROWS):
         row = first + tl.arange(0, ROWS)
-        logits = _logit_tile(
-            q_ptr, k, row, place, bias, query_places_ptr, batch, kv, scaling, W, stride_qb, stride_qh, stride_qt,
-            G, D, BD, CAUSAL,
-        )  # fmt: skip
+        logits = _logit_tile(q, k, row, place, bias, known, batch, kv, scaling, W, TILE)
         lse = tl.load(lse_ptr + head * W * G + row, mask=row < W * G, other=0.0)
         share = tl.load(shares_ptr + head * W * G + row, mask=row < W * G, other=0.0)
         lse = tl.where(share > 0, lse, 0.0)
@@ -209,25 +218,16 @@ def window_scores(
     splits = triton.cdiv(length, split)
     tops, totals = torch.empty(2, batch, heads, splits, num * groups, dtype=torch.float32, device=q.device)
     lse, shares = torch.empty(2, batch, heads, num * groups, dtype=torch.float32, device=q.device)
-    causal, tiles = positions is not None, triton.cdiv(num * groups, rows)
-    places = positions  # what is not valid comes after every query
+    tiles, places = triton.cdiv(num * groups, rows), positions  # what is not valid comes after every query
     if valid is not None:
         places = torch.where(valid, 0 if positions is None else positions, NOWHERE.value).to(torch.int32)
-    inputs = (q, keys, scores if places is None else places, bias, query_positions if causal else scores)
-    strides = (*q.stride()[:3], *keys.stride()[:3])
-    sizes = {"HEADS": heads, "G": groups, "D": dim, "BD": width, "ROWS": rows, "BLOCK_N": tile, "CAUSAL": causal}
-    sizes |= {"HAS_PLACES": places is not None}
-    launch = {"num_warps": warps, "num_stages": stages(depth)}
-    _lse_kernel[(splits, tiles, batch * heads)](
-        *inputs, tops, totals, Scaling(scale, softcap), num, length, split, *strides, **sizes, **launch
-    )
+    inputs = View.of(q), View.of(keys), Known(places, query_positions, bias)
+    numbers, sizes = (Scaling(scale, softcap), num, length), Tile(heads, groups, dim, width, rows, tile)
+    launch = {"TILE": sizes, "num_warps": warps, "num_stages": stages(depth)}
+    _lse_kernel[(splits, tiles, batch * heads)](*inputs, tops, totals, *numbers, split, **launch)
     _merge_kernel[(tiles, batch * heads)](
-        tops, totals, tops if log_mass is None else log_mass,
-        tops if query_valid is None else query_valid.view(torch.uint8), lse, shares, num, splits,
-        HEADS=heads, G=groups, ROWS=rows, QUERIES=pow2(num), HAS_MASS=log_mass is not None,
-        HAS_QUERIES=query_valid is not None,
+        tops, totals, log_mass, None if query_valid is None else query_valid.view(torch.uint8), lse, shares, num,
+        splits, HEADS=heads, G=groups, ROWS=rows, QUERIES=pow2(num),
     )  # fmt: skip
-    _column_kernel[(triton.cdiv(length, tile), batch * heads)](
-        *inputs, lse, shares, scores, Scaling(scale, softcap), num, length, *strides, **sizes, **launch
-    )
+    _column_kernel[(triton.cdiv(length, tile), batch * heads)](*inputs, lse, shares, scores, *numbers, **launch)
     return scores

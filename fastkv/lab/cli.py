@@ -39,7 +39,10 @@ class LazyParser(Parser):
             module.add_arguments(self)
             self.set_defaults(run=module.run)
             self.module = ""
-        return super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # else the parser of all commands would say so, which knows none of this one's
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return options, unknown
 
 
 COMMANDS: dict[str, dict[str, Any]] = {
@@ -103,13 +106,13 @@ COMMANDS: dict[str, dict[str, Any]] = {
         epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
     ),
     "bench": dict(
-        module=".bench.command",
+        module=".bench",
         help="time to the first token, time per token and memory of the full cache and of every policy and budget, on "
         "the device there is, of a checkpoint or of random weights; prints a table and writes bench.json and bench.png",
         epilog="--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
     ),
     "view": dict(
-        module=".view.command",
+        module=".view",
         help="write a page, one HTML file, that shows what caches kept of a text: every token by how many heads keep "
         "it, what became of the others and when, and the error of attention",
         epilog="--model PATH --text FILE --policies fastkv,snapkv --budgets 256,512 --out view.html",

@@ -32,15 +32,16 @@ from .. import FastKVError, patch, patched
 from ..config import POLICY
 from ..integrations.transformers import modules
 from ..integrations.transformers.stock import CACHE
-from . import asking, common, facts, pictures, texts
-from .reading import Reading
-from .recording import cache_bytes
+from . import asking, common, facts, texts
+from .reading import Reading, cache_bytes
 
 DOCUMENT = Path(__file__).with_name("flight.txt")
 TITLE = "The First Years of Flight"
 TRIED = 120  # questions from which those of the document were chosen
 WORDS = 20  # tokens of an answer, at most
 QUICK = 1024  # tokens that a shorter run reads
+SUFFIXES = (".png", ".svg")
+FONT = 10
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ def settings_of(options: argparse.Namespace) -> argparse.Namespace:
     for question, answer in chosen.ask:
         if not plain(answer):
             raise FastKVError(f"an answer must have a word in it, got {answer!r} for {question!r}")
-    if chosen.picture.suffix not in pictures.SUFFIXES:
-        raise FastKVError(f"picture must end with {' or '.join(pictures.SUFFIXES)}, got {chosen.picture}")
+    if chosen.picture.suffix not in SUFFIXES:
+        raise FastKVError(f"picture must end with {' or '.join(SUFFIXES)}, got {chosen.picture}")
     return chosen
 
 
@@ -196,7 +197,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> list[Row
     if not console.is_terminal:
         console.line()  # rich ends a live table with a new line on terminals alone
     console.print(f"\n{sentence(rows)}", soft_wrap=True)
-    pictures.write(rows, settings.picture, f"{Path(settings.model).name}, {task.ids.shape[1]} tokens of {task.name}")
+    write_picture(rows, settings.picture, f"{Path(settings.model).name}, {task.ids.shape[1]} tokens of {task.name}")
     console.print(f"{settings.picture} written; {time.perf_counter() - started:.0f} s in all", soft_wrap=True)
     return rows
 
@@ -332,3 +333,46 @@ def cell(row: Row, place: int) -> Text:
     if place >= len(row.right):
         return said
     return Text("✓ ", style="green") + said if row.right[place] else Text("✗ ", style="red") + said
+
+
+def write_picture(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Write right answers, and KL of the text that goes on, over bytes; the first row is the full cache."""
+    full, compressed = rows[0], sorted(rows[1:], key=lambda row: row.nbytes)
+    figure = common.figure(10, 4.2)
+    answers, goes_on = figure.subplots(1, 2)
+    draw(answers, compressed, lambda row: sum(row.right), (7, -13))
+    answers.axhline(sum(full.right), **common.DASHED)
+    answers.annotate(
+        f"full cache, {full.nbytes / 2**20:.0f} MiB",
+        (1, sum(full.right)),
+        (0, 4),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        color=common.DASHED["color"],
+        fontsize=FONT,
+        horizontalalignment="right",
+    )
+    answers.set_ylim(-0.6, len(full.right) + 0.6)
+    answers.yaxis.get_major_locator().set_params(integer=True)
+    draw(goes_on, compressed, lambda row: row.kl, (7, 5))
+    goes_on.set_ylim(0, 1.15 * max(row.kl or 0 for row in compressed) or 1)
+    for axis, what in (
+        (answers, f"right answers of {len(full.right)}"),
+        (goes_on, "KL of the text that goes on, nats a token"),
+    ):
+        axis.set_title(what, loc="left", fontsize=FONT, pad=12)
+        axis.set_xlabel("cache, MiB")
+        axis.set_xlim(0, 1.1 * compressed[-1].nbytes / 2**20)
+        common.finish(axis)
+    common.save(figure, path, title)
+
+
+def draw(axis: Any, rows: Sequence[Row], value: Callable[[Row], float | None], label: tuple[int, int]) -> None:
+    """Draw a number of the rows over their bytes, each point with the name of its budget.
+
+    Args: label: where the names stand, in points right of and above their points; off the line.
+    """
+    x, y = [row.nbytes / 2**20 for row in rows], [value(row) for row in rows]
+    axis.plot(x, y, **common.style(0))
+    for row, *place in zip(rows, x, y):
+        axis.annotate(row.budget, place, label, textcoords="offset points", color=common.COLOURS[0], fontsize=FONT)

@@ -86,7 +86,7 @@ def version(package: str) -> str:
 def backends() -> Lines:
     """What can compute fastkv's operations here, and why the rest cannot."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = compiled.library("codes")
+    found = compiled.library("slots")
     how = f"torch alone, as nothing was compiled: {found}" if isinstance(found, str) else "compiled C++"
     cpu = f"prompts: torch's fused attention; decode steps: {how}"
     theirs = flash_attention(device)

@@ -42,7 +42,7 @@ from ..integrations.transformers.stock import CACHE
 from ..reference import LayerState, joined, with_sink
 from . import asking, common, facts
 from .equal_bytes import equal_bytes, stored_bytes
-from .recording import cache_bytes, kept_tokens, record_attention
+from .reading import cache_bytes, kept_tokens, record_attention
 
 TOKENS = ("agreement", "kl", "excess")  # what is known of every fed token
 FITTED = frozenset({"duoattention", "triattention"})  # need a file about the model

@@ -26,7 +26,7 @@ from ..calibration.quality import QualityCurve, context_nll, retained, save
 from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from . import asking, common
-from .words import ADJECTIVES, NOUNS, PLACES, TRANSITIVE
+from .haystack import WORDS
 
 PENALTY = 2.0
 STEEPEST = 50.0  # a curve beyond it is a step
@@ -79,7 +79,7 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
 
     rng = random.Random(f"{length}/{seed}")
     num = max(2, min(length // FACT_EVERY, MOST_FACTS))
-    owners = [f"{adjective} {noun}" for adjective, noun in zip(rng.sample(ADJECTIVES, num), rng.sample(NOUNS, num))]
+    owners = list(map(" ".join, zip(rng.sample(WORDS["adjectives"], num), rng.sample(WORDS["nouns"], num))))
     codes = [f"{rng.randrange(1000, 10000)}-{rng.randrange(1000, 10000)}" for _ in owners]
     sentences = [f"The access code of the {owner} is {code}." for owner, code in zip(owners, codes)]
     again = cycle([_prose(rng), _prose(rng)])
@@ -96,8 +96,8 @@ def english_text(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> 
 
 def _prose(rng: random.Random) -> str:
     """A sentence that could stand in a story."""
-    who, what = (f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(2))
-    return f"{who.capitalize()} {rng.choice(TRANSITIVE)} {what} in the {rng.choice(PLACES)}."
+    who, what = (f"the {rng.choice(WORDS['adjectives'])} {rng.choice(WORDS['nouns'])}" for _ in range(2))
+    return f"{who.capitalize()} {rng.choice(WORDS['transitive'])} {what} in the {rng.choice(WORDS['places'])}."
 
 
 def _log(rng: random.Random) -> str:

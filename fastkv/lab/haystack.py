@@ -5,6 +5,7 @@ Filler is one line over and over, generated prose, or the user's own files, sent
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import FastKVError
 from .common import documents
-from .words import ADJECTIVES, ADVERBS, INTRANSITIVE, NOUNS, PLACES, PLURALS, PREPOSITIONS, TIMES, TRANSITIVE
 
 T = TypeVar("T")
 
@@ -26,24 +26,10 @@ NOISE = "The kettle is warm. The window is open. The street is quiet. Off we wal
 TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}  # of the answers, by the first part of a task's name
 LONGEST = 60  # words of one unit of a file; tables and code have no sentences
 
-WORDS = {"adjective": ADJECTIVES, "adverb": ADVERBS, "did": TRANSITIVE, "moved": INTRANSITIVE, "near": PREPOSITIONS}
-WORDS |= {"noun": NOUNS, "place": PLACES, "plural": PLURALS, "time": TIMES}
-SENTENCES = (
-    "It took me years to see why the {noun} {did} the {adjective} {noun}.",
-    "Most {plural} that we meet in life are neither {adjective} nor {adjective}.",
-    "When the {noun} {moved} {near} the {place}, people began to talk about the {noun} instead.",
-    "My first idea was to ask the {noun}, but the {noun} {moved} {adverb}.",
-    "What makes the {noun} so {adjective} is that nobody ever {did} it in the {time}.",
-    "There is a difference between {adjective} {plural} and {plural} that only look {adjective}.",
-    "One {time} the {adjective} {noun} {did} some {plural} {near} the {place}.",
-    "You could say the same of {plural}, and of every {adjective} {noun} too.",
-    "I used to think that {plural} were {adjective}, until the {noun} {did} the {noun}.",
-    "The {noun} {moved}, and {adverb} the whole {place} was {adjective} again.",
-    "If the {plural} never {moved} {near} the {noun}, this would be a {adjective} story.",
-    "People who work with {plural} learn to be {adjective}, which is harder than it sounds.",
-    "The {noun} {near} the {noun} taught me more about {plural} than any {noun} did.",
-    "So the question is not whether the {noun} was {adjective}, but who {did} it.",
-)
+# Of which generated texts are made: names of things that are hidden, and the words and forms of sentences around them.
+TOLD = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+SENTENCES: list[str] = TOLD.pop("sentences")
+WORDS: dict[str, list[str]] = {name: words.split() for name, words in TOLD.items()}
 
 
 class Units(Generic[T]):

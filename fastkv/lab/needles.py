@@ -25,7 +25,7 @@ from ..errors import FastKVError
 from ..integrations.transformers.stock import CACHE
 from . import asking, common, ruler
 from .haystack import Sample, Tokenizer
-from .recording import cache_bytes
+from .reading import cache_bytes
 from .ruler import KINDS
 
 TASKS = tuple(KINDS)

@@ -53,7 +53,7 @@ from . import asking, ruler
 from .common import FOREIGN, FULL, to_budget, unknown_share
 from .haystack import Sample, Tokenizer
 from .pretrained import loading, place
-from .recording import cache_bytes
+from .reading import cache_bytes
 
 MODES = ("auto", "stream", "prefix")
 SETTINGS = ("prefill_block", "evict_every", "correction", "slots", "mode", "question", "vector")  # of `set_cache`

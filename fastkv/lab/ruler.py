@@ -25,8 +25,21 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 from ..errors import FastKVError
-from .haystack import NOISE, Draft, Request, Sample, Tokenizer, Units, drafted, essays, hidden, longest, prose, scatter
-from .words import ADJECTIVES, ADVERBS, INTRANSITIVE, KEY_FIRST, KEY_SECOND, NOUNS, PLACES, TRANSITIVE
+from .haystack import (
+    NOISE,
+    WORDS,
+    Draft,
+    Request,
+    Sample,
+    Tokenizer,
+    Units,
+    drafted,
+    essays,
+    hidden,
+    longest,
+    prose,
+    scatter,
+)
 
 __all__ = ["TASKS", "Sample", "generate", "score"]
 
@@ -158,8 +171,12 @@ def _different(kind: str, rng: random.Random, number: int) -> list[str]:
     return list(islice(_drawn(kind, rng), number))
 
 
+def _either(rng: random.Random, one: str, other: str) -> str:
+    return rng.choice((*WORDS[one], *WORDS[other]))
+
+
 MAKE: dict[str, Callable[[random.Random], str]] = {
-    "words": lambda rng: f"{rng.choice((*ADJECTIVES, *KEY_FIRST))}-{rng.choice((*NOUNS, *KEY_SECOND))}",
+    "words": lambda rng: f"{_either(rng, 'adjectives', 'key_first')}-{_either(rng, 'nouns', 'key_second')}",
     "numbers": lambda rng: str(rng.randrange(10**6, 10**7)),
     "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
     "variables": lambda rng: "".join(rng.choices(ascii_uppercase, k=NAME)),
@@ -270,7 +287,8 @@ def _vocabulary(rng: random.Random, number: int) -> Iterator[str]:
 @cache
 def english_words() -> tuple[str, ...]:
     """The English words that are long enough and have no other one in them."""
-    every = {*ADJECTIVES, *ADVERBS, *INTRANSITIVE, *KEY_FIRST, *KEY_SECOND, *NOUNS, *PLACES, *TRANSITIVE}
+    kinds = "adjectives adverbs intransitive key_first key_second nouns places transitive".split()
+    every = {word for kind in kinds for word in WORDS[kind]}
     words = sorted(word for word in every if len(word) >= SHORTEST)
     return tuple(word for word in words if not any(other in word for other in words if other != word))
 

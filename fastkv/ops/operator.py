@@ -239,10 +239,14 @@ def operator(fake: Callable[..., Any], changes: tuple[str, ...] = ()) -> Callabl
 
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            if not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
-                first = next(a for a in arguments if isinstance(a, Tensor))
-                if type(first) is Tensor and first.device.type == "cpu":
-                    return function(*arguments, **options)
+            first = (
+                arguments[0]
+                if isinstance(arguments[0], Tensor)
+                else next(a for a in arguments if isinstance(a, Tensor))
+            )
+            looked_at = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+            if type(first) is Tensor and first.is_cpu and not looked_at:
+                return function(*arguments, **options)
             rest = tuple(options.get(parameter, default) for parameter, default in defaults[len(arguments) :])
             given: list[Any] = []
             for kind, argument in zip(kinds, arguments + rest):

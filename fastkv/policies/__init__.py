@@ -7,23 +7,13 @@ from typing import Any
 
 from ..errors import FastKVError
 from .attentionmatching import AttentionMatching
-from .base import (
-    LayerFacts,
-    MomentUse,
-    Policy,
-    QueryStatistics,
-    Reread,
-    SecondReading,
-    Shares,
-    Signals,
-)
+from .base import LayerFacts, MomentUse, Policy, QueryStatistics, Reread, SecondReading, Shares, Signals
 from .baselines import KNorm, Random, Streaming
 from .compactor import Compactor, Leverage, NonCausal
 from .criticalkv import CriticalKV
 from .duoattention import DuoAttention
 from .expectedattention import ExpectedAttention
 from .fastkv import FastKV, FastKVReread
-from .grkv import GRKV
 from .h2o import H2O
 from .keydiff import KeyDiff
 from .kvzip import KVzip
@@ -37,7 +27,7 @@ from .triattention import TriAttention
 ALL: tuple[type[Policy], ...] = (
     MomentKV, KeyDiff, Manifold, WindowedManifold, Compactor, Leverage, NonCausal, FastKV, FastKVReread,
     SnapKV, PyramidKV, TOVA, H2O, KNorm, CriticalKV, KVzip, DuoAttention,
-    LagKV, RKV, ExpectedAttention, TriAttention, GRKV, AttentionMatching, Streaming, Random,
+    LagKV, RKV, ExpectedAttention, TriAttention, AttentionMatching, Streaming, Random,
 )  # fmt: skip
 
 BASE = (LayerFacts, MomentUse, Policy, QueryStatistics, Reread, SecondReading, Shares, Signals)

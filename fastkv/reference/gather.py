@@ -22,6 +22,17 @@ def rows_at(rows: Tensor, index: Tensor) -> Tensor:
     return picked.view(*index.shape, *rows.shape[3:])
 
 
+def slots_at(slab: Tensor, starts: Tensor, index: Tensor) -> Tensor:
+    """A copy of the slots at index [B, Hkv, m], counted from the first of each head, of a slab [B, S, ...]:
+    [B, Hkv, m, ...].
+    """
+    batch, size = slab.shape[:2]
+    place = (starts[:, :-1, None].long() + index).clamp(max=size - 1)
+    place = place + torch.arange(batch, device=slab.device)[:, None, None] * size
+    picked = slab.flatten(0, 1).index_select(0, place.flatten())
+    return picked.view(*index.shape, *slab.shape[2:])
+
+
 def added_at(rows: Tensor, index: Tensor) -> Tensor:
     """Zeros in the shape of rows [B, H, N, ...], to whose row index[b, h, n], [B, H, N], row n was added."""
     total = torch.zeros_like(rows, memory_format=torch.contiguous_format)
@@ -34,10 +45,8 @@ def unpack(slab: Tensor, starts: Tensor, width: int) -> Tensor:
 
     Args: slab [B, S, ...]; starts [B, Hkv + 1] int.  Returns: [B, Hkv, width, ...], a copy.
     """
-    batch, size = slab.shape[:2]
-    index = starts[:, :-1, None].long() + torch.arange(width, device=slab.device)
-    index = index.clamp(max=size - 1) + torch.arange(batch, device=slab.device)[:, None, None] * size
-    return slab.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, *slab.shape[2:])
+    batch, heads = starts.shape[0], starts.shape[1] - 1
+    return slots_at(slab, starts, torch.arange(width, device=slab.device).expand(batch, heads, -1))
 
 
 def pack(slab: Tensor, starts: Tensor, rows: Tensor) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .gather import rows_at, unpack
+from .gather import rows_at, slots_at, unpack
 from .moments import Evicted, Moments
 from .slots import PLAIN, SPECIFIED, Codec, SlotFormat, Stored
 
@@ -111,8 +111,12 @@ class Slots:
         return {**rows, **rest}  # type: ignore[dict-item]
 
     def pairs_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, decoded, of the slots at index [B, Hkv, m] of heads of equally many."""
-        rows = {name: rows_at(part, index) for name, part in self.moving().items() if name in self.PAIRS}
+        """Keys and values, decoded, of the slots at index [B, Hkv, m], counted from the first of each head."""
+        pairs = {name: part for name, part in self.moving().items() if name in self.PAIRS}
+        if self.starts is None:
+            rows = {name: rows_at(part, index) for name, part in pairs.items()}
+        else:
+            rows = {name: slots_at(part, self.starts, index) for name, part in pairs.items()}
         keys = self.decode("keys", rows["keys"], rows.get("key_scales"))
         if self.values is None:
             return keys, keys[..., : self.value_dim]
@@ -223,6 +227,7 @@ class LayerState:
         rows: [B] int64, the state row of each batch row; None: batch row b lives in state row b. Row 0 is nobody's: it
             stands for batch rows that an operation is to pass over, as often as needed; their results mean nothing.
             All others differ. With rows, tensors may be views of pages, whose first axis has a stride of its own.
+        standing: what a backend has found out about these tensors, for the next step; None for nothing.
     """
 
     exact: Slots
@@ -234,6 +239,7 @@ class LayerState:
     scratch: list[Tensor] = field(default_factory=list)
     sink_logits: Tensor | None = None
     rows: Tensor | None = None
+    standing: Any = None
     BORROWED: ClassVar = ("sink_logits", "rows")  # tensors that belong to the model, or to a batch
 
     @property

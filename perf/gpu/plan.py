@@ -13,7 +13,8 @@ from functools import cache, partial
 from typing import Any
 
 from .. import engine
-from ..engine import Job, Row, closure, digest
+from ..engine import Job, Row
+from ..environment import source
 from ..speed.cases import Case as Whole
 from ..speed.cases import toy
 from ..speed.worker import measure as measure_model
@@ -78,8 +79,7 @@ def sections(place: Place) -> list[Section]:
 @cache
 def code_of(*functions: Callable[..., Any]) -> str:
     """Digest of the library, kernels included, and of the functions that check or time it."""
-    library = closure("fastkv", "fastkv.kernels.operations", rooms=("fastkv",))
-    return digest(library, *(inspect.getsource(function) for function in functions))
+    return source(texts=tuple(inspect.getsource(function) for function in functions))
 
 
 def check(place: Place, name: str, case: Row, found: Callable[..., Any], seconds: float, **given: Any) -> Task:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from fastkv import Budget, FastKVCache, patch, patched, policies, unpatch
 from fastkv.cache.layout import cost
-from fastkv.lab import facts
+from fastkv.lab import asking, facts
 from fastkv.lab.reading import Reading
 
 NEW = 24  # tokens of an answer at most
@@ -50,10 +51,8 @@ class Text:
 
 def full_cache(reading: Reading, rows: int = 1) -> DynamicCache:
     """transformers' cache of a text that was read, `rows` times."""
-    cache = DynamicCache()
-    for index, layer in enumerate(reading.layers):
-        k, v = (tensor.repeat(rows, 1, 1, 1) for tensor in layer.tokens[1:3])
-        cache.update(k, v, index)
+    cache = reading.full()
+    cache.batch_repeat_interleave(rows)
     return cache
 
 
@@ -65,8 +64,7 @@ def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
     seconds = time.perf_counter() - begun
     found: list[tuple[facts.Question, list[int]]] = []
     for question, spoken in zip(
-        sample.questions,
-        generated(model, tokenizer, full_cache(reading, len(sample.questions)), sample.questions),
+        sample.questions, generated(model, tokenizer, full_cache(reading, len(sample.questions)), sample.questions)
     ):
         end = next((n for n in range(1, len(spoken) + 1) if answers_to(tokenizer, question, spoken[:n])), None)
         if end is not None:
@@ -81,11 +79,8 @@ def read(model: Any, tokenizer: Any, sample: facts.Sample) -> Text:
 
 def forced(model: Any, cache: Any, answers: list[tuple[facts.Question, list[int]]]) -> list[Tensor]:
     """Log-probabilities [len(ids), V] along given answers, one a row of the cache."""
-    ids, mask = padded([question.ids + said[:-1] for question, said in answers], left=False)
-    past = torch.ones(len(ids), cache.get_seq_length(), dtype=torch.long)
-    logits = model(ids, attention_mask=torch.cat([past, mask], 1), past_key_values=cache).logits
-    ends = mask.sum(-1).tolist()
-    return [row[end - len(said) : end].float().log_softmax(-1) for row, end, (_, said) in zip(logits, ends, answers)]
+    rows = asking.forced(model, cache, [question.ids + said[:-1] for question, said in answers])
+    return [row[-len(said) :] for row, (_, said) in zip(rows, answers)]
 
 
 def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool:
@@ -95,7 +90,9 @@ def answers_to(tokenizer: Any, question: facts.Question, ids: list[int]) -> bool
 
 def generated(model: Any, tokenizer: Any, cache: Any, questions: list[facts.Question]) -> list[list[int]]:
     """Greedy replies to questions, one a row of the cache, at most `NEW` tokens each; no more than all answers need."""
-    ids, mask = padded([question.ids for question in questions], left=True)
+    rows = [torch.tensor(question.ids) for question in questions]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     seen = cache.get_seq_length()
     past = torch.ones(len(questions), seen, dtype=torch.long)
     mask, ended = torch.cat([past, mask], 1), torch.zeros(len(questions), dtype=torch.bool)
@@ -112,15 +109,6 @@ def generated(model: Any, tokenizer: Any, cache: Any, questions: list[facts.Ques
             break
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     return [[token for token in row if token != tokenizer.eos_token_id] for row in torch.cat(spoken, 1).tolist()]
-
-
-def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
-    """Rows of tokens [B, T] and their mask."""
-    longest = max(map(len, rows))
-    fill = [[0] * (longest - len(row)) for row in rows]
-    marks = [[1] * len(row) for row in rows]
-    joined = [(gap + row, gap + mark) if left else (row + gap, mark + gap) for row, mark, gap in zip(rows, marks, fill)]
-    return torch.tensor([row for row, _ in joined]), torch.tensor([mark for _, mark in joined])
 
 
 def tokens_of(

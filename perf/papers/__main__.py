@@ -19,13 +19,13 @@ from fastkv.lab import common, pretrained
 from perf.engine import ROOT
 from perf.environment import environment
 
-from . import geometry, moments, page, tasks, untried
+from . import geometry, moments, page, tasks
 from .bench import Bench
-from .row import Row
+from .row import Row, listed
 
 RESULTS, PAGE, PICTURES = "perf/results/papers", "docs/papers.md", "docs/pictures/papers"
 MODEL = "smollm2"
-ROWS: tuple[Row, ...] = (*geometry.ROWS, *moments.ROWS, *tasks.ROWS, *untried.ROWS)
+ROWS = listed(geometry.MEASURED | moments.MEASURED | tasks.MEASURED)
 
 
 def measure(row: Row, bench: Bench, folder: Path, settings: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from fastkv.calibration.quality import context_nll
 from fastkv.integrations.transformers import rotations, selfcheck
 from fastkv.integrations.transformers.cache import FastKVCache
 from fastkv.integrations.transformers.stock import CACHE
-from fastkv.lab import facts
+from fastkv.lab import asking, facts
 from fastkv.lab.reading import Reading
 
 
@@ -111,16 +111,11 @@ class Bench:
         """
         if not asked:
             return Answers([], None)
-        rests = [one.ids + one.value[:-1] for one in asked]
-        padded = torch.zeros(len(rests), max(map(len, rests)), dtype=torch.long)
-        for row, rest in zip(padded, rests):
-            row[: len(rest)] = torch.tensor(rest)
         cache.batch_repeat_interleave(len(asked))
-        logits = self.model(padded, **{CACHE: cache}).logits
         right, said = [], []
-        for row, one in zip(logits, asked):
-            wanted = torch.tensor(one.value)
-            value = row[len(one.ids) - 1 :][: len(wanted)].double().log_softmax(-1)
+        rests = [one.ids + one.value[:-1] for one in asked]
+        for row, one in zip(asking.forced(self.model, cache, rests, torch.float64), asked):
+            wanted, value = torch.tensor(one.value), row[len(one.ids) - 1 :]
             right.append(bool((value.argmax(-1) == wanted).all()))
             said.append(-value.gather(-1, wanted[:, None])[:, 0])
         return Answers(right, torch.cat(said).mean().item())

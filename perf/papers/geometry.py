@@ -13,7 +13,7 @@ from fastkv.lab.fit_vector import Sums, pre_rope_pairs, side_by_side
 from fastkv.lab.inspection import dimensions
 
 from .bench import Bench, Text
-from .row import AGREES, DIFFERS, Judged, Row, mean, number, percent
+from .row import AGREES, DIFFERS, Judged, Measured, mean, number, percent
 
 SINKS = 4  # first tokens
 
@@ -241,31 +241,9 @@ def draw_cosines(axes: Any, n: dict[str, Any]) -> None:
     axes[1].set(xlabel="layer", ylabel="cosine")
 
 
-ROWS = (
-    Row(
-        "vector_r2", "VECTOR", "Tables 1 and 4",
-        "R² of values from keys, one least-squares map a layer: .697, .695, .939, .890, .686 (five models), positive "
-        "on every layer; pseudo-inverse .511 on one model, negative on the other four",
-        "The paper fits 10,000 sequences of 4,096 tokens of C4 and measures 100; here 16 of 2,048 tokens of Python's "
-        "language reference and docstrings, and 4.",
-        vector_r2, judge_r2, draw_r2,
-    ),
-    Row(
-        "manifold_correlation", "ManifoldKV", "Table 18",
-        "correlation with attention KeyDiff .19, L2 .06, with each other .72",
-        "The paper names neither text nor attention; here two texts of 2,048 tokens, mean over all heads.",
-        correlations, judge_correlations,
-    ),
-    Row(
-        "manifold_dimension", "ManifoldKV", "Table 15, Fig. 4",
-        "Two-NN 8.2 to 8.9, PCA 63 % of the head, for heads of 128 and 256",
-        "Cached keys of one text of 2,048 tokens; heads of 64. Two-NN leaves out the largest ratios, as Facco et al.",
-        dimension, judge_dimension, draw_dimension,
-    ),
-    Row(
-        "keydiff_cosines", "KeyDiff", "Figs. 13, 14, 16",
-        "most keys and queries are close to their mean; the cosine of mean key and mean query is negative in all heads",
-        "One prompt, as in the paper: 2,048 tokens.",
-        cosines, judge_cosines, draw_cosines, panels=2,
-    ),
-)  # fmt: skip
+MEASURED: dict[str, Measured] = {
+    "vector_r2": (vector_r2, judge_r2, draw_r2),
+    "manifold_correlation": (correlations, judge_correlations),
+    "manifold_dimension": (dimension, judge_dimension, draw_dimension),
+    "keydiff_cosines": (cosines, judge_cosines, draw_cosines),
+}

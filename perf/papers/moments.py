@@ -13,7 +13,7 @@ from fastkv.lab.fidelity import Full, Witness, distance, feed
 from fastkv.policies import MomentKV
 
 from .bench import Bench, Text
-from .row import AGREES, DIFFERS, Judged, Row, mean, number, percent
+from .row import AGREES, DIFFERS, Judged, Measured, mean, number, percent
 
 BUDGETS = (128, 256, 512)
 # Table 3: moment-informed eviction (MI) and corrected inference (NC); Table 4: their order.
@@ -202,21 +202,7 @@ def draw_components(axes: Any, n: dict[str, Any]) -> None:
     axes[1].set(xlabel="layer", ylabel="cosine", ylim=(0, 1))
 
 
-ROWS = (
-    Row(
-        "momentkv_error", "MomentKV", "Fig. 2",
-        "H2O at L = 128 of 4,096: evicted mass below .08, cosine of evicted and retained output near 0, relative error "
-        "above 20 %; mass falls with the budget and with shorter contexts",
-        "One text, the last 16 tokens fed one at a time; H2O with half of the budget for recent tokens, evicting at "
-        "every step. All pairs that a layer was given are kept aside to compare with.",
-        why, judge_why, draw_why, panels=3,
-    ),
-    Row(
-        "momentkv_components", "MomentKV", "Fig. 3, Tables 3 and 4",
-        "LongBench at L = 128: SnapKV 43.2, eviction rule alone +0.57, correction alone +2.41, both +3.17, order 0 "
-        "+0.94; the cosine of evicted output and estimate is high in all layers",
-        "Equal tokens, context of 4,096, one sink, window of 32, heads share. In place of LongBench the error of "
-        "attention and the KL of next tokens on two texts, the last 20 tokens fed one at a time.",
-        components, judge_components, draw_components, panels=2,
-    ),
-)  # fmt: skip
+MEASURED: dict[str, Measured] = {
+    "momentkv_error": (why, judge_why, draw_why),
+    "momentkv_components": (components, judge_components, draw_components),
+}

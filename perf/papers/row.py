@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -52,6 +54,16 @@ class Row:
     draw: Callable[[Any, dict[str, Any]], None] | None = None
     panels: int = 1
     why: str = ""
+
+
+Measured = tuple[Callable[..., Any], ...]  # of a row: `measure`, `judge` and, if it has one, `draw`
+
+
+def listed(measured: Mapping[str, Measured]) -> tuple[Row, ...]:
+    """The rows of rows.json, in the order of the page."""
+    told = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
+    ways = [dict(zip(("measure", "judge", "draw"), measured.get(row.get("name", ""), ()))) for row in told]
+    return tuple(Row(**{"name": "", **row}, **way) for row, way in zip(told, ways))
 
 
 def mean(values: Iterable[float | None]) -> float | None:

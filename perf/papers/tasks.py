@@ -17,7 +17,7 @@ from fastkv.lab import facts, fit_context, fit_vector
 from fastkv.policies import Compactor, KeyDiff, Leverage, Manifold, NonCausal
 
 from .bench import Asked, Bench, Text
-from .row import AGREES, DIFFERS, UNTRIED, Judged, Row, error, mean, number, percent
+from .row import AGREES, DIFFERS, UNTRIED, Judged, Measured, error, mean, number, percent
 
 KEEPS = (0.75, 0.5, 0.25, 0.1, 0.05)
 BLOCK = 128
@@ -549,76 +549,23 @@ def draw_sweep(axes: Any, n: dict[str, Any]) -> None:
     axes[0].set(xlabel="p_a / (1 - p_c)", ylabel="NLL of the answers, nats")
 
 
-ROWS = (
-    Row(
-        "compactor_ruler", "Compactor", "Fig. 5",
-        "RULER-4K, question later: Compactor 93.8/87.4/77.5/59.5/43.1 % at 75/50/25/10/5 % of the tokens, far above "
-        "SnapKV, H2O, PyramidKV and random eviction",
-        "Sketch of 32 (heads of 64), λ = .3, chunks of 256. Facts hidden in real text in place of RULER's 13 tasks, at "
-        "1,024 tokens; the reply begins with the words before the value, as in RULER.",
-        lambda bench: answered(bench, FIG5, KEEPS, texts=7, length=1024), judge_fig5, draw_answers,
+def of(caches: Mapping[str, Cache], keeps: Sequence[float], texts: int = 6, make: Any = facts.sample) -> Any:
+    """What `answered` says of texts of 1,024 tokens."""
+    return lambda bench: answered(bench, caches, keeps, texts, 1024, make)
+
+
+MEASURED: dict[str, Measured] = {
+    "compactor_ruler": (of(FIG5, KEEPS, 7), judge_fig5, draw_answers),
+    "compactor_variants": (variants, judge_variants),
+    "compactor_attention": (
+        of(ATTENTION, (0.5, 0.1)),
+        judge_attention,
     ),
-    Row(
-        "compactor_variants", "Compactor", "Tables 2 to 4",
-        "at 50 and 10 %: SVD 87.4, 59.5; QR 87.2, 59.8; Eig 86.8, 58.2; Hadamard sketch 87.8, 59.9; leverage only "
-        "81.7, 34.7",
-        "λ = .35 and a sketch of 32; fastkv has no eigendecomposition, its Cholesky of the Gram matrix is nearest.",
-        variants, judge_variants,
-    ),
-    Row(
-        "compactor_attention", "Compactor", "Eq. 5",
-        "blended with leverage, attention without a query in mind helps (Table 2: no attention 81.7 and 34.7 where the "
-        "blend has 87.4 and 59.5, at 50 and 10 %)",
-        "λ = .3, sketch of 32. Eq. 5 has no 1/√d and names no pooling; the authors' code pools |v| times attention "
-        "over 3 tokens, as fastkv does, and in a later form centres the keys.",
-        lambda bench: answered(bench, ATTENTION, (0.5, 0.1), texts=6, length=1024), judge_attention,
-    ),
-    Row(
-        "compactor_kept", "Compactor", "Figs. 6 and 7",
-        "kept at a quality of .95: Compactor 38 %, SnapKV 72 %, PyramidKV 75 %, random 90 %",
-        "The curve is fitted on RULER and applied to LongBench there, both on the same texts with facts here, with the "
-        "floor of `fastkv calibrate context` on the NLL of a certain answer.",
-        nll_ratios, judge_kept, draw_ratios,
-    ),
-    Row(
-        "keydiff_blocks", "KeyDiff", "Tables 9 and 10",
-        "LongBench at 4K, whole and in blocks of 128: KeyDiff 49.1, 48.1; TOVA 49.3, 41.1; SnapKV 49.4, 44.5",
-        "A quarter of 1,024 tokens; facts, asked later. The paper's question is the end of the prompt.",
-        lambda bench: answered(bench, BLOCKS, (0.25,), texts=6, length=1024), judge_blocks,
-    ),
-    Row(
-        "keydiff_anchors", "KeyDiff", "Tables 14 and 15",
-        "LongBench at 4K: mean 40.3, pairwise 40.6, median 40.7; dot product 38.0, Euclidean 21.1",
-        "Facts, asked later, read whole (the paper: blocks of 128), half and a quarter of the tokens.",
-        lambda bench: answered(bench, ANCHORS, (0.5, 0.25), texts=6, length=1024), judge_anchors,
-    ),
-    Row(
-        "manifold_multikey", "ManifoldKV", "Table 6",
-        "heads share, at 8K, half removed: multikey 2 L2 99.8, KeyDiff 92.6; multikey 3 92.4, 77.0",
-        "A text of needles only, as RULER's multikey 2, at 1,024 tokens, four questions a text.",
-        lambda bench: answered(bench, METRICS, (0.6, 0.5), 8, 1024, many_keys), judge_multikey,
-    ),
-    Row(
-        "manifold_metrics", "ManifoldKV", "Table 7",
-        "RULER, each head for itself: L2 92.7, L1 78.5, L∞ 71.2, cosine 52.8",
-        "Facts in real text in place of RULER, asked later; the paper does not say how much is removed, here half and "
-        "three quarters are. Heads that share as in Ada-KV are beside it; cosine is KeyDiff's score.",
-        lambda bench: answered(bench, METRICS, (0.5, 0.25), 6, 1024), judge_metrics,
-    ),
-    Row(
-        "vector_sweep", "VECTOR", "Fig. 3",
-        "LongBench over p_a: 43.6, 45.5, 41.8 for p_a = 0, .25, .5 at p_c = .5; best at .2 for p_c = .75 and .05 for "
-        "p_c = .9",
-        "KeyDiff only (the paper averages it with KVzip), facts, asked later; a map a KV head, equal memory. At the "
-        "largest p_a sinks and recent tokens still keep their values.",
-        sweep, judge_sweep, draw_sweep,
-    ),
-    Row(
-        "vector_keys", "VECTOR", "Table 5",
-        "KeyDiff at p_c = .25, .5, .75, .9, mean of four LongBench tasks: 47.6, 44.1, 37.0, 24.8; with values from "
-        "keys 47.7, 48.4, 42.2, 31.3; with keys from values 47.5, 44.4, 39.5, 26.1",
-        "Facts, asked later, p_a = (1 - p_c) / 4. Each head keeps tokens of its own; maps read what all heads had for "
-        "a token, as if it were kept.",
-        values_or_keys, judge_one_of_two,
-    ),
-)  # fmt: skip
+    "compactor_kept": (nll_ratios, judge_kept, draw_ratios),
+    "keydiff_blocks": (of(BLOCKS, (0.25,)), judge_blocks),
+    "keydiff_anchors": (of(ANCHORS, (0.5, 0.25)), judge_anchors),
+    "manifold_multikey": (of(METRICS, (0.6, 0.5), 8, make=many_keys), judge_multikey),
+    "manifold_metrics": (of(METRICS, (0.5, 0.25)), judge_metrics),
+    "vector_sweep": (sweep, judge_sweep, draw_sweep),
+    "vector_keys": (values_or_keys, judge_one_of_two),
+}

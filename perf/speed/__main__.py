@@ -17,12 +17,13 @@ import sys
 from dataclasses import asdict
 
 from .. import engine
-from ..engine import Deadline, Job, Results, Row, Unmeasured, closure, digest
+from ..engine import Deadline, Job, Results, Row, Unmeasured, digest
 from ..environment import environment, source
 from .cases import Case, toy
 from .parts import PARTS
 
-SHARED = ("fastkv.lab.bench.clock", "fastkv.lab.bench.shapes")  # what all contenders run of the library
+RUN = tuple(f"perf/speed/{name}.py" for name in ("worker", "contenders", "models", "cases"))
+RUN += ("fastkv/lab/shapes.py", "fastkv/lab/contenders.py")  # what all contenders run
 SPARE = 45  # seconds that must be left when a case starts
 
 
@@ -45,10 +46,7 @@ def job(case: Case, python: str, checksums: dict[str, str]) -> Job:
             raise Unmeasured("its model computes other logits than those of the cases before it")
         return row
 
-    if case.contender == "fastkv":
-        code = source("perf.speed.worker", policy=case.policy)
-    else:
-        code = digest(closure("perf.speed.worker", *SHARED, rooms=("perf",)))
+    code = (source if case.contender == "fastkv" else digest)(*RUN)
     return Job(case.name, case.as_row(), run, code, optional=case.contender == "kvpress")
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fastkv.lab.bench.shapes import SHAPES as NAMED
-from fastkv.lab.bench.shapes import TIED, UNTIED, Shape, gemma
+from fastkv.lab.shapes import SHAPES as NAMED
+from fastkv.lab.shapes import TIED, UNTIED, Shape, gemma
 
 PROBE = 64  # tokens of the prompt whose logits must agree
 SHAPES = {

@@ -4,7 +4,6 @@
 
 Runs under the interpreter of the contender: fastkv's, or that of an environment with kvpress, of which the library
 only has the shapes of models and the clock.
-One sample of decoding is a whole eviction period, so that every sample pays for its evictions.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastkv.lab.bench.clock import Memory, decode, now
+from fastkv.lab.contenders import timed
+from fastkv.lab.shapes import Memory, decode, now
 
 from . import models
 from .cases import Case
-from .contenders import CONTENDERS, Full
+from .contenders import CONTENDERS, Generates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -46,30 +46,16 @@ def spread(samples: list[float]) -> dict[str, float]:
     return {"p20": tenths[1], "p50": tenths[4], "p80": tenths[7], "mean": statistics.fmean(samples)}
 
 
-def measure_decode(contender: Full, ids: Tensor) -> dict[str, Any]:
+def measure_decode(contender: Generates, ids: Tensor) -> dict[str, Any]:
     """Time to the first token, milliseconds per further step, memory."""
     case = contender.case
-    memory = Memory(ids.device)
-    cache = contender.new_cache(ids.shape[1])
-    start = now()
-    token = contender.read(ids, cache)[:, -1:].argmax(-1)
-    first = now() - start
-    peak, kept = memory.peak(), contender.kept(cache)
-    position = torch.full_like(token, ids.shape[1])
-    step = contender.step(cache)
-    token = decode(step, token, position, case.period + 1)  # compiles both kinds of steps, where there are two
-    samples = []
-    for _ in range(case.samples):
-        start = now()
-        token = decode(step, token, position, case.period)
-        samples.append((now() - start) / case.period * 1e3)
-    if case.step == "eager" or ids.device.type == "cuda":  # on a CPU the compiler's own memory would be counted
-        peak = memory.peak()
-    row = {"first_s": first, "ms": spread(samples), "tokens_per_s": case.batch / statistics.median(samples) * 1e3}
-    return row | {"peak_bytes": peak, "cache_bytes": contender.cache_bytes(cache), "kept": kept}
+    found = timed(contender, ids, case.samples, case.period)
+    row = {"first_s": found.first, "ms": spread(found.steps)}
+    row |= {"tokens_per_s": case.batch / statistics.median(found.steps) * 1e3}
+    return row | {"peak_bytes": found.peak, "cache_bytes": found.resident, "kept": found.kept}
 
 
-def measure_generate(contender: Full, ids: Tensor) -> dict[str, Any]:
+def measure_generate(contender: Generates, ids: Tensor) -> dict[str, Any]:
     """Seconds of a whole `generate`, and its peak of memory."""
     if ids.device.type == "cuda":  # compiles what `generate` compiles
         contender.generate(ids, contender.case.new)
@@ -82,19 +68,19 @@ def measure_generate(contender: Full, ids: Tensor) -> dict[str, Any]:
     return {"generate_s": seconds, "tokens_per_s": made / seconds, "peak_bytes": memory.peak()}
 
 
-def measure_flat(contender: Full, ids: Tensor) -> dict[str, Any]:
+def measure_flat(contender: Generates, ids: Tensor) -> dict[str, Any]:
     """Milliseconds per step after 1/32, 1/16 ... all of the context, sampled in turn, so that drifts hit all alike; and
     "over_first", the median over the turns of a sample over that after the shortest context.
     """
     case = contender.case
-    cache: Any = contender.new_cache(ids.shape[1])
+    cache: Any = contender.new(ids.shape[1])
     marks = [case.context >> shift for shift in (5, 4, 3, 2, 1, 0)]
     at, copies = 0, []
     for mark in marks:
         token = contender.read(ids[:, at:mark], cache)[:, -1:].argmax(-1)
         at, twin = mark, cache.clone()
         position = torch.full_like(token, mark)
-        step = contender.step(twin)
+        step = contender.step(twin, case.batch)
         copies.append((step, decode(step, token, position, case.period + 1), position))
     samples: list[list[float]] = [[] for _ in marks]
     for _ in range(case.samples):
@@ -121,7 +107,7 @@ def measure(case: Case) -> dict[str, Any]:
         contender = CONTENDERS[case.contender](model, case)
         ids = models.prompt(case.model, case.batch, case.context, device)
         warm = min(case.context, case.warm)
-        contender.read(ids[:, :warm], contender.new_cache(warm))
+        contender.read(ids[:, :warm], contender.new(warm))
         row = MEASURES[case.what](contender, ids)
     except torch.OutOfMemoryError:
         return facts | {"out_of_memory": True}

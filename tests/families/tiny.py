@@ -90,6 +90,8 @@ def rope(*sections):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}}
 
 
+# Two layers of full attention have keys of their own, and the second shares them with two others.
+SHARED = {"num_hidden_layers": 6, "layer_types": [SLIDING[1], *SLIDING[:2]] * 2, "num_kv_shared_layers": 3}
 GEMMA4 = {"num_kv_shared_layers": 0, "global_head_dim": 32}
 LLAMA4_VISION = {"intermediate_size": 128}  # four patches in one
 LLAMA4_VISION |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32)
@@ -123,6 +125,7 @@ CHANGES = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "zaya": {"num_experts_per_tok": 1},
     "qwen2_vl": {**rope(4, 2, 2), "vision_config": {"hidden_size": 64}},
+    **{key: {"vision_config": {"deepstack_visual_indexes": [0, 1]}} for key in ("qwen3_vl", "qwen3_vl_moe")},
     **dict.fromkeys(("qwen2_5_vl", "paddleocr_vl", "glm4v", "glm46v"), rope(4, 2, 2)),
     "glmga": rope(4, 2, 2),
     "glm4v_moe": {"head_dim": 32, **rope(4, 2, 2)},
@@ -178,7 +181,7 @@ VARIANTS = {
     kind.name: kind
     for kind in (
         Kind("gemma3n_text", "shared-keys", {"num_kv_shared_layers": 2}),
-        Kind("gemma4_text", "shared-keys", {"num_kv_shared_layers": 2}),
+        Kind("gemma4_text", "shared-keys", SHARED),
         Kind("mllama", "cross-attention", {"cross_attention_layers": [1]}),
         Kind("mistral", "windows-only", {"sliding_window": 8}),
     )

@@ -83,8 +83,7 @@ def check_call(module: Module, query: Tensor, key: Tensor, further: dict[str, An
             f"the attention of {_named(module)} was given {', '.join(unknown)}, expected queries, keys, values, mask "
             "and sinks only; a compressed cache cannot know what these do, call fastkv.unpatch(model)"
         )
-    base = module._fastkv_stock_config._attn_implementation  # type: ignore[union-attr]
-    if softcap is not None and base == "sdpa":
+    if softcap is not None and module._fastkv_stock_config._attn_implementation == "sdpa":  # type: ignore[union-attr]
         raise FastKVError("sdpa ignores the soft-cap of logits that this model has; load it with eager attention")
     if further.get("is_causal") is False:
         raise FastKVError(

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.layer import LayerCache
-from ...errors import FastKVError
-from ...integrations.transformers import modules
-from ...integrations.transformers.cache import FastKVCache
-from ...integrations.transformers.layer import FastKVLayer
-from ...integrations.transformers.stock import CACHE
-from ...ops.operator import ATTRIBUTES
-from ...reference import Centroids, Slots
-from ...reference.centroids import BLOCK
-from ..equal_bytes import stored_bytes
-from ..fidelity import stored_tokens
-from ..recording import cache_bytes, kept_tokens, record_attention
+from ..cache.layer import LayerCache
+from ..errors import FastKVError
+from ..integrations.transformers import modules
+from ..integrations.transformers.cache import FastKVCache
+from ..integrations.transformers.layer import FastKVLayer
+from ..integrations.transformers.stock import CACHE
+from ..ops.operator import ATTRIBUTES
+from ..reference import Centroids, Slots
+from ..reference.centroids import BLOCK
+from .equal_bytes import stored_bytes
+from .fidelity import stored_tokens
+from .reading import cache_bytes, kept_tokens, record_attention
 
 
 @dataclass(frozen=True)

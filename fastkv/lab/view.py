@@ -1,8 +1,19 @@
-"""The command: read a text with every policy at every budget, and write the page."""
+"""`fastkv view`: a text is read with every policy at every budget, and what became of it is written as a page.
+
+The page is one HTML file with everything in it. Numbers travel compressed, in base64.
+
+They lie where the compression finds what they have in common: those of one token side by side, because most heads evict
+a token at about the same time, and first bytes apart from second ones, most of which are 0. Errors would take most of
+the page, so they have few levels.
+"""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +21,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from ... import Budget, FastKVError, policies
-from ...api import patched
-from ...config import EVICT_EVERY
-from .. import common, facts
-from ..equal_bytes import equal_bytes
-from .page import coded, packed, written
+from .. import Budget, FastKVError, policies
+from ..api import patched
+from ..calibration.files import replace_file
+from ..config import EVICT_EVERY
+from . import common, facts
+from .equal_bytes import equal_bytes
 from .trace import Full, Reading, Trace, read_full, trace
 
 SINKS, RECENT = 4, 16  # tokens that are never evicted, as in `fastkv demo`
@@ -30,7 +42,6 @@ REMEMBERS = {  # what of an evicted token there still is, by correction
     "none": "nothing of it is remembered",
     "moments": "it is part of the mean and the covariance of all evicted tokens",
     "centroids": "it is part of a centroid",
-    "ridge": "the values of what stayed were refitted to its attention",
     "matching": "biases and values of what stayed were fitted to its attention",
 }
 
@@ -251,3 +262,34 @@ def page_of(
 def words(tokenizer: Any, ids: Tensor) -> list[str]:
     """Tokens as text, each with a blank before it where the tokenizer has words."""
     return [f" {tokenizer.decode([one]).strip()}" for one in ids.tolist()]
+
+
+# The page.
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+PLACE = "/*DATA*/"
+TOP, LEVELS = 4.0, 31  # errors are stored as logarithms of 1 + error / FINE, from 0 to TOP
+FINE = 0.01
+SPEED = 6  # of the compression: higher ones take several times as long for a few percent
+
+
+def packed(arrays: Sequence[Tensor]) -> tuple[str, list[int]]:
+    """Arrays [layers, heads, N] of whole numbers from 0 to 65535 as text, and where each begins once it is read.
+
+    The text is that of all first bytes, then all second bytes; arrays follow each other as [N, layers * heads].
+    """
+    flat = [array.flatten(0, 1).T.flatten().numpy().astype("<u2") for array in arrays]
+    starts = [0, *accumulate(len(one) for one in flat)][:-1]
+    planes = np.concatenate(flat).view(np.uint8).reshape(-1, 2).T
+    return base64.b64encode(zlib.compress(planes.tobytes(), SPEED)).decode(), starts
+
+
+def coded(error: Tensor) -> Tensor:
+    """Relative errors as whole numbers from 0 to `LEVELS`, finer where they are small."""
+    return (LEVELS * (error.clamp(0, TOP) / FINE).log1p() / math.log1p(TOP / FINE)).round()
+
+
+def written(data: dict[str, Any], path: Path) -> None:
+    """Write the page of that data; no text in it can end the script that it stands in."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    replace_file(path, TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text).encode())

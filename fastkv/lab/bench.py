@@ -1,4 +1,8 @@
-"""The command: rounds in which every cache has its turn, then a table, bench.json and bench.png."""
+"""`fastkv bench`: rounds in which every cache has its turn, then a table, bench.json and bench.png.
+
+Of each cache at each shape: time to the first token, milliseconds per further token, and memory. A sample of decoding
+is a whole eviction period, so that every sample pays for its evictions.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -17,12 +22,76 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ... import Budget, FastKVError, policies
-from .. import common
-from ..common import FULL
-from ..equal_bytes import equal_bytes
-from .measure import Case, Settings, Timed, contender, free_bytes, measure, warm_up
+from .. import policies
+from ..api import patched
+from ..budget import Budget
+from ..config import EVICT_EVERY
+from ..errors import FastKVError
+from ..policies import Policy
+from . import common
+from .common import FULL
+from .contenders import Compressed, Full, Timed, timed, warm_up
+from .equal_bytes import equal_bytes
 from .shapes import SHAPES, fitting, working_bytes
+
+# One measurement.
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all caches of a run share.
+
+    Attributes:
+        block: a compressed cache reads its prompt in blocks of that many tokens; "auto", or None for all at once.
+        samples: of decode steps in one measurement.  period: steps of a sample, and between evictions.
+        graphs: whether decode steps are CUDA graphs, on both sides.  slots: how compressed caches store pairs.
+        heads: how many tokens each keeps, as in `fastkv.Budget`; of random weights none needs more than others.
+    """
+
+    block: int | str | None = "auto"
+    samples: int = 4
+    period: int = EVICT_EVERY
+    graphs: bool = False
+    slots: str = "auto"
+    heads: str = "uniform"
+
+    @property
+    def room(self) -> int:
+        """Tokens that are decoded after the prompt."""
+        return (self.samples + 1) * self.period + 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cache at a shape: `FULL` and no budget, or a policy and tokens per KV head."""
+
+    policy: str
+    budget: int
+    context: int
+    batch: int
+
+
+@contextmanager
+def contender(model: Any, policy: str | Policy, budget: int, settings: Settings) -> Iterator[Full]:
+    """The model with that cache, for the length of a with block. Raises FastKVError if the model is refused."""
+    if policy == FULL:
+        yield Full(model, "compiled" if settings.graphs else "eager", settings.room)
+        return
+    static = True if settings.graphs else None
+    how = {"prefill_block": settings.block, "evict_every": settings.period, "slots": settings.slots}
+    with patched(model, policy, Budget(tokens=budget, heads=settings.heads), static=static, **how):
+        yield Compressed(model, "captured" if settings.graphs else "eager")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that are free on the device; on a CPU those that the system says it can give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+# The command.
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = "llama-small"  # what a CPU measures where nothing else is asked for
@@ -254,7 +323,8 @@ class Bench:
                     start = time.perf_counter()
                     warm_up(mine, self.prompt(case)[:, : 2 * max(case.budget, 512)])
                     self.warm[case] = time.perf_counter() - start
-                self.timed.setdefault(case, []).append(measure(mine, self.prompt(case)))
+                found = timed(mine, self.prompt(case), self.settings.samples, self.settings.period)
+                self.timed.setdefault(case, []).append(found)
         except torch.OutOfMemoryError:
             self.refused[case] = "out of memory"
             torch.cuda.empty_cache()
@@ -310,7 +380,7 @@ def steps_of(timed: Sequence[Timed]) -> list[float]:
 
 
 COLUMNS: common.Columns = {
-    "kept": ("kept", "{}", "tokens per KV head in the cache at the end"),
+    "kept": ("kept", "{}", "tokens per KV head in the cache after the prompt"),
     "first": ("first s", "{:.2f}", "time to the first token: the whole prompt"),
     "step": ("ms/token", "{:.2f}", "milliseconds per further token of every sequence, evictions included"),
     "spread": ("p20-p80", "{}", "of the samples, each a whole eviction period"),

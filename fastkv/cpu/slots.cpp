@@ -1,0 +1,725 @@
+// Slots on a CPU (`fastkv.cpu.slots`): rows to codes, codes to rows, a decode step over slots, and which of them stay.
+//
+// Threads share a head's slots, a stretch at a time, so that the longest head does not decide. A stretch is read a tile
+// at a time: a number becomes fp32 in the nearest cache, once for all queries of the head. int4: queries are turned
+// instead of keys, sums instead of values. What stands for the evicted tokens joins as one more stretch. Sums depend on
+// neither threads nor batch.
+
+namespace {
+
+constexpr int TILE = 16;    // slots read at a time
+constexpr int STRETCH = 128;  // slots that a thread takes at a time
+constexpr int AT_ONCE = 4;  // queries for which a decoded vector is used while it is in a register
+constexpr int64_t ALONE = 1 << 18;  // products of a step, below which waking a thread takes longer than they do
+constexpr int GROUP = 32;   // numbers of a row of int4 that share a scale
+constexpr int LONGEST = 512;           // numbers of a row
+constexpr float FAR = 1 << 20;         // codes so far from any are all clamped
+
+// Rows times the Hadamard matrix of the longest power of two that divides dim, in the type of their numbers.
+struct Single {
+    typedef float Number;
+    typedef Floats Lanes;
+};
+struct Double {
+    typedef double Number;
+    typedef Doubles Lanes;
+};
+
+template <typename Type>
+struct Hadamard {
+    typedef typename Type::Number Number;
+    typedef typename Type::Lanes Lanes;
+    static constexpr int SIZE = sizeof(Lanes) / sizeof(Number);
+    Number signs[SIZE][SIZE];  // of the matrix for one vector
+
+    Hadamard() {
+        for (int i = 0; i < SIZE; ++i)
+            for (int j = 0; j < SIZE; ++j) signs[i][j] = __builtin_parity(i & j) ? -1 : 1;
+    }
+
+    void turn(Number* row, int64_t dim, Number factor) const {
+        auto lanes = [](Number* at) -> Lanes& { return *reinterpret_cast<Lanes*>(at); };
+        for (int64_t i = 0; i < dim; i += SIZE) {
+            Lanes sum = {};
+            for (int j = 0; j < SIZE; ++j) sum += row[i + j] * *reinterpret_cast<const Lanes*>(signs[j]);
+            lanes(row + i) = sum;
+        }
+        for (int64_t half = SIZE; half < (dim & -dim); half *= 2)
+            for (int64_t first = 0; first < dim; first += 2 * half)
+                for (int64_t i = first; i < first + half; i += SIZE) {
+                    Lanes left = lanes(row + i), right = lanes(row + i + half);
+                    lanes(row + i) = left + right;
+                    lanes(row + i + half) = left - right;
+                }
+        for (int64_t i = 0; i < dim; i += SIZE) lanes(row + i) = lanes(row + i) * factor;
+    }
+};
+
+const Hadamard<Single> SINGLE;
+const Hadamard<Double> EXACT;
+
+// The formats of `fastkv.reference.slots`: how they write and read a row of dim numbers, a multiple of 16.
+
+inline float largest(const float* row, int64_t dim) {
+    Floats most = {};
+    for (int64_t i = 0; i < dim; i += WIDE) {
+        Floats size = (Floats)((Ints)floats(row + i) & 0x7FFFFFFF);
+        most = size > most ? size : most;
+    }
+    float top = 0;
+    for (int i = 0; i < WIDE; ++i) top = most[i] > top ? most[i] : top;
+    return top;
+}
+
+inline Floats clamped(Floats x, float low, float high) {
+    x = x < low ? Floats{} + low : x;
+    return x > high ? Floats{} + high : x;
+}
+
+inline Floats rounded(Floats x) { return (x + ROUNDING) - ROUNDING; }  // of |x| < 2^22
+
+// A code of 8 bits for each number, fp32 step = max |x| / LARGEST; all 0 where that is no normal number.
+template <typename Code>
+struct Scaled {
+    static constexpr bool TURNED = false;
+
+    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim, double) {
+        float step = largest(row, dim) / Code::LARGEST;
+        bool small = step < __FLT_MIN__;
+        float by = small ? __builtin_inff() : step;
+        for (int64_t i = 0; i < dim; i += WIDE)
+            Code::write(clamped(floats(row + i) / by, -Code::LARGEST, Code::LARGEST), codes + i);
+        *reinterpret_cast<float*>(scales) = small ? 0 : step;
+    }
+
+    static void read(const uint8_t* codes, const uint8_t* scales, float* row, int64_t dim) {
+        float step = *reinterpret_cast<const float*>(scales);
+        for (int64_t i = 0; i < dim; i += WIDE) store(row + i, Code::read(bytes(codes + i)) * step);
+    }
+};
+
+inline void narrowed(Ints codes, uint8_t* to) { *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(codes, Bytes); }
+
+struct Int8 {
+    static constexpr float LARGEST = 127;
+    static void write(Floats x, uint8_t* codes) { narrowed(__builtin_convertvector(rounded(x), Ints), codes); }
+    static Floats read(Bytes codes) { return numbers(codes ^ 0x80) - 128.0f; }
+};
+
+struct E4m3 {
+    static constexpr float LARGEST = 448;
+
+    static void write(Floats x, uint8_t* codes) {
+        Ints bits = (Ints)x, size = bits & 0x7FFFFFFF;
+        Ints normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - (120 << 3);  // half to even; exponents less 120
+        Ints below = __builtin_convertvector(rounded((Floats)size * 512.0f), Ints);  // of numbers below 2^-6
+        narrowed((size < (121 << 23) ? below : normal) | (bits >> 24 & 0x80), codes);
+    }
+
+    static Floats read(Bytes codes) {
+        Ints bits = widened(codes ^ 0x80) - 128;  // the sign in all upper bits
+        return (Floats)((bits << 20) & int32_t(0x87F00000)) * 0x1p120f;
+    }
+};
+
+// Rows as they are, of fp32, bfloat16 or fp16.
+struct Float32 {
+    static constexpr bool TURNED = false;
+    typedef float Plain;
+
+    static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
+        std::memcpy(row, codes, dim * sizeof(float));
+    }
+};
+
+struct Bfloat16 {
+    static constexpr bool TURNED = false;
+    typedef uint16_t Plain;
+
+    static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
+        for (int64_t i = 0; i < dim; i += WIDE) {
+            Shorts halves = *reinterpret_cast<const Shorts*>(codes + 2 * i);
+            store(row + i, (Floats)(__builtin_convertvector(halves, Ints) << 16));
+        }
+    }
+};
+
+struct Float16 {
+    static constexpr bool TURNED = false;
+    typedef uint16_t Plain;
+
+    static void read(const uint8_t* codes, const uint8_t*, float* row, int64_t dim) {
+        for (int64_t i = 0; i < dim; i += NATIVE) {
+            NativeInts bits = __builtin_convertvector(*reinterpret_cast<const NativeShorts*>(codes + 2 * i), NativeInts);
+            NativeInts size = bits & 0x7FFF, sign = (bits & 0x8000) << 16;
+            Native number = (Native)(size << 13) * 0x1p112f;  // exponents less 112; exact below normal numbers, too
+            NativeInts beyond = (size << 13) | 0x7F800000;    // infinities and what is no number
+            store_native(row + i, (Native)((size < 0x7C00 ? (NativeInts)number : beyond) | sign));
+        }
+    }
+};
+
+// 4 bits for each number of the turned row, a step and a zero point for each 32 of them.
+struct Int4 {
+    static constexpr bool TURNED = true;
+
+    static float step_of(int8_t exponent) { return of_bits((exponent + 1016) * (1 << 20)); }
+
+    static void write(const float* row, uint8_t* codes, uint8_t* scales, int64_t dim, double root) {
+        double exact[LONGEST];
+        float turned[LONGEST];
+        for (int64_t i = 0; i < dim; ++i) exact[i] = row[i];
+        EXACT.turn(exact, dim, root);
+        for (int64_t i = 0; i < dim; ++i) turned[i] = float(exact[i]);
+        for (int64_t group = 0; group < dim / GROUP; ++group) {
+            float *mine = turned + group * GROUP, low = mine[0], high = mine[0];
+            for (int i = 1; i < GROUP; ++i) {
+                low = mine[i] < low ? mine[i] : low;
+                high = mine[i] > high ? mine[i] : high;
+            }
+            float need = std::max((high - low) / 15, std::max(high, -low) / 127);
+            int32_t exponent = std::clamp(((bits_of(need) + 0xFFFFF) >> 20) - 1016, -128, 127);
+            float step = step_of(int8_t(exponent));
+            Floats zero = rounded(clamped(Floats{} - low / step, -128, 127));
+            for (int i = 0; i < GROUP; i += WIDE) {
+                Floats whole = rounded(clamped(floats(mine + i) / step, -FAR, FAR));
+                store(mine + i, clamped(whole + zero, 0, 15));
+            }
+            scales[2 * group] = uint8_t(exponent);
+            scales[2 * group + 1] = uint8_t(int8_t(zero[0]));
+        }
+        for (int64_t i = 0; i < dim / 2; i += WIDE) {
+            Ints first = __builtin_convertvector(floats(turned + i), Ints);
+            Ints second = __builtin_convertvector(floats(turned + dim / 2 + i), Ints);
+            narrowed(first | second << 4, codes + i);
+        }
+    }
+
+    static void read(const uint8_t* codes, const uint8_t* scales, float* row, int64_t dim) {
+        float steps[LONGEST / GROUP], zeros[LONGEST / GROUP];
+        for (int64_t group = 0; group < dim / GROUP; ++group) {
+            steps[group] = step_of(int8_t(scales[2 * group]));
+            zeros[group] = -steps[group] * int8_t(scales[2 * group + 1]);
+        }
+        for (int64_t i = 0, j = dim / 2; j < dim; i += WIDE, j += WIDE) {  // products and their sums are exact
+            Bytes both = bytes(codes + i);
+            store(row + i, numbers(both & 15) * steps[i / GROUP] + zeros[i / GROUP]);
+            store(row + j, numbers(both >> 4) * steps[j / GROUP] + zeros[j / GROUP]);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Codes and scales of a tensor of the cache, plain rows without scales; strides in bytes, of batch rows, heads and
+// slots.
+struct Coded {
+    uint8_t *codes, *scales;
+    int64_t code_strides[3], scale_strides[3];
+
+    uint8_t* codes_at(int64_t batch, int64_t head, int64_t slot) const {
+        return codes + batch * code_strides[0] + head * code_strides[1] + slot * code_strides[2];
+    }
+    uint8_t* scales_at(int64_t batch, int64_t head, int64_t slot) const {
+        return scales + batch * scale_strides[0] + head * scale_strides[1] + slot * scale_strides[2];
+    }
+};
+
+// rows [batch, heads, slots, dim] of fp32, or halves of bfloat16, and their codes. root: 1 / sqrt of the size of their
+// Hadamard matrix.
+struct Rows {
+    Coded coded;
+    float* rows;
+    uint16_t* halves;
+    int64_t batch, heads, slots, dim, threads;
+    double root;
+};
+
+// A token for every head, or none: rows [batch, heads, dim] of keys and values, of plain slots as they are stored, else
+// fp32. seen [batch]: its position; room: slots of a head of equal heads; strides in elements, of batch rows and heads.
+struct Token {
+    const void *keys, *values;
+    int32_t* positions;
+    int64_t* seen;
+    int64_t position_strides[2], seen_stride, room;
+    double root;
+};
+
+// What stands for the evicted tokens of every head, or nothing: centroids [batch, heads, number, dim] with count and
+// spread [batch, heads, number], means in fp32 or bfloat16 (`halves`); or moments (`cross`: [batch, heads, dim, dim], or
+// none), whose number is 0, with `whole`, their count. Everything of a head lies side by side; strides in bytes, of
+// batch rows, in the order of the pointers.
+struct Evicted {
+    const uint8_t *keys, *values, *count, *spread, *whole, *cross;
+    int64_t strides[6], number, halves;
+};
+
+// queries, out [batch, heads, rows, dim], lse and mass (of the evicted) [batch, heads, rows], lengths [batch, heads],
+// whose heads lie side by side; or none: bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that
+// own stretches of one row (strides of lengths and starts in elements, of batch rows), sinks [heads, rows], received: what slots have received, with strides in elements.
+struct Attention {
+    Coded keys, values;
+    Token token;
+    Evicted evicted;
+    int32_t* lengths;
+    const int32_t* starts;
+    const float *queries, *bias, *sinks;
+    float *out, *lse, *mass, *received;
+    int64_t received_strides[2];
+    int64_t batch, heads, rows, dim, slots, threads, length_stride, start_stride;
+    float scale, root;
+
+    // Where the slots of a head begin in its row, and those of the next; null where heads do not share a row.
+    const int32_t* stretch_of(int64_t batch, int64_t head) const {
+        return starts ? starts + batch * start_stride + head : nullptr;
+    }
+    int64_t first_of(int64_t batch, int64_t head) const { return starts ? *stretch_of(batch, head) : 0; }
+};
+
+// A tensor with a row of so many bytes for every token; strides in bytes, of batch rows, heads and slots.
+struct Moving {
+    uint8_t* rows;
+    int64_t strides[3], size;
+};
+
+// kept [batch, heads, slots]: which tokens stay; lengths and starts as in Attention.
+struct Leaving {
+    Moving parts[6];
+    int32_t* lengths;
+    const int32_t* starts;
+    const uint8_t* kept;
+    int64_t number, batch, heads, slots, length_stride, start_stride;
+};
+}
+
+namespace {
+
+// Some slots of a head, and where what they add up to begins.
+struct Part {
+    int64_t place, first, last;
+};
+
+template <typename Keys, typename Values>
+class Stretch {
+    const Attention& all;
+    int64_t batch, head, place, first_slot, begin, length, width;  // width: length in whole tiles
+    std::vector<float>&room, &queries;
+    float* weights;
+
+    // The next slots, at most TILE, decoded, or where they lie; zeros after the last.
+    template <typename Format>
+    const float* read(const Coded& from, int64_t first) {
+        int64_t count = std::min<int64_t>(length - first, TILE);
+        if (std::is_same<Format, Float32>::value && count == TILE && from.code_strides[2] == all.dim * 4)
+            return reinterpret_cast<const float*>(from.codes_at(batch, head, first_slot + first));
+        float* tile = room.data();
+        for (int64_t i = 0, slot = first_slot + first; i < count; ++i, ++slot)
+            Format::read(from.codes_at(batch, head, slot), from.scales_at(batch, head, slot), tile + i * all.dim,
+                         all.dim);
+        for (int64_t i = count * all.dim; i < TILE * all.dim; i += WIDE) store(tile + i, Floats{});
+        return tile;
+    }
+
+    // Products of N queries with the tile's rows, to out[n * width + row].
+    template <int N>
+    void multiply(const float* tile, const float* query, float* out) {
+        constexpr int ROWS = std::min(4, std::max(1, SUMS / (N * PIECES) & ~1));  // at a time
+        for (int first = 0; first < TILE; first += ROWS) {
+            Native sums[N][ROWS][PIECES] = {};
+            for (int64_t i = 0; i < all.dim; i += WIDE)
+                for (int p = 0; p < PIECES; ++p) {
+                    Native rows[ROWS];
+                    for (int j = 0; j < ROWS; ++j) rows[j] = native(tile + (first + j) * all.dim + i + p * NATIVE);
+                    for (int n = 0; n < N; ++n) {
+                        Native numbers = native(query + n * all.dim + i + p * NATIVE);
+                        for (int j = 0; j < ROWS; ++j) sums[n][j][p] += numbers * rows[j];
+                    }
+                }
+            for (int n = 0; n < N; ++n)
+                for (int j = 0; j < ROWS; ++j) out[n * width + first + j] = total(sums[n][j]);
+        }
+    }
+
+    // Adds to out [N, dim] the tile's rows times weights[n * width + row].
+    template <int N>
+    void add(const float* tile, const float* weights, float* out) {
+        for (int64_t i = 0; i < all.dim; i += WIDE) {
+            Native sums[N][PIECES];
+            for (int n = 0; n < N; ++n)
+                for (int p = 0; p < PIECES; ++p) sums[n][p] = native(out + n * all.dim + i + p * NATIVE);
+            for (int j = 0; j < TILE; ++j)
+                for (int p = 0; p < PIECES; ++p) {
+                    Native row = native(tile + j * all.dim + i + p * NATIVE);
+                    for (int n = 0; n < N; ++n) sums[n][p] += weights[n * width + j] * row;
+                }
+            for (int n = 0; n < N; ++n)
+                for (int p = 0; p < PIECES; ++p) store_native(out + n * all.dim + i + p * NATIVE, sums[n][p]);
+        }
+    }
+
+    // Calls some(row, N) for the first of N queries, of all of them: N is AT_ONCE, then how many are left.
+    template <typename Some>
+    void grouped(Some some) {
+        int64_t row = 0;
+        for (; row + AT_ONCE <= all.rows; row += AT_ONCE) some(row, std::integral_constant<int, AT_ONCE>());
+        switch (all.rows - row) {
+            case 3: return some(row, std::integral_constant<int, 3>());
+            case 2: return some(row, std::integral_constant<int, 2>());
+            case 1: return some(row, std::integral_constant<int, 1>());
+        }
+    }
+
+    // The weights become e^(weight - the largest), 0 where that is -inf; returns the largest and sets their sum.
+    float exponentials(float* row, float* sum) {
+        const float top = largest_of(row, width, -__builtin_inff());
+        if (top == -__builtin_inff()) {
+            std::fill_n(row, width, 0.0f);
+            return *sum = 0, top;
+        }
+        Native whole[PIECES] = {};
+        for (int64_t i = 0; i < width; i += WIDE)
+            for (int p = 0; p < PIECES; ++p) {
+                Native some = exponential(native(row + i + p * NATIVE) - top);
+                store_native(row + i + p * NATIVE, some);
+                whole[p] += some;
+            }
+        *sum = total(whole);
+        return top;
+    }
+
+  public:
+    typedef std::vector<float> Room[2];  // of a thread, used again from stretch to stretch
+
+    // weights: room for [rows, STRETCH] numbers.
+    Stretch(const Attention& all, const Part& part, Room& rooms, float* weights)
+        : all(all), batch(part.place / all.heads), head(part.place % all.heads), place(part.place),
+          first_slot(all.first_of(batch, head) + part.first), begin(part.first),
+          length(part.last - part.first), width((length + TILE - 1) / TILE * TILE), room(rooms[0]), queries(rooms[1]),
+          weights(weights) {
+        room.resize(TILE * all.dim);
+        queries.assign(all.queries + place * all.rows * all.dim, all.queries + (place + 1) * all.rows * all.dim);
+    }
+
+    // out [rows, dim]: the sum of values, each times e^(logit - top); tops and sums [rows]: of these weights.
+    void attend(float* out, float* tops, float* sums) {
+        const int64_t rows = all.rows, dim = all.dim;
+        for (int64_t row = 0; row < rows; ++row) {
+            float* query = &queries[row * dim];
+            if (Keys::TURNED) SINGLE.turn(query, dim, all.root);
+            for (int64_t i = 0; i < dim; i += WIDE) store(query + i, floats(query + i) * all.scale);
+        }
+        for (int64_t first = 0; first < length; first += TILE) {
+            const float* tile = read<Keys>(all.keys, first);
+            grouped([&](int64_t row, auto some) {
+                multiply<decltype(some)::value>(tile, &queries[row * dim], weights + row * width + first);
+            });
+        }
+        for (int64_t row = 0; row < rows; ++row) {
+            float* mine = weights + row * width;
+            const float* bias = all.bias ? all.bias + place * all.slots + begin : nullptr;
+            for (int64_t i = 0; bias && i < length; ++i) mine[i] += bias[i];
+            for (int64_t i = length; i < width; ++i) mine[i] = -__builtin_inff();
+            tops[row] = exponentials(mine, sums + row);
+        }
+        for (int64_t first = 0; first < length; first += TILE) {
+            const float* tile = read<Values>(all.values, first);
+            grouped([&](int64_t row, auto some) {
+                add<decltype(some)::value>(tile, weights + row * width + first, out + row * dim);
+            });
+        }
+    }
+};
+
+// Adds to a row of dim numbers another one, times a weight.
+inline void add(float* row, int64_t dim, const float* other, float weight) {
+    for (int64_t i = 0; i < dim; i += NATIVE) store_native(row + i, native(row + i) + weight * native(other + i));
+}
+
+inline void scale(float* row, int64_t dim, float by) {
+    for (int64_t i = 0; i < dim; i += NATIVE) store_native(row + i, native(row + i) * by);
+}
+
+// What attention over the evicted tokens of a head would give: `reference.centroid_estimate`, `moment_estimate`.
+class Estimate {
+    const Attention& all;
+    const Evicted& from;
+    int64_t dim, number, padded;
+    const float *key_mean, *value_mean, *cross;  // of moments
+    float count;
+    std::vector<float> keys, values, biases, widths, logits;
+
+    const uint8_t* at(const uint8_t* part, int which, int64_t place, int64_t bytes) const {
+        return part + place / all.heads * from.strides[which] + place % all.heads * bytes;
+    }
+    const float* numbers_at(const uint8_t* part, int which, int64_t place, int64_t numbers) const {
+        return reinterpret_cast<const float*>(at(part, which, place, numbers * 4));
+    }
+
+    void read(const uint8_t* means, std::vector<float>& to) const {
+        to.resize(number * dim);
+        for (int64_t i = 0; i < number; ++i) {
+            if (from.halves)
+                Bfloat16::read(means + i * dim * 2, nullptr, &to[i * dim], dim);
+            else
+                Float32::read(means + i * dim * 4, nullptr, &to[i * dim], dim);
+        }
+    }
+
+    float product(const float* one, const float* other) const {
+        Native sums[PIECES] = {};
+        for (int64_t i = 0; i < dim; i += WIDE)
+            for (int p = 0; p < PIECES; ++p) sums[p] += native(one + i + p * NATIVE) * native(other + i + p * NATIVE);
+        return total(sums);
+    }
+
+  public:
+    Estimate(const Attention& all, int64_t place) : all(all), from(all.evicted), dim(all.dim), number(from.number) {
+        if (!number) {
+            key_mean = numbers_at(from.keys, 0, place, dim);
+            value_mean = numbers_at(from.values, 1, place, dim);
+            cross = from.cross ? numbers_at(from.cross, 5, place, dim * dim) : nullptr;
+            count = float(*reinterpret_cast<const int64_t*>(at(from.whole, 4, place, sizeof(int64_t))));
+            return;
+        }
+        const int64_t size = from.halves ? 2 : 4;
+        read(at(from.keys, 0, place, number * dim * size), keys);
+        read(at(from.values, 1, place, number * dim * size), values);
+        padded = (number + WIDE - 1) / WIDE * WIDE;
+        biases.assign(padded, -__builtin_inff());
+        widths.assign(padded, 0.0f);
+        logits.resize(padded);
+        const float* counts = numbers_at(from.count, 2, place, number);
+        const float* spread = numbers_at(from.spread, 3, place, number);
+        for (int64_t i = 0; i < number; ++i) {
+            biases[i] = __builtin_logf(counts[i] / 2);  // -inf for an unused centroid
+            widths[i] = __builtin_sqrtf(spread[i] / std::max(counts[i], 1.0f)) * __builtin_fabsf(all.scale);
+        }
+    }
+
+    // The log of the mass for a query [dim]; adds nothing to value [dim], of zeros, where that is -inf.
+    float operator()(const float* query, float* value) {
+        if (!number) {
+            if (!(count > 0)) return -__builtin_inff();
+            std::copy(value_mean, value_mean + dim, value);
+            for (int64_t i = 0; cross && i < dim; ++i) add(value, dim, cross + i * dim, query[i] * all.scale / count);
+            return __builtin_logf(count) + all.scale * product(query, key_mean);
+        }
+        const float size = __builtin_sqrtf(product(query, query));
+        std::copy(biases.begin(), biases.end(), logits.begin());
+        for (int64_t i = 0; i < number; ++i) logits[i] += all.scale * product(query, &keys[i * dim]);
+        for (int64_t i = 0; i < padded; i += NATIVE) {  // log cosh x + log 2 = x + log(1 + e^-2x), x >= 0
+            Native deviation = size * native(&widths[i]), folded = exponential(-2 * deviation);
+            for (int j = 0; j < NATIVE; ++j) folded[j] = __builtin_log1pf(folded[j]);
+            store_native(&logits[i], native(&logits[i]) + deviation + folded);
+        }
+        const float top = largest_of(&logits[0], padded, -__builtin_inff());
+        if (top == -__builtin_inff()) return top;
+        float sum = 0;
+        for (int64_t i = 0; i < padded; i += NATIVE) {
+            store_native(&logits[i], exponential(native(&logits[i]) - top));
+            for (int j = 0; j < NATIVE; ++j) sum += logits[i + j];
+        }
+        for (int64_t i = 0; i < number; ++i) add(value, dim, &values[i * dim], logits[i] / sum);
+        return top + __builtin_logf(sum);
+    }
+};
+
+// log(e^one + e^other), where -inf stands for nothing.
+inline float together(float one, float other) {
+    float top = std::max(one, other);
+    return top == -__builtin_inff() ? top : top + __builtin_logf(__builtin_expf(one - top) + __builtin_expf(other - top));
+}
+
+inline float share_of(float part, float total) { return total == -__builtin_inff() ? 0 : __builtin_expf(part - total); }
+
+// What the stretches of a head add up to, with what stands for the evicted and a sink: `number` of them, of which outs,
+// tops, sums and weights lie one behind another.
+template <typename Values>
+void join(const Attention& all, int64_t place, const Part* parts, int64_t number, const float* outs, const float* tops,
+          const float* sums, const float* weights) {
+    const int64_t rows = all.rows, dim = all.dim, batch = place / all.heads, head = place % all.heads;
+    std::vector<float> shares(number), mine(dim), value(dim);
+    std::optional<Estimate> estimate;
+    if (all.evicted.keys) estimate.emplace(all, place);
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = place * rows + row;
+        float top = -__builtin_inff(), sum = 0;
+        for (int64_t part = 0; part < number; ++part) top = std::max(top, tops[part * rows + row]);
+        for (int64_t part = 0; part < number; ++part) {
+            shares[part] = share_of(tops[part * rows + row], top);
+            sum += shares[part] * sums[part * rows + row];
+        }
+        const float lse = sum > 0 ? top + __builtin_logf(sum) : -__builtin_inff();
+        std::fill(mine.begin(), mine.end(), 0.0f);
+        for (int64_t part = 0; part < number; ++part) {
+            shares[part] = sum > 0 ? shares[part] / sum : 0;
+            add(&mine[0], dim, outs + (part * rows + row) * dim, shares[part]);
+        }
+        if (Values::TURNED) SINGLE.turn(&mine[0], dim, all.root);
+        float mass = -__builtin_inff(), total = lse, kept = 1;
+        if (estimate) {
+            std::fill(value.begin(), value.end(), 0.0f);
+            mass = (*estimate)(all.queries + at * dim, &value[0]);
+            total = together(lse, mass);
+            kept = share_of(lse, total);
+            scale(&mine[0], dim, kept);
+            add(&mine[0], dim, &value[0], share_of(mass, total));
+        }
+        if (all.sinks) {
+            const float sunk = share_of(total, together(total, all.sinks[head * rows + row]));
+            scale(&mine[0], dim, sunk);
+            kept *= sunk;
+        }
+        all.lse[at] = lse;
+        all.mass[at] = mass;
+        std::copy(mine.begin(), mine.end(), all.out + at * dim);
+        if (!all.received) continue;
+        float* received = all.received + batch * all.received_strides[0] +
+                          (all.starts ? all.first_of(batch, head) : head * all.received_strides[1]);
+        for (int64_t part = 0; part < number; ++part) {
+            const int64_t length = parts[part].last - parts[part].first, width = (length + TILE - 1) / TILE * TILE;
+            const float* given = weights + part * rows * STRETCH + row * width;
+            const float share = shares[part] * kept / rows;
+            for (int64_t i = 0; i < length; ++i) received[parts[part].first + i] += given[i] * share;
+        }
+    }
+}
+
+template <typename Format>
+void put(const void* rows, int64_t place, const Coded& to, int64_t batch, int64_t head, int64_t slot,
+         const Attention& all) {
+    uint8_t* codes = to.codes_at(batch, head, slot);
+    if constexpr (requires { typename Format::Plain; })
+        std::memcpy(codes, static_cast<const typename Format::Plain*>(rows) + place * all.dim,
+                    all.dim * sizeof(typename Format::Plain));
+    else
+        Format::write(static_cast<const float*>(rows) + place * all.dim, codes, to.scales_at(batch, head, slot),
+                      all.dim, all.token.root);
+}
+
+// Stores the token in the first free slot of every head that has one.
+template <typename Keys, typename Values>
+void append(const Attention& all) {
+    const Token& token = all.token;
+    for (int64_t batch = 0; batch < all.batch; ++batch) {
+        int64_t& seen = token.seen[batch * token.seen_stride];
+        for (int64_t head = 0; head < all.heads; ++head) {
+            int64_t place = batch * all.heads + head;
+            const int32_t* owned = all.stretch_of(batch, head);
+            int32_t& length = all.lengths[batch * all.length_stride + head];
+            if (length >= (owned ? owned[1] - owned[0] : token.room)) continue;
+            int64_t slot = (owned ? owned[0] : 0) + length++;
+            put<Keys>(token.keys, place, all.keys, batch, head, slot, all);
+            put<Values>(token.values, place, all.values, batch, head, slot, all);
+            token.positions[batch * token.position_strides[0] + head * token.position_strides[1] + slot] = seen;
+        }
+        ++seen;
+    }
+}
+
+template <typename Keys, typename Values>
+void attend(const Attention& all) {
+    if (all.token.keys) append<Keys, Values>(all);
+    const int64_t places = all.batch * all.heads, rows = all.rows;
+    std::vector<Part> parts;
+    std::vector<int64_t> begins;  // of each place, among the parts
+    for (int64_t place = 0; place < places; ++place) {
+        begins.push_back(parts.size());
+        int64_t held = all.lengths[place / all.heads * all.length_stride + place % all.heads];
+        int64_t length = std::min(held, all.slots);
+        for (int64_t first = 0; first < length; first += STRETCH)
+            parts.push_back({place, first, std::min(first + STRETCH, length)});
+    }
+    begins.push_back(parts.size());
+    int64_t products = 0;
+    for (const Part& part : parts) products += (part.last - part.first) * rows * all.dim;
+    std::vector<float> outs(parts.size() * rows * all.dim), tops(parts.size() * rows), sums(parts.size() * rows);
+    std::vector<float> weights(all.received ? parts.size() * rows * STRETCH : 0);
+#pragma omp parallel num_threads(products < ALONE ? 1 : all.threads)
+    {
+        typename Stretch<Keys, Values>::Room room;
+        std::vector<float> own(all.received ? 0 : rows * STRETCH);
+#pragma omp for schedule(dynamic)
+        for (size_t part = 0; part < parts.size(); ++part) {
+            float* mine = all.received ? &weights[part * rows * STRETCH] : own.data();
+            Stretch<Keys, Values>(all, parts[part], room, mine)
+                .attend(&outs[part * rows * all.dim], &tops[part * rows], &sums[part * rows]);
+        }
+#pragma omp for
+        for (int64_t place = 0; place < places; ++place) {
+            const int64_t first = begins[place];
+            join<Values>(all, place, parts.data() + first, begins[place + 1] - first, outs.data() + first * rows * all.dim,
+                         tops.data() + first * rows, sums.data() + first * rows,
+                         weights.data() + first * rows * STRETCH);
+        }
+    }
+}
+
+// The last tokens that stay move into the slots of the first that leave.
+void leave(const Leaving& all) {
+    for (int64_t place = 0; place < all.batch * all.heads; ++place) {
+        const int64_t batch = place / all.heads, head = place % all.heads;
+        int32_t& length = all.lengths[batch * all.length_stride + head];
+        const uint8_t* kept = all.kept + place * all.slots;
+        const int64_t first = all.starts ? all.starts[batch * all.start_stride + head] : 0;
+        int64_t hole = 0, last = length;
+        while (true) {
+            while (hole < last && kept[hole]) ++hole;
+            while (hole < last && !kept[last - 1]) --last;
+            if (hole >= last) break;
+            --last;
+            for (int64_t i = 0; i < all.number; ++i) {
+                const Moving& part = all.parts[i];
+                uint8_t* rows = part.rows + batch * part.strides[0] + head * part.strides[1] + first * part.strides[2];
+                std::memcpy(rows + hole * part.strides[2], rows + last * part.strides[2], part.size);
+            }
+            ++hole;
+        }
+        length = int32_t(last);
+    }
+}
+
+template <typename Format>
+void each(const Rows& all, bool encode) {
+    const Coded& coded = all.coded;
+#pragma omp parallel for collapse(2) num_threads(all.threads)
+    for (int64_t place = 0; place < all.batch * all.heads; ++place)
+        for (int64_t slot = 0; slot < all.slots; ++slot) {
+            int64_t batch = place / all.heads, head = place % all.heads, at = (place * all.slots + slot) * all.dim;
+            float room[LONGEST], *row = all.halves ? room : all.rows + at;
+            uint8_t *codes = coded.codes_at(batch, head, slot), *scales = coded.scales_at(batch, head, slot);
+            if (encode) {
+                Format::write(row, codes, scales, all.dim, all.root);
+                continue;
+            }
+            Format::read(codes, scales, row, all.dim);
+            if (Format::TURNED) SINGLE.turn(row, all.dim, float(all.root));
+            for (int64_t i = 0; all.halves && i < all.dim; i += WIDE) {
+                Ints bits = (Ints)floats(row + i);
+                bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // half to even
+                *reinterpret_cast<Shorts*>(all.halves + at + i) = __builtin_convertvector(bits, Shorts);
+            }
+        }
+}
+
+}  // namespace
+
+#define READ(name, Keys, Values) \
+    void attend_##name(const Attention* all) { attend<Keys, Values>(*all); }
+#define FORMAT(name, Format)                                              \
+    READ(name, Format, Format)                                            \
+    void encode_##name(const Rows* all) { each<Format>(*all, true); }      \
+    void decode_##name(const Rows* all) { each<Format>(*all, false); }
+
+extern "C" {
+void leave_slots(const Leaving* all) { leave(*all); }
+READ(float32, Float32, Float32)
+READ(bfloat16, Bfloat16, Bfloat16)
+READ(float16, Float16, Float16)
+READ(k8v4, Scaled<Int8>, Int4)
+FORMAT(int8, Scaled<Int8>)
+FORMAT(fp8, Scaled<E4m3>)
+FORMAT(int4, Int4)
+}

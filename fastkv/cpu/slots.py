@@ -1,0 +1,329 @@
+"""A decode step on a CPU, over slots that are plain or codes, compiled from slots.cpp on first use.
+
+torch decodes 8 and 4 bits before it multiplies, which takes longer than attention; copies heads of unequal length to
+equal ones; converts all of 16 bits to float32; and is called a dozen times. Without a C++ compiler (`compiled`) the
+reference does all that.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
+from functools import cache
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Slots, Spec, Stored
+from . import compiled
+
+WIDE, LONGEST = 16, 512  # a row has a multiple of so many numbers, and at most so many
+PLAIN = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+MEANS = (torch.float32, torch.bfloat16)  # of centroids
+Three = c_int64 * 3
+POINTERS = ("keys", "values", "count", "spread", "whole", "cross")  # of what stands for the evicted, in C++ and here
+MIXED = {
+    Centroids: {"count": "count", "keys": "keys", "values": "values", "spread": "spread"},
+    Moments: {"whole": "count", "keys": "key_mean", "values": "value_mean", "cross": "cross"},
+}
+Place = tuple[int, int, tuple[int, ...]]  # of a tensor: its address, bytes of a number, strides
+
+
+class Coded(Structure):
+    """`Coded` of slots.cpp."""
+
+    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("code_strides", Three), ("scale_strides", Three))
+
+    @staticmethod
+    def of(codes: Place, scales: Place | None) -> Coded:
+        """Codes [B, Hkv, N, width] and scales [B, Hkv, N, ...]; or [B, N, ...] of heads that share slots. Plain rows
+        have no scales.
+        """
+        strides = []
+        for _, size, (batch, *rest) in (codes, scales or (None, 0, codes[2])):
+            head, slot = (0, rest[0]) if len(codes[2]) == 3 else rest[:2]
+            strides.append(Three(size * batch, size * head, size * slot))
+        return Coded(codes[0], scales and scales[0], *strides)
+
+
+def place_of(part: Tensor) -> Place:
+    """Where a tensor lies."""
+    return part.data_ptr(), part.element_size(), part.stride()
+
+
+class Rows(Structure):
+    """`Rows` of slots.cpp."""
+
+    _fields_ = (
+        ("coded", Coded),
+        *((name, c_void_p) for name in ("rows", "halves")),
+        *((name, c_int64) for name in ("batch", "heads", "slots", "dim", "threads")),
+        ("root", c_double),
+    )
+
+
+class Token(Structure):
+    """`Token` of slots.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "positions", "seen")),
+        ("position_strides", c_int64 * 2),
+        *((name, c_int64) for name in ("seen_stride", "room")),
+        ("root", c_double),
+    )
+
+
+class EvictedMeans(Structure):
+    """`Evicted` of slots.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in POINTERS),
+        ("strides", c_int64 * len(POINTERS)),
+        *((name, c_int64) for name in ("number", "halves")),
+    )
+
+
+class Attention(Structure):
+    """`Attention` of slots.cpp."""
+
+    _fields_ = (
+        *((name, Coded) for name in ("keys", "values")),
+        ("token", Token),
+        ("evicted", EvictedMeans),
+        *((name, c_void_p) for name in ("lengths", "starts", "queries", "bias", "sinks", "out", "lse", "mass")),
+        ("received", c_void_p),
+        ("received_strides", c_int64 * 2),
+        *((name, c_int64) for name in ("batch", "heads", "rows", "dim", "slots", "threads", "length_stride")),
+        ("start_stride", c_int64),
+        *((name, c_float) for name in ("scale", "root")),
+    )
+
+
+class Moving(Structure):
+    """`Moving` of slots.cpp."""
+
+    _fields_ = (("rows", c_void_p), ("strides", Three), ("size", c_int64))
+
+    @classmethod
+    def of(cls, part: Tensor, shared: bool) -> Moving | None:
+        """Of rows [B, Hkv, C, ...], or [B, S, ...] of heads that share slots; None where a row is in several pieces."""
+        axes = 2 if shared else 3
+        size, strides = part.element_size(), part.stride()
+        numbers = 1
+        for more, stride in zip(part.shape[: axes - 1 : -1], strides[: axes - 1 : -1]):
+            if stride != numbers:
+                return None
+            numbers *= more
+        of_head = (0, strides[1]) if shared else strides[1:3]
+        return cls(part.data_ptr(), Three(*(size * stride for stride in (strides[0], *of_head))), size * numbers)
+
+
+class Leaving(Structure):
+    """`Leaving` of slots.cpp."""
+
+    _fields_ = (
+        ("parts", Moving * len(Slots.MOVING)),
+        *((name, c_void_p) for name in ("lengths", "starts", "kept")),
+        *((name, c_int64) for name in ("number", "batch", "heads", "slots", "length_stride", "start_stride")),
+    )
+
+
+def serves(form: RowFormat, dim: int) -> bool:
+    """Whether rows of `dim` numbers are handled here. The first question compiles."""
+    return not form.plain and dim % WIDE == 0 and dim <= LONGEST and compiled.available("slots")
+
+
+@cache
+def root(dim: int) -> float:
+    """1 / sqrt(n), n the largest power of two that divides `dim`: `reference.rotated`."""
+    return float((dim & -dim) ** -0.5)
+
+
+def rows_of(rows: Tensor, coded: Coded) -> Rows:
+    """rows [B, Hkv, N, D], fp32 or bf16 and contiguous, and where they are codes."""
+    place = (None, rows.data_ptr()) if rows.dtype == torch.bfloat16 else (rows.data_ptr(), None)
+    return Rows(coded, *place, *rows.shape, torch.get_num_threads(), root(rows.shape[-1]))
+
+
+def in_four(part: Tensor, place: int) -> Tensor:
+    """A tensor whose first `place` axes are of rows, as one with three of them."""
+    return part if place == 3 else part.reshape(1, 1, -1, *part.shape[place:])
+
+
+def encode(form: RowFormat, rows: Tensor) -> Stored:
+    """`form.encode(rows)` of rows [..., D], D as `serves` says; the same bits."""
+    rows, place = rows.float().contiguous(), rows.ndim - 1
+    codes, scales = form.empty(rows.shape[:-1], rows.shape[-1], torch.float32, rows.device)
+    assert scales is not None
+    coded = Coded.of(*(place_of(in_four(part, place)) for part in (codes, scales)))  # views
+    compiled.call("slots", f"encode_{form.name}", rows_of(in_four(rows, place), coded))
+    return codes, scales
+
+
+def decode(form: RowFormat, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`form.decode(codes, scales)` [..., D] in that dtype; the same bits except for the order of sums that turn rows
+    back.
+    """
+    place = codes.ndim - 1
+    made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    rows = torch.empty(*codes.shape[:-1], form.dim(codes.shape[-1]), dtype=made, device=codes.device)
+    parts = in_four(codes, place), in_four(scales, place)  # copies stay until the call is over
+    compiled.call("slots", f"decode_{form.name}", rows_of(in_four(rows, place), Coded.of(*map(place_of, parts))))
+    return rows.to(dtype)
+
+
+class Standing:
+    """What is the same in every step of a layer, found once for the tensors it has.
+
+    Attributes: tensors: that it was found for.  attention: with their addresses; None where `step` cannot be used.
+        takes: whether a token can be stored in that call, too.
+    """
+
+    def __init__(self, tensors: tuple[Tensor | None, ...], state: LayerState, known: Evicted | None, dim: int) -> None:
+        self.tensors, self.attention, self.takes, slots = tensors, None, False, state.exact
+        if not (attends(slots, dim) and mixes(known)):
+            return
+        self.attention = given = Attention(
+            Coded.of(place_of(slots.keys), None if slots.key_scales is None else place_of(slots.key_scales)),
+            Coded.of(place_of(slots.values), None if slots.value_scales is None else place_of(slots.value_scales)),  # type: ignore[arg-type]
+        )
+        lengths, starts, received, positions = slots.lengths, slots.starts, slots.attention, slots.positions
+        given.lengths, given.length_stride = lengths.data_ptr(), lengths.stride(0)
+        if starts is not None:
+            given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+        if received is not None:
+            given.received, given.received_strides = received.data_ptr(), (c_int64 * 2)(*received.stride()[:2])
+        plain = positions is not None and positions.dtype == torch.int32 and positions.stride(-1) == 1
+        if positions is not None and plain and slots.bias is None and state.seen.dtype == torch.int64:
+            *strides, _ = positions.stride()
+            given.token = Token(None, None, positions.data_ptr(), state.seen.data_ptr(), (c_int64 * 2)(*strides))
+            given.token.seen_stride, given.token.root = state.seen.stride(0), root(dim)
+            given.token.room, self.takes = slots.keys.shape[-2], True
+        for name, part in () if known is None else MIXED[type(known)].items():
+            tensor = getattr(known, part)
+            if tensor is not None:
+                setattr(given.evicted, name, tensor.data_ptr())
+                given.evicted.strides[POINTERS.index(name)] = tensor.element_size() * tensor.stride(0)
+        if isinstance(known, Centroids):
+            given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
+        given.batch, given.heads, given.dim, given.root = *lengths.shape, dim, root(dim)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Standing:
+        return self  # the copy has other tensors, and finds its own
+
+
+def attends(slots: Slots, dim: int) -> bool:
+    """Whether `step` can attend to these slots. The first question compiles."""
+    keys, values = slots.keys, slots.values
+    if values is None or slots.value_dim != dim or not owned_as_expected(slots):
+        return False
+    received = slots.attention
+    if received is not None and (received.dtype != torch.float32 or received.stride(-1) != 1):
+        return False
+    if not slots.format.plain:
+        return serves(slots.format.keys, dim)
+    alike = values.dtype == keys.dtype and keys.stride(-1) == values.stride(-1) == 1
+    fits = alike and keys.dtype in PLAIN and dim % WIDE == 0 and dim <= LONGEST
+    return fits and compiled.available("slots")
+
+
+def mixes(known: Evicted | None) -> bool:
+    """Whether `step` can mix that into attention: what each head has of it lies in one piece."""
+    if known is None:
+        return True
+    if type(known) not in MIXED:
+        return False
+    count, *means = known.tensors()
+    if isinstance(known, Moments):
+        fits = count.dtype == torch.int64 and all(part.dtype == torch.float32 for part in means)
+    else:
+        keys, values, spread = means
+        fits = count.dtype == spread.dtype == torch.float32 and values.dtype == keys.dtype and keys.dtype in MEANS
+    return fits and all(tensor[0].is_contiguous() for tensor in known.tensors())
+
+
+def standing(state: LayerState, known: Evicted | None, dim: int) -> Standing:
+    """Of a state and what is known of its evicted tokens; it stays with the state until that has other tensors."""
+    slots, found = state.exact, state.standing
+    parts = () if known is None else tuple(getattr(known, part) for part in MIXED.get(type(known), {}).values())
+    tensors = (
+        *(slots.keys, slots.values, slots.key_scales, slots.value_scales, slots.lengths, slots.starts),
+        *(slots.attention, slots.positions, slots.bias, state.seen, *parts),
+    )
+    if found is None or len(found.tensors) != len(tensors) or not all(map(is_, found.tensors, tensors)):
+        state.standing = found = Standing(tensors, state, known, dim)
+    return found
+
+
+def step(
+    q: Tensor, k: Tensor | None, v: Tensor | None, state: LayerState, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`reference.decode_step`; None where it has to be done otherwise, and nothing has happened: with a softcap, tokens
+    without values, float64, and what `Standing` refuses.
+    """
+    (batch, num_heads, dim), slots = q.shape, state.exact
+    if state.approx is not None or spec.softcap is not None or q.dtype == torch.float64:
+        return None
+    found = standing(state, spec.evicted(state), dim)
+    if found.attention is None:
+        return None
+    given = Attention.from_buffer_copy(found.attention)
+    rows = dense(q, torch.float32)
+    out = torch.empty_like(rows)
+    lse, mass = rows.new_empty(batch, num_heads), rows.new_empty(batch, num_heads)
+    given.queries, given.out, given.lse, given.mass = (t.data_ptr() for t in (rows, out, lse, mass))
+    if k is not None and v is not None:
+        lengths = slots.lengths
+        # PyTorch refuses to write to tensors of inference mode outside of it.
+        if found.takes and (torch.is_inference_mode_enabled() or not lengths.is_inference()):
+            stored = slots.keys.dtype if slots.format.plain else torch.float32
+            k, v = dense(k, stored), dense(v, stored)
+            given.token.keys, given.token.values = k.data_ptr(), v.data_ptr()
+        else:
+            reference.append(slots, k, v, state.seen)
+            state.seen.add_(1)
+    bias, sinks = slots.biases(slots.filled), state.sink_logits
+    if bias is not None:
+        bias = dense(bias, torch.float32)
+        given.bias = bias.data_ptr()
+    if sinks is not None:
+        sinks = dense(sinks.detach(), torch.float32)
+        given.sinks = sinks.data_ptr()
+    given.rows, given.slots, given.scale = num_heads // given.heads, slots.filled, spec.scale
+    given.threads = torch.get_num_threads()
+    name = PLAIN[slots.keys.dtype] if slots.format.plain else slots.format.name
+    compiled.call("slots", f"attend_{name}", given)
+    return dense(out, q.dtype), lse, mass
+
+
+def dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous rows of that dtype. To ask first is quicker than a conversion that has nothing to do."""
+    return (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()
+
+
+def leave(slots: Slots, kept: Tensor) -> bool:
+    """Let tokens go, in place: those that are not `kept`, [B, Hkv, N] bool of the first N slots of every head, all of
+    those in use among them. A token that stays in a slot before the new length is not moved.
+
+    Returns: whether it was done; without a compiler, and where a row is in several pieces, nothing happens.
+    """
+    lengths, starts = slots.lengths, slots.starts
+    found = [Moving.of(part, starts is not None) for part in slots.moving().values()]
+    parts = [part for part in found if part is not None]
+    if len(parts) < len(found) or not owned_as_expected(slots) or not compiled.available("slots"):
+        return False
+    kept = kept.contiguous()
+    rows = (Moving * len(Slots.MOVING))(*parts)
+    given = Leaving(rows, lengths.data_ptr(), None, kept.data_ptr(), len(parts), *kept.shape)
+    given.length_stride = lengths.stride(0)
+    if starts is not None:
+        given.starts, given.start_stride = starts.data_ptr(), starts.stride(0)
+    compiled.call("slots", "leave_slots", given)
+    return True
+
+
+def owned_as_expected(slots: Slots) -> bool:
+    """Whether what says which slots are whose, and which are in use, is what C++ expects: int32, heads side by side."""
+    owned = [slots.lengths] if slots.starts is None else [slots.lengths, slots.starts]
+    return all(part.dtype == torch.int32 and part.stride(-1) == 1 for part in owned)
