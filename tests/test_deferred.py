@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fastkv
+from fastkv import ops
 from fastkv.calibration import quality
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.errors import FastKVError
@@ -45,6 +46,21 @@ def test_kvzip_keeps_what_a_second_reading_attends_to_most(name, request_ids):
         assert set(exact.positions[0, head, :TOKENS].tolist()) == set(ranked[:TOKENS])
         stored = exact.memory[0, head, :TOKENS]
         torch.testing.assert_close(stored, scores[head, exact.positions[0, head, :TOKENS].long()], atol=1e-4, rtol=1e-4)
+
+
+def test_a_second_reading_keeps_what_each_chunk_looked_up(monkeypatch):
+    found, most_attended = [], ops.most_attended
+    monkeypatch.setattr(
+        ops, "most_attended", lambda *given, **more: found.append(most_attended(*given, **more)) or found[-1]
+    )
+    model = build("llama")
+    ids, _ = prompt(1, 40, (0,))
+    fastkv.patch(model, fastkv.policies.get("kvzip", chunk=16), small(), evict_every=EVERY)
+    layers = model(ids).past_key_values.layers
+    exact, chunks = layers[0].state.exact, found[:: len(layers)]
+    positions = exact.positions[:, :, :TOKENS].long()
+    assert len(chunks) == 3 and not torch.equal(torch.stack(chunks).amax(0), chunks[-1])
+    torch.testing.assert_close(exact.memory[:, :, :TOKENS], torch.stack(chunks).amax(0).gather(2, positions))
 
 
 def test_kvzip_leaves_the_output_and_sliding_layers_alone():
