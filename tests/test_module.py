@@ -15,7 +15,7 @@ from fastkv.calibration.query_calibration import QueryCalibration
 from fastkv.calibration.vector_map import VectorMap
 from fastkv.integrations.transformers import rotations
 from fastkv.integrations.transformers.layer import FastKVLayer
-from fastkv.policies import QueryStatistics
+from fastkv.policies import Policy, QueryStatistics
 from fastkv.rotary import Rotary
 
 from .models import build, generate, policy, prompt
@@ -479,3 +479,19 @@ def test_refused_when_called():
         sentence(error)
     with pytest.raises(FastKVError, match="slots were saved"):
         fresh("keydiff", small(tokens=21), evict_every=4).load_state_dict(module.state_dict())
+
+
+class Alike(Policy):
+    """All tokens are worth the same."""
+
+    name = "alike"
+
+    def score(self, signals):
+        return torch.zeros(signals.keys.shape[:3])
+
+
+def test_of_equal_scores_heads_keep_the_same_tokens():
+    """Heads that compete take turns, position by position: none of them comes first."""
+    layer = FastKVAttention(4, 2, 16, Alike(), Budget(tokens=12, sinks=1, recent=1, heads="adaptive"))
+    layer(torch.randn(1, 4, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16))
+    assert layer.state.exact.lengths.tolist() == [[12, 12]]
