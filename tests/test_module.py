@@ -495,3 +495,21 @@ def test_of_equal_scores_heads_keep_the_same_tokens():
     layer = FastKVAttention(4, 2, 16, Alike(), Budget(tokens=12, sinks=1, recent=1, heads="adaptive"))
     layer(torch.randn(1, 4, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16))
     assert layer.state.exact.lengths.tolist() == [[12, 12]]
+
+
+def test_a_layer_is_copied_and_saved_after_steps():
+    """What was found out about its tensors stays behind: a copy has others."""
+    layer = FastKVAttention(4, 2, 16, "keydiff", Budget(tokens=12, sinks=1, recent=1))
+    tokens = [torch.randn(1, heads, 41, 16) for heads in (4, 2, 2)]
+    layer(*(part[:, :, :40] for part in tokens))
+    file = io.BytesIO()
+    layer(*(part[:, :, 40:] for part in tokens))
+    torch.save(layer, file)
+    file.seek(0)
+    twins = [copy.deepcopy(layer), torch.load(file, weights_only=False)]
+    want = layer(*(part[:, :, :1] for part in tokens))
+    for twin in twins:
+        assert torch.equal(twin(*(part[:, :, :1] for part in tokens)), want)
+        assert all(
+            map(torch.equal, dict(twin.state.named_tensors()).values(), dict(layer.state.named_tensors()).values())
+        )

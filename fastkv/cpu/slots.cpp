@@ -251,6 +251,8 @@ struct Token {
 // spread [batch, heads, number], means in fp32 or bfloat16 (`halves`); or moments (`cross`: [batch, heads, dim, dim], or
 // none), whose number is 0, with `whole`, their count. Everything of a head lies side by side; strides in bytes, of
 // batch rows, in the order of the pointers.
+enum { KEYS, VALUES, COUNT, SPREAD, WHOLE, CROSS };
+
 struct Evicted {
     const uint8_t *keys, *values, *count, *spread, *whole, *cross;
     int64_t strides[6], number, halves;
@@ -258,7 +260,8 @@ struct Evicted {
 
 // queries, out [batch, heads, rows, dim], lse and mass (of the evicted) [batch, heads, rows], lengths [batch, heads],
 // whose heads lie side by side; or none: bias [batch, heads, slots] of logits, starts [batch, heads + 1] of heads that
-// own stretches of one row (strides of lengths and starts in elements, of batch rows), sinks [heads, rows], received: what slots have received, with strides in elements.
+// own stretches of one row, sinks [heads, rows], received: what slots have received. Strides in elements, of batch rows,
+// and of heads for what they have received.
 struct Attention {
     Coded keys, values;
     Token token;
@@ -477,21 +480,21 @@ class Estimate {
   public:
     Estimate(const Attention& all, int64_t place) : all(all), from(all.evicted), dim(all.dim), number(from.number) {
         if (!number) {
-            key_mean = numbers_at(from.keys, 0, place, dim);
-            value_mean = numbers_at(from.values, 1, place, dim);
-            cross = from.cross ? numbers_at(from.cross, 5, place, dim * dim) : nullptr;
-            count = float(*reinterpret_cast<const int64_t*>(at(from.whole, 4, place, sizeof(int64_t))));
+            key_mean = numbers_at(from.keys, KEYS, place, dim);
+            value_mean = numbers_at(from.values, VALUES, place, dim);
+            cross = from.cross ? numbers_at(from.cross, CROSS, place, dim * dim) : nullptr;
+            count = float(*reinterpret_cast<const int64_t*>(at(from.whole, WHOLE, place, sizeof(int64_t))));
             return;
         }
         const int64_t size = from.halves ? 2 : 4;
-        read(at(from.keys, 0, place, number * dim * size), keys);
-        read(at(from.values, 1, place, number * dim * size), values);
+        read(at(from.keys, KEYS, place, number * dim * size), keys);
+        read(at(from.values, VALUES, place, number * dim * size), values);
         padded = (number + WIDE - 1) / WIDE * WIDE;
         biases.assign(padded, -__builtin_inff());
         widths.assign(padded, 0.0f);
         logits.resize(padded);
-        const float* counts = numbers_at(from.count, 2, place, number);
-        const float* spread = numbers_at(from.spread, 3, place, number);
+        const float* counts = numbers_at(from.count, COUNT, place, number);
+        const float* spread = numbers_at(from.spread, SPREAD, place, number);
         for (int64_t i = 0; i < number; ++i) {
             biases[i] = __builtin_logf(counts[i] / 2);  // -inf for an unused centroid
             widths[i] = __builtin_sqrtf(spread[i] / std::max(counts[i], 1.0f)) * __builtin_fabsf(all.scale);

@@ -209,8 +209,8 @@ class Standing:
             given.evicted.number, given.evicted.halves = known.num, known.keys.dtype == torch.bfloat16
         given.batch, given.heads, given.dim, given.root = *lengths.shape, dim, root(dim)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Standing:
-        return self  # the copy has other tensors, and finds its own
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # what is copied or read from a file has other tensors, and finds its own
 
 
 def attends(slots: Slots, dim: int) -> bool:

@@ -110,20 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(SHAPES)
     small = f"default: {SMALL} on a CPU, llama-3.1-8b on a GPU"
     add("--shape", metavar="NAME", help=f"random weights in the shape of {known}, as many layers as fit ({small})")
-    add(
-        "--contexts",
-        "--context",
-        type=common.listed(int),
-        metavar="N,...",
-        help=f"tokens of a prompt ({_both('contexts')})",
-    )
-    add(
-        "--budgets",
-        "--budget",
-        type=common.listed(int),
-        metavar="N,...",
-        help=f"tokens per KV head ({_both('budgets')})",
-    )
+    for name, what in (("context", "tokens of a prompt"), ("budget", "tokens per KV head")):
+        what = f"{what} ({_both(f'{name}s')})"
+        add(f"--{name}s", f"--{name}", type=common.listed(int), metavar="N,...", help=what)
     option("--batch", (1,), "sequences")
     option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies", "NAME")
     blocks = "tokens of a block in which compressed caches read a prompt, auto, or whole (default: auto)"

@@ -208,7 +208,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m perf.leaderboard", description=__doc__.split("\n")[0])
     parser.epilog = "example: python -m perf.leaderboard --tables later_2048 --quick"
-    parser.add_argument("--tables", default=",".join(TABLES), metavar="NAME,...", help="which, all by default")
+    parser.add_argument(
+        "--tables", metavar="NAME,...", help="which; by default all, or none beside --times and --kvpress-python"
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} texts in the first table")
     parser.add_argument("--texts", type=int, default=99, metavar="N", help="texts of a table at most")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="text to begin with, for a second process")
@@ -225,7 +227,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.tables, options.texts, options.keeps = next(iter(TABLES)), QUICK, NARROW
-    names = options.tables.split(",") if options.tables else []
+    alone = options.times or options.kvpress_python
+    names = options.tables.split(",") if options.tables else [] if alone else list(TABLES)
     unknown = [name for name in names if name not in TABLES]
     if unknown:
         parser.error(f"unknown table {unknown[0]}; there are {', '.join(TABLES)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -87,8 +88,9 @@ def rows(
     """
     ids = torch.tensor([facts.sample(tokenizer, LENGTH, seed=0).prefix])
     best: dict[str, tuple[float, float]] = {}
-    for _ in range(TURNS):
-        for name in (FULL, *names):
+    for turn in range(TURNS):
+        for number, name in enumerate((FULL, *names), 1):
+            print(f"turn {turn + 1} of {TURNS}: {name}, {number} of {len(names) + 1}", file=sys.stderr, flush=True)
             if name == FULL:
                 found = timed(unpatch(model), ids, None)
             else:
