@@ -187,11 +187,12 @@ def ahead(rows: list[dict[str, Any]], table: Table) -> list[str]:
         whole = [row for row in rows if row["seed"] in finished and row["keep"] == keep]
         if whole:
             parts.append(
-                f"## {table.title}, at {100 * (1 - keep):g} % removed\n\nThe rest of the text is decoded token by token, "
-                "within the bytes that the compressed prompt takes. Columns of sources: KL from the full cache's next "
-                f"token in nats, mean over tokens {' · '.join(onward.PARTS)} after the prompt. Same top token: how often "
-                "the most likely token is that of the full cache. The last column: perplexity divided by that of the "
-                f"full cache. Texts of each source: {len(finished)}; {where_of(whole)}.\n\n"
+                f"## {table.title}, at {100 * (1 - keep):g} % removed\n\nThe rest of the text is decoded token by "
+                "token, within the bytes that the compressed prompt takes. Columns of sources: KL from the full "
+                "cache's next token in nats, mean over tokens "
+                f"{' · '.join(onward.PARTS)} after the prompt. Same top token: how often the most likely token is that "
+                "of the full cache. The last column: perplexity divided by "
+                f"that of the full cache. Texts of each source: {len(finished)}; {where_of(whole)}.\n\n"
                 f"{onward_table(whole)}"
             )
     return parts
@@ -227,9 +228,7 @@ def clocked(results: Path) -> list[str]:
     if not rows:
         return []
     parts = [
-        "## Time
-
-One sequence of 2,048 tokens is read whole and compressed to an eighth of the bytes; then it is "
+        "## Time\n\nOne sequence of 2,048 tokens is read whole and compressed to an eighth of the bytes; then it is "
         f"decoded. All policies take turns: the best of {times.TURNS} readings, the median of {times.ROUNDS} turns of "
         f"{times.STEPS} steps; {rows[0]['threads']} threads; "
         f"{where_of(rows)}.\n\n{times_table(rows)}"
@@ -241,9 +240,13 @@ One sequence of 2,048 tokens is read whole and compressed to an eighth of the by
             f"{row['calibrated_s'] / row['uniform_s']:.2f} |"
             for row in steps
         ]
-        head = ["| tokens kept | sequences | uniform heads, ms | calibrated heads, ms | ratio |", "|---|---|---|---|---|"]
+        head = [
+            "| tokens kept | sequences | uniform heads, ms | calibrated heads, ms | ratio |",
+            "|---|---|---|---|---|",
+        ]
         parts.append(
-            "A decode step of `keydiff` that keeps the same number of tokens in all:\n\n" + "\n".join([*head, *lines, ""])
+            "A decode step of `keydiff` that keeps the same number of tokens in all:\n\n"
+            + "\n".join([*head, *lines, ""])
         )
     return parts
 
@@ -274,8 +277,8 @@ def beside_kvpress(results: Path) -> list[str]:
         "([heads](budgets.md#heads)). Presses are not calibrated.\n"
         "- `KVzipPress`, `KVgradPress`, `kvzip` and `fastkv-reread` read a text twice.\n"
         "- At an eighth `LagKVPress` keeps what `StreamingLLMPress` keeps, because its windows leave no choice.\n"
-        "- `PyramidKVPress` falls back to SnapKV where its last layers would keep less than its window; its numbers are "
-        f"then those of `SnapKVPress`.\n\nEach cell: **right** ± error, then answer KL · text KL.\n\n{made}"
+        "- `PyramidKVPress` falls back to SnapKV where its last layers would keep less than its window; its numbers "
+        f"are then those of `SnapKVPress`.\n\nEach cell: **right** ± error, then answer KL · text KL.\n\n{made}"
     ]
 
 
@@ -286,7 +289,7 @@ def show_in_readme(rows: list[dict[str, Any]], keeps: list[float], where: str) -
     head = " | ".join(f"{100 * keep:g} % of the bytes" for keep in keeps)
     lines = [
         "",
-        "Share of right answers and KL of the answers in nats per token; SmolLM2-135M, 2,048 tokens that were compressed",
+        "Share of right answers and KL of the answers in nats per token; SmolLM2-135M, 2,048 tokens, compressed",
         f"before the question ({where}; `make report`):",
         "",
         f"| policy | {head} |",
