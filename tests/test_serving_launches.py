@@ -61,7 +61,7 @@ def test_launches_do_not_grow_with_the_number_of_requests(policy):
     """Of a step in which prompts begin, of one that reads their ends beside sequences that decode, of one that only
     decodes, and of what comes before the step after an eviction is due.
     """
-    for number in (2, 32):
+    for number in (2, 8):
         server, counts = Server(policy, number, number), []
         for _ in range(EVERY + 2):
             before, within = server.step()
