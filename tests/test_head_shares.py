@@ -132,7 +132,7 @@ def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens():
 
     calibrate.Watched.add = watched
     try:
-        calibrate.curves(model, ids, 0, lambda tokens: None)
+        calibrate.curves(model, ids, 0, lambda tokens: None, ids)
     finally:
         calibrate.Watched.add = add
     assert sorted(seen) == [0, 1, 2, 3]
@@ -155,7 +155,7 @@ def test_a_curve_is_what_a_head_loses_by_keeping_only_its_best_tokens():
 def test_the_last_point_of_a_curve_costs_nothing():
     model = build("llama")
     ids = torch.randint(3, 90, (1, 128), generator=torch.Generator().manual_seed(3))
-    for curve in calibrate.curves(model, ids, 0, lambda tokens: None):
+    for curve in calibrate.curves(model, ids, 0, lambda tokens: None, ids):
         assert curve[:, 0].min() > 0 and curve[:, -1].abs().max() < 1e-6 * curve[:, 0].max()
 
 
@@ -188,6 +188,28 @@ def test_the_models_own_text(monkeypatch):
     assert (first.view(calibrate.ROWS, 40)[:, 0] == 7).all()
     again, other = calibrate.own_texts(model, 0), calibrate.own_texts(model, 1)
     assert torch.equal(again[1], second) and not torch.equal(other[1], second)
+    (long, _) = calibrate.own_texts(model, 0, rows=1)
+    assert long.shape == first.shape and long[0, 0] == 7
+
+
+@pytest.mark.parametrize("name, again", [("llama", True), ("deepseek_v3", True), ("gemma3", False)])
+def test_beside_other_layers_a_text_goes_on_and_is_not_read_again(name, again, monkeypatch):
+    """Layers with a window know nothing of what is read again, so that all of it would seem to be the heads' part."""
+    read = []
+    curves = calibrate.curves
+
+    def watched(model, ids, seed, progress, behind):
+        read.append((ids, behind))
+        return curves(model, ids, seed, progress, behind)
+
+    monkeypatch.setattr(calibrate, "curves", watched)
+    text, counted = torch.arange(3, 90).repeat(3)[None], []
+    calibrate_heads(build(name), text=text[0], progress=counted.append)
+    ((first, behind),) = read
+    assert torch.equal(behind, first if again else text[:, 131:]) and torch.equal(
+        first, text if again else text[:, :131]
+    )
+    assert sum(counted) == (1 + again) * 261
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3_moe", "deepseek_v3"])
@@ -461,13 +483,13 @@ def test_dealing_anew_while_decoding_keeps_the_cache_right(settings):
     """With every slot of the deal in use, what attention reads is what the slots hold: a copy goes on alike."""
     model = build("llama", head_dim=32)
     patched(model, shares_of(model), **settings)
-    ids, _ = prompt(batch=2, length=120, pads=(0, 0))
+    ids, _ = prompt(batch=2, length=76, pads=(0, 0))
     cache = FastKVCache(model)
     model(ids[:, :40], past_key_values=cache)
-    for place in range(40, 100):
+    for place in range(40, 66):  # 1.25 times as many are reached, and an eviction is due
         model(ids[:, place : place + 1], past_key_values=cache)
     twin = cache.clone()
-    for place in range(100, 120):
+    for place in range(66, 76):
         one, other = (model(ids[:, place : place + 1], past_key_values=each).logits for each in (cache, twin))
         assert torch.equal(one, other) and one.isfinite().all()
     assert int(kept(cache)[0].sum()) <= (20 + 4) * HEADS * LAYERS

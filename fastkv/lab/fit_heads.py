@@ -8,7 +8,7 @@ from functools import partial
 from rich.console import Console
 from torch import Tensor
 
-from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads
+from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads, sees_everything
 from . import common, texts
 from .fit_vector import say_use
 
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> None:
     text = None
     if options.text:
         text = tokenizer(texts.read(options.text), return_tensors="pt", verbose=False)["input_ids"]
-    total = 2 * (TEXTS * ROWS * LENGTH if text is None else min(text.shape[1], LONGEST))
+    total = TEXTS * ROWS * LENGTH if text is None else min(text.shape[1], LONGEST)
+    total *= 1 + sees_everything(model)  # each token twice, or once
     with common.progress(console) as shown:
         bar = shown.add_task("calibrating", total=total)
         made = calibrate_heads(model, options.out, text, options.seed, lambda n: shown.advance(bar, n))

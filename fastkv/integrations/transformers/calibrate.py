@@ -1,8 +1,10 @@
 """Which heads of a model need how much, found in a text that it writes itself.
 
-The model reads a text, and then the same text again behind it. For every head, the tokens of the first reading are put
-in the order in which the policy would keep them. With g the gradient of the second reading's loss with respect to a
-head's output o_t for its t-th token, the head that keeps the c best tokens costs, to first order in what it loses,
+The model reads a text, and then the same text again behind it. A model with other layers, which see a window of the
+text or a state, reads one half, and then the other: such layers know nothing of what is read again, so that repeating
+it would be the compressed heads' part alone, and hide what else they do. For every head, the tokens of the first
+reading are put in the order in which the policy would keep them. With g the gradient of the second reading's loss with
+respect to a head's output o_t for its t-th token, a head that keeps the c best tokens costs, to first order in the loss,
 
     cost_h(c) = sum_t (g_t . (o_t(c) - o_t))^2
 
@@ -126,17 +128,26 @@ class Watched(HeldPrompt):
             self.curves[loss, head] += change.sum(0).square().sum(0)
 
 
-def own_texts(model: Any, seed: int) -> list[Tensor]:
-    """Tokens [1, ROWS * LENGTH] that the model draws from its own predictions, from its first token on."""
+def sees_everything(model: Any) -> bool:
+    """Whether every layer of the model is one that fastkv compresses."""
+    with held_whole(model, SHORTEST):
+        cache = FastKVCache(model, static=False)
+        return len(cache.compressed) == len(cache.layers)
+
+
+def own_texts(model: Any, seed: int, rows: int = ROWS) -> list[Tensor]:
+    """Tokens [1, ROWS * LENGTH] that the model draws from its own predictions, in `rows` pieces that each begin with
+    its first token.
+    """
     known: Any = model.generation_config
     text = model.config.get_text_config(decoder=True)
     places = (known.bos_token_id, text.bos_token_id, known.eos_token_id, text.eos_token_id, 0)
     first: Any = next(place for place in places if place is not None)
     first = first[0] if isinstance(first, (list, tuple)) else first
-    ids = torch.full((TEXTS * ROWS, 1), int(first), device=model.device)
+    ids = torch.full((TEXTS * rows, 1), int(first), device=model.device)
     drawn, past = [ids], None
     generator = torch.Generator().manual_seed(seed)  # of the CPU, so that every device draws the same
-    for _ in range(LENGTH - 1):
+    for _ in range(ROWS * LENGTH // rows - 1):
         out = model(ids, **{CACHE: past}, use_cache=True)
         past, chances = out[CACHE], out.logits[:, -1].float().softmax(-1)
         ids = torch.multinomial(chances.cpu(), 1, generator=generator).to(ids.device)
@@ -156,10 +167,11 @@ def held_whole(model: Any, num: int) -> Iterator[None]:
         detach(model)
 
 
-def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None]) -> list[Tensor]:
+def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None], behind: Tensor) -> list[Tensor]:
     """Of each compressed layer, what its heads cost by the number of tokens they keep, [Hkv, POINTS + 1] fp64.
 
     Args: ids: [1, N].  seed: of tokens that are drawn.  progress: called with how many more tokens were read.
+        behind: [1, T], what is read after them; the same again, or what follows.
     """
     num = ids.shape[1]
     generator = torch.Generator().manual_seed(seed)
@@ -185,7 +197,7 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None]) 
                 logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
                 log_probs = logits.log_softmax(-1)
                 drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(ids.device)
-                there = ids[0, done : done + fed]
+                there = behind[0, done : done + fed]
                 losses = log_probs[:-1].gather(-1, there[1:, None]).sum(), log_probs.gather(-1, drawn).sum()
                 outputs = [prompt.output for prompt in held]
                 for loss, total in enumerate(losses):
@@ -197,7 +209,7 @@ def curves(model: Any, ids: Tensor, seed: int, progress: Callable[[int], None]) 
                 progress(fed)
 
             with torch.enable_grad():
-                read_again(base, cache, held, ids, torch.ones_like(ids), chunk=CHUNK, after=add)
+                read_again(base, cache, held, behind, torch.ones_like(behind), chunk=CHUNK, after=add)
     made = torch.cat([prompt.curves.transpose(0, 1) for prompt in held]).double().cpu()  # [heads, 2, P]
     if not made.isfinite().all():
         raise FastKVError(
@@ -264,15 +276,16 @@ def calibrate_heads(
 ) -> HeadShares:
     """Find how much each KV head of a model needs, from a text that it writes itself. Deterministic for a seed.
 
-    Takes about as long as generating 256 tokens in a batch of eight, and reading 1,024 tokens ten times; memory is that
-    of the gradients of 512 tokens. The result is the model's: it serves all policies and budgets.
+    Takes about as long as generating 256 tokens in a batch of eight, and reading 1,024 tokens ten times; where some
+    layers are not compressed, 1,024 tokens in a batch of two, and half as much reading. Memory is that of the gradients
+    of 512 tokens. The result is the model's: it serves all policies and budgets.
 
     Args:
         model: a transformers model that `fastkv.patch` takes, not patched.
         path: file to write, if any.
         text: token ids [N] or [1, N] to read instead, at least 128 tokens; of more than 3,072 the first.
         seed: of the text, and of the tokens that are drawn from its predictions.
-        progress: called with how many more tokens were read; each is read twice.
+        progress: called with how many more tokens were read.
     Raises: FastKVError if the model cannot be patched, has no output embeddings or is shared by several processes, if
         the text is too short, or if the file cannot be written.
     """
@@ -290,8 +303,12 @@ def calibrate_heads(
     show = progress or (lambda tokens: None)
     try:
         model.eval()
-        read = own_texts(model, seed) if text is None else pieces(text)
-        each = [curves(model, ids.to(model.device), seed, show) for ids in read]
+        again = sees_everything(model)
+        read = own_texts(model, seed, ROWS if again else 1) if text is None else pieces(text)
+        each = []
+        for ids in (piece.to(model.device) for piece in read):
+            first, rest = (ids, ids) if again else ids.tensor_split(2, 1)
+            each.append(curves(model, first, seed, show, rest if again else rest[:, :CHUNK]))
     finally:
         for module in training:
             module.training = True
