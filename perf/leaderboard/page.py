@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastkv import policies
 
-from . import onward, times
+from . import another, onward, times
 
 if TYPE_CHECKING:
     from . import Table
@@ -162,6 +162,7 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
             show_in_readme(whole, columns, f"{count} texts, {asked} questions or more; {where}")
             draw(whole, columns)
             parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
+    parts += [on_another_model(file) for file in sorted((results / another.RESULTS.name).glob("*.jsonl"))]
     parts += clocked(results)
     parts += beside_kvpress(results)
     if missing:
@@ -197,14 +198,39 @@ def ahead(rows: list[dict[str, Any]], table: Table) -> list[str]:
     return parts
 
 
+def on_another_model(file: Path) -> str:
+    """The table of a model that nothing was tuned on."""
+    rows = rows_of(file)
+    lines, ratios = [], []
+    for policy in another.NAMES:
+        shown = []
+        for keep in another.KEEPS:
+            uniform, calibrated = (
+                mean(row["text_kl"] for row in rows if (row["policy"], row["keep"], row["heads"]) == (policy, keep, of))
+                for of in times.HEADS
+            )
+            shown.append(f"{uniform:.3f} | {calibrated:.3f}")
+            ratios.append(calibrated / uniform)
+        lines.append(f"| `{policy}` | {' | '.join(shown)} |")
+    together = math.exp(mean(map(math.log, ratios)))
+    head = " | ".join(f"{100 * (1 - keep):g} % removed, heads alike | calibrated" for keep in another.KEEPS)
+    return (
+        f"## {file.stem}: heads alike and calibrated\n\nText KL at equal tokens of {another.LENGTH:,}, "
+        f"{len({row['seed'] for row in rows})} texts; {where_of(rows)}. Nothing was tuned on this model. Geometric "
+        f"mean of calibrated over alike: {together:.2f}.\n\n"
+        + "\n".join([f"| policy | {head} |", f"|---|{'---|' * 2 * len(another.KEEPS)}", *lines, ""])
+    )
+
+
 def clocked(results: Path) -> list[str]:
     """The table of prefill and steps, if it was measured."""
     rows = rows_of(results / f"{TIMES}.jsonl")
     if not rows:
         return []
     parts = [
-        "## Time\n\nOne sequence of 2,048 tokens is read whole and compressed to an eighth of the bytes; then a "
-        f"decode step. The better of two rounds over all policies; {rows[0]['threads']} threads; "
+        "## Time\n\nOne sequence of 2,048 tokens is read whole and compressed to an eighth of the bytes; then it is "
+        f"decoded. All policies take turns: the best of {times.TURNS} readings, the median of {times.ROUNDS} turns of "
+        f"{times.STEPS} steps; {rows[0]['threads']} threads; "
         f"{where_of(rows)}.\n\n{times_table(rows)}"
     ]
     steps = rows_of(results / f"{HEADS}.jsonl")
