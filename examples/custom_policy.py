@@ -65,7 +65,7 @@ def main(argv=None):
     )
     parser.add_argument("--budget", type=int, default=128, help="tokens each KV head keeps (default: 128)")
     parser.add_argument("--words", type=int, default=16, help="tokens to write (default: 16)")
-    parser.add_argument("--power", type=float, default=0.5, help="exponent of the value's norm (default: 0.5)")
+    parser.add_argument("--power", type=float, default=0.5, help="of the value's norm (default: 0.5)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a text with facts (default: 512)")
     parser.add_argument("--texts", type=int, default=3, help="number of texts with facts (default: 3)")
     args = parser.parse_args(argv)

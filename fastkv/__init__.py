@@ -1,4 +1,4 @@
-"""fastkv: a key-value cache of fixed size for stock Hugging Face models that remembers what it evicted.
+"""fastkv: a KV cache of fixed size for stock Hugging Face models that remembers what it evicted.
 
     import fastkv
     fastkv.patch(model, budget=1024)
@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import ops, policies, reference
+    from . import corrections, ops, policies, reference, rotary
     from .api import patch, patched, unpatch
     from .budget import Budget
     from .calibration.head_shares import HeadShares
@@ -33,11 +33,13 @@ __all__ = [
     "calibrate_heads",
     "capture_decode",
     "compress",
+    "corrections",
     "ops",
     "patch",
     "patched",
     "policies",
     "reference",
+    "rotary",
     "unpatch",
 ]
 PLACES = {

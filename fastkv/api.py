@@ -36,38 +36,37 @@ def patch(
     slots: str = "auto",
     vector: str | Path | VectorMap | None = None,
 ) -> Model:
-    """Give a transformers model a key-value cache of fixed size, in place.
+    """Give a transformers model a KV cache of fixed size, in place.
 
-    Afterwards `model.generate(...)` and `model(...)` use a `FastKVCache`; training, `use_cache=False` and caches that
-    the caller passes in are untouched. A model that is already patched is unpatched first.
+    Afterwards `model.generate(...)` and `model(...)` use a `FastKVCache`. Training, `use_cache=False` and caches that
+    the caller passes in are unaffected. A model that is already patched is unpatched first.
 
     Args:
         model: a causal language model of a supported family, loaded with eager, sdpa or flash-attn's attention.
-        policy: name from `fastkv.policies.names()` or a `Policy`: which tokens stay. None: "fastkv", or "momentkv" for
-            models whose rotary embedding cannot be undone (frequencies that follow the length).
+        policy: which tokens stay: a name from `fastkv.policies.names()` or a `Policy`. None: "fastkv", or "momentkv"
+            for models whose rotary embedding cannot be undone (frequencies that depend on the length).
         budget: tokens per KV head, mean over all heads; "16x" for a cache that is sixteen times smaller than a bfloat16
-            cache of the first prompt; or a `Budget`. Heads keep what they need, see `Budget.heads`: for a model that
-            was not calibrated yet, that is found out now.
-        prefill_block: None reads the whole prompt with the stock kernel and compresses each layer right after its own
-            attention; a number reads it in blocks of that many tokens, so that memory never exceeds the bound;
-            "auto" in blocks just large enough for the device to compute while it reads the weights.
+            cache of the first prompt; or a `Budget`. Heads get what they need (see `Budget.heads`), which is measured
+            now if the model was not calibrated yet.
+        prefill_block: None reads the whole prompt with the stock attention and compresses each layer right after its
+            own attention. A number reads the prompt in blocks of that many tokens, which bounds memory. "auto" is the
+            smallest block that computes as long as the weights take to read.
         evict_every: decode steps between evictions; the cache holds up to `budget + evict_every` tokens per head.
-        correction: "moments" adds the first-order estimate of the evicted tokens to attention, "mean" only its
-            zeroth-order part, "none" nothing; "centroids" keeps a few weighted pairs of the evicted tokens instead;
-            "matching" fits values and biases after a second reading (Attention Matching); "auto" is what the policy
-            brings. "vector" lets twice as many tokens keep their key only, in the room of half the pairs, and recovers
-            their values with a linear map (VECTOR); "vector+mean" and "vector+moments" do both. An object has other
-            settings, as `fastkv.corrections.get("centroids", share=8)`.
-        backend: "auto" runs Triton kernels on an accelerator ("triton"), and C++ and torch's fused attention on a CPU
-            ("cpu"); these two and "reference", plain torch, can be asked for.
+        correction: what evicted tokens add to attention. "moments": their first-order estimate; "mean": its
+            zeroth-order part; "centroids": a few weighted pairs; "none": nothing. "matching": values and biases of the
+            kept tokens are fitted to a second reading instead (Attention Matching). "vector": half of the pairs make
+            room for twice as many tokens that keep only their key, and a linear map recovers their values (VECTOR);
+            "vector+mean" and "vector+moments" do both. "auto": the policy's own. An object has other settings, as
+            `fastkv.corrections.get("centroids", share=8)`.
+        backend: "triton": Triton kernels; "cpu": C++ and torch's fused attention; "reference": plain torch. "auto":
+            "triton" on an accelerator, "cpu" on a CPU.
         static: whether decode steps change tensors at fixed addresses only, so that they can be compiled and captured
-            as CUDA graphs; `model.generate` then compiles by itself, on CUDA. None: on a single CUDA device.
-        slots: how keys and values are stored: "model" in the model's dtype; "int8" and "fp8" in 8 bits a number, about
-            half the bytes of bfloat16; "int4" in 4 bits, about 0.29 of them; "k8v4" keys as int8, values as int4.
-            "auto": of a budget in bytes what answers best with them, int8, or int4 from "12x" on; of one in tokens
-            "model".
-        vector: file that `fastkv calibrate vector` wrote for this model, or what `VectorMap.load` returned; by default
-            the model's own directory is searched for vector.safetensors.
+            as CUDA graphs; on CUDA `model.generate` then compiles by itself. None: on a single CUDA device.
+        slots: how keys and values are stored. "model": in the model's dtype; "int8", "fp8": 8 bits a number, about
+            half the bytes of bfloat16; "int4": 4 bits, about 0.29 of the bytes; "k8v4": keys as int8, values as int4.
+            "auto": for a budget in bytes int8, or int4 from "12x" on; for a budget in tokens "model".
+        vector: file of `fastkv calibrate vector` for this model, or the result of `VectorMap.load`. None: the model's
+            own directory is searched for vector.safetensors.
 
     Returns: the same model.
     Raises: FastKVError if the model or an argument cannot be used; the model is then as it was.
@@ -89,14 +88,14 @@ def patch(
 
 
 def unpatch(model: Model) -> Model:
-    """Make a model what it was before `patch`, bit for bit; a model that is not patched is returned as it is."""
+    """Undo `patch` exactly, in place; a model that is not patched is returned as it is."""
     engine.detach(model)
     return model
 
 
 @contextmanager
 def patched(model: Model, *args: Any, **kwargs: Any) -> Iterator[Model]:
-    """`patch` for the length of a with block; arguments as there. The model is unpatched at its end."""
+    """`patch` for the duration of a with block, with the same arguments; the model is unpatched at its end."""
     yield_model = patch(model, *args, **kwargs)
     try:
         yield yield_model

@@ -64,26 +64,26 @@ class Budget:
         tokens: retained tokens per KV head, averaged over layers.
         keep: share of the first prompt that is retained, in (0, 1]; resolved once, when the prompt is first read.
         bytes: bytes per sequence for all compressed layers together, moments and positions included. How many tokens
-            they hold depends on `slots`, which are of 8 bits unless told otherwise.
-        compress: how many times smaller the compressed layers are to be than a bfloat16 cache of the first prompt, at
-            least 1; as `bytes`, once the prompt is known. From 12 on, slots are of 4 bits unless told otherwise.
-        quality: share of the full cache's answer quality to aim for, in (0, 1]; the share of the prompt that is kept
-            then follows from how predictable the prompt is (context-calibrated compression, Compactor Sec. 3.5). The
+            they hold depends on `slots`, which have 8 bits by default.
+        compress: how many times smaller the compressed layers are than in a bfloat16 cache of the first prompt, at
+            least 1; resolved once the prompt is known. Slots have 8 bits by default, and 4 from 12 on.
+        quality: share of the full cache's answer quality to aim for, in (0, 1]. The share of the prompt that is kept
+            then depends on how predictable the prompt is (context-calibrated compression, Compactor Sec. 3.5). The
             prompt is held in full until it has been read.
-        calibration: file that `fastkv calibrate context` wrote, for `quality`; by default the model's own directory is
-            searched for context.json.
+        calibration: file of `fastkv calibrate context`, for `quality`; None: the model's own directory is searched for
+            context.json.
         sinks: first tokens of a sequence that are never evicted.
         recent: last tokens of a sequence that are never evicted.
         layers: "uniform", "pyramid" (PyramidKV: linear from first to last layer, same total), or one positive weight
             per compressed layer (layer l keeps `tokens * weight[l] / mean(weights)`).
-        heads: "calibrated": each KV head of each layer keeps what `fastkv.calibrate_heads` found that it needs; from
-            heads.safetensors beside the model, or else from the user's cache, where `fastkv.patch` puts what it
-            calibrates once for these weights. A file or a `HeadShares` says where else they come from. "uniform": all
-            keep the same number of tokens. "adaptive": the heads of a layer compete for them with their scores while a
-            prompt is read, each keeps at least a fifth of the mean (Ada-KV, arXiv:2407.11550). The total is the same.
-            Calibrated heads share between layers, too, unless `layers` says otherwise.
-        context: length of the text that calibrated heads are dealt their tokens for, whatever the prompt: how much they
-            keep is then decided once. None: each prompt's own length, and anew as a text grows.
+        heads: "calibrated": each KV head of each layer keeps as many tokens as `fastkv.calibrate_heads` found that it
+            needs, according to heads.safetensors beside the model, or else the user's cache, where `fastkv.patch`
+            stores the result for these weights. A path or a `HeadShares` names another source. "uniform": all heads
+            keep the same number of tokens. "adaptive": the heads of a layer compete by their scores while a prompt is
+            read, and each keeps at least a fifth of the mean (Ada-KV, arXiv:2407.11550). The total is the same.
+            Calibrated heads share tokens across layers unless `layers` says otherwise.
+        context: tokens of the text that calibrated heads get their tokens for, whatever the prompt: the distribution is
+            then fixed. None: the length of each prompt, and distributed anew as the text grows.
 
     Raises:
         FastKVError: for a value outside its range, none or several units, or fewer tokens than sinks + recent.

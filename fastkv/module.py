@@ -1,4 +1,4 @@
-"""FastKVAttention: a layer's compressed attention as a torch module, for models that are not transformers'."""
+"""FastKVAttention: the compressed attention of one layer as a torch module, for models outside of transformers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # as num
 
 
 class FastKVAttention(Module):
-    """Causal attention over everything seen so far, in slots of a fixed number: the cache of one layer of a model.
+    """Causal attention over all tokens so far, with a fixed number of slots: the cache of one layer of a model.
 
-    Stands where a decoder layer calls `scaled_dot_product_attention`: after the projections and the rotary embedding,
-    before the output projection. It has no weights. It is for inference: no gradient passes through it. Its state is
-    made of buffers whose addresses stay: `allocate` makes them, or the first forward does.
+    It replaces `scaled_dot_product_attention` in a decoder layer: after the projections and the rotary embedding,
+    before the output projection. It has no weights, and is for inference: no gradient passes through it. Its state is
+    in buffers at fixed addresses, which `allocate` or the first forward makes.
 
     Args:
-        num_heads: of queries, a multiple of num_kv_heads.  num_kv_heads: of keys and values.  head_dim: of all of them.
+        num_heads: query heads, a multiple of num_kv_heads.  num_kv_heads: KV heads.  head_dim: size of every head.
         policy, budget, prefill_block, evict_every, correction, backend, slots: as in `fastkv.patch`, but without
-            `rotary` the policy is momentkv. Heads are alike unless the budget has `HeadShares` of the whole model.
-            `Budget(bytes=...)` is per sequence, for all `num_layers`; `Budget(keep=...)` is the share of the first
-            prompt.
-        scale: logit multiplier, head_dim ** -0.5 if None.  softcap: bends logits to softcap * tanh(logits / softcap).
-        layer: index among the model's layers.  num_layers: how many of them share the budget; 1: it is this layer's.
-        rotary: for policies and corrections that need keys as they were before the rotary embedding.
+            `rotary` the default policy is momentkv. Heads are uniform unless the budget has `HeadShares` of the whole
+            model. `Budget(bytes=...)` is per sequence, for all `num_layers`; `Budget(keep=...)` is the share of the
+            first prompt.
+        scale: logit multiplier, head_dim ** -0.5 if None.  softcap: logits become softcap * tanh(logits / softcap).
+        layer: index among the model's layers.  num_layers: layers that share the budget; 1: it is this layer's alone.
+        rotary: the layer's rotary embedding, for policies and corrections that need keys before it.
         output: [hidden, num_heads * head_dim], weight of the layer's output projection, for policies that need it.
-        sink_logits: [num_heads], learned logits beside those of the keys, with the value zero (attention sinks).
+        sink_logits: [num_heads], learned logits of attention sinks, whose value is zero.
         vector: maps from keys to values, for correction="vector".
         queries: statistics of the model's queries, for policies that need them (TriAttention).
     Raises:
@@ -150,12 +150,12 @@ class FastKVAttention(Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of the new tokens to all tokens so far and, causally, to each other, [B, Hq, T, D].
 
-        One token after others, without a mask, is a decode step; everything else is read like a prompt, in blocks if
-        there is a prefill_block. Evicted tokens take part through what is remembered of them.
+        A single token after others, without a mask, is a decode step. Everything else is read like a prompt, in blocks
+        if `prefill_block` is set. Evicted tokens take part by their estimate.
 
         Args:
-            q [B, Hq, T, D], k, v [B, Hkv, T, D]: with their rotary embedding, in the dtype of the buffers.
-            mask [B, T]: false for padding, whose output means nothing; None if there is none.
+            q [B, Hq, T, D], k, v [B, Hkv, T, D]: after the rotary embedding, in the dtype of the buffers.
+            mask [B, T]: false for padding, whose output is meaningless; None without padding.
         Raises: FastKVError if shapes, dtype or device do not fit the state.
         """
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -243,10 +243,10 @@ class FastKVAttention(Module):
         *,
         prompt: int | None = None,
     ) -> None:
-        """Make the buffers for so many sequences, empty; the first forward does it unless this was called before.
+        """Make empty buffers for `batch_size` sequences; without this call the first forward does it.
 
-        Args: device, dtype: of queries, keys and values, torch's defaults if None; prompt: length of the first prompt,
-            which `Budget(keep=...)` is a share of.
+        Args: device, dtype: of queries, keys and values, torch's defaults if None; prompt: tokens of the first prompt,
+            of which `Budget(keep=...)` is a share.
         Raises: FastKVError if the budget needs the prompt, is too small, or the backend cannot run there.
         """
         config = self.config
@@ -275,7 +275,7 @@ class FastKVAttention(Module):
         self.prompt = self.length = 0
 
     def reset(self) -> None:
-        """Forget the sequences in place: buffers keep their addresses, unless their number depends on the prompt."""
+        """Forget the sequences; buffers keep their addresses, unless their size depends on the prompt."""
         if self.config.budget.follows_prompt:
             self._drop()
         self.cache.reset()
@@ -284,15 +284,15 @@ class FastKVAttention(Module):
         self.length = 0
 
     def nbytes(self) -> int:
-        """Bytes of everything: slots, used or not, positions, scores, what is remembered, and working memory."""
+        """Bytes of everything: slots (used or not), positions, scores, the memory of evicted tokens, and scratch."""
         return self.cache.workspace.nbytes() + self.cache.nbytes()
 
     def stored(self) -> Tensor:
-        """[B, Hkv] int32, tokens held in the slots of each head."""
+        """[B, Hkv] int32, number of tokens in the slots of each head."""
         return self._known().stored
 
     def moments(self) -> Moments:
-        """Moments of what was evicted."""
+        """Moments of the evicted tokens."""
         return self._known().moments
 
     def _known(self) -> LayerState:

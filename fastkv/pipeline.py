@@ -4,7 +4,7 @@ import fastkv.pipeline
 from transformers import pipeline
 
 ask = pipeline("fastkv-text-generation", model="Qwen/Qwen3-4B-Instruct-2507", budget="8x")
-ask(context=report, questions=["Who wrote it?", "When?"])["answers"]    # read once, each question for itself
+ask(context=report, questions=["Who wrote it?", "When?"])["answers"]    # the context is read once
 ask("Once upon a time")["generated_text"]
 """
 
@@ -28,16 +28,16 @@ HERE = "<fastkv-question>"  # where the question goes in a message; no text has 
 
 
 class FastKVTextGenerationPipeline(Pipeline):
-    """Text from a model whose cache is compressed; many questions to a context that is read once.
+    """Text generation with a compressed cache, and many questions about a context that is read once.
 
-    Arguments of `transformers.pipeline` and of a call, where those of a call count:
-        policy, budget, and the others of `fastkv.patch`: how the cache is compressed. The model is patched while a call
-            lasts; without any of them it is used as it is, patched or not.
-        max_new_tokens: of an answer, at most (default: 50). Decoding is greedy.
+    Arguments of `transformers.pipeline` or of a call, which takes precedence:
+        policy, budget, and the other arguments of `fastkv.patch`. The model is patched during the call. Without any of
+            them the model is used as it is, patched or not.
+        max_new_tokens: the most tokens of an answer (default: 50). Decoding is greedy.
     Arguments of a call:
-        context: text that is read once, in place of a prompt.  question or questions: about it, which it is compressed
-            without. A tokenizer's chat template puts both into one message.
-    Returns: of a prompt {"generated_text"}, prompt included; of a context {"answer"} or {"answers"}.
+        context: text that is read once, instead of a prompt.  question or questions: about the context, which is
+            compressed before it sees them. A tokenizer's chat template puts both into one message.
+    Returns: for a prompt {"generated_text"}, which includes the prompt; for a context {"answer"} or {"answers"}.
     Raises: FastKVError for questions without a context or a context without questions, or as `fastkv.patch`.
     """
 

@@ -37,7 +37,7 @@ def compress(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> FastKVCache:
-    """A compressed cache of what a stock cache holds, which stays as it is; the model is then patched for it.
+    """Make a compressed cache from a stock cache, which is not changed, and patch the model for it.
 
     Example:
         cache = model(prefix, use_cache=True).past_key_values
@@ -45,12 +45,14 @@ def compress(
         model.generate(prompt, past_key_values=small)     # the prompt begins with the prefix
 
     Args:
-        cache: of transformers, with keys and values [B, Hkv, N, D] of N tokens in every layer, as `DynamicCache`.
-        model: that filled it, patched or not.
-        policy: one that looks at keys and values alone: nobody kept the queries.
+        cache: a cache of transformers such as `DynamicCache`, with keys and values [B, Hkv, N, D] of N tokens in every
+            layer.
+        model: the model that filled it, patched or not.
+        policy: one that needs keys and values only, because the queries are gone.
         budget: as in `fastkv.patch`.
         attention_mask: [B, N], 0 for padding; None for none.
-        options: more arguments of `fastkv.patch`.
+        options: other arguments of `fastkv.patch`.
+    Returns: the compressed cache of N tokens.
     Raises: FastKVError if the policy needs more, if the cache does not hold every token of every layer, or as `patch`.
     """
     chosen = get(policy)

@@ -4,8 +4,7 @@
     python -m perf.report --results build/run    # the files of another run
     python -m perf.report --readme              # and docs/performance.md, and the README's table
 
-Writes README.md and PNG plots beside the files. What was not measured says so; its target is then marked as such and
-its prediction as a prediction. Files of dry runs are ignored.
+Writes README.md and PNG plots beside the files. Tables that were not measured say so. Files of dry runs are ignored.
 """
 
 from __future__ import annotations

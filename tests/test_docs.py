@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import fastkv
 from fastkv.lab.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +84,13 @@ def test_modules_that_are_run_exist(path):
 def test_commands_exist(path):
     actions = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
     assert not set(commands(path.read_text())) - set(actions[0].choices)
+
+
+@each_page
+def test_names_are_public(path):
+    """What a page uses is there after `import fastkv` alone, but for modules that are imported by themselves."""
+    used = set(re.findall(r"(?<![\w/.[-])fastkv\.([A-Za-z_]\w*)", path.read_text()))
+    assert used <= {*fastkv.__all__, "lab", "pipeline"}
 
 
 def test_the_layout_names_what_is_there():

@@ -38,6 +38,6 @@ class Docstrings(griffe.Extension):
 
 def as_markdown(text: str) -> str:
     """A docstring in the project's style: `Args:` with lines `name: what`, or with everything behind it."""
-    text = re.sub(r"^(Args|Attributes|Class attributes|Raises|Returns):$", r"\n**\1**\n", text, flags=re.M)
+    text = re.sub(r"^(Args|Attributes|Class attributes|Example|Raises|Returns):$", r"\n**\1**\n", text, flags=re.M)
     text = re.sub(r"^    (\w[\w, ]*): ", r"- `\1`: ", text, flags=re.M)
     return re.sub(r"^(Args|Attributes|Cost|Raises|Returns|Source): ", r"\n**\1**: ", text, flags=re.M)

@@ -31,16 +31,16 @@ FLOOR = 0.1  # of the mean, what every head keeps in any case
 
 @dataclass(frozen=True, eq=False)
 class HeadShares:
-    """How many times the mean each KV head of a model keeps, for every share of the tokens that stays.
+    """How much each KV head of a model keeps relative to the mean, for several shares of a text that stay.
 
-    Heads differ in how much they need, and the less stays the more they differ. `fastkv.calibrate_heads` finds out.
+    Heads differ in how much they need; the less stays, the more they differ. `fastkv.calibrate_heads` measures it.
 
     Attributes:
-        table: [len(KEEPS), layers, Hkv] fp16 on the CPU, of the compressed layers in order; each row of the table has
-            the mean 1. Layers with fewer heads than others have 0 behind them.
-        heads: KV heads of each of these layers.
-        fingerprint: of the config of the model.  model: the same in words.
-        weights: digest of its weights.  tokens: how many were read.
+        table: [len(KEEPS), layers, Hkv] fp16 on the CPU, for the compressed layers in order; the mean of each row is 1.
+            Layers with fewer heads than others are padded with 0.
+        heads: number of KV heads in each of these layers.
+        fingerprint: digest of the model's config.  model: the same in words.
+        weights: digest of the model's weights.  tokens: how many tokens were read.
     """
 
     table: Tensor
@@ -65,9 +65,9 @@ class HeadShares:
         return f"HeadShares({len(self.heads)} layers, {sum(self.heads)} heads, {digest})"
 
     def shares(self, keep: float) -> Tensor:
-        """[layers, Hkv] fp32, mean 1 over all heads: how many times the mean each keeps where `keep` of a text stays.
+        """[layers, Hkv] fp32, mean 1 over all heads: what each keeps relative to the mean if `keep` of a text stays.
 
-        Between the shares that the table has it is linear in log keep.
+        Between the rows of the table it is linear in log keep.
         Raises: FastKVError unless keep is in (0, 1].
         """
         if not 0 < keep <= 1:
@@ -84,9 +84,9 @@ class HeadShares:
         """Tokens that each head of each layer keeps: `average` times the number of heads in all, each `reserved`.
 
         Args:
-            average: tokens per head, at least `reserved` and 1.  reserved: that each keeps in any case.
-            context: of a text of so many tokens; where that is no more than the average, all heads keep the same.
-            layers: weights of the layers, if they do not share as heads do: heads then share within their layer only.
+            average: tokens per head, at least `reserved` and 1.  reserved: tokens that every head keeps.
+            context: tokens of the text; if they are no more than the average, all heads keep the same number.
+            layers: weights of the layers, if heads share tokens within their layer only.
         """
         return _tokens_of(self, average, context, reserved, layers)
 

@@ -1,4 +1,4 @@
-"""What a layer remembers of the tokens it evicted, and what that adds to attention: one kind a file."""
+"""Corrections: what a layer remembers of evicted tokens, and what that adds to attention; one kind a file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ __all__ = ["ALL", "NONE", "Correction", "Matching", "Pairs", "Shape", "get", "na
 
 
 def names() -> list[str]:
-    """What `fastkv.patch(..., correction=...)` accepts besides "auto", which is what the policy brings."""
+    """The names that `fastkv.patch(..., correction=...)` accepts besides "auto", which is the policy's own."""
     return [correction.name for correction in ALL]
 
 
 def get(name: str | bool | Correction | None, **options: Any) -> Correction:
-    """The correction called `name`, with the given options; True is "moments", False and None are "none"; an object is
-    itself.
+    """The correction called `name`, with the given options.
+
+    True is "moments"; False and None are "none"; a Correction is returned as it is.
 
     Raises: FastKVError for an unknown name or option.
     """

@@ -114,15 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         what = f"{what} ({_both(f'{name}s')})"
         add(f"--{name}s", f"--{name}", type=common.listed(int), metavar="N,...", help=what)
     option("--batch", (1,), "sequences")
-    option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies", "NAME")
+    option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies to compare", "NAME")
     blocks = "tokens of a block in which compressed caches read a prompt, auto, or whole (default: auto)"
     add("--prefill-block", default="auto", metavar="N", help=blocks)
     add("--dtype", choices=tuple(DTYPES), help="of the weights (default: the checkpoint's; float32 on a CPU)")
-    add("--graphs", action="store_true", help="decode steps as CUDA graphs, on both sides")
+    add("--graphs", action="store_true", help="decode steps as CUDA graphs, of the full cache, too")
     common.add_slots(parser)
-    option("--rounds", 3, "times that every cache has its turn")
-    option("--minutes", 0.9, "be done after so many, as far as earlier rounds tell", "M")
-    option("--out", Path("fastkv-bench"), "where the files go", "DIR")
+    option("--rounds", 3, "how often every cache is measured")
+    option("--minutes", 0.9, "stop after about so many minutes", "M")
+    option("--out", Path("fastkv-bench"), "directory to write to", "DIR")
 
 
 def _both(name: str) -> str:

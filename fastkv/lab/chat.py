@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--policy", POLICY, "policy", "NAME")
     option("--budget", str(BUDGET), "tokens per KV head, or bytes=N")
     option("--words", 256, "tokens of an answer, at most")
-    option("--load", "", "conversation to go on with", "FILE")
+    option("--load", "", "conversation to continue", "FILE")
 
 
 class Conversation:

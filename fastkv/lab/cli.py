@@ -49,21 +49,21 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "demo": dict(
         module=".demo",
         help="let a model read a document once and answer questions about it, with the full cache and with smaller "
-        "ones; shows answers as they are written, memory and time, and draws a picture",
+        "ones; shows answers, memory and time, and writes a picture",
         epilog="--text FILE --ask 'Who was captain of the ship?' Ahab --picture ahab.png",
     ),
     "chat": dict(
         module=".chat",
-        help="talk to a model whose memory of the conversation is bounded; /stats says what it holds",
+        help="talk to a model whose cache of the conversation is bounded; /stats shows what it holds",
         epilog="--model PATH --budget 1024",
     ),
     "calibrate": dict(
-        help="fit what heads, VECTOR, TriAttention and quality budgets need to know of a model, and write it to a file",
+        help="fit what heads, VECTOR, TriAttention and quality budgets need for a model, and write it to a file",
         epilog="vector --model PATH --text corpus/ --out vector.safetensors",
     ),
     "calibrate heads": dict(
         module=".fit_heads",
-        help="find how many tokens each head needs, from a text that the model writes itself, and show it",
+        help="measure how many tokens each head needs, on text that the model generates",
         epilog="--model PATH --out heads.safetensors",
     ),
     "calibrate vector": dict(
@@ -73,18 +73,18 @@ COMMANDS: dict[str, dict[str, Any]] = {
     ),
     "calibrate queries": dict(
         module=".fit_queries",
-        help="read what the queries of every layer are like, for policy='triattention'",
+        help="measure statistics of the queries of every layer, for policy='triattention'",
         epilog="--model PATH --text corpus/ --out queries.safetensors",
     ),
     "calibrate context": dict(
         module=".fit_context",
-        help="fit how the quality of answers falls with the share of a prompt that is kept, for Budget(quality=...)",
+        help="fit how the quality of answers depends on the share of a prompt that is kept, for Budget(quality=...)",
         epilog="--model PATH --policies keydiff,compactor --out calibration",
     ),
     "inspect": dict(
         module=".inspection",
-        help="measure the keys and values a model makes of a text: dimension, norms, directions, leverage; writes "
-        "inspect.json and inspect.png",
+        help="measure keys and values of a text: dimension, norms, directions, leverage; writes inspect.json and "
+        "inspect.png",
         epilog="--model PATH --text FILE --context 2048 --out inspection",
     ),
     "fidelity": dict(
@@ -95,33 +95,33 @@ COMMANDS: dict[str, dict[str, Any]] = {
     ),
     "needles": dict(
         module=".needles",
-        help="hide a needle at every depth of texts of every length and ask for it, with the full cache and with every "
-        "policy and budget; writes a JSON file and a heat map for each, and skips what is finished the next time",
+        help="hide a needle at several depths of texts of several lengths and ask for it, with the full cache and with "
+        "every policy and budget; writes a JSON file and a heat map for each; a second run skips what is finished",
         epilog="--model PATH --policies keydiff,snapkv --budgets 256 --lengths 4096,16384",
     ),
     "eval": dict(
         module=".harness",
-        help="run lm-evaluation-harness tasks with the full cache and with every policy and budget; what is finished "
-        "is kept and skipped the next time; needs pip install 'fastkv-attn[eval]'",
+        help="run tasks of lm-evaluation-harness with the full cache and with every policy and budget; a second run "
+        "skips what is finished; needs pip install 'fastkv-attn[eval]'",
         epilog="--model PATH --tasks arc_easy --policies keydiff,snapkv --budgets 256,keep=0.25",
     ),
     "bench": dict(
         module=".bench",
-        help="time to the first token, time per token and memory of the full cache and of every policy and budget, on "
-        "the device there is, of a checkpoint or of random weights; prints a table and writes bench.json and bench.png",
+        help="measure time to the first token, time per token and memory of the full cache and of every policy and "
+        "budget, with a checkpoint or random weights; writes bench.json and bench.png",
         epilog="--shape llama-3.1-8b --contexts 4096,16384 --budgets 512,1024 --batch 1,8",
     ),
     "view": dict(
         module=".view",
-        help="write a page, one HTML file, that shows what caches kept of a text: every token by how many heads keep "
-        "it, what became of the others and when, and the error of attention",
+        help="write an HTML page that shows which tokens of a text caches kept: how many heads keep each token, when "
+        "and how the others were evicted, and the error of attention",
         epilog="--model PATH --text FILE --policies fastkv,snapkv --budgets 256,512 --out view.html",
     ),
     "doctor": dict(
         module=".doctor",
         extra="",
-        help="print versions, devices, backends and attention implementations, and why one is not available; of a "
-        "model, what would be compressed, what would not and why, and how much memory that takes",
+        help="print versions, devices, backends and attention implementations, and why one is not available; with "
+        "--model also which layers of it would be compressed, and the memory of a sequence",
         epilog="--model PATH --context 32768 --budget 1024",
     ),
 }

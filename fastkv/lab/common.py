@@ -35,10 +35,10 @@ TEXT = "topics"  # what is read where no text is given: Python's language refere
 FULL = "full"  # the stock cache, under the name of a policy
 POLICIES = ("momentkv", "keydiff", "snapkv")
 EQUAL = (
-    "what policies share at a budget in tokens: the bytes that so many tokens take, so that a policy that stores more "
-    "than keys and values keeps fewer (the default), or the tokens"
+    "what a budget in tokens means: the bytes of so many keys and values, so that a policy that stores more keeps "
+    "fewer tokens (the default), or tokens"
 )
-MODEL = "smollm2 (SmolLM2-135M-Instruct, of the extra real), a folder, a .gguf file or a name"
+MODEL = "smollm2 (SmolLM2-135M-Instruct, extra real), a folder, a .gguf file or a name on a hub"
 TEXTS = f"a text in UTF-8, - for standard input, or {', '.join(texts.SOURCES)}, which come with Python"
 SHORTEST = 96  # tokens of a text
 FOREIGN = 0.25  # share of unknown tokens, all with the same embedding, beyond which a text means nothing to a model
@@ -192,7 +192,7 @@ def option(parser: argparse.ArgumentParser, names: str, default: Any, help: str,
 
 
 def add_model(
-    parser: argparse.ArgumentParser, out: str, what: str = "where the files go", metavar: str = "DIR"
+    parser: argparse.ArgumentParser, out: str, what: str = "directory to write to", metavar: str = "DIR"
 ) -> None:
     """--model and --out."""
     option(parser, "--model", pretrained.SMOLLM2, MODEL, "PATH")
@@ -209,7 +209,7 @@ def make_folder(path: Path) -> None:
 
 def add_caches(parser: argparse.ArgumentParser) -> None:
     """The options that say which caches are compared: policies, how much they keep, and when they evict."""
-    option(parser, "--policies --policy", POLICIES, "policies", "NAME")
+    option(parser, "--policies --policy", POLICIES, "policies to compare", "NAME")
     add = parser.add_argument
     option(parser, "--budgets --budget", ("128", "256"), "tokens per KV head, or 16x, keep=X, bytes=N, quality=X")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=EQUAL)

@@ -128,11 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--model", common.pretrained.SMOLLM2, common.MODEL, "PATH")
     sources = f"{', '.join(texts.SOURCES)} of Python, or a file in UTF-8, with --ask (default: {TITLE})"
     add("--text", default="", metavar="FILE", help=sources)
-    asks = "a question and what has to be in its answer, instead of those that the demo has; may be repeated"
+    asks = "a question and what its answer must contain, instead of the questions of the demo; may be repeated"
     add("--ask", nargs=2, action="append", default=[], metavar=("QUESTION", "ANSWER"), help=asks)
     option("--context", 6400, "tokens that are read, at most")
-    option("--budgets", ("4x", "8x", "16x"), "smaller caches, as fastkv.patch takes them", "SIZE")
-    option("--picture", Path("fastkv-demo.png"), "where the picture goes, PNG or SVG", "FILE")
+    option("--budgets", ("4x", "8x", "16x"), "budgets of the smaller caches, as in fastkv.patch", "SIZE")
+    option("--picture", Path("fastkv-demo.png"), "picture to write, PNG or SVG", "FILE")
     add("--quick", action="store_true", help=f"a shorter run: {QUICK} tokens, the first smaller cache")
 
 

@@ -42,9 +42,7 @@ UNTESTED = "not tested: compared with the stock model when it is patched"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument(
-        "--model", metavar="PATH", help="smollm2, a directory or a .gguf file, of which only the config is read"
-    )
+    parser.add_argument("--model", metavar="PATH", help="smollm2, a directory or a .gguf file; only the config is read")
     parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of a sequence (32768)")
     said = f"tokens kept per KV head, or how many times smaller, as 16x ({BUDGET})"
     parser.add_argument("--budget", default=str(BUDGET), metavar="SIZE", help=said)

@@ -385,12 +385,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--policies --policy", COMPARED, "policies to compare, or all", "NAME")
     option("--budgets --budget", (128, 256), "sizes of the cache, tokens per KV head", "N")
     add("--equal", choices=("bytes", "tokens"), default="bytes", help=common.EQUAL)
-    of_all = "of all policies; auto is what the policy's paper does; vector... keeps some keys only"
+    of_all = "correction of all policies; auto is the policy's own"
     add("--correction", choices=("auto", *corrections.names()), default="auto", help=of_all)
-    beside = "what fastkv calibrate vector wrote (default: vector.safetensors in the model's folder)"
+    beside = "file of fastkv calibrate vector (default: vector.safetensors in the model's folder)"
     common.add_slots(parser)
     add("--vector", type=Path, metavar="FILE", help=beside)
-    option("--seeds", 3, "stretches of the text", "K")
+    option("--seeds", 3, "number of texts, each another part of --text", "K")
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> list[Row]:

@@ -259,11 +259,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--policies --policy", common.POLICIES, "policies", "NAME")
     option("--samples", 12, "texts of each length")
     option("--lengths", LENGTHS, "tokens of the texts")
-    option("--seed", 0, "of the first text")
-    option("--penalty", PENALTY, "weight of promising too much against promising too little", "W")
+    option("--seed", 0, "seed of the first text")
+    option("--penalty", PENALTY, "weight of too high predictions, relative to too low ones", "W")
     aware = (
-        "compress each context together with its question; the default compresses it before any question is known, so "
-        "that the file holds for whatever is asked"
+        "compress each context together with its question; by default it is compressed before, so that the file holds "
+        "for every question"
     )
     parser.add_argument("--query-aware", action="store_true", help=aware)
 

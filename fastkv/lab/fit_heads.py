@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv calibrate heads`."""
     option = partial(common.option, parser)
     common.add_model(parser, "heads.safetensors", "file to write", "FILE")
-    option("--text", "", "file to read instead of the model's own text", "FILE")
-    option("--seed", 0, "of the model's own text")
+    option("--text", "", "file to read instead of text that the model generates", "FILE")
+    option("--seed", 0, "seed of the text")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -103,14 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=("auto", "stream", "prefix"), default="auto", help=mode)
     asks = f"{asking.HELP}, for tasks that name it, as fastkv's do"
     add("--question", choices=asking.QUESTION, default="seen", help=f"{asks} (default: seen)")
-    add("--limit", type=float, metavar="N", help="questions of each task, or the share of them below 1")
+    add("--limit", type=float, metavar="N", help="number of questions of each task, or below 1 their share")
     add("--num-fewshot", type=int, metavar="N", help="worked examples in each prompt")
     option("--batch-size", "1", "sequences in a batch, or auto")
-    option("--seed", 0, "of examples and sampling")
+    option("--seed", 0, "seed of examples and sampling")
     add("--device", metavar="NAME", help="default: the GPU if there is one")
-    more = "more of what the harness's own model takes, as dtype=bfloat16"
+    more = "more arguments of the harness's own model, as dtype=bfloat16"
     add("--model-args", default="", metavar="K=V,...", help=more)
-    told = "what tasks can be told, as max_seq_lengths=[4096,8192] num_samples=20, or a JSON object"
+    told = "metadata of tasks, as max_seq_lengths=[4096,8192] num_samples=20, or a JSON object"
     add("--metadata", nargs="+", default=[], metavar="K=V", help=told)
     add("--include-path", metavar="DIR", help="folder with task YAML files of your own")
 

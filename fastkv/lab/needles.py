@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--lengths", (512, 1024, 2048), "tokens of the texts")
     option("--depths", (0.0, 0.25, 0.5, 0.75, 1.0), "places of the needle, 0 to 1", "X")
     option("--samples", 5, "texts for each length and depth")
-    option("--seed", 0, "of the texts")
+    option("--seed", 0, "seed of the texts")
     haystack = "file or folder of .txt and .md files to hide needles in (default: generated)"
     parser.add_argument("--haystack", metavar="DIR", help=haystack)
 

@@ -49,10 +49,10 @@ REMEMBERS = {  # what of an evicted token there still is, by correction
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastkv view`."""
     add, option = parser.add_argument, partial(common.option, parser)
-    common.add_model(parser, "fastkv-view.html", "the page", "FILE")
+    common.add_model(parser, "fastkv-view.html", "page to write", "FILE")
     option("--text", FACTS, f"{common.TEXTS}, or {FACTS}, {common.TEXT} with facts, a question and its answer", "FILE")
-    option("--seed", 0, "of the facts")
-    add("--answer", type=int, default=0, metavar="N", help="last tokens of your text that answer a question, if any")
+    option("--seed", 0, "seed of the facts")
+    add("--answer", type=int, default=0, metavar="N", help="number of last tokens of your text that are an answer")
     add("--context", type=int, metavar="N", help=f"tokens of the text (default: all of it, at most {LONGEST})")
     option("--policies --policy", ("fastkv", "momentkv", "snapkv", "keydiff", "streaming"), "policies", "NAME")
     option("--budgets --budget", (128, 256, 512), "sizes of the cache, tokens per KV head")

@@ -1,4 +1,4 @@
-"""One selection rule a file, imported and listed here. `names()` lists them, `get(name, **hyper)` makes one."""
+"""Policies: one selection rule a file. `names()` lists them, `get(name, **hyper)` makes one."""
 
 from __future__ import annotations
 

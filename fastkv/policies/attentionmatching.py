@@ -19,7 +19,7 @@ MOST = math.exp(7)  # largest weight of a key while keys are pursued
 
 @dataclass(frozen=True)
 class AttentionMatching(KVzip):
-    """score_j = root mean square of what reference queries attend to j with, or the order in which OMP picks keys.
+    """score_j = root mean square of the attention of reference queries to j, or the order in which OMP picks keys.
 
     Source: Attention Matching, Zweiger et al. 2026, arXiv:2602.16284. Keys stay as they are. They are chosen by
     attention, or by orthogonal matching pursuit of the mass: the next key is the one whose column of M has the largest
@@ -27,8 +27,8 @@ class AttentionMatching(KVzip):
     correction, "matching", fits a bias and a value to each kept token. Reference queries are some of those of a second
     reading of the prompt ("repeat-prefill"); the paper adds queries of answers that the model makes up.
 
-    Tokens that are read once, generated ones and those of later prompts, count with the attention they receive, as in
-    `KVzip`, beside what the others had at the second reading.
+    Tokens that are read once (generated ones and those of later prompts) are scored by the attention that they receive,
+    as in `KVzip`, and compared with the scores of the second reading.
 
     Args:
         chunk: tokens that are fed again at once.

@@ -1,4 +1,4 @@
-"""What a policy is: a small frozen dataclass that turns signals into scores. It never selects, protects or syncs."""
+"""Policy: a small frozen dataclass that turns signals into scores. It never selects, protects or synchronises."""
 
 from __future__ import annotations
 
@@ -73,24 +73,24 @@ class Reread:
 
 @dataclass(frozen=True)
 class Signals:
-    """What a policy may look at when a layer must decide which tokens to keep.
+    """What a policy knows when a layer must decide which tokens to keep.
 
-    Candidates are the retained tokens followed by the new ones, N in all, in no guaranteed order; the new tokens of a
-    prompt block are the last T of them, in order.
+    The N candidates are the retained tokens, in no particular order, followed by the new ones. The new tokens of a
+    prompt block are the last T candidates, in order.
 
     Attributes:
         keys: [B, Hkv, N, Dk] post-RoPE, values: [B, Hkv, N, Dv].
         positions: [B, Hkv, N] int32.  valid: [B, Hkv, N] bool, false for empty slots and padding.
-        moments: of the tokens evicted so far.
-        layer: what does not change from one eviction to the next.
-        decoding: true when called between generated tokens, false while a prompt is read.
+        moments: moments of the tokens evicted so far.
+        layer: facts that do not change from one eviction to the next.
+        decoding: true between generated tokens, false while a prompt is read.
         attention: [B, Hkv, N], mean attention weight from the observation window: the last `policy.observation` queries
             of the prompt block, or the queries since the last eviction when decoding; None unless needed.
         queried: [B, 1, 1] or [B, Hkv, N] fp32, the number of queries each mean in `attention` is over; None without it.
         queries: [B, Hq, T, Dk] post-RoPE, of the new tokens of a prompt block; None when decoding and unless needed.
-        memory: [B, Hkv, N] fp32, what the policy stored with each token; 0 for tokens it has not seen. None unless
-            needed.
-        reread: of the candidates, where they were read a second time.
+        memory: [B, Hkv, N] fp32, the number that the policy stored with each token; 0 for tokens it has not seen.
+            None unless needed.
+        reread: results of a second reading of the candidates; None without.
     """
 
     keys: Tensor
@@ -162,15 +162,15 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """Base of all policies. A subclass sets `name`, implements `score`, and overrides what differs from here.
+    """Base class of all policies. A subclass sets `name`, implements `score`, and overrides properties that differ.
 
-    Properties are overridden by a class attribute, `needs = frozenset({"attention"})`, or, where the value depends on
-    hyper-parameters, by a property.
+    A property is overridden by a class attribute, `needs = frozenset({"attention"})`, or by a property if its value
+    depends on hyper-parameters.
 
     Class attributes:
-        name: what `fastkv.patch(model, policy=name)` calls it.
-        adaptive: whether its scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` does.
-        correction: what `correction="auto"` gives it; "none" for a plain eviction baseline.
+        name: the name in `fastkv.patch(model, policy=name)`.
+        adaptive: whether scores can be compared between the heads of a layer, as `Budget(heads="adaptive")` needs.
+        correction: the meaning of `correction="auto"`; "none" for a plain eviction baseline.
     """
 
     name: ClassVar[str]
@@ -179,20 +179,22 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional signals it reads: "attention", "queries", "output", "query_statistics"; "memory", a number that is
-        stored with each token (see `remember`) in 4 bytes a slot; "pre_rope", keys before the rotary embedding, or
-        "rotary", if these may all be turned by one angle, as they are where the model counts padding as positions.
+        """Optional signals that it reads.
+
+        "attention", "queries", "output", "query_statistics"; "memory": a number that is stored with each token in 4
+        bytes a slot (see `remember`); "pre_rope": keys before the rotary embedding; "rotary": the same up to one
+        angle for all keys, as where the model counts padding as positions.
         """
         return frozenset()
 
     @property
     def calibration(self) -> str | Path | None:
-        """File with the "query_statistics", if it needs them; None for the one beside the model."""
+        """File with the "query_statistics", if they are needed; None for the file beside the model."""
         return None
 
     @property
     def observation(self) -> int | None:
-        """How many last queries of a prompt block `Signals.attention` averages over; None for all of them."""
+        """Number of last queries of a prompt block over which `Signals.attention` averages; None for all."""
         return 0
 
     @property
@@ -207,7 +209,7 @@ class Policy:
 
     @property
     def shares(self) -> Shares:
-        """What it says about the budget."""
+        """What the policy says about the budget."""
         return Shares()
 
     def remember(self, signals: Signals) -> Tensor:

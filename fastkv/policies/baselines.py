@@ -1,4 +1,4 @@
-"""Rules that look at no attention and no geometry: the length of a key, its position, chance."""
+"""Baselines: the norm of a key, its position, chance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .base import Policy, Signals
 
 @dataclass(frozen=True)
 class KNorm(Policy):
-    """score_i = -|k_i|: in many heads the keys that receive most attention are the shortest ones.
+    """score_i = -|k_i|: in many heads the keys that receive most attention have the smallest norm.
 
     Source: Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
     arXiv:2406.11430.
@@ -33,7 +33,7 @@ class Random(Policy):
     Source: folklore baseline (also in kvpress).
 
     Args:
-        seed: other seeds keep other tokens.
+        seed: of the random numbers.
     """
 
     name = "random"

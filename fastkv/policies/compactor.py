@@ -21,11 +21,11 @@ class NonCausal(Policy):
 
     Source: Compactor, Chari and Van Durme 2025, arXiv:2507.08143, Sec. 3.3, Eq. 5, pooled as in the authors' code. As
     there, logits are not divided by the root of the head's size: on real weights with calibrated heads, answers and
-    text then stay much closer to the full cache's than with the layer's own scale, which is an option. Where all heads
-    keep equally many tokens, `values_first=False` stays closer. Chunks do not reach across prompt blocks, and a shorter
+    text then stay much closer to the full cache's than with the layer's own scale, which is an option. With uniform
+    heads `values_first=False` stays closer. Chunks do not reach across prompt blocks, and a shorter
     last chunk has neither padded rows nor padded columns. Pooling averages over real neighbours only, so the ends are
-    not favoured. The score of a prompt token is computed once, with its block, and remembered; a generated token, for
-    which nobody asked without a causal mask, counts as much as the mean of the others.
+    not favoured. The score of a prompt token is computed once, with its block, and stored. Generated tokens have
+    none and get the mean of the others.
 
     Args:
         chunk: tokens that attend to each other.

@@ -1,4 +1,4 @@
-"""CriticalKV: half of the budget by attention, half by attention times what the value does to the output."""
+"""CriticalKV: half of the budget by attention, half by attention times the norm of the projected value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expected Attention: keep what queries to come are expected to attend to, if they are like those so far."""
+"""Expected Attention: keep what future queries are expected to attend to, if they are like those so far."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .base import Policy, Signals, check_at_least, known_or_mean
 class ExpectedAttention(Policy):
     """score_i = (epsilon + mean over the group of softmax_i(s q.k_i + s^2 k_i C k_i / 2)) |v_i|, s the layer's scale.
 
-    Source: Expected Attention, Devoto et al. 2025, arXiv:2510.00636, Sec. 3. Queries are taken for Gaussian, and
-    E exp(s Q.k) has this closed form. The mean q and the covariance C are those of the block's queries before the
+    Source: Expected Attention, Devoto et al. 2025, arXiv:2510.00636, Sec. 3. Queries are assumed to be Gaussian;
+    E exp(s Q.k) then has this closed form. The mean q and the covariance C are those of the block's queries before the
     rotary embedding, turned by the mean rotation of the positions to come. As in kvpress, |v| stands for |W_o v|. A
-    soft cap and learned sinks are left out. Every block scores all candidates anew; generated tokens, whose queries
-    nobody keeps, count as much as the mean of the others.
+    soft cap and learned sinks are ignored. Every block scores all candidates anew. Queries of generated tokens are not
+    kept; these tokens get the mean score of the others.
 
     Args:
-        horizon: positions to come, over which the rotation is averaged.
-        sinks: first tokens, whose queries are unlike the others and left out.
-        epsilon: added to the attention, at least 0; the more of it, the more the value counts.
+        horizon: number of future positions over which the rotation is averaged.
+        sinks: first tokens, whose queries are left out because they are unlike the others.
+        epsilon: added to the attention, at least 0; a larger one gives more weight to the value.
     """
 
     name = "expected-attention"

@@ -1,4 +1,4 @@
-"""KeyDiff: keep the keys that are unlike the others."""
+"""KeyDiff: keep keys that are unlike the others."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .base import Policy, Signals, check_at_least
 
 @dataclass(frozen=True)
 class Manifold(Policy):
-    """score_i = |k_i - mu|, mu the mean key of the head: unlike a cosine, it also sees how long a key is.
+    """score_i = |k_i - mu|, mu the mean key of the head: unlike a cosine, it also depends on the norm of the key.
 
     Source: ManifoldKV, Datta et al. 2026, arXiv:2602.08343, Sec. 3.1, Eq. 4.
 

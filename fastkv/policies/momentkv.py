@@ -1,4 +1,4 @@
-"""MomentKV: evict what the moments can predict, and correct attention with the moments of what was evicted."""
+"""MomentKV: evict what the moments predict well, and correct attention with the moments of evicted tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class MomentKV(Policy):
         chunk: adjacent prompt tokens that share their mean score.
         informed: whether the residual takes part in the score; without it, the score is attention alone.
         residual_order: 1 for the residual of Eq. 10, 0 for the distance to the mean evicted value.
-        rounds: in which a prompt that is read whole loses its tokens, equally many in each; 1 scores it once, by
-            attention and the length of values. Blocks and decoding evict a few tokens at a time anyway.
+        rounds: number of rounds in which a prompt that is read whole loses its tokens, equally many in each; 1 scores
+            it once, by attention and the norm of values. Blocks and decoding evict a few tokens at a time anyway.
     """
 
     name = "momentkv"

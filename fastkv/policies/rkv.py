@@ -1,4 +1,4 @@
-"""R-KV: keep what is attended to and is not said again later."""
+"""R-KV: keep tokens that are attended to and not repeated later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TriAttention: keep what queries like those of a calibration text would attend to, from the positions to come."""
+"""TriAttention: keep what queries like those of a calibration text would attend to, from later positions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class TriAttention(Policy):
     Source: TriAttention, Mao et al. 2026, arXiv:2604.04921, Sec. 4. Q are the queries of a head before the rotary
     embedding, in a calibration text; Q_f and k_if are pairs of numbers that turn together, p is the latest position,
     and d = 1, 2, 4, ... up to the horizon. The first term is the paper's trigonometric series in the distance,
-    sum_f |q_f| |k_if| cos(w_f (p + d - p_i) + phi_f); the second is for what queries have beside their mean. z is over
-    the tokens of a head. No query is looked at, so the rule is the same while prompts are read and tokens generated.
+    sum_f |q_f| |k_if| cos(w_f (p + d - p_i) + phi_f); the second accounts for the deviation of
+    queries from their mean. z is over the tokens of a head. No query is needed, so the rule is the same for prompts
+    and generated tokens.
 
     Args:
         calibration: file of `fastkv calibrate queries`; None for queries.safetensors where the model was loaded from.
-        horizon: largest distance of a query to come.
+        horizon: largest distance of a future query.
     """
 
     name = "triattention"

@@ -9,9 +9,9 @@ from ..tables import NONE, table
 DECODE = """
 ## Decode attention
 
-One layer, bf16, cold L2, medians of graph replays. fastkv appends the token and adds what its name says; "fastkv
-default" is the default policy's step, with centroids and sums of attention. Everyone else attends to the same retained
-tokens only, and "copy" moves as many bytes.
+One layer, bf16, cold L2, medians of graph replays. Steps of fastkv include the append, and what their names say;
+"fastkv default" is the default policy's step, with centroids and sums of attention. The others attend to the same
+retained tokens only. "copy" moves the same number of bytes.
 
 """
 
@@ -35,7 +35,8 @@ def checks(file: dict[str, Any] | None) -> str:
 PROMPT = """
 ## Blocks of prompts
 
-One layer, bf16: a block attends to 1,024 slots of each head, to what was evicted and to itself; "itself alone" is less.
+One layer, bf16. A block attends to 1,024 slots of each head, to the evicted tokens and to itself; "itself alone" omits
+the first two.
 
 """
 

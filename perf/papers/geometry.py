@@ -61,10 +61,10 @@ def judge_r2(n: dict[str, Any]) -> Judged:
         AGREES if good else DIFFERS,
         f"one map a layer {joint:.3f} (from {min(n['joint']):.3f} to {max(n['joint']):.3f}), pseudo-inverse "
         f"{inverse:.3f}",
-        f"fastkv fits either. One map a KV head leaves heads free to keep different tokens: {mean(heads):.3f}, and "
-        f"{usable} of {len(heads)} heads exceed the threshold of {n['threshold']:.2f}. A map of all heads reads "
-        f"{len(n['by_head'][0])} times as many numbers. On source code, which was not "
-        f"fitted, the map of a layer has {mean(n['unseen_joint']):.3f}. The pseudo-inverse is positive in {above} of "
+        f"fastkv fits both. With one map a KV head, heads may keep different tokens: R² is {mean(heads):.3f}, and "
+        f"{usable} of {len(heads)} heads exceed the threshold of {n['threshold']:.2f}. One map a layer reads "
+        f"{len(n['by_head'][0])} times as many numbers. On source code, to which it was not "
+        f"fitted, it has {mean(n['unseen_joint']):.3f}. The pseudo-inverse is positive in {above} of "
         f"{len(n['inverse'])} layers.",
         (("map", "mean", "lowest layer", "highest layer"),
          *((name, number(mean(one)), number(min(one)), number(max(one)))
@@ -149,7 +149,7 @@ def judge_correlations(n: dict[str, Any]) -> Judged:
         f"see it. By the last 32 queries alone KeyDiff has {n['keydiff window pearson']:.3f} and L2 "
         f"{n['manifold window pearson']:.3f}. Without the first {SINKS} tokens KeyDiff has "
         f"{n['keydiff attention without']:.3f} and L2 {n['manifold attention without']:.3f}: much of "
-        "what relates KeyDiff to attention are the first tokens, so how many of a text's tokens are such decides.",
+        "KeyDiff's correlation comes from the first tokens, so it depends on the length of the text.",
         (("pair", "Pearson, paper", "ours", "Spearman, paper", "ours", f"Pearson without {SINKS} sinks"), *rows),
     )
 
@@ -175,7 +175,7 @@ def judge_dimension(n: dict[str, Any]) -> Judged:
         AGREES if good else DIFFERS,
         f"Two-NN {two:.1f}, maximum likelihood {mle:.1f}, PCA {pca:.1f} of {n['head_dim']} ({share:.0%})",
         f"The first five layers have {early:.1f} by Two-NN, the last five {late:.1f}. The heads here have half of the "
-        "paper's smallest size, so the number that does not grow with the head is Two-NN's, as the paper says.",
+        "paper's smallest size; as in the paper, Two-NN does not grow with the size of the head.",
         (("estimate", "paper", "ours"), ("Two-NN", "8.2 to 8.9", number(two, 1)),
          ("maximum likelihood", "12.0 to 13.3", number(mle, 1)), ("PCA, share of the head", "63 %", percent(share))),
     )  # fmt: skip
@@ -219,9 +219,9 @@ def judge_cosines(n: dict[str, Any]) -> Judged:
         f"keys {mean(flat['keys']):.3f}, queries {mean(flat['queries']):.3f}, means negative in {negative} of "
         f"{len(flat['means'])} query heads",
         f"Keys and queries are as collinear as the paper says, and in {opposite} of {len(flat['means'])} heads the key "
-        "that KeyDiff likes best is closer to the mean query than the mean key is (its Fig. 16). That the means point "
-        f"apart in all heads is not true of this model: {len(rest)} of its {len(n['means'])} layers have a head "
-        "where they do not. The cosines are taken of what attention itself was given, so the model differs.",
+        "with KeyDiff's highest score is closer to the mean query than the mean key is (its Fig. 16). The means do not "
+        f"point apart in all heads of this model: {len(rest)} of its {len(n['means'])} layers have a head where they "
+        "do not. The cosines are of the inputs of attention itself, so the model is the cause.",
         (("cosine", "paper", "ours, mean over heads"),
          ("of keys with their mean", "near 1", number(mean(flat["keys"]))),
          ("of queries with their mean", "near 1", number(mean(flat["queries"]))),

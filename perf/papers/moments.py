@@ -117,10 +117,10 @@ def judge_why(n: dict[str, Any]) -> Judged:
         AGREES if good else DIFFERS,
         f"w_E {w:.3f}, cosine {cosine:.3f}, error {own:.1%} at L = {first['tokens']} of {first['context']}",
         f"The error is as large as in the paper and shrinks with the budget, but it has "
-        f"another cause: more mass is evicted, less askew. The model differs: even if every query kept its own best "
-        f"{first['tokens']} keys, {least:.3f} of its attention would be outside, which bounds every policy. The mean "
-        f"value of a head is {mean(n['common_value']):.2f} as long as a value is on average, so the outputs of any two "
-        "large sets share a direction.",
+        f"another cause: more mass is evicted, and the evicted output is less orthogonal. The model is the cause: even "
+        f"if every query kept its own best {first['tokens']} keys, {least:.3f} of its attention would be outside, "
+        "which bounds every policy. The norm of a head's mean value is "
+        f"{mean(n['common_value']):.2f} of the mean norm, so the outputs of any two large sets share a direction.",
         (("context", "L", "w_E", "w_E at least", "cos(f_E, f_R)", "error"), *rows),
     )
 
@@ -180,12 +180,12 @@ def judge_components(n: dict[str, Any]) -> Judged:
         f"both {both:+.0%}, order 0 {zeroth:+.0%}",
         f"Of its KL on the next tokens they take {kl[0]:+.0%}, {kl[1]:+.0%}, {kl[2]:+.0%} and {kl[3]:+.0%}. Both "
         f"together are {'better' if both > max(informed, corrected, zeroth) else 'not better'} than either and than "
-        f"order 0, as the paper says; its ratio of four is {'there' if corrected > 3 * informed else 'not there'}. "
-        f"Ours is this part of it: `chunks`, the rule without the length of the value, takes {chunks:+.0%}, which is "
-        "attention in chunks of 4 where SnapKV pools over 7; and a prompt that is read whole is evicted in one go, "
-        f"while moments are still empty, so the rule reads them only while decoding, here for {n['steps']} tokens. The "
-        f"model's is the rest: the estimate has a cosine of {close:.2f} with the evicted output, and that output lies "
-        "less askew than in the paper (see its Fig. 2), so that leaving it out costs less.",
+        f"order 0, as the paper says; its ratio of four is {'' if corrected > 3 * informed else 'not '}reproduced. "
+        f"One part of this is due to fastkv: `chunks`, the rule without the norm of the value, takes {chunks:+.0%}, "
+        "because it averages attention in chunks of 4 where SnapKV pools over 7; and a prompt that is read whole is "
+        "evicted in one go, while moments are still empty, so the rule uses them only while decoding, here for "
+        f"{n['steps']} tokens. The rest is due to the model: the estimate has a cosine of {close:.2f} with the evicted "
+        "output, and that output is less orthogonal than in the paper (see its Fig. 2), so leaving it out costs less.",
         (("cache", "L", "paper, LongBench", "error", "KL of the next token"), *rows),
     )
 

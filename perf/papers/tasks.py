@@ -185,9 +185,9 @@ def judge_variants(n: dict[str, Any]) -> Judged:
         f"SVD, QR and Cholesky differ by at most {100 * apart:.0f} points; blend {percent(parts[0])}, attention only "
         f"{percent(parts[1])}, leverage only {percent(parts[2])} (mean of two shares)",
         f"{basis(n)} The three routes give the same leverage to {n['difference']:.1e} of it, although keys of a "
-        f"head have condition numbers up to {n['condition']:.0f}: fastkv's Gram matrix is in float64, where the "
-        "paper's loses digits to its eigenvalues. Nothing here makes its gap of 1 to 2 points between SVD and Eig. "
-        "The paper's numbers in the row of Cholesky are those of its eigendecomposition. For the blend see Eq. 5.",
+        f"head have condition numbers up to {n['condition']:.0f}: fastkv's Gram matrix is in float64. The paper's gap "
+        "of 1 to 2 points between SVD and Eig is not seen. The paper's numbers in the row of Cholesky are those of its "
+        "eigendecomposition. For the blend see Eq. 5.",
         answers_table(n, PAPER_VARIANTS),
     )
 
@@ -252,8 +252,8 @@ def judge_kept(n: dict[str, Any]) -> Judged:
         f"{basis(n)} With half of the tokens Compactor leaves {number(ratio['compactor'], 2)} of the answers' quality, "
         f"SnapKV {number(ratio['snapkv'], 2)} (NLL ratio): the order is {'the same' if ordered else 'another'}, the "
         f"shares are not. The full cache has {number(mean(n['full_nll']), 3)} nats a token on these values, which it "
-        f"copies, so a ratio of .95 forgives {number((mean(n['full_nll']) or 0) / 19, 3)} nats, far less than one lost "
-        "value costs. The task is like the paper's UUIDs, which it calls incompressible, and not like its LongBench.",
+        f"copies, so a ratio of .95 allows {number((mean(n['full_nll']) or 0) / 19, 3)} nats, far less than one lost "
+        "value costs. The task resembles the paper's UUIDs, which it calls incompressible, and not its LongBench.",
         (("policy", "paper, kept at τ = .95", "ours"),
          *((name, percent(PAPER7[name]), percent(one)) for name, one in kept.items())),
     )  # fmt: skip
@@ -294,7 +294,7 @@ def judge_blocks(n: dict[str, Any]) -> Judged:
         "; ".join(f"{name} {percent(a)} whole, {percent(b)} in blocks" for name, (a, b) in ours.items()),
         f"{basis(n)} Blocks add " + ", ".join(f"{value:+.2f} for {name}" for name, value in lost.items())
         + f" to the answers' NLL. In blocks {best} is best, as in the paper; that it loses least is not seen. Our "
-        "question comes after the text, so SnapKV and TOVA have no use of it even where the text is read "
+        "question comes after the text, so SnapKV and TOVA cannot use it even where the text is read "
         "whole, and have less to lose than in the paper.",
         (("policy", "paper, whole", "paper, blocks", "ours, whole", "ours, blocks"),
          *((name, *map(str, PAPER9[name]), *map(percent, ours[name])) for name in ours)),
@@ -331,7 +331,7 @@ def judge_anchors(n: dict[str, Any]) -> Judged:
         f"{basis(n)} NLL of the answers: cosine {lost['mean']:.2f}, dot {lost['dot']:.2f}, Euclidean "
         f"{lost['Euclidean']:.2f}; mean over the shares. Anchors differ by {apart:.2f}, and cosine "
         f"is best, both as in the paper; Euclidean distance is no worse than the dot product here. Euclidean keeps the "
-        "keys farthest from their mean, which is ManifoldKV's rule (its Table 7 has the contrary).",
+        "keys farthest from their mean, which is ManifoldKV's rule; its Table 7 says the contrary.",
         [*[[*row, number(lost[row[0]], 2) if row[0] in lost else "NLL", str(PAPER14.get(row[0], "")) if row[0] in lost
             else "paper, LongBench at 4K"] for row in answers_table(n)]],
     )  # fmt: skip
@@ -389,8 +389,8 @@ def judge_metrics(n: dict[str, Any]) -> Judged:
         f"{percent(told['L2'])}, L1 {percent(told['L1'])}, L∞ {percent(told['L∞'])}, cosine {percent(told['cosine'])}",
         f"{basis(n)} NLL of the answers: " + ", ".join(f"{name} {value:.2f}" for name, value in lost.items()) + ". The "
         "four scores are the same function with another norm (`manifold_scores`), on the same keys, so the "
-        "model differs. KeyDiff's own Table 15 has cosine ahead of Euclidean distance, too: the two papers contradict "
-        "each other.",
+        "model is the cause. KeyDiff's own Table 15 has cosine ahead of Euclidean distance, too: the two papers "
+        "contradict each other.",
         answers_table(n),
     )  # fmt: skip
 
@@ -438,8 +438,9 @@ def judge_sweep(n: dict[str, Any]) -> Judged:
         + ", ".join(f"{SHARES[best[keep]]:.2f} (1 - p_c) for p_c = {1 - keep:.2f}" for keep in best),
         f"{basis(n)} At half of (1 - p_c), the paper's rule, the answers' NLL changes by "
         + ", ".join(f"{value:+.2f}" for value in gain.values()) + f" for the three p_c. Only {n['usable']} of "
-        f"{n['heads']} heads have a map good enough to drop values with; the others evict plainly, so the curve is "
-        "flat. The paper's map reads all heads of a layer and is fitted on 40 million tokens, ours a head and 9,000. "
+        f"{n['heads']} heads have a map good enough to drop values; the others evict plainly, so the curve is "
+        "flat. The paper's map reads all heads of a layer and is fitted on 40 million tokens; this map reads one head "
+        "and is fitted on 9,000. "
         + by_depth(n),
         (("p_c", *(f"p_a = {pairs} (1 - p_c)" for pairs in SHARES)), *rows),
     )  # fmt: skip
@@ -517,8 +518,8 @@ def judge_one_of_two(n: dict[str, Any]) -> Judged:
     return Judged(
         AGREES if better and min(gained["V-only"]) > 0 else DIFFERS,
         f"NLL of the answers at p_c = .5 and .75: {told}",
-        f"{basis(n)} Values made of keys {'' if better else 'do not always '}lose less than keys made of values, and "
-        f"{'' if min(gained['V-only']) > 0 else 'not at both shares '}less than plain eviction. fastkv drops "
+        f"{basis(n)} Values made from keys {'' if better else 'do not always '}lose less than keys made from values, "
+        f"and {'' if min(gained['V-only']) > 0 else 'not at both shares '}less than plain eviction. fastkv drops "
         "values only.",
         answers_table(n, {name: PAPER5_VECTOR[name][1:3] for name in ONE_OF_TWO}),
     )

@@ -34,14 +34,14 @@ from .sliding_window import Ring, WindowLayer
 
 
 class FastKVCache(Cache):
-    """The cache of a patched model: compressed full-attention layers; sliding windows and linear attention stay stock.
+    """The cache of a patched model: full-attention layers are compressed, other layers are those of transformers.
 
     `model.generate` and `model(...)` make one by themselves; make one by hand to keep it across calls. `layer` in the
     methods below is the index of a full-attention layer of the model.
 
     Args:
-        model: a model that `fastkv.patch` has patched.
-        static: whether decode steps may be compiled and captured as graphs, as in `patch`; None: as the model says.
+        model: a patched model.
+        static: whether decode steps may be compiled and captured as graphs; None: as in `patch`.
     Raises:
         FastKVError: if the model is not patched, or static is True and cannot be.
     """
@@ -207,7 +207,7 @@ class FastKVCache(Cache):
             self.rope_deltas.copy_(deltas)
 
     def reset(self) -> None:
-        """Forget the sequences, not where they are stored."""
+        """Forget the sequences, but keep the memory that they were stored in."""
         self.unroll()
         self.known_mask = None
         if self.rope_deltas is not None:
@@ -246,15 +246,15 @@ class FastKVCache(Cache):
         return not any(isinstance(layer, DynamicLayer) for layer in self.layers)
 
     def nbytes(self) -> int:
-        """Bytes of everything: slots, used or not, positions, scores, moments, what stays transformers', scratch."""
+        """Bytes of everything: slots (used or not), positions, scores, moments, layers of transformers, and scratch."""
         return self.workspace.nbytes() + sum(layer.cache.nbytes() for layer in self.compressed) + self.stock_nbytes()
 
     def stock_nbytes(self) -> int:
-        """Bytes of what stays transformers': sliding windows and states of linear attention."""
+        """Bytes of the layers of transformers: sliding windows and states of linear attention."""
         return sum(stock.nbytes(layer) for layer in self.layers)
 
     def stored(self, layer: int) -> Tensor:
-        """[B, Hkv] int32, tokens held in the slots of each head."""
+        """[B, Hkv] int32, number of tokens in the slots of each head."""
         return self._state(layer).stored
 
     def slots(self, layer: int) -> int:
@@ -262,11 +262,11 @@ class FastKVCache(Cache):
         return self._state(layer).slots
 
     def moments(self, layer: int) -> Moments:
-        """Moments of what the layer has evicted."""
+        """Moments of the tokens that the layer has evicted."""
         return self._state(layer).moments
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a file, about `nbytes()` long; a crash leaves the file that was there before.
+        """Write the cache to a file of about `nbytes()` bytes; a crash leaves the previous file.
 
         Raises: FastKVError if the cache is empty, awaits a roll-back or is shared by several processes, or if the file
             cannot be written.
@@ -279,10 +279,10 @@ class FastKVCache(Cache):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Module) -> FastKVCache:
-        """The cache in a file that `save` wrote, on the devices of the model; it continues bit for bit.
+        """Load a cache that `save` wrote, on the devices of the model; it continues bit for bit.
 
         Args: model: patched with the policy, budget, correction and evict_every that the cache was saved with.
-        Raises: FastKVError if it is not, if its shape or dtype is another, or if the file is damaged or something else.
+        Raises: FastKVError if it is not, if shapes or dtype differ, or if the file is damaged or of another kind.
         """
         cache = cls(model)
         places, dtype = _places(model), model.dtype
@@ -290,7 +290,7 @@ class FastKVCache(Cache):
         return cache
 
     def clone(self) -> FastKVCache:
-        """An independent copy: what happens to one does not touch the other."""
+        """An independent copy."""
         twin = copy.copy(self)
         twin.workspace = self.workspace.twin()
         twin.rope_deltas = None if self.rope_deltas is None else self.rope_deltas.clone()
@@ -303,7 +303,7 @@ class FastKVCache(Cache):
         return twin
 
     def fork(self, n: int) -> FastKVCache:
-        """A copy with every sequence `n` times, for as many questions over one prefix: row i goes on from row i // n.
+        """A copy with every sequence `n` times, for `n` questions about one prefix: row i continues row i // n.
 
         Raises: FastKVError unless n is a whole number of at least 1.
         """

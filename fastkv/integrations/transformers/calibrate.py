@@ -274,18 +274,19 @@ def calibrate_heads(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> HeadShares:
-    """Find how much each KV head of a model needs, from a text that it writes itself. Deterministic for a seed.
+    """Measure how many tokens each KV head of a model needs, on text that the model generates.
 
-    Takes about as long as generating 256 tokens in a batch of eight, and reading 1,024 tokens ten times; where some
-    layers are not compressed, 1,024 tokens in a batch of two, and half as much reading. Memory is that of the gradients
-    of 512 tokens. The result is the model's: it serves all policies and budgets.
+    The result is deterministic for a seed and serves all policies and budgets. Calibration takes about as long as
+    generating 256 tokens in a batch of eight and reading 1,024 tokens ten times; for a model with layers that are not
+    compressed, 1,024 tokens in a batch of two and half as much reading. It needs memory for the gradients of 512 tokens.
 
     Args:
-        model: a transformers model that `fastkv.patch` takes, not patched.
+        model: a transformers model that `fastkv.patch` accepts, not patched.
         path: file to write, if any.
-        text: token ids [N] or [1, N] to read instead, at least 128 tokens; of more than 3,072 the first.
-        seed: of the text, and of the tokens that are drawn from its predictions.
-        progress: called with how many more tokens were read.
+        text: token ids [N] or [1, N] to read instead, at least 128 tokens, of which the first 3,072 are used.
+        seed: of the text, and of the tokens that are drawn from the model's predictions.
+        progress: called with the number of tokens that were just read.
+    Returns: the shares, also written to `path` if it is given.
     Raises: FastKVError if the model cannot be patched, has no output embeddings or is shared by several processes, if
         the text is too short, or if the file cannot be written.
     """

@@ -18,13 +18,14 @@ WARM_UP = 3  # steps before a capture, in which kernels are compiled and chosen
 
 
 def capture_decode(model: Module, cache: FastKVCache, batch_size: int) -> DecodeStep:
-    """Capture the decode step of a patched model as CUDA graphs: one, and one for the steps that evict.
+    """Capture the decode step of a patched model as two CUDA graphs, one of which evicts.
 
-    A cache that has read a prompt goes on from there. An empty one gets its slots now, so that one step serves all
-    prompts that are read into it, with `reset()` between them. On a CPU, which has no graphs, the same calls run the
-    model itself, so that a serving loop can be tried there.
+    A cache that has read a prompt continues from there. An empty cache gets its slots now, so that one captured step
+    serves all prompts that are read into it, with `reset()` between them. On a CPU, which has no graphs, the same calls
+    run the model itself.
 
-    Args: model: patched.  cache: one of its caches, with `static=True` where that is not the default.
+    Args: model: patched.  cache: a static cache of the model (`static=True` where that is not the default).
+        batch_size: sequences of the cache.
     Raises: FastKVError if the cache is not static, holds another number of sequences, or is empty and its size depends
         on the prompt.
     """
@@ -52,7 +53,7 @@ class DecodeStep:
     """One more token for every sequence of a cache, as made by `capture_decode`.
 
     Calling it with tokens [B, 1] int64 returns logits [B, vocabulary] in a buffer that a later call overwrites. Tokens
-    take the true positions in their sequences, padding not counted, as in `generate`.
+    get their true positions in their sequences, without padding, as in `generate`.
     """
 
     @torch.no_grad()
