@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 import fastkv
 from fastkv.calibration.files import describe, fingerprint
-from fastkv.calibration.query_calibration import QueryCalibration
+from fastkv.calibration.fits import QueryCalibration
 from fastkv.integrations.transformers.layer import FastKVLayer
 from fastkv.policies import QueryStatistics
 
@@ -138,3 +138,8 @@ def policy(name, directory, model=None):
     path = directory / "pattern.tsv"
     path.write_text(PATTERN)
     return fastkv.policies.get(name, pattern=str(path))
+
+
+def small(**options):
+    """A budget of 20 tokens, 2 of them sinks and 4 recent."""
+    return fastkv.Budget(**{"tokens": 20, "sinks": 2, "recent": 4, **options})

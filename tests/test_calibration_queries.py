@@ -8,7 +8,7 @@ import torch
 
 import fastkv
 from fastkv import FastKVError
-from fastkv.calibration.query_calibration import QueryCalibration
+from fastkv.calibration.fits import QueryCalibration
 from fastkv.lab.fit_queries import add_arguments, fit, run
 from fastkv.policies import QueryStatistics
 

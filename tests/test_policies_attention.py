@@ -31,7 +31,7 @@ from fastkv.reference import attention as kvzip
 from fastkv.reference import scores as output
 
 from .models import build, generate, prompt
-from .states import changed, make_signals
+from .states import changed, make_signals, randn
 
 F64 = torch.float64
 B, HEADS, GROUP, DIM, HIDDEN, SCALE = 2, 2, 3, 4, 5, 0.4
@@ -48,10 +48,6 @@ POLICIES = {
     "momentkv order 0": MomentKV(residual_order=0),
 }
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def make(num=13, seed=0, **changes):

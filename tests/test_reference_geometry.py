@@ -13,9 +13,7 @@ from fastkv.reference.geometry import (
     sketch_matrix,
 )
 
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from .states import randn
 
 
 @pytest.mark.parametrize("metric", METRICS)

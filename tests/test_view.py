@@ -24,7 +24,6 @@ from fastkv.integrations.transformers.stock import CACHE
 from fastkv.lab import fidelity
 from fastkv.lab.cli import main
 from fastkv.lab.equal_bytes import EVICT_EVERY, equal_bytes
-from fastkv.lab.trace import Full, Reading, Trace, follow, read_full, trace
 from fastkv.lab.view import (
     FINE,
     LEVELS,
@@ -33,20 +32,26 @@ from fastkv.lab.view import (
     SINKS,
     TEMPLATE,
     TOP,
+    Full,
+    Reading,
     Text,
+    Trace,
     backend_of,
     coded,
+    follow,
     found,
     packed,
     page_of,
     pieces_of,
+    read_full,
+    trace,
     written,
 )
 
 from .browser import Browser, find
 from .families import tiny
 from .models import FAMILIES, LATENT, build
-from .toy import MODEL, generate, load, told
+from .toy import MODEL, generate, told
 from .toy import text as toy_text
 
 CONTEXT, BLOCK, STEPS, BUDGETS = 150, 32, 18, (28, 48)
@@ -67,11 +72,6 @@ def data_of(page):
     """What a page holds."""
     _, _, rest = page.partition('id="data">')
     return json.loads(rest.partition("</script>")[0])
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load()
 
 
 @pytest.fixture(scope="module")

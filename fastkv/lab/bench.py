@@ -30,9 +30,8 @@ from ..errors import FastKVError
 from ..policies import Policy
 from . import common
 from .common import FULL
-from .contenders import Compressed, Full, Timed, timed, warm_up
 from .equal_bytes import equal_bytes
-from .shapes import SHAPES, fitting, working_bytes
+from .shapes import SHAPES, Compressed, Full, Timed, fitting, timed, warm_up, working_bytes
 
 # One measurement.
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..integrations.transformers.calibrate import LENGTH, LONGEST, ROWS, TEXTS, calibrate_heads
-from . import common, texts
+from . import common, facts
 from .fit_vector import say_use
 
 KEEP = 0.25  # of the text, for the picture
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = common.load(options.model)
     text = None
     if options.text:
-        text = tokenizer(texts.read(options.text), return_tensors="pt", verbose=False)["input_ids"]
+        text = tokenizer(facts.read(options.text), return_tensors="pt", verbose=False)["input_ids"]
     total = 2 * (TEXTS * ROWS * LENGTH if text is None else min(text.shape[1], LONGEST))
     with common.progress(console) as shown:
         bar = shown.add_task("calibrating", total=total)

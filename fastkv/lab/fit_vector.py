@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.files import describe, fingerprint, kv_shapes
-from ..calibration.vector_map import VectorMap, required_r2
+from ..calibration.fits import VectorMap, required_r2
 from ..errors import FastKVError
 from ..integrations.transformers import rotations
 from ..rotary import Rotary

@@ -28,9 +28,8 @@ from ...errors import FastKVError
 from ...parallel import Parallel
 from ...reference import LayerState, Moments
 from . import families, latent, modules, serialization, stock
-from .layer import FastKVLayer, HybridLayer
+from .layer import FastKVLayer, HybridLayer, Ring, WindowLayer
 from .prompt import Prompt
-from .sliding_window import Ring, WindowLayer
 
 
 class FastKVCache(Cache):
