@@ -38,12 +38,12 @@ from fastkv.lab.view import (
     Trace,
     backend_of,
     coded,
-    follow,
     found,
     packed,
     page_of,
     pieces_of,
     read_full,
+    states_of,
     trace,
     written,
 )
@@ -355,7 +355,7 @@ def test_layers_that_cannot_be_drawn_are_refused():
     shapes = [torch.zeros(1, heads, 3, 4) for heads in (2, 4)]
     layers = [types.SimpleNamespace(state=Layout((3,) * len(k[0]), corrections.NONE, 1).allocate(k, k)) for k in shapes]
     with pytest.raises(FastKVError, match=r"equally many KV heads, got LlamaForCausalLM with \[2, 4\]"):
-        follow(model, layers, 9)
+        states_of(model, layers)
 
 
 # In a browser.

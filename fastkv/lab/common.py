@@ -29,7 +29,7 @@ from ..errors import FastKVError
 from ..integrations.transformers import stock
 from ..reference import FORMATS, PLAIN
 from . import facts, pretrained
-from .equal_bytes import assert_equal_bytes, equal_bytes, is_full
+from .equal_bytes import assert_equal_bytes, equal_bytes
 
 TEXT = "topics"  # what is read where no text is given: Python's language reference
 FULL = "full"  # the stock cache, under the name of a policy
@@ -96,7 +96,7 @@ def read_stock(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     model.base_model(input_ids=ids.to(model.device), **{stock.CACHE: cache}, use_cache=True)  # no lm_head, no logits
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
-        if is_full(layer):
+        if stock.is_compressed(layer):
             yield index, layer.keys, layer.values
 
 

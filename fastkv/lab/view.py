@@ -40,7 +40,7 @@ from ..integrations.transformers.cache import FastKVCache
 from ..integrations.transformers.layer import FastKVLayer
 from ..integrations.transformers.stock import CACHE
 from ..ops.operator import ATTRIBUTES
-from ..reference import Centroids, Slots
+from ..reference import Centroids, LayerState
 from ..reference.centroids import BLOCK
 from . import common, facts
 from .equal_bytes import equal_bytes, stored_bytes
@@ -362,7 +362,7 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
     groups = {index: modules.Sizes.of(attending[index]).groups for index in layers}
     for layer in layers.values():
         track(layer.cache, num)
-    following: list[Following] = []
+    gone: list[Tensor] = []
     events: list[int] = []
     errors: list[Tensor] = []
     said, seen = [], 0
@@ -371,13 +371,13 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
             before, seen = seen, seen + part.shape[1]
             logits = model(part, **{CACHE: cache}, logits_to_keep=1).logits
             said.append(logits[0, -1].argmax(-1))
-            following = following or follow(model, layers.values(), num)
-            lost = [one.lost() for one in following]
+            states, heads = states_of(model, layers.values())
+            gone = gone or [state.seen.new_zeros(heads, num) for state in states]
+            lost = [~stored_tokens(state, num)[0] & (one == 0) for state, one in zip(states, gone)]
             if any(bool(mask.any()) for mask in lost):
                 events.append(seen)
-                for one, mask in zip(following, lost):
-                    one.gone[mask] = len(events)
-            heads = len(following[0].gone)
+                for one, mask in zip(gone, lost):
+                    one[mask] = len(events)
             # A text that is read twice has a second output, of the same tokens, which is left out.
             outputs = ((index, recorded[index][0][0], full.attention[index][before:seen]) for index in layers)
             errors.append(torch.stack([error(ours, theirs, heads, groups[index]) for index, ours, theirs in outputs]))
@@ -385,18 +385,21 @@ def trace(model: Any, reading: Reading, full: Full) -> Trace:
                 outputs_of_layer.clear()
     kept = kept_tokens(cache)
     assert kept is not None
-    centroids = [one.centroid() for one in following]
+    parts = [state.parts for state in states if isinstance(state.parts, Tracked)]
+    slots = [state.exact for state in states]
+    sizes = [sum(part.nbytes for part in one.moving().values()) / one.keys[..., 0].numel() for one in slots]
+    plain = slots[0].format.plain
     return Trace(
         list(layers),
         events,
-        torch.stack([one.gone.cpu() for one in following]),
-        torch.stack([one for one in centroids if one is not None]) if None not in centroids else None,
+        torch.stack([one.cpu() for one in gone]),
+        torch.stack([one.centroid(left) for one, left in zip(parts, gone)]) if len(parts) == len(gone) else None,
         torch.cat(errors, -1),
         torch.stack(said[-reading.steps - 1 : -1]),
         kept,
-        stored_bytes(cache) - sum(one.parts.place.nbytes for one in following if one.parts is not None),
-        sum(one.slot() for one in following) / len(following),
-        following[0].stored(),
+        stored_bytes(cache) - sum(one.place.nbytes for one in parts),
+        sum(sizes) / len(sizes),
+        str(slots[0].dtype).rpartition(".")[2] if plain else slots[0].format.name,
     )
 
 
@@ -408,67 +411,15 @@ def error(attention: Tensor, full: Tensor, heads: int, groups: int) -> Tensor:
     return relative.mean(-1).T.float().cpu()
 
 
-def follow(model: Any, layers: Iterable[FastKVLayer], num: int) -> list[Following]:
-    """One for each layer of a cache that was filled. Raises FastKVError unless they have equally many heads."""
-    made = [Following(layer, num) for layer in layers]
-    heads = sorted({len(one.gone) for one in made})
+def states_of(model: Any, layers: Iterable[FastKVLayer]) -> tuple[list[LayerState], int]:
+    """Of the layers of a cache that was filled, and how many heads each has. Raises FastKVError unless equally many."""
+    states = [layer.state for layer in layers if layer.state is not None]
+    heads = sorted({state.heads for state in states})
     if len(heads) > 1:
         raise FastKVError(
             f"view draws layers with equally many KV heads, got {type(model).__name__} with {heads}; try another model"
         )
-    return made
-
-
-class Following:
-    """One layer of a cache with a single sequence, looked at after every forward.
-
-    Attributes: gone: [Hkv, N], as in `Trace`.
-    """
-
-    def __init__(self, layer: FastKVLayer, num: int) -> None:
-        assert layer.state is not None
-        self.layer = layer
-        self.gone = torch.zeros(layer.state.heads, num, dtype=torch.int64, device=layer.state.seen.device)
-
-    def lost(self) -> Tensor:
-        """[Hkv, N] bool, tokens that were there when it was last asked and are not any more."""
-        assert self.layer.state is not None
-        return ~stored_tokens(self.layer.state, self.gone.shape[1])[0] & (self.gone == 0)
-
-    @property
-    def slots(self) -> Slots:
-        """Of the layer."""
-        assert self.layer.state is not None
-        return self.layer.state.exact
-
-    @property
-    def parts(self) -> Tracked | None:
-        """The centroids of the layer, None if it has none."""
-        assert self.layer.state is not None
-        parts = self.layer.state.parts
-        return parts if isinstance(parts, Tracked) else None
-
-    def stored(self) -> str:
-        """How its keys and values are stored: the format of its slots, or the model's dtype."""
-        return str(self.slots.dtype).rpartition(".")[2] if self.slots.format.plain else self.slots.format.name
-
-    def slot(self) -> float:
-        """Bytes of a token in a slot: its key, value, and all that moves with them."""
-        return sum(part.nbytes for part in self.slots.moving().values()) / self.slots.keys[..., 0].numel()
-
-    def centroid(self) -> Tensor | None:
-        """[Hkv, N], as in `Trace`; None if the layer has none."""
-        if self.parts is None:
-            return None
-        place = self.parts.place[0, :, :-1]
-        members = torch.zeros_like(self.parts.count[0]).scatter_add_(
-            -1, place.clamp(min=0), (place >= 0).to(self.parts.count.dtype)
-        )
-        assert torch.equal(members, self.parts.count[0]), "every token that left is in one centroid"
-        never = len(self.gone[0]) + 1
-        # Tokens leave by event, those of one event in order of age.
-        order = torch.where(self.gone > 0, self.gone, never).argsort(dim=-1, stable=True)
-        return torch.zeros_like(place).scatter_(-1, order, place + 1).cpu()
+    return states, heads[0]
 
 
 @dataclass
@@ -504,6 +455,16 @@ class Tracked(Centroids):
             place = moved(place, here.new_zeros(*order.shape[:2], total).scatter_(-1, order, here))
             parts = after
         return Tracked(parts.count, parts.keys, parts.values, parts.spread, place)
+
+    def centroid(self, gone: Tensor) -> Tensor:
+        """[Hkv, N], as in `Trace`, of a single sequence whose `gone` that is."""
+        place = self.place[0, :, :-1]
+        inside = (place >= 0).to(self.count.dtype)
+        members = torch.zeros_like(self.count[0]).scatter_add_(-1, place.clamp(min=0), inside)
+        assert torch.equal(members, self.count[0]), "every token that left is in one centroid"
+        # Tokens leave by event, those of one event in order of age.
+        order = torch.where(gone > 0, gone, gone.shape[1] + 1).argsort(dim=-1, stable=True)
+        return torch.zeros_like(place).scatter_(-1, order, place + 1).cpu()
 
 
 ATTRIBUTES[Tracked] = tuple(one.name for one in fields(Tracked))  # so that operators take it apart
