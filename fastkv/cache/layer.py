@@ -170,13 +170,7 @@ class LayerCache:
         return attend_block(state, q, k, v, valid, rule, self.workspace.ahead)
 
     def absorb(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        valid: Tensor,
-        reread: Reread | None = None,
-        mass: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, reread: Reread | None = None, mass: Tensor | None = None
     ) -> None:
         """Make tokens of a prompt part of the state; shapes as in `attend`, reread and mass as in `absorb_block`."""
         state, rule = self._held()

@@ -67,12 +67,7 @@ def fused_as_expected() -> bool:
 
 
 def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    mask: Tensor,
-    causal: bool = False,
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, T, D] to keys and values [B, Hkv, N, D].
 
