@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from fastkv.errors import FastKVError
-from fastkv.reference.geometry import (
-    LEVERAGE_METHODS,
-    METRICS,
-    leverage_scores,
-    manifold_scores,
-    noncausal_attention_mass,
-    sketch_matrix,
-)
+from fastkv.reference import leverage_scores, manifold_scores, noncausal_attention_mass
+from fastkv.reference.geometry import LEVERAGE_METHODS, METRICS, sketch_matrix
 
 from .states import randn
 

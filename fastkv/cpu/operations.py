@@ -16,18 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference import (
-    Centroids,
-    Evicted,
-    LayerState,
-    Moments,
-    RowFormat,
-    Spec,
-    Stored,
-    centroids,
-    merge_partials,
-    with_sink,
-)
+from ..reference import Centroids, Evicted, LayerState, Moments, RowFormat, Spec, Stored, centroids, merge_partials
 from . import compiled
 from . import slots as compiled_slots
 
@@ -214,7 +203,7 @@ def prefill_attention(
     if known is not None:
         value, mass = mixed_in(q, known, spec)
         out, lse = merge_partials(out, lse, value, mass)
-    out, lse = with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
+    out, lse = reference.with_sink(out, lse, None if state.sink_logits is None else state.sink_logits[:, None])
     return out.to(q.dtype), lse, mass
 
 

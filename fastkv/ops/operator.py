@@ -19,21 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .. import corrections
+from .. import corrections, reference
 from ..backend import follows_rows, implementation, resolve
-from ..reference import (
-    FORMATS,
-    Codec,
-    Evicted,
-    LayerState,
-    Moments,
-    Recovery,
-    RowFormat,
-    Selection,
-    Slots,
-    Spec,
-    Stored,
-)
+from ..reference import Evicted, LayerState, Moments, RowFormat, Selection, Slots, Spec, Stored
 
 LIBRARY = torch.library.Library("fastkv", "DEF")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -54,7 +42,7 @@ PLAIN = {
 RETURNS = {type(None): "()", Tensor: "Tensor", Selection: "(Tensor, Tensor)"}
 ATTRIBUTES = {
     kind: tuple(one.name for one in fields(kind) if one.name not in LayerState.BORROWED)
-    for kind in (LayerState, Slots, Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
+    for kind in (LayerState, Slots, reference.Recovery, *Evicted.kinds.values())  # type: ignore[arg-type]
 }
 
 
@@ -98,7 +86,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     if form:
         named, dtype, backend = form.split()
         found["exact"] |= {
-            "format": FORMATS[named],
+            "format": reference.FORMATS[named],
             "decodes_to": getattr(torch, dtype),
             "codec": BackendCodec(backend),
         }
@@ -109,7 +97,7 @@ def state_of(tensors: list[Tensor], names: str, numbers: list[int]) -> LayerStat
     for name in ("sink_logits", "rows"):
         setattr(state, name, found[""].get(name))
     if "recovery" in found:
-        state.recovery = Recovery(**found["recovery"])
+        state.recovery = reference.Recovery(**found["recovery"])
     for kind in found.keys() & Evicted.kinds.keys() - {"moments"}:
         state.parts = Evicted.kinds[kind](**found[kind])
     return state
@@ -317,7 +305,7 @@ def nothing(*arguments: Any) -> None:
 
 
 @dataclass(frozen=True)
-class BackendCodec(Codec):
+class BackendCodec(reference.Codec):
     """That of a backend, which may be "auto": C++ on a CPU. On a GPU kernels convert most rows by themselves."""
 
     def encode(self, form: RowFormat, rows: Tensor) -> Stored:

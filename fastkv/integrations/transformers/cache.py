@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
 from ...budget import UNITS
 from ...cache.layer import LayerCache
