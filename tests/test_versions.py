@@ -165,7 +165,6 @@ def roll_backs_are_announced():
 
 @assumed("cache.py", "DynamicCache(config=...) makes other layers than DynamicLayer and DynamicSlidingWindowLayer")
 def stock_layers_are_dynamic():
-    from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     layers = DynamicCache(config=FAMILIES["gemma3"][1].get_text_config(decoder=True)).layers
@@ -246,8 +245,6 @@ def generate_prepares_masks_by_keyword():
 
 @assumed("forward.py", "generate no longer asks the instance's _prepare_cache_for_generation")
 def generate_asks_for_a_cache():
-    from transformers import DynamicCache
-
     model, (ids, _), seen = build(), prompt(1, 8, (0,)), []
 
     def prepare(generation_config, model_kwargs, *args, **kwargs):
@@ -388,8 +385,6 @@ def attention_modules_are_where_they_were():
 
 @assumed("latent.py", "latent attention no longer caches what expand_kv makes keys and values of")
 def latents_are_cached_before_they_are_expanded():
-    from transformers import DynamicCache
-
     model = build("deepseek_v3", "eager")
     module = model.model.layers[1].self_attn
     if not hasattr(module, "expand_kv"):  # keys and values of all heads are cached, as of any other model
@@ -417,8 +412,6 @@ def eager_attention_is_where_it_was():
 
 @assumed("attention.py", "attention modules are no longer given the cache by keyword")
 def attention_is_given_the_cache():
-    from transformers import DynamicCache
-
     caches, seen = [], []
     for name in FAMILIES:
         model = build(name, "eager")
