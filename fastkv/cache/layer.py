@@ -201,16 +201,12 @@ class LayerCache:
         if clock.now.evicts and not self.kv_sharers:
             follows = rule.layout.shared and not self.static and self.config.budget.context is None
             if follows and length > GROWTH * max(self.context, self.average):
-                self._evict_anew(length)
+                self.deal(length)  # anew, for a text that has grown to so many tokens
+                evict(*self._held(), anew=True)
+                self.prepare()
             else:
                 evict(state, rule)
         return out.unsqueeze(2)
-
-    def _evict_anew(self, length: int) -> None:
-        """`evict`, after slots were dealt anew for a text that has grown to so many tokens."""
-        self.deal(length)
-        evict(*self._held(), anew=True)
-        self.prepare()
 
     # Other layers that attend to the same keys and values.
 

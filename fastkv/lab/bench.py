@@ -110,7 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     small = f"default: {SMALL} on a CPU, llama-3.1-8b on a GPU"
     add("--shape", metavar="NAME", help=f"random weights in the shape of {known}, as many layers as fit ({small})")
     for name, what in (("context", "tokens of a prompt"), ("budget", "tokens per KV head")):
-        what = f"{what} ({_both(f'{name}s')})"
+        cpu, gpu = (",".join(map(str, DEFAULTS[kind][f"{name}s"])) for kind in ("cpu", "cuda"))
+        what = f"{what} (default: {cpu} on a CPU, {gpu} on a GPU)"
         add(f"--{name}s", f"--{name}", type=common.listed(int), metavar="N,...", help=what)
     option("--batch", (1,), "sequences")
     option("--policies --policy", ("fastkv", "momentkv", "keydiff"), "policies", "NAME")
@@ -122,11 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--rounds", 3, "times that every cache has its turn")
     option("--minutes", 0.9, "be done after so many, as far as earlier rounds tell", "M")
     option("--out", Path("fastkv-bench"), "where the files go", "DIR")
-
-
-def _both(name: str) -> str:
-    cpu, gpu = (",".join(map(str, DEFAULTS[kind][name])) for kind in ("cpu", "cuda"))
-    return f"default: {cpu} on a CPU, {gpu} on a GPU"
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,8 @@ def picture(shares: Tensor) -> str:
     level = (shares * KEEP * (len(SHADES) - 1)).round().long().clamp(max=len(SHADES) - 1)
     rows = ["".join(SHADES[number] for number in head) for head in level.T.tolist()]
     title = f"what each head keeps of a text where a quarter stays ({len(level)} layers from left to right):"
-    return "\n".join([title, *(f"  head {head:<3}|{row}|" for head, row in enumerate(rows)), _legend()])
-
-
-def _legend() -> str:
-    steps = len(SHADES) - 1
-    return "  " + ", ".join(f"{shade!r} {100 * place // steps} %" for place, shade in enumerate(SHADES))
+    shades = ", ".join(f"{shade!r} {100 * place // (len(SHADES) - 1)} %" for place, shade in enumerate(SHADES))
+    return "\n".join([title, *(f"  head {head:<3}|{row}|" for head, row in enumerate(rows)), f"  {shades}"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

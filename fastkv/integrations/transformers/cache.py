@@ -288,7 +288,10 @@ class FastKVCache(Cache):
         twin = copy.copy(self)
         twin.workspace = self.workspace.twin()
         twin.rope_deltas = None if self.rope_deltas is None else self.rope_deltas.clone()
-        twin.layers = [_copied(layer, twin.workspace) for layer in self.layers]
+        twin.layers = [
+            layer.copied(twin.workspace) if isinstance(layer, FastKVLayer) else stock.copied(layer)
+            for layer in self.layers
+        ]
         if self.windows:
             ring = copy.deepcopy(self.windows[0].ring)
             for layer in twin.windows:
@@ -306,11 +309,6 @@ class FastKVCache(Cache):
         twin = self.clone()
         twin.batch_repeat_interleave(n)
         return twin
-
-
-def _copied(layer: Any, workspace: CacheWorkspace) -> Any:
-    """A copy of a layer that shares no tensor which is ever written."""
-    return layer.copied(workspace) if isinstance(layer, FastKVLayer) else stock.copied(layer)
 
 
 def _places(model: Module) -> dict[int, tuple[torch.device, int]]:
@@ -365,7 +363,7 @@ def compressible(model: Module, layers: list[Any]) -> dict[int, type[FastKVLayer
 
     Raises: FastKVError for a kind of layer that is neither compressed nor bounded by itself.
     """
-    unknown = [layer for layer in layers if not stock.is_compressed(layer) and not stock.is_left(layer)]
+    unknown = [layer for layer in layers if type(layer) not in (*stock.COMPRESSED, *stock.LEFT)]
     if unknown:
         raise FastKVError(
             f"{type(model).__name__} keeps a {type(unknown[0]).__name__}, expected layers of full, sliding-window or "
