@@ -93,6 +93,8 @@ def _without_docstrings(file: Path) -> str:
     return "\n".join(line for place, line in enumerate(lines) if place not in gone)
 
 
+# Facts, and texts with them.
+
 ASKED = 6  # facts of a text
 GOES_ON = 64  # tokens of the text after the prefix
 MARK = "\x00"  # the place of the text in a chat template

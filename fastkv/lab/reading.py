@@ -72,6 +72,8 @@ def forced(model: Any, cache: Any, texts: list[list[int]], dtype: torch.dtype | 
     return [torch.log_softmax(row[: len(one)], -1, dtype=dtype) for row, one in zip(logits, texts)]
 
 
+# One reading, many caches.
+
 ROOM = 1 << 20  # tokens: nothing is evicted while a text is only read
 
 

@@ -6,7 +6,8 @@
     ruler.score(sample, what_the_model_wrote)
 
 Tasks, kinds of text, numbers and metrics are those of the benchmark; the wording is fastkv's own, so results compare
-policies with each other, not with published tables. The essays are generated prose or the user's own files.
+policies with each other, not with published tables. What they hide things in is one line over and over, generated
+prose, or the user's own files, sentence by sentence; as many of these units as fit the length.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def longest(draft: Draft, tokenizer: Tokenizer, length: int, least: int = 1) -> 
     return best
 
 
-__all__ = ["TASKS", "Sample", "generate", "score"]
+# The tasks.
 
 CONTROL = re.compile(r"[\x00-\x1f]")
 DEPTHS = 40  # places a needle may have, evenly from the start of the text to its end
