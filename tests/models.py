@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import transformers as hf
 from transformers.cache_utils import Cache
@@ -126,3 +127,12 @@ def policy(name, directory, model=None):
 def small(**options):
     """A budget of 20 tokens, 2 of them sinks and 4 recent."""
     return fastkv.Budget(**{"tokens": 20, "sinks": 2, "recent": 4, **options})
+
+
+def refused(message, call, *args, **options):
+    """The call raises FastKVError with one sentence that holds the message, which is returned."""
+    with pytest.raises(fastkv.FastKVError) as error:
+        call(*args, **options)
+    text = str(error.value)
+    assert message in text and not text.endswith(".") and "\n" not in text and ";" in text, text
+    return text

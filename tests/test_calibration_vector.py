@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import fastkv
-from fastkv import FastKVError
 from fastkv.calibration.files import describe, fingerprint
 from fastkv.calibration.fits import MAPS, VectorMap, required_r2
 from fastkv.integrations.transformers import rotations
 from fastkv.lab import common, fit_vector
 from fastkv.lab.fit_vector import Sums, add_arguments, fit, pre_rope_pairs, run
 
-from .models import FAMILIES, VOCAB, build, prompt
+from .models import FAMILIES, VOCAB, build, prompt, refused
 from .toy import MODEL, MODEL_DIR, TASKS, generate, write
 
 FULL_LAYERS = {"llama": [0, 1, 2, 3], "qwen3": [0, 1, 2, 3], "gemma3": [1, 3]}
@@ -195,16 +194,6 @@ def test_half_precision_models_are_fitted_in_float64():
     for layer in exact.weights:
         assert rounded.weights[layer].dtype == torch.float32
     assert (exact.r2[0] - rounded.r2[0]).abs().max() < 2**-8  # the first layer sees embeddings rounded to bf16
-
-
-def refused(message, call, *args, **kwargs):
-    """The call raises FastKVError with one sentence that holds the message."""
-    with pytest.raises(FastKVError) as error:
-        call(*args, **kwargs)
-    text = str(error.value)
-    assert message in text, text
-    assert not text.endswith(".") and "\n" not in text and ";" in text
-    return text
 
 
 def test_fit_refuses_what_it_cannot_fit():
