@@ -26,8 +26,8 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 BEFORE, NOW = "past_key_values", "cache"
 CACHE = NOW if NOW in ALL_CACHE_NAMES else BEFORE
 NEWER = ("DummyLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # 5.10 has neither
-NEW = (vars(cache_utils)[name] for name in NEWER if name in vars(cache_utils))
-LEFT = (DynamicSlidingWindowLayer, LinearAttentionLayer, *NEW)  # stay transformers' own: bounded already, or empty
+NEWER_LAYERS = [vars(cache_utils)[name] for name in NEWER if name in vars(cache_utils)]
+LEFT = (DynamicSlidingWindowLayer, LinearAttentionLayer, *NEWER_LAYERS)  # bounded already, or empty: stay as they are
 COMPRESSED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 PAIRS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
