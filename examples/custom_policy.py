@@ -1,4 +1,4 @@
-"""A policy of your own: a frozen dataclass that says how much each token matters, compared with some that are there.
+"""A custom policy, which is a frozen dataclass that scores tokens, compared with policies of fastkv.
 
 python examples/custom_policy.py
 python examples/custom_policy.py --model Qwen/Qwen3-4B-Instruct-2507 --prompt prompt.txt --budget 1024 --words 50
@@ -20,16 +20,16 @@ EXAMPLE = "example: python examples/custom_policy.py --model PATH --prompt promp
 
 @dataclass(frozen=True)
 class FarAndLong(Policy):
-    """Keep keys that lie far from their mean, the more the longer their value is.
+    """Keep keys that lie far from their mean, weighted by the norm of their value.
 
-    Args: power: of the value's length; 0 looks at keys alone.
+    Args: power: exponent of the value's norm; 0 ignores values.
     """
 
     name: ClassVar[str] = "far-and-long"
     power: float = 0.5
 
     def score(self, signals: Signals) -> torch.Tensor:
-        """[B, Hkv, N] fp32, larger = keep. Sinks, the latest tokens, padding and ties are not a policy's business."""
+        """[B, Hkv, N] fp32, larger = keep. The library handles sinks, recent tokens, padding and ties."""
         keys, valid = signals.keys.float(), signals.valid.unsqueeze(-1)
         mean = (keys * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp_min(1)
         return (keys - mean).norm(dim=-1) * signals.values.float().norm(dim=-1) ** self.power
@@ -56,16 +56,16 @@ def nbytes(cache):
 
 
 def main(argv=None):
-    """Compare the policies; returns, for each, the share of words that are the full cache's."""
+    """Compare the policies; returns, for each, the share of tokens that equal the full cache's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=EXAMPLE)
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder or a .gguf file (default: smollm2)")
     parser.add_argument("--prompt", type=Path, help="a UTF-8 file (default: real texts with facts, and questions)")
-    parser.add_argument("--against", default="manifold,knorm,streaming,random", metavar="NAME,...", help="policies")
+    parser.add_argument("--against", default="manifold,knorm,streaming,random", metavar="NAME,...", help="policies to compare with")
     parser.add_argument("--budget", type=int, default=128, help="tokens each KV head keeps (default: 128)")
     parser.add_argument("--words", type=int, default=16, help="tokens to write (default: 16)")
-    parser.add_argument("--power", type=float, default=0.5, help="of FarAndLong (default: 0.5)")
+    parser.add_argument("--power", type=float, default=0.5, help="exponent of the value's norm (default: 0.5)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a text with facts (default: 512)")
-    parser.add_argument("--texts", type=int, default=3, help="with facts (default: 3)")
+    parser.add_argument("--texts", type=int, default=3, help="number of texts with facts (default: 3)")
     args = parser.parse_args(argv)
     model, tokenizer = pretrained.load(args.model)
     prompts = [tokenizer(args.prompt.read_text()).input_ids] if args.prompt else []
@@ -81,7 +81,7 @@ def main(argv=None):
         with fastkv.patched(model, policy, args.budget):
             written, held = write(model, ids, args.words)
         agreed[policy.name] = (written == full).float().mean().item()
-        print(f"{policy.name:<14}{held / 2**10:8.0f} KiB  {agreed[policy.name]:4.0%} of the words of the full cache")
+        print(f"{policy.name:<14}{held / 2**10:8.0f} KiB  {agreed[policy.name]:4.0%} of the tokens of the full cache")
     return agreed
 
 

@@ -1,4 +1,4 @@
-"""One long document, many questions: it is read once, kept in a file, and forked for all questions together.
+"""Many questions about one long document: it is read once, saved to a file, and forked for all questions.
 
     python examples/long_document.py
     python examples/long_document.py --model Qwen/Qwen3-4B-Instruct-2507 --text book.txt --budget 1024 \\
@@ -19,7 +19,7 @@ EXAMPLE = "example: python examples/long_document.py --model PATH --text book.tx
 
 
 def document(args, tokenizer):
-    """Tokens of the text and of every question, and the questions: of the command line, or facts in a real text."""
+    """Tokens of the text and of every question, and the questions: from the command line, or facts in a real text."""
     if args.text is None:
         sample = facts.sample(tokenizer, args.length, args.seed)
         return sample.prefix, [one.ids for one in sample.questions], [one.text for one in sample.questions]
@@ -30,7 +30,7 @@ def document(args, tokenizer):
 
 @torch.no_grad()
 def read(model, ids, path):
-    """Read the document in blocks and keep what the cache holds in a file; returns its bytes."""
+    """Read the document in blocks and save the cache; returns the bytes of the cache."""
     cache = fastkv.FastKVCache(model)
     model(ids, past_key_values=cache, logits_to_keep=1)
     cache.save(path)
@@ -38,7 +38,7 @@ def read(model, ids, path):
 
 
 def answer(model, tokenizer, path, ids, questions, words):
-    """Load the file, and let every question go on from a copy of the cache; returns what the model adds."""
+    """Load the file and ask every question of a copy of the cache; returns the answers."""
     cache = fastkv.FastKVCache.load(path, model)
     asked = tokenizer.pad({"input_ids": questions}, padding_side="left", return_tensors="pt")
     prompts = torch.cat([ids.expand(len(questions), -1), asked.input_ids.to(ids.device)], 1)  # only questions are read
@@ -54,13 +54,13 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=EXAMPLE)
     parser.add_argument("--model", default="smollm2", help="smollm2, a folder or a .gguf file (default: smollm2)")
     parser.add_argument("--text", type=Path, help="a UTF-8 file (default: docstrings of Python with facts in them)")
-    parser.add_argument("--question", action="append", default=[], help="to your text, once for each")
+    parser.add_argument("--question", action="append", default=[], help="a question about your text; may be repeated")
     parser.add_argument("--policy", default="fastkv", choices=fastkv.policies.names(), metavar="NAME")
     parser.add_argument("--budget", type=int, default=512, help="tokens each KV head keeps (default: 512)")
-    parser.add_argument("--block", type=int, default=512, help="tokens that are read at a time (default: 512)")
+    parser.add_argument("--block", type=int, default=512, help="tokens of a prompt block (default: 512)")
     parser.add_argument("--words", type=int, default=16, help="tokens of an answer (default: 16)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the text with facts (default: 2048)")
-    parser.add_argument("--seed", type=int, default=0, help="of the facts (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the facts (default: 0)")
     args = parser.parse_args(argv)
     if bool(args.text) != bool(args.question):
         parser.error("a text of your own needs --question, and a question needs --text")

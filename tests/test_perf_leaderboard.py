@@ -190,5 +190,5 @@ def test_times_are_of_every_policy_and_of_the_full_cache(place, loaded, monkeypa
     page.write(place, leaderboard.TABLES)
     text = page.PAGE.read_text()
     steps = page.rows_of(place / f"{page.HEADS}.jsonl")
-    assert [(row["kept"], row["batch"]) for row in steps] == [(128, 1), (128, 4)] and "heads alike" in text
+    assert [(row["kept"], row["batch"]) for row in steps] == [(128, 1), (128, 4)] and "uniform heads" in text
     assert "## Time" in text and "| full cache | |  | " in text.split("## Time")[1]

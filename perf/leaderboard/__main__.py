@@ -77,7 +77,7 @@ TABLES = {
         "2,048 tokens, slots in bfloat16", names=ALL, settings={"slots": "model"}, keeps=NARROW, texts=12
     ),
     "uniform_2048": Table(
-        "2,048 tokens, slots in bfloat16, all heads alike",
+        "2,048 tokens, slots in bfloat16, uniform heads",
         names=ALL,
         settings={"heads": "uniform", "slots": "model"},
         keeps=NARROW,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastkv import policies
 
-from . import onward, times
+from . import another, onward, times
 
 if TYPE_CHECKING:
     from . import Table
@@ -31,20 +31,21 @@ GONE = ("grkv",)
 DRAWN = ("fastkv", "fastkv-reread", "kvzip", "momentkv", "compactor", "keydiff", "snapkv", "streaming")
 INTRO = """# Results
 
-SmolLM2-135M-Instruct reads real text with six facts of nine kinds in it. It is asked for each fact twice: in the
-words of the text, and in other words. Texts are docstrings of Python's standard library. Nothing was tuned on them or
-on these facts. Policies, budgets and corrections share one reading of each text. Every cache has the stated share of
-the bytes of a bfloat16 cache of the whole text, everything counted. The model computes in float32. Each head keeps what
-it needs ([budgets](budgets.md#heads)), except where all are alike. Slots are those of `budget="4x"`, `"8x"` and so on:
-of 8 bits, at 93.75 % removed of 4 ([bits](budgets.md#bits)), except in tables in bfloat16.
+SmolLM2-135M-Instruct reads docstrings of Python's standard library, into which six facts of nine kinds were inserted.
+It is asked about each fact twice: in the words of the text, and in other words. Nothing was tuned on these texts or
+facts. All policies, budgets and corrections share one reading of each text. The model computes in float32.
 
-- **right**: of the questions that the full cache answers, the share whose answer the compressed cache generates too,
-  greedily; ± one standard error over texts.
-- **answer KL**: divergence from the full cache in nats a token, along the full cache's answer.
-- **text KL**: the same along 64 tokens of text that goes on.
+Every cache has the stated share of the bytes of a bfloat16 cache of the whole text; everything that it stores counts.
+Unless a title says otherwise, each head has its calibrated budget ([heads](budgets.md#heads)), and slots have the bits
+of `budget="4x"`, `"8x"` and `"16x"`: 8, and 4 at 93.75 % removed ([bits](budgets.md#bits)).
 
-The columns say how much of the full cache's bytes is gone. Rows are sorted by right answers over all columns. The full
-cache has 1.00, 0 and 0 by definition.
+- **right**: of the questions that the full cache answers correctly, the share that the compressed cache answers
+  correctly, too, decoding greedily; ± one standard error over texts.
+- **answer KL**: divergence from the full cache along its answer, in nats per token.
+- **text KL**: the same along the next 64 tokens of the text.
+
+Columns say which share of the full cache's bytes is removed. Rows are sorted by right answers over all columns. The
+full cache has 1.00, 0 and 0 by definition.
 """
 
 
@@ -122,7 +123,7 @@ def onward_table(rows: list[dict[str, Any]]) -> str:
 def times_table(rows: list[dict[str, Any]]) -> str:
     """Seconds of reading and milliseconds of a step."""
     lines = [f"| {link(row['policy'])} | {row['read_s']:.1f} | {1e3 * row['step_s']:.1f} |" for row in rows]
-    return "\n".join(["| policy | class | paper | reading, s | a step, ms |", "|---|---|---|---|---|", *lines, ""])
+    return "\n".join(["| policy | class | paper | prefill, s | decode step, ms |", "|---|---|---|---|---|", *lines, ""])
 
 
 def error(cell: list[dict[str, Any]]) -> float:
@@ -161,19 +162,21 @@ def write(results: Path, tables: Mapping[str, Table]) -> None:
             show_in_readme(whole, columns, f"{count} texts, {asked} questions or more; {where}")
             draw(whole, columns)
             parts.append("![Right answers and answer KL over the share of bytes kept](pictures/results.png)\n")
+    parts += [on_another_model(file) for file in sorted((results / another.RESULTS.name).glob("*.jsonl"))]
     parts += clocked(results)
     parts += beside_kvpress(results)
     if missing:
-        lead = f"A column needs {LEAST} questions that the full cache answers, of every policy. `make report` goes on."
-        parts.append("## Not measured enough to be published\n\n" + "\n".join([lead, "", *missing]) + "\n")
+        lead = f"A column is published from {LEAST} questions of every policy on. `make report` continues measuring."
+        parts.append("## Not yet published\n\n" + "\n".join([lead, "", *missing]) + "\n")
     PAGE.write_text("\n".join(parts))
 
 
 def where_of(rows: list[dict[str, Any]]) -> str:
     """Versions, commits and machine of some cells."""
-    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    commits = list(dict.fromkeys(row["commit"] for row in rows))
+    code = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
     told = rows[0]
-    return f"torch {told['torch']}, transformers {told['transformers']}, commit {commits}, {told['cpu']}"
+    return f"torch {told['torch']}, transformers {told['transformers']}, {code}, {told['cpu']}"
 
 
 def ahead(rows: list[dict[str, Any]], table: Table) -> list[str]:
@@ -184,24 +187,50 @@ def ahead(rows: list[dict[str, Any]], table: Table) -> list[str]:
         whole = [row for row in rows if row["seed"] in finished and row["keep"] == keep]
         if whole:
             parts.append(
-                f"## {table.title}, at {100 * (1 - keep):g} % removed\n\nText that goes on is decoded token by token, "
-                "in the bytes that were left of the prompt. KL from the full cache's next tokens in nats, mean over "
-                f"tokens {' · '.join(onward.PARTS)} after the prompt; how often the most likely token is the full "
-                f"cache's; and by how much perplexity grows. Texts of each source: {len(finished)}; "
-                f"{where_of(whole)}.\n\n"
+                f"## {table.title}, at {100 * (1 - keep):g} % removed\n\nThe rest of the text is decoded token by "
+                "token, within the bytes that the compressed prompt takes. Columns of sources: KL from the full "
+                "cache's next token in nats, mean over tokens "
+                f"{' · '.join(onward.PARTS)} after the prompt. Same top token: how often the most likely token is that "
+                "of the full cache. The last column: perplexity divided by "
+                f"that of the full cache. Texts of each source: {len(finished)}; {where_of(whole)}.\n\n"
                 f"{onward_table(whole)}"
             )
     return parts
 
 
+def on_another_model(file: Path) -> str:
+    """The table of a model that nothing was tuned on."""
+    rows = rows_of(file)
+    lines, ratios = [], []
+    for policy in another.NAMES:
+        shown = []
+        for keep in another.KEEPS:
+            uniform, calibrated = (
+                mean(row["text_kl"] for row in rows if (row["policy"], row["keep"], row["heads"]) == (policy, keep, of))
+                for of in times.HEADS
+            )
+            shown.append(f"{uniform:.3f} | {calibrated:.3f}")
+            ratios.append(calibrated / uniform)
+        lines.append(f"| `{policy}` | {' | '.join(shown)} |")
+    together = math.exp(mean(map(math.log, ratios)))
+    head = " | ".join(f"{100 * (1 - keep):g} % removed, heads alike | calibrated" for keep in another.KEEPS)
+    return (
+        f"## {file.stem}: heads alike and calibrated\n\nText KL at equal tokens of {another.LENGTH:,}, "
+        f"{len({row['seed'] for row in rows})} texts; {where_of(rows)}. Nothing was tuned on this model. Geometric "
+        f"mean of calibrated over alike: {together:.2f}.\n\n"
+        + "\n".join([f"| policy | {head} |", f"|---|{'---|' * 2 * len(another.KEEPS)}", *lines, ""])
+    )
+
+
 def clocked(results: Path) -> list[str]:
-    """The table of reading and steps, if it was measured."""
+    """The table of prefill and steps, if it was measured."""
     rows = rows_of(results / f"{TIMES}.jsonl")
     if not rows:
         return []
     parts = [
-        "## Time\n\n2,048 tokens read whole and compressed to an eighth of the bytes, and a step after it, one "
-        f"sequence. The best of two turns in which all policies were measured; {rows[0]['threads']} threads; "
+        "## Time\n\nOne sequence of 2,048 tokens is read whole and compressed to an eighth of the bytes; then it is "
+        f"decoded. All policies take turns: the best of {times.TURNS} readings, the median of {times.ROUNDS} turns of "
+        f"{times.STEPS} steps; {rows[0]['threads']} threads; "
         f"{where_of(rows)}.\n\n{times_table(rows)}"
     ]
     steps = rows_of(results / f"{HEADS}.jsonl")
@@ -211,9 +240,13 @@ def clocked(results: Path) -> list[str]:
             f"{row['calibrated_s'] / row['uniform_s']:.2f} |"
             for row in steps
         ]
-        head = ["| tokens kept | sequences | heads alike, ms | calibrated, ms | times |", "|---|---|---|---|---|"]
+        head = [
+            "| tokens kept | sequences | uniform heads, ms | calibrated heads, ms | ratio |",
+            "|---|---|---|---|---|",
+        ]
         parts.append(
-            "A step of `keydiff` with heads that keep as many tokens in all:\n\n" + "\n".join([*head, *lines, ""])
+            "A decode step of `keydiff` that keeps the same number of tokens in all:\n\n"
+            + "\n".join([*head, *lines, ""])
         )
     return parts
 
@@ -235,16 +268,17 @@ def beside_kvpress(results: Path) -> list[str]:
     versions = f"kvpress {told['kvpress']}, torch {told['torch']}, transformers {told['transformers']}, {told['cpu']}"
     return [
         "## Beside kvpress\n\nPresses of kvpress that need no training, on the same texts and questions "
-        f"({len(known)} texts, {asked} questions; {versions}). They have kvpress's defaults, except for "
-        "`AdaKVPress(ExpectedAttentionPress)`, whose epsilon is 0.01. A press keeps a quarter or an eighth of the "
-        "pairs; fastkv spends a quarter or an eighth of bfloat16's bytes on all that it stores, in bfloat16 or, as it "
-        "does unless told otherwise, in 8 bits. "
-        "Questions and answers come on top of what a press keeps, while fastkv evicts to hold its budget. fastkv found "
-        "what each head needs beforehand, in a text of the model's own ([heads](budgets.md#heads)); presses are "
-        "calibrated on nothing. `KVzipPress`, `KVgradPress`, `kvzip` and `fastkv-reread` read a text twice. At an "
-        "eighth `LagKVPress` keeps what `StreamingLLMPress` keeps, because its windows leave no choice. Where "
-        "`PyramidKVPress` has the same numbers as `SnapKVPress`, its last layers would keep less than its window, and "
-        f"it falls back to SnapKV. Each cell: **right** ± error, then answer KL · text KL.\n\n{made}"
+        f"({len(known)} texts, {asked} questions; {versions}). They have kvpress's defaults, except that "
+        "`AdaKVPress(ExpectedAttentionPress)` has an epsilon of 0.01. The comparison is not equal in all respects:\n\n"
+        "- A press keeps a quarter or an eighth of the pairs. fastkv takes a quarter or an eighth of bfloat16's bytes "
+        "for all that it stores, in bfloat16 or, which is its default, in 8 bits.\n"
+        "- Tokens of questions and answers are added to what a press keeps. fastkv evicts to stay within its budget.\n"
+        "- fastkv calibrated the budgets of heads beforehand, on text that the model generated "
+        "([heads](budgets.md#heads)). Presses are not calibrated.\n"
+        "- `KVzipPress`, `KVgradPress`, `kvzip` and `fastkv-reread` read a text twice.\n"
+        "- At an eighth `LagKVPress` keeps what `StreamingLLMPress` keeps, because its windows leave no choice.\n"
+        "- `PyramidKVPress` falls back to SnapKV where its last layers would keep less than its window; its numbers "
+        f"are then those of `SnapKVPress`.\n\nEach cell: **right** ± error, then answer KL · text KL.\n\n{made}"
     ]
 
 
@@ -255,7 +289,7 @@ def show_in_readme(rows: list[dict[str, Any]], keeps: list[float], where: str) -
     head = " | ".join(f"{100 * keep:g} % of the bytes" for keep in keeps)
     lines = [
         "",
-        "Right answers, and divergence of the answers in nats a token: SmolLM2-135M, 2,048 tokens that were compressed",
+        "Share of right answers and KL of the answers in nats per token; SmolLM2-135M, 2,048 tokens, compressed",
         f"before the question ({where}; `make report`):",
         "",
         f"| policy | {head} |",

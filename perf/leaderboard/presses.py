@@ -5,7 +5,7 @@
 
 TEXTS is what `measure.given` made, MODEL a directory, OUT gets a line for each text, press and share. A press
 compresses a text while it reads it. Its cache then answers each question alone, at the positions of a cache that lost
-nothing. TIMES holds tokens [1, N]: some presses' seconds of reading them to an eighth, and of a step, are printed.
+nothing. TIMES holds tokens [1, N] to read to an eighth; what is timed is asked line by line, see `times`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PRESSES: dict[str, Callable[[float], Any]] = {
 
 
 TIMED = ("KeyDiffPress", "KnormPress", "StreamingLLMPress", "SnapKVPress", "ExpectedAttentionPress", "CompactorPress")
-STEPS = 32
+STEPS = 4
 
 
 def plain(text: str) -> str:
@@ -129,18 +129,25 @@ def loaded(where: str) -> Any:
 
 @torch.no_grad()
 def times(tokens: str, where: str) -> None:
-    """Print a line for each of `TIMED`: seconds of reading, and the median of some steps."""
+    """For each line of the standard input, "read" or "step", print the seconds of each of `TIMED`."""
     model, ids = loaded(where), torch.load(tokens)[0].tolist()
-    for name in TIMED:
-        begun = time.perf_counter()
-        cache = Compressed(model, ids, PRESSES[name](1 - KEEPS[1]))
-        cache.logits(ids[:1])  # fastkv's reading ends with the logits of a token, too
-        read, steps = time.perf_counter() - begun, []
-        for step in range(1, STEPS + 1):
+    caches: dict[str, Compressed] = {}
+    for turn, line in enumerate(sys.stdin):
+        found = {}
+        for name in TIMED:
             begun = time.perf_counter()
-            cache.logits(ids[:1], after=step)
-            steps.append(time.perf_counter() - begun)
-        print(json.dumps({"policy": name, "read_s": read, "step_s": statistics.median(steps)}))
+            if line.strip() == "read":
+                caches[name] = Compressed(model, ids, PRESSES[name](1 - KEEPS[1]))
+                caches[name].logits(ids[:1])  # fastkv's reading ends with the logits of a token, too
+                found[name] = time.perf_counter() - begun
+                continue
+            steps = []
+            for step in range(STEPS):
+                begun = time.perf_counter()
+                caches[name].logits(ids[:1], after=1 + turn * STEPS + step)
+                steps.append(time.perf_counter() - begun)
+            found[name] = statistics.median(steps)
+        print(json.dumps(found), flush=True)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,10 @@ from fastkv.lab import facts
 
 from .measure import tokens_of
 
-LENGTH, KEEP, STEPS, TURNS = 2048, 0.125, 32, 2
+LENGTH, KEEP = 2048, 0.125
+TURNS, ROUNDS, STEPS = 2, 12, 4  # of reading and of stepping, and steps of a turn
 FULL = "full cache"
 HEADS, KEPT, BATCHES = ("uniform", "calibrated"), (512, 4096), (1, 4)
-
-
-def timed(model: Any, ids: Tensor, cache: Any) -> tuple[float, float]:
-    """Seconds of reading `ids` [1, N], and the median of some steps after it."""
-    begun = time.perf_counter()
-    out = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-    read = time.perf_counter() - begun
-    return read, stepped(model, ids[:, :1], out[CACHE])
 
 
 @torch.no_grad()
@@ -46,7 +40,7 @@ def head_steps(model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
                 caches[heads] = cache
         for batch in BATCHES:
             best = dict.fromkeys(HEADS, float("inf"))
-            for _ in range(TURNS + 1):
+            for _ in range(ROUNDS):
                 for heads, cache in caches.items():
                     with patched(model, "keydiff", Budget(tokens=tokens, heads=heads)):
                         best[heads] = min(best[heads], stepped(model, ids[:, -1:].repeat(batch, 1), cache.fork(batch)))
@@ -63,43 +57,74 @@ def stepped(model: Any, fed: Tensor, cache: Any) -> float:
     return statistics.median(steps)
 
 
-def least(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    """The shorter reading and the shorter step."""
-    return min(one[0], other[0]), min(one[1], other[1])
+class Ours:
+    """The full cache and the caches of some policies, in this process."""
+
+    def __init__(self, model: Any, ids: Tensor, names: Sequence[str]) -> None:
+        self.model, self.ids, self.names = model, ids, (FULL, *names)
+        self.caches: dict[str, Any] = {}
+
+    def turn(self, what: str) -> Iterator[tuple[str, float]]:
+        """Seconds of "read" or "step", of each by name."""
+        for number, name in enumerate(self.names, 1):
+            print(f"{what}: {name}, {number} of {len(self.names)}", file=sys.stderr, flush=True)
+            with self._patched(name):
+                yield (
+                    name,
+                    self._read(name) if what == "read" else stepped(self.model, self.ids[:, :1], self.caches[name]),
+                )
+
+    def _patched(self, name: str) -> AbstractContextManager[Any]:
+        if name == FULL:
+            return nullcontext(unpatch(self.model))
+        policy = policies.get(name)
+        budget, told = tokens_of(self.model, KEEP, LENGTH, "bytes", policy, {})
+        return patched(self.model, policy, budget, **told)
+
+    def _read(self, name: str) -> float:
+        begun = time.perf_counter()
+        cache = None if name == FULL else FastKVCache(self.model)
+        out = self.model(self.ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        read = time.perf_counter() - begun
+        self.caches[name] = out[CACHE]
+        return read
 
 
-def presses(python: str, ids: Tensor, where: str) -> dict[str, tuple[float, float]]:
-    """The same of kvpress's presses, in an environment of its own; where: the model's directory."""
-    with tempfile.NamedTemporaryFile() as file:
-        torch.save(ids, file.name)
-        command = [python, str(Path(__file__).with_name("presses.py")), file.name, where]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    return {row["policy"]: (row["read_s"], row["step_s"]) for row in found}
+class Presses:
+    """Those of kvpress, in a process and an environment of their own; where: the model's directory."""
+
+    def __init__(self, python: str, ids: Tensor, where: str) -> None:
+        self.tokens = tempfile.NamedTemporaryFile()
+        torch.save(ids, self.tokens.name)
+        command = [python, str(Path(__file__).with_name("presses.py")), self.tokens.name, where]
+        self.worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def turn(self, what: str) -> Iterator[tuple[str, float]]:
+        """As `Ours.turn`."""
+        assert self.worker.stdin is not None and self.worker.stdout is not None
+        self.worker.stdin.write(f"{what}\n")
+        self.worker.stdin.flush()
+        yield from json.loads(self.worker.stdout.readline()).items()
 
 
 @torch.no_grad()
 def rows(
     model: Any, tokenizer: Any, names: Sequence[str], python: str | None = None, where: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """A row for the full cache and each policy; all take turns, so that a slow minute of the machine meets them all.
+    """A row for the full cache and each policy. All take turns, so that a slow minute of the machine meets them all:
+    the least of some readings, the median over turns of some steps each.
 
     Args: python, where: of an environment with kvpress, and the model's directory, to time its presses in turn.
     """
     ids = torch.tensor([facts.sample(tokenizer, LENGTH, seed=0).prefix])
-    best: dict[str, tuple[float, float]] = {}
-    for turn in range(TURNS):
-        for number, name in enumerate((FULL, *names), 1):
-            print(f"turn {turn + 1} of {TURNS}: {name}, {number} of {len(names) + 1}", file=sys.stderr, flush=True)
-            if name == FULL:
-                found = timed(unpatch(model), ids, None)
-            else:
-                policy = policies.get(name)
-                budget, told = tokens_of(model, KEEP, LENGTH, "bytes", policy, {})
-                with patched(model, policy, budget, **told):
-                    found = timed(model, ids, FastKVCache(model))
-            best[name] = least(best.get(name, found), found)
-        for name, found in (presses(python, ids, where) if python else {}).items():
-            best[name] = least(best.get(name, found), found)
-    for name, (read, step) in best.items():
-        yield {"policy": name, "read_s": read, "step_s": step, "threads": torch.get_num_threads()}
+    sides: list[Ours | Presses] = [Ours(model, ids, names)]
+    if python:
+        sides.append(Presses(python, ids, where))
+    found: dict[str, dict[str, list[float]]] = {"read": {}, "step": {}}
+    for what, turns in (("read", TURNS), ("step", ROUNDS)):
+        for side in sides * turns:
+            for name, seconds in side.turn(what):
+                found[what].setdefault(name, []).append(seconds)
+    for name, read in found["read"].items():
+        step = statistics.median(found["step"][name])
+        yield {"policy": name, "read_s": min(read), "step_s": step, "threads": torch.get_num_threads()}

@@ -15,12 +15,12 @@ INTRODUCTION = """# The papers' own figures
 
 Written by `make papers` from `perf/results/papers/`; do not edit.
 
-Five papers stand behind fastkv's policies and corrections.
-Each row repeats a figure or table of one of them on a pretrained model, {model}, with fastkv's own functions.
+fastkv is based on five papers.
+Each row repeats a figure or table of one of them with fastkv's own functions on a pretrained model, {model}.
 The model has {parameters}.
 Everything is smaller than in the papers, so the page compares directions and ratios, not scores.
 `{agrees}` means that the paper's statement holds here, too.
-Where it does not, the row says whether fastkv or the model differs.
+Where it does not, the row says whether fastkv or the model is the cause.
 """
 DIGITS = 6
 

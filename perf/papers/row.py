@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-AGREES, DIFFERS, UNTRIED = "agrees", "does not", "cannot be tried here"
+AGREES, DIFFERS, UNTRIED = "agrees", "differs", "cannot be tested here"
 PAPERS = {
     "VECTOR": "arXiv:2605.23258",
     "ManifoldKV": "arXiv:2602.08343",

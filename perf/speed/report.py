@@ -171,7 +171,7 @@ def front(files: dict[str, Row]) -> str:
     ]
     header = ("cache", "tokens kept", "first token, s", "ms per step", "cache, MiB", "peak above the model, MiB")
     text = (
-        f"Time and memory after {CONTEXT} tokens, batch {rows[0]['batch']}: {_title(rows)}, random "
+        f"Time and memory after {CONTEXT:,} tokens, batch {rows[0]['batch']}: {_title(rows)}, random "
         f"weights, {rows[0]['dtype']};\n{machine(files[PREFIX + HEADLINE])} (`make perf`):\n\n{table(header, lines)}"
     )
     return f"{FRONT_BEGIN}\n\n{text}\n{FRONT_END}"

@@ -173,12 +173,12 @@ def like_stock(subject, want, **options):
 
 
 def whole(subject):
-    """A prompt read as a whole, with room for everything."""
+    """A prompt read whole equals the stock model, with room for all tokens."""
     like_stock(subject, subject.logits)
 
 
 def blocks(subject):
-    """A prompt read in blocks, with room for everything."""
+    """A prompt read in blocks equals the stock model, with room for all tokens."""
     real = subject.mask.bool()
     off = difference(subject.pieces[real], subject.logits[real])
     if off <= CLOSE:
@@ -194,7 +194,7 @@ def blocks(subject):
 
 
 def turns(subject):
-    """A second turn over the same cache, and tokens one by one."""
+    """A second turn on the same cache, and single tokens, equal the stock model."""
     model, ids, mask = subject.model, subject.ids, subject.mask
     try:
         want = in_turns(model, ids, mask, (0, 25, 38, 39), DynamicCache(config=text(model)))
@@ -207,7 +207,7 @@ def turns(subject):
 
 
 def evictions(subject):
-    """After evictions, stored + evicted = seen for every head, within the budget, and attention notices."""
+    """After evictions, stored + evicted = seen for every head, the budget is kept, and attention has changed."""
     for options in subject.ways():
         with patched(subject, correction="none", **options):
             model, cache = subject.model, fastkv.FastKVCache(subject.model)
@@ -230,7 +230,7 @@ def evictions(subject):
 
 
 def kept_only(subject):
-    """What is evicted without a correction is as if it had never been in the stock model's cache."""
+    """Without a correction, evicted tokens are as if they had never been in the stock model's cache."""
     model, ids = subject.model, subject.ids[:1]
     token, positions = ids[:, :1], torch.tensor([[PROMPT]])
     with patched(subject, policy="streaming", correction="none"):
@@ -248,7 +248,7 @@ def kept_only(subject):
 
 
 def policies(subject):
-    """Policies that read more than keys run, whole and in blocks, or are refused."""
+    """Policies that read more than keys run on whole prompts and on blocks, or are refused."""
     refused = {}
     for policy in POLICIES:
         try:
@@ -262,7 +262,7 @@ def policies(subject):
 
 
 def static_steps(subject):
-    """Steps of a static cache, which take no mask, compute the same and change tensors in place only."""
+    """Steps of a static cache, without a mask, compute the same and change tensors in place only."""
     model, ids, mask = subject.model, subject.ids, subject.mask
 
     def places(cache):
@@ -290,7 +290,7 @@ def steps(model, cache, token, number):
 
 
 def copies(subject):
-    """clone, fork, a choice of rows, and reset."""
+    """`clone`, `fork`, a choice of rows, and `reset`."""
     model, ids, mask = subject.model, subject.ids, subject.mask
     with patched(subject):
         cache = fastkv.FastKVCache(model)
@@ -313,7 +313,7 @@ def copies(subject):
 
 
 def saved(subject):
-    """A cache in a file goes on bit for bit."""
+    """A saved and loaded cache continues bit for bit."""
     model, ids, mask = subject.model, subject.ids, subject.mask
     with patched(subject), tempfile.TemporaryDirectory() as folder:
         cache, file = fastkv.FastKVCache(model), Path(folder) / "cache"
@@ -324,7 +324,7 @@ def saved(subject):
 
 
 def beams(subject):
-    """Beam search with room for everything finds the same."""
+    """Beam search finds the same, with room for all tokens."""
     search = partial(answer, subject.model, subject.ids, subject.mask, 6, num_beams=2)
     want = search()[0]
     with patched(subject, ROOM):
@@ -332,7 +332,7 @@ def beams(subject):
 
 
 def kernels(subject):
-    """The kernels, in the interpreter where there is no GPU, compute what the reference does."""
+    """The kernels compute what the reference does, in the interpreter if there is no GPU."""
     found = []
     for backend in ("reference", "triton"):
         with patched(subject, TINY, backend=backend, **subject.ways(6)[-1]):
@@ -343,7 +343,7 @@ def kernels(subject):
 
 
 def images(subject):
-    """An image in the prompt, whole and in blocks, and a second turn with one and without, with room for everything."""
+    """A prompt with an image, whole and in blocks, and a second turn with and without one, equal the stock model."""
     model = subject.model
     given = pictures.given(subject.name, model)
     if given is None:
@@ -385,7 +385,7 @@ def images(subject):
 
 
 def unpatched(subject):
-    """Without the patch everything is as it was, bit for bit, and training works with it."""
+    """Training works with the patch; without it everything is as before, bit for bit."""
     model = subject.model
     with patched(subject), torch.enable_grad():
         model.train()

@@ -28,31 +28,32 @@ KINDS = {
 }
 HEAD = """# Models
 
-Which models fastkv was tried with, and what came of it. `python -m tests.families --write` makes this page: it builds a
-tiny random model of every type of transformers {version} that generates text, compares the patched model with the stock
-one, and writes down what it found. To ask about a checkpoint: `fastkv doctor --model PATH`.
+Which model types work with fastkv. `python -m tests.families --write` makes this page: it builds a tiny random model of
+every type of transformers {version} that generates text, and compares the patched model with the stock one. To check a
+checkpoint: `fastkv doctor --model PATH`.
 
-Models are found by what their layers do, not by name, and loaded with `eager`, `sdpa` or a flash-attn (models with
-soft-capped logits or sinks: not `sdpa`, which ignores them). A type that is not on this page is run over a short prompt
-when it is patched, stock and patched: if the logits agree it is accepted, with one warning that it is untested. On an
-older transformers than the list was made with (`fastkv.integrations.transformers.families`), listed types are run too.
+Layers are recognised by what they do, not by name. Models may be loaded with `eager`, `sdpa` or flash-attn, but models with
+soft-capped logits or sinks not with `sdpa`, which ignores them. A type that is not on this page is accepted, with a
+warning, if its logits for a short prompt are the same with and without the patch. With a transformers older than that of
+this page, types on this page are checked in the same way.
 
-Layers that are bounded by themselves, as those with a sliding window or linear attention, stay with transformers. Left
-padding, batches, beams, sampling, assisted decoding (transformers ≥ 5.14), several turns on one `past_key_values`,
-`inputs_embeds`, pipelines, LoRA (patch `model.get_base_model()`), training and `deepcopy` work. While everything fits
-the budget, logits equal the stock model's: exactly for a prompt read whole, up to rounding for blocks.
+**What works.** Left padding, batches, beam search, sampling, assisted decoding (transformers ≥ 5.14), several turns on one
+`past_key_values`, `inputs_embeds`, pipelines, LoRA (patch `model.get_base_model()`), training and `deepcopy`. As long as
+all tokens fit into the budget, logits equal the stock model's: exactly for a prompt read whole, up to rounding for blocks.
+Layers whose memory is bounded already, such as those with a sliding window or linear attention, stay as they are.
 
-Models with latent attention (MLA), as DeepSeek V3, keep the latents that all heads share: attention over them is
-absorbed into queries and outputs. The Triton kernels do not serve them; on a GPU they need `backend="reference"`.
+**Latent attention.** Models with latent attention (MLA), such as DeepSeek V3, cache the latents that all heads share;
+attention absorbs the projections into queries and outputs. The Triton kernels do not support latents, so on a GPU these
+models need `backend="reference"`.
 
-Refused, with one sentence, and the model is left as it was: models whose logits would change, models whose layers all
-slide a window, an input without tokens, `cache_implementation=` other than the default, continuous batching, prefix and
-prompt tuning, a patched model as the assistant, 4-D masks over past tokens, cropping a compressed cache, models on the
-meta device.
+**What is refused**, and leaves the model as it was: models whose logits would change, models whose layers all have a
+sliding window, models on the meta device, an input without tokens, `cache_implementation=` other than the default,
+continuous batching, prefix and prompt tuning, a patched model as the assistant, 4-D masks over past tokens, and cropping
+a compressed cache.
 
 ## Tested
 
-All of this was checked of every type in the table, except for what the last column says:
+Every type in the table passed all of these checks, except for those in its last column:
 
 {checks}
 | model type | compressed | left to transformers | limits |
@@ -60,7 +61,7 @@ All of this was checked of every type in the table, except for what the last col
 {works}
 ## Refused
 
-`fastkv.patch` says so, with this reason, and leaves the model as it was.
+`fastkv.patch` refuses these types with this reason and leaves the model as it was.
 
 | model type | why |
 |---|---|
