@@ -61,10 +61,10 @@ def unchanged(model: Module) -> Iterator[None]:
             model.eval()
             yield
         finally:
-            for module, values, containers in attributes:
+            for module, values, copies in attributes:
                 vars(module).clear()
                 vars(module).update(values)
-                for name, held in containers.items():
+                for name, held in copies.items():
                     values[name].clear()
                     values[name].update(held)
             for buffer, held in contents:
